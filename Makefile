@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OUT ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart test test-slow test-services test-long postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup gpu-check clean
+.PHONY: setup quickstart test test-slow test-services test-long test-thorough postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup gpu-check clean
 
 setup: $(STAMP)
 
@@ -23,7 +23,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 -m 'not slow and not gpu and not service'
 
 test-slow: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not service'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not service and not thorough'
 
 # Against a PostgreSQL of its own, in a temporary folder, and in a headless browser.
 test-services: setup postgres-installed chromium-installed
@@ -31,7 +31,11 @@ test-services: setup postgres-installed chromium-installed
 
 # Both of them at once, as CI runs them: tests are collected once, and no process waits for another in between.
 test-long: setup postgres-installed chromium-installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 -m 'slow or service'
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 -m '(slow or service) and not thorough'
+
+# The benchmarks with small numbers, and variants of slow tests of which CI runs one each: an hour on two cores.
+test-thorough: setup postgres-installed chromium-installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 -m thorough
 
 # Starts such a server and prints its URL; Ctrl-C ends and removes it.
 postgres: setup postgres-installed

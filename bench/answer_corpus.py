@@ -1,7 +1,6 @@
 """Labelled answers as models write them: references of published tasks in many phrasings, right and wrong.
 
-Everything is made from the data and a fixed seed. `phrasings` names one of four banks of sentences, `first` to
-`fourth`.
+Generated from the data and a fixed seed. `phrasings` selects one of four banks of sentences, `first` to `fourth`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ STATES = ["water", "steel", "steam", "oil"]
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A completion, the task that it answers, and whether it is right. `group` is a row of the table of results."""
+    """A completion, its task, and whether it is right. `group` is a row of the result table."""
 
     group: str
     reward: str
@@ -47,7 +46,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _pairs(golds: list[str], rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Each reference with another one that is certainly not equal to it."""
+    """Pair each reference with another one that is certainly different."""
     for gold in golds:
         yield gold, next(other for other in rng.sample(golds, len(golds)) if _bare(other) != _bare(gold))
 
@@ -68,7 +67,7 @@ def _written(
     count: int = 2,
     more: dict[str, str] | None = None,
 ) -> Iterator[Labelled]:
-    """The reference in some phrasings (right), another answer in one of them, and some that take it back (wrong)."""
+    """The reference in some phrasings (right), another answer in one of them (wrong), and retractions (wrong)."""
     right, wrong = bank
     keys, more = metadata or {}, more or {}
     for template in rng.sample(right, min(count, len(right))):

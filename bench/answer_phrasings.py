@@ -1,7 +1,7 @@
 """Sentences around answers: @o stands for the answer, @w for another one, @u for a unit, @t and @x for their options.
 
-`FIRST` was looked at while the extractor was written. The others were first run on a finished version each; what they
-showed was mended afterwards.
+`FIRST` was used to develop the extractor. Each of the others was first run on a finished version, whose errors were
+fixed afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real answers to grade: solutions of GSM8K and of competition problems, with their own or a neighbour's reference."""
+"""Real answers to grade: solutions of GSM8K and of competition problems, with the right or a neighbour's reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARK = "####"
 
 
 def data_dir() -> Path:
-    """$ROLLMILL_DATA, or shared/data beside the repository. Raises BenchError where there is none."""
+    """$ROLLMILL_DATA, or shared/data beside the repository. Raises BenchError if it does not exist."""
     folder = Path(os.environ.get("ROLLMILL_DATA", ROOT.parent / "shared" / "data"))
     if not (folder / "gsm8k").is_dir():
         raise BenchError(f"no folder {folder}/gsm8k; set ROLLMILL_DATA to a folder that has gsm8k and math")

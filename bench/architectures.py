@@ -1,7 +1,7 @@
-"""Which of transformers' causal language models rollmill rolls out and trains right, and which it refuses.
+"""Checks rollouts and training of every causal language model of transformers, and lists those that are refused.
 
-Every architecture is tried as a tiny random model: rollouts, packed training and the gradient against the checkpoint's
-own eager forward pass in transformers. `wrong` and `traceback` are bugs.
+Every architecture is tested as a tiny random model: rollouts, packed training and the gradient against the checkpoint's
+eager forward pass in transformers. `wrong` and `traceback` are bugs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESSOR_S, WALL_S = 60, 300  #: limits of one architecture
 
 
 def main(arguments: list[str], only_json: bool) -> int:
-    """Run the benchmark; see the module's docstring. Exit code 1 where something is wrong or ends in a traceback."""
+    """Run the benchmark; see the module's docstring. Exit code 1 if a model is wrong or ends in a traceback."""
     parser = argparse.ArgumentParser(prog="bench architectures", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="model types of transformers; nothing is written")
     parser.add_argument("--workers", type=int, default=min(2, len(machine.cores())))
@@ -63,7 +63,7 @@ def main(arguments: list[str], only_json: bool) -> int:
 
 
 def judged(only: Sequence[str] | None, workers: int, progress: bool) -> list[dict[str, Any]]:
-    """A finding for each architecture, in transformers' order. Each is judged in a process of its own."""
+    """A finding for each architecture, in transformers' order. Each is tested in a separate process."""
     from bench.tiny_architectures import architectures, tiny_model
 
     known = architectures()
@@ -75,7 +75,7 @@ def judged(only: Sequence[str] | None, workers: int, progress: bool) -> list[dic
     torch.set_num_threads(1)
     from bench.ours.architectures import judge  # noqa: F401  (imported before the processes fork)
 
-    tiny_model("llama")  # what it imports is there for all processes
+    tiny_model("llama")  # its imports are shared by all processes
     waiting, running = [name for name in known if only is None or name in only], list[_Process]()
     found: dict[str, dict[str, Any]] = {}
     order = list(waiting)
@@ -92,12 +92,14 @@ def judged(only: Sequence[str] | None, workers: int, progress: bool) -> list[dic
 
 
 class _Process:
-    """A forked process that judges one architecture. It has limits of processor time and of time."""
+    """A forked process that tests one architecture, with limits of processor and wall-clock time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.answer, answer = multiprocessing.Pipe(duplex=False)
-        self._process = multiprocessing.get_context("fork").Process(target=_judge, args=(name, answer), daemon=True)
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_test_architecture, args=(name, answer), daemon=True
+        )
         self._process.start()
         answer.close()
         self._began = time.monotonic()
@@ -121,7 +123,7 @@ class _Process:
         return result
 
 
-def _judge(name: str, answer: Connection) -> None:
+def _test_architecture(name: str, answer: Connection) -> None:
     from bench.ours.architectures import judge
 
     resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S + 5))
@@ -133,7 +135,7 @@ def _judge(name: str, answer: Connection) -> None:
 
 
 def one_line(finding: dict[str, Any]) -> str:
-    """A finding for the terminal."""
+    """Format a finding for the terminal."""
     values = [finding.get(key) for key in ("rollout_gap", "chunked_gap", "training_gap", "gradient")]
     numbers = " ".join("   --  " if value is None else f"{value:7.1e}" for value in values)
     extra = "; ".join([finding["why"], *finding.get("notes", [])]).strip("; ")
@@ -142,10 +144,10 @@ def one_line(finding: dict[str, Any]) -> str:
 
 
 def with_matrix(page: str, record: dict[str, Any]) -> str:
-    """The page with the matrix between its markers.
+    """Insert the matrix between the markers of a page.
 
     Raises:
-        BenchError: it has no markers.
+        BenchError: the page has no markers.
     """
     head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
@@ -155,7 +157,7 @@ def with_matrix(page: str, record: dict[str, Any]) -> str:
 
 
 def matrix(record: dict[str, Any]) -> str:
-    """The findings as Markdown: what is right with its gaps, the rest with the reason."""
+    """Format the findings as Markdown: right models with their gaps, the others with the reason."""
     groups = {verdict: [f for f in record["findings"] if f["verdict"] == verdict] for verdict in VERDICTS}
     counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in groups.items() if found)
     parts = [
@@ -175,7 +177,7 @@ def matrix(record: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Without folders and line breaks, at most 200 characters."""
+    """Format a table cell: without folders and line breaks, at most 200 characters."""
     words = [word for word in text.split() if not word.startswith("/")]
     short = " ".join(words).replace("|", "\\|").removeprefix("model.path: ")
     return short if len(short) <= 200 else short[:197] + "..."

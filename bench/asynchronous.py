@@ -1,8 +1,8 @@
-"""Steps a second of trainer and explorer in a process each (Ray, two cores), against both in one process in turn.
+"""Steps per second of trainer and explorer in separate processes (Ray, two cores), against both in one process in turn.
 
-GRPO on the 3.2M model, 64 completions (8 prompts x 8) a step. With max_staleness 1 or more the explorer rolls out the
-next step while the trainer trains, so the bound is the sum of both phases over the longer one, 2 at most. Completions
-under way when weights change have their keys and values computed anew, or (`keep`) do not.
+GRPO on the 3.2M model, 64 completions (8 prompts x 8) per step. With max_staleness 1 or more the explorer rolls out
+the next step while the trainer trains, so the bound is the sum of both phases over the longer one, at most 2. When
+weights change, keys and values of running completions are recomputed, or (`keep`) kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def compare(ours: Measured, peer: Measured) -> Case:
-    """Steps a second; what the phases in turn would allow; and how stale tokens became."""
+    """Steps per second, the bound from the phases, and the staleness of tokens."""
     phases = {
         key: statistics.median(each["phases"][key] for each in peer.rounds) for key in ("rollout", "train", "total")
     }

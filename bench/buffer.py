@@ -45,7 +45,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def _of_file(ours: Measured, file: Measured) -> list[Case]:
-    """The same bytes appended to a file with fsync per batch: ready ones, and with the time it takes to make them."""
+    """Compare with the same bytes appended to a file with fsync per batch, without and with the time to encode them."""
     extra = {"bytes_each": round(file.values("bytes")[0]), "read": round(statistics.median(ours.values("read")))}
     names = {"written": "the bytes alone", "encoded": "bytes made on the way"}
     return [

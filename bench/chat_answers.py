@@ -1,7 +1,7 @@
 """Labelled completions as chat models write them: workings, remarks, breakdowns, answers in words.
 
-Someone who had not read the extractor wrote them. It has been mended by them since, so they are no unseen texts any
-more. In `chat_answers.jsonl` each line is a completion, its reference and whether it is right.
+They were written without knowledge of the extractor. The extractor was fixed with them since, so they are no longer
+unseen. Each line of `chat_answers.jsonl` is a completion, its reference and whether it is right.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from bench.answer_corpus import Labelled
 
 PREFIX = "chat: "
-"""Begins the group of each of these completions."""
+"""Prefix of the groups of these completions."""
 
 
 def chat_answers() -> list[Labelled]:
-    """All of them, in the order of the file."""
+    """Read all completions, in the order of the file."""
     lines = Path(__file__).with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [Labelled(**{**row, "group": PREFIX + row["group"]}) for row in rows]

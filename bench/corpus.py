@@ -1,7 +1,7 @@
-"""Labelled answers judged by rollmill and by math-verify: right ones that are rejected, wrong ones that are accepted.
+"""Labelled answers graded by rollmill and by math-verify: right ones that are rejected, wrong ones that are accepted.
 
 About 13,000 answers to published tasks, in four banks of phrasings in English and Chinese (`answer_phrasings.py`), and
-about 700 completions as chat models write them (`chat_answers.py`), whose groups begin with "chat:".
+about 700 completions as chat models write them (`chat_answers.py`), whose groups start with "chat:".
 math-verify extracts formulas, expressions and option letters, as its documentation shows.
 """
 
@@ -64,7 +64,7 @@ def accepted_by_rollmill(rows: Sequence[Labelled], time_limit_s: float = 20.0) -
 
 
 def accepted_by_math_verify(rows: Sequence[Labelled]) -> list[bool]:
-    """Whether math-verify finds each answer equal to its reference; what it cannot parse is equal to nothing."""
+    """Whether math-verify finds each answer equal to its reference; False if it cannot parse one of them."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -79,7 +79,7 @@ def accepted_by_math_verify(rows: Sequence[Labelled]) -> list[bool]:
 
 
 def counts(rows: Sequence[Labelled], accepted: Sequence[bool]) -> tuple[int, int]:
-    """How many right answers are rejected, and how many wrong ones accepted."""
+    """Number of rejected right answers, and of accepted wrong ones."""
     pairs = list(zip(rows, accepted, strict=True))
     return sum(row.right and not taken for row, taken in pairs), sum(taken and not row.right for row, taken in pairs)
 

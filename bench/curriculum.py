@@ -1,9 +1,9 @@
 """Completions to a sampled accuracy of .8 on sums of mixed difficulty, by the order of tasks: ours against uniform.
 
-Per seed, one warm-started checkpoint is made by the quickstart's first stage (a policy that forgets most carries). Its
-second stage repairs it, with the same settings in every order, on 240 sums: 90 % without carries, which the policy
-solves already, 7 % with one and 3 % with two. Every 4 steps it is evaluated on 600 other sums, a third of each sort.
-The peer is the order `shuffled`: every task equally often.
+Per seed, the quickstart's first stage makes a warm-started checkpoint (a policy that forgets most carries). Its second
+stage repairs it, with the same settings in every order, on 240 sums: 90 % without carries, which the policy already
+solves, 7 % with one and 3 % with two. Every 4 steps it is evaluated on 600 other sums, a third of each kind. The peer
+is the order `shuffled`: every task equally often.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def race(seed: int, orders: list[str], args: argparse.Namespace) -> list[Measured]:
-    """All orders, one after the other, until each has reached the target or `max_steps`."""
+    """Run all orders, one after the other, until each has reached the target or `max_steps`."""
     folder = task_folder(seed)
     common = ["--folder", str(folder), "--seed", str(seed), "--every", str(EVERY)]
     common += ["--tasks", str(args.tasks), "--held-out", str(args.held_out)]
@@ -82,7 +82,7 @@ def race(seed: int, orders: list[str], args: argparse.Namespace) -> list[Measure
 
 
 def picture(raw: list[Measured], orders: list[str]) -> str:
-    """Accuracy over completions, a line for each order and seed."""
+    """Draw accuracy over completions, a line for each order and seed."""
     curves = []
     for one in raw:
         points = [(0.0, float(one.ready["accuracy"]))]
@@ -98,7 +98,7 @@ def _reached(one: Measured, target: float) -> bool:
 
 
 def cost(one: Measured, target: float) -> dict[str, Any]:
-    """Completions until the target, and the mean share of groups that taught nothing. Raises BenchError before it."""
+    """Completions until the target, and the mean share of uniform groups. Raises BenchError if it was not reached."""
     if not _reached(one, target):
         raise BenchError(f"{one.name} did not reach {target}: {one.values('accuracy')}")
     uniform = one.values("uniform")

@@ -1,4 +1,4 @@
-"""Line charts as SVG files, for the documents."""
+"""Line charts as SVG files, for the documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLOURS = ("#1b6ca8", "#2a9d4e", "#b5651d", "#777777")
 
 @dataclass
 class Curve:
-    """One line. Lines of one name share a colour (a number) and a place in the legend."""
+    """One line. Lines of the same name share a colour (a number) and an entry in the legend."""
 
     name: str
     colour: int
@@ -21,7 +21,7 @@ class Curve:
 
 
 def svg(x_name: str, y_name: str, curves: Sequence[Curve]) -> str:
-    """The chart as text; a white background, so that it can be read on any page."""
+    """Draw the chart as SVG text, on a white background, so that it is readable on any page."""
     right = max(x for curve in curves for x, _ in curve.points)
     low = int(min(y for curve in curves for _, y in curve.points) * 10) / 10
     high = -(-int(max(y for curve in curves for _, y in curve.points) * 100) // 10) / 10

@@ -1,7 +1,7 @@
-"""The GPU check: GPU-marked tests and GPU benchmarks against the torch that is there, in under nine minutes.
+"""GPU check: GPU-marked tests and GPU benchmarks with the installed torch, in under nine minutes.
 
-Installs nothing. Results: bench/results/gpu/. Each part has a time limit of its own; a part that a missing module
-stops is reported by the module's name and fails the check, except TRL, which is only a peer.
+Installs nothing. Results: bench/results/gpu/. Each part has its own time limit. A missing module is reported by name
+and fails the check, except TRL, which is only a peer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.report import finish
 from bench.worker import versions
 
 FOLDER = RESULTS / "gpu"
-#: part: seconds it may take; their sum stays under nine minutes
+#: part -> time limit in seconds; the sum is under nine minutes
 LIMITS = {"tests": 180, "rollout": 220, "step": 110}
 NEEDED = ("torch", "transformers", "numpy", "pydantic", "yaml", "jinja2", "psutil", "safetensors", "pytest")
 DEVICE = "cuda"
@@ -58,7 +58,7 @@ def main(arguments: list[str], only_json: bool) -> int:
 
 
 def _limited(part: str) -> dict[str, Any]:
-    """Run one part in a process group of its own, and end all of it when its time is over."""
+    """Run one part in a separate process group, and kill it at its time limit."""
     note(f"{part} (at most {LIMITS[part]} s)")
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -75,7 +75,7 @@ def _limited(part: str) -> dict[str, Any]:
 
 
 def _tests() -> int:
-    """The GPU-marked tests; only files that hold some are imported, so that other tests' needs don't matter."""
+    """Run the GPU-marked tests; imports only files that have some, so that other tests' dependencies don't matter."""
     files = [str(path) for path in sorted(Path(ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     if not files:
         note("no test is marked gpu")
@@ -99,7 +99,7 @@ def _rollout() -> int:
 
 
 def _step() -> int:
-    """Ours against TRL where it is installed; else ours alone, with the reason."""
+    """Compare with TRL if it is installed; else measure ours alone and record the reason."""
     sides = [Side("ours", "bench.ours.step", ("--model", "m25", "--device", DEVICE))]
     if find_spec("trl") is not None and find_spec("datasets") is not None:
         for kind in ("fp32", "bf16"):

@@ -1,6 +1,6 @@
-"""Answers judged per second on two cores: the math reward against math-verify alone.
+"""Answers graded per second on two cores: the math reward against math-verify alone.
 
-4,000 completions of GSM8K and competition problems; every other reference is a neighbour's. Both sides have two
+4,000 completions of GSM8K and competition problems; every second reference is a neighbour's. Both sides have two
 processes for math-verify; ours compares texts, numbers and structures first.
 """
 

@@ -1,9 +1,9 @@
 """Expected gradient of every algorithm against the true policy gradient, by enumeration in float64.
 
 The policy is a table of logits over a letter and an end, for every text of up to seven letters: 9 completions of 1 to 8
-tokens. Every group of completions goes through the algorithm's own recipe, advantages and denominators, weighted by
-its probability. `cosine` is between the expected update and the gradient of the expected reward, `norm_ratio` the ratio
-of their lengths: an unbiased algorithm has 1 and 1, one that is unbiased but for a factor 1 and the factor. One update
+tokens. Every group of completions goes through the algorithm's recipe, advantages and denominators, weighted by its
+probability. `cosine` is between the expected update and the gradient of the expected reward, `norm_ratio` the ratio of
+their lengths: an unbiased algorithm has 1 and 1, one that is unbiased up to a factor has 1 and the factor. One update
 per batch, tokens of the current weights, reference equal to the policy. `pass_at_k` is compared with the gradient of
 pass@2, without a standard deviation. Algorithms with a critic or a teacher are left out.
 """
@@ -34,17 +34,17 @@ PAIRS: dict[str, Any] = {
     "advantage": {"k": 2, "baseline": "others", "scale": "none"},
     "aggregation": "sequence-sum-mean",
 }
-"""How `pass_at_k` is compared with the gradient of pass@2."""
+"""Options with which `pass_at_k` is compared with the gradient of pass@2."""
 OTHERS: dict[str, dict[str, Any]] = {
     "rloo, token-mean": {"name": "rloo", "aggregation": "token-mean"},
     "rloo, sequence-mean": {"name": "rloo", "aggregation": "sequence-mean"},
 }
-"""What else the table shows."""
+"""Further rows of the table."""
 
 
 @dataclass
 class Tree:
-    """A policy over all completions of up to `longest` tokens: `letters` letters, and an end."""
+    """Policy over all completions of up to `longest` tokens: `letters` letters, and an end."""
 
     letters: int
     longest: int
@@ -63,17 +63,17 @@ class Tree:
         self.greedy_reward = self.rewards[greedy]
 
     def logprobs(self, completion: tuple[int, ...]) -> Tensor:
-        """Of the completion's tokens."""
+        """Log-probs of the completion's tokens."""
         rows = [self.prefixes.index(completion[:t]) for t in range(len(completion))]
         return torch.log_softmax(self.logits[rows], -1)[range(len(rows)), [token - END for token in completion]]
 
     def distributions(self, completion: tuple[int, ...]) -> Tensor:
-        """Log-probs of all tokens at each place, [tokens, vocabulary]."""
+        """Log-probs of all tokens at each position, [tokens, vocabulary]."""
         rows = [self.prefixes.index(completion[:t]) for t in range(len(completion))]
         return torch.log_softmax(self.logits[rows], -1).detach()
 
     def policy_gradient(self, best_of: int = 1) -> Tensor:
-        """The gradient of the expected reward, or of the expected best reward of several completions."""
+        """Gradient of the expected reward, or of the expected best reward of several completions."""
         probability = torch.stack([self.logprobs(each).sum().exp() for each in self.completions])
         expected = torch.zeros((), dtype=torch.float64)
         for chosen in itertools.product(range(len(self.completions)), repeat=best_of):
@@ -81,7 +81,7 @@ class Tree:
         return torch.autograd.grad(expected, self.logits)[0]
 
     def expected_update(self, recipe: Recipe, group_size: int) -> Tensor:
-        """What gradient descent on the recipe's loss adds to the logits, at learning rate 1, on average over groups."""
+        """Expected update of the logits by gradient descent on the recipe's loss, at learning rate 1."""
         logprobs = [self.logprobs(each) for each in self.completions]
         chances = [float(each.detach().sum().exp()) for each in logprobs]
         total = torch.zeros((), dtype=torch.float64)
@@ -136,13 +136,13 @@ class Tree:
 
 
 def compared(update: Tensor, gradient: Tensor) -> tuple[float, float]:
-    """Cosine, and the ratio of lengths."""
+    """Cosine and ratio of lengths."""
     length = float(update.norm() / gradient.norm())
     return float((update * gradient).sum() / (update.norm() * gradient.norm())) if length else 0.0, length
 
 
 def enumerable() -> dict[str, AlgorithmOptions]:
-    """The algorithms that learn from rewards alone."""
+    """Algorithms that need only rewards."""
     found: dict[str, AlgorithmOptions] = {}
     for name, section in known_algorithms().items():
         options = section.model_validate({"name": name, **(PAIRS if name == "pass_at_k" else {})})

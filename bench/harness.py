@@ -22,7 +22,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 class BenchError(Exception):
-    """A benchmark that cannot be run; the message says what to do."""
+    """A benchmark cannot run; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Side:
 
 
 class Worker:
-    """A contestant's process. Every wait has a deadline; when it passes, the error says who was waited for."""
+    """A contestant's process. Every wait has a timeout; the error names the contestant."""
 
     def __init__(self, side: Side, deadline_s: float = 1200, pinned: bool = True) -> None:
         self.side, self.deadline_s = side, deadline_s
@@ -62,9 +62,9 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def run(self) -> dict[str, Any]:
-        """One measured run; what the worker reports about it.
+        """Do one measured run; returns the worker's report.
 
-        Between its runs the worker and its children are stopped: some engines spin while they wait for work.
+        Between runs the worker and its children are stopped, because some engines spin while they wait for work.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
@@ -87,7 +87,7 @@ class Worker:
         Path(self._log.name).unlink()
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the worker's whole process group."""
+        """Send a signal to the worker's process group."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, number)
 
@@ -106,7 +106,7 @@ class Worker:
 
 @dataclass
 class Measured:
-    """What one contestant did: its ready message and one report per round."""
+    """Result of one contestant: its ready message and one report per round."""
 
     name: str
     ready: dict[str, Any]
@@ -141,18 +141,18 @@ def run_in_turn(
 
 
 def note(text: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def need(package: str, how: str) -> None:
-    """Refuse to go on without a peer."""
+    """Raise BenchError if a peer is not installed."""
     if find_spec(package) is None:
         raise BenchError(f"the peer {package} is not installed: {how}")
 
 
 def vllm_python() -> str:
-    """The interpreter of vLLM's own environment: $ROLLMILL_VLLM_PYTHON or .venv-vllm."""
+    """The interpreter of vLLM's environment: $ROLLMILL_VLLM_PYTHON or .venv-vllm. Raises BenchError."""
     python = os.environ.get("ROLLMILL_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
     found = Path(python).exists() and (
         subprocess.run([python, "-c", "import importlib.util as u; exit(u.find_spec('vllm') is None)"]).returncode == 0

@@ -1,8 +1,8 @@
 """Seconds and tokens to a sampled accuracy of .92 on the quickstart's carry-repair task: ours against TRL.
 
-Per seed, one warm-started checkpoint is made by the quickstart's first stage; both sides repair it with the settings of
-the second (same tasks, batch, group size, learning rate, optimizer and reward). Every 5 steps both are evaluated on the
-same 500 held-out sums; time and tokens of evaluations are not counted.
+Per seed, the quickstart's first stage makes a warm-started checkpoint; both sides repair it with the settings of the
+second (same tasks, batch, group size, learning rate, optimizer and reward). Every 5 steps both are evaluated on the
+same 500 held-out sums; time and tokens of evaluations do not count.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def race(seed: int, max_steps: int, target: float) -> list[Measured]:
-    """Both sides in turn, `EVERY` steps at a time, until each has reached the target or `max_steps`."""
+    """Run both sides in turn, `EVERY` steps at a time, until each has reached the target or `max_steps`."""
     folder = task_folder(seed)
     common = ("--folder", str(folder), "--seed", str(seed), "--every", str(EVERY))
     workers: list[Worker] = []
@@ -86,7 +86,7 @@ def cost(one: Measured, target: float, seed: int) -> dict[str, Any]:
 
 
 def task_folder(seed: int) -> Path:
-    """A folder with `model` (the warm start), train.jsonl, held_out.jsonl and settings.json; made if absent."""
+    """A folder with `model` (the warm start), train.jsonl, held_out.jsonl and settings.json; created if absent."""
     from rollmill.config.loader import load_run
     from rollmill.quickstart.addition import rows
 
@@ -119,7 +119,7 @@ def task_folder(seed: int) -> Path:
 
 
 def checkpoint(name: str, run: dict[str, Any], seed: int) -> Path:
-    """A folder with `model`, the last checkpoint of a run; made if absent."""
+    """A folder with `model`, the last checkpoint of a run; created if absent."""
     folder = cache_dir() / f"{name}-{_key(yaml.safe_dump(run))}-{seed}"
     if not (folder / "model").exists():
         _train(folder, run, seed)

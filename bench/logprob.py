@@ -1,7 +1,7 @@
 """Peak memory of log-probs and their backward pass over a vocabulary of 151,936: in chunks against the whole matrix.
 
 8,192 tokens, hidden size 256, fp32; memory above the inputs, gradients included. The naive path holds three such
-matrices of 4.6 GiB. Where the machine has no room for four, it gets 2,048 tokens, and ours is compared at both counts.
+matrices of 4.6 GiB. If four do not fit in memory, it gets 2,048 tokens, and ours is compared at both counts.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def fits(tokens: int, vocab: int) -> bool:
-    """Whether four fp32 matrices [tokens, vocab] find room in the memory that is free now."""
+    """Whether four fp32 matrices [tokens, vocab] fit in the free memory."""
     import psutil
 
     return bool(psutil.virtual_memory().available > 4 * 4 * tokens * vocab)
 
 
 def check(ours: Measured, naive: Measured) -> None:
-    """Both computed the same loss and gradient."""
+    """Raise unless both computed the same loss and gradient."""
     for key in ("loss", "grad_norm"):
         own, other = ours.rounds[0][key], naive.rounds[0][key]
         assert math.isclose(own, other, rel_tol=1e-4), f"{key}: {own} is not {other}"

@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""Description of the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_ti
 
 
 def describe() -> dict[str, Any]:
-    """CPU model, the instruction sets that matter here, cores, memory in GiB, system and date."""
+    """CPU model, relevant instruction sets, cores, memory in GiB, system and date."""
     model, flags = _cpu()
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {

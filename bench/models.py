@@ -1,4 +1,4 @@
-"""The models that are measured: Qwen3 shapes with random weights, made once and kept in a cache folder."""
+"""Benchmark models: Qwen3 shapes with random weights, created once in a cache folder."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def cache_dir() -> Path:
 
 
 def model_dir(name: str) -> Path:
-    """Folder of benchmark model `name` in Hugging Face format with a word-level tokenizer; made if absent.
+    """Folder of benchmark model `name` in Hugging Face format with a word-level tokenizer; created if absent.
 
     The EOS id is one past the vocabulary: no sampler can produce it, so that completions have the same length on
-    every side without a logits processor slowing anyone down.
+    every side without a logits processor, which would cost time.
     """
     shape = SHAPES[name]
     folder = cache_dir() / f"{name}-{'-'.join(str(value) for value in shape)}"
@@ -86,7 +86,7 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 PROMPT = 20
-"""Tokens of a prompt, where a benchmark of whole steps does not say otherwise."""
+"""Default number of prompt tokens in benchmarks of whole steps."""
 
 
 def prompts(name: str, count: int, length: int) -> list[list[int]]:

@@ -1,8 +1,8 @@
-"""One run file in six modes: everything in turn, one step apart, explorers on Ray, and processes that share a folder.
+"""One run file in six modes: synchronous, one step off-policy, explorers on Ray, and processes that share a folder.
 
 Per seed, the quickstart's first stage makes a checkpoint that forgets most carries; its second stage repairs it, with
-the same settings in every mode but for `placement`, `mode` and `max_staleness`. All are to reach the same accuracy, and
-none may learn from rollouts that are staler than it says. Every run is the command that a user types.
+the same settings in every mode except `placement`, `mode` and `max_staleness`. All have to reach the same accuracy, and
+none may train on rollouts beyond its max_staleness. Every run uses the command line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def race(mode: str, seed: int, steps: int) -> dict[str, Any]:
-    """Repair the checkpoint of a seed in one mode: accuracies, the staleness, the steps a second."""
+    """Repair the checkpoint of a seed in one mode; returns accuracies, staleness and steps per second."""
     with tempfile.TemporaryDirectory(prefix="bench-modes-") as name:
         folder = Path(name)
         (folder / "run.yaml").write_text(yaml.safe_dump(run_file(mode, seed, steps)))
@@ -91,7 +91,7 @@ def run_file(mode: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def start(folder: Path, role: str, mode: str) -> subprocess.Popen[bytes]:
-    """One process of a run."""
+    """Start one process of a run."""
     command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out"]
     command += [] if mode == "both" else ["--set", f"mode={mode}"]
     with (folder / f"{role}.log").open("wb") as log:
@@ -99,7 +99,7 @@ def start(folder: Path, role: str, mode: str) -> subprocess.Popen[bytes]:
 
 
 def result(run: Path, seconds: float) -> dict[str, Any]:
-    """What a run came to."""
+    """Read the result of a run."""
     summary = json.loads((run / "summary.json").read_text())
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = summary["evaluations"][-1]
@@ -112,7 +112,7 @@ def result(run: Path, seconds: float) -> dict[str, Any]:
 
 
 def compare(one: Measured, peer: Measured, seeds: list[int]) -> Case:
-    """Accuracy at the end, seed by seed."""
+    """Compare the final accuracy, seed by seed."""
     keys = ("before", "staleness", "seconds")
     extra = {"seeds": seeds, **{key: one.values(key) for key in keys}}
     return Case(one.name, peer.name, "sampled accuracy", one.values(KEY), peer.values(KEY), True, extra)

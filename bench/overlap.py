@@ -1,7 +1,7 @@
-"""How much longer than the longer of rollouts and rewards do both take? Ours against TRL's GRPOTrainer.
+"""Time of rollouts and rewards together, relative to the longer of the two: ours against TRL's GRPOTrainer.
 
-64 completions (8 prompts x 8) of 32 tokens on average and at most 96; all judgements, one after the other, take as
-long as the rollouts. 1.0 is perfect overlap, 2.0 is none. Rollouts have one core, a reward that computes another.
+64 completions (8 prompts x 8) of 32 tokens on average and at most 96; all rewards, one after the other, take as long as
+the rollouts. 1.0 is perfect overlap, 2.0 is none. Rollouts have one core, a computing reward another.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def compare(kind: str, ours: Measured, peer: Measured) -> Case:
-    """Both sides in units of their own longer part; seconds besides."""
+    """Compare both sides in units of their longer part; `extra` has seconds."""
     keys = ("rollout_s", "rewards_s", "together_s")
     seconds = {one.name: {key: round(statistics.median(one.values(key)), 3) for key in keys} for one in (ours, peer)}
     return Case(

@@ -1,7 +1,7 @@
 """Seconds of the trainer's forward and backward pass over packed rows, against batches padded to the longest.
 
-64 completions with log-normal lengths (median 64, sigma 0.8, at most 512), each after a prompt of its own of 8 to 64
-tokens. `token_ratio` is padded tokens per real token, and `share` is how much of it the ratio reaches.
+64 completions with log-normal lengths (median 64, sigma 0.8, at most 512), each after a different prompt of 8 to 64
+tokens. `token_ratio` is padded tokens per real token, and `share` is the ratio relative to it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def lengths(completions: int, median: int, longest: int, sigma: float = 0.8) -> list[tuple[int, list[int]]]:
-    """Tokens of each prompt (8 to 64) and of its completion (log-normal, 2 to `longest`); the same at every call."""
+    """Tokens of each prompt (8 to 64) and of its completion (log-normal, 2 to `longest`); deterministic."""
     source = random.Random(0)
     drawn = []
     for _ in range(completions):

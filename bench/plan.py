@@ -1,7 +1,7 @@
-"""What `rollmill plan` predicts of run files against runs of them: seconds a step, tokens a second, peaks of memory.
+"""Predictions of `rollmill plan` against runs: seconds per step, tokens per second, memory peaks.
 
-Prediction and run are fresh processes, one after the other. The ratio is measured over predicted seconds; every value
-is off by at most a quarter where the plan holds. Memory is measured with `residency`, which notes peaks by phase.
+Prediction and run are fresh processes, one after the other. The ratio is measured over predicted seconds; a prediction
+counts as right within a quarter. Memory is measured with `residency`, which records peaks by phase.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "larger": ("bench/plan.yaml", ("trainer.lr=1e-9", PEAKS)),
 }
-"""By name: a run file, and what makes a run of it short, and its completions those of the model it begins with."""
+"""By name: a run file, and overrides that make its run short and keep completions those of the initial model."""
 CLOSE, COMPARED = 0.25, ("seconds/total", "tokens_per_second")
 
 
@@ -58,7 +58,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def compare(name: str, stage: str, plan: Measured, run: Measured) -> Case:
-    """One stage: seconds a step as the case's value, and all else that both know with how far it is off."""
+    """Compare one stage: seconds per step as the case's value, and the relative error of all other values."""
 
     def values(side: Measured, key: str) -> list[float]:
         return [each["stages"][stage][key] for each in side.rounds]

@@ -2,7 +2,7 @@
 
 One prompt of 512 tokens with 8 completions of 128, 25M parameters. Both sides are the trainer's packed rows with the
 same loss. `bound` is the ratio of the tokens in the rows, `memory_ratio` that of the peak memory above the model. The
-shared row is never cut, while the trainer takes the unshared completions one row at a time: it may need more memory.
+shared row is never split, while unshared completions are computed one row at a time, so sharing may need more memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def token_ratio(ours: Measured, peer: Measured) -> float:
-    """The peer's tokens per token of ours, after a check that loss and gradient are the same."""
+    """The peer's tokens per token of ours. Raises if loss and gradient differ."""
     ours_first, peer_first = ours.rounds[0], peer.rounds[0]
     tolerance = 1e-4 if ours.ready["dtype"] == "fp32" else 0.03
     for key in ("loss", "grad_norm"):
@@ -62,6 +62,6 @@ def token_ratio(ours: Measured, peer: Measured) -> float:
 
 
 def memory(ours: Measured, peer: Measured) -> dict[str, float]:
-    """Median peaks above the model in MiB, and how many times as much the peer needs."""
+    """Median peaks above the model in MiB, and their ratio."""
     own, other = (statistics.median(one.values("peak_mib")) for one in (ours, peer))
     return {"peak_mib": round(own, 1), "peer_peak_mib": round(other, 1), "memory_ratio": round(other / own, 3)}

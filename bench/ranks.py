@@ -1,4 +1,4 @@
-"""Tokens a second that are learned from with one and two ranks on two cores: our trainer against torchrun and DDP.
+"""Training tokens per second with one and two ranks on two cores: our trainer against torchrun and DDP.
 
 Both make the same optimizer step (GRPO, fp32, AdamW) on the same 64 completions (8 prompts of 20 tokens x 8) of 64
 tokens, with one thread in each process. The peer is a plain PyTorch loop over padded batches, with several settings in
@@ -47,7 +47,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def sides(model: str, shardings: Sequence[str], passes: Sequence[int]) -> list[Side]:
-    """One rank, two ranks by every sharding, and the peer with one and two processes."""
+    """One rank, two ranks with every sharding, and the peer with one and two processes."""
     ours = [Side("1 rank", "bench.ours.ranks", ("--model", model))]
     ours += [
         Side(f"2 ranks, {sharding}", "bench.ours.ranks", ("--model", model, "--ranks", "2", "--sharding", sharding))
@@ -72,7 +72,7 @@ def _peer(model: str, processes: int, size: int) -> Side:
 
 
 def compare(model: str, measured: Sequence[Measured], shardings: Sequence[str]) -> list[Case]:
-    """One rank against one process, two ranks against two; how much faster two are than one, on either side."""
+    """Compare one rank with one process and two with two; and the speed-up from one to two on either side."""
     by_name = {each.name: each for each in measured}
     peers = {
         count: best([one for one in measured if one.name.startswith(f"DDP, {count},")], "tokens_per_s", True)
@@ -89,7 +89,7 @@ def compare(model: str, measured: Sequence[Measured], shardings: Sequence[str]) 
 
 
 def require_same(measured: Sequence[Measured]) -> None:
-    """Raise where a side computed something else than the first one."""
+    """Raise if a side computed something else than the first one."""
     first = measured[0].rounds[0]
     for each in measured:
         for key in ("loss", "grad_norm"):

@@ -15,7 +15,7 @@ from bench.harness import RESULTS, Measured
 
 @dataclass
 class Case:
-    """One comparison: ours and the peer, round by round, in `unit`. Ratios above 1 mean that ours is better."""
+    """One comparison of ours with a peer, round by round, in `unit`. Ratios above 1 mean that ours is better."""
 
     case: str
     peer_name: str
@@ -27,12 +27,12 @@ class Case:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours against the peer in each round."""
+        """Ratio of ours to the peer in each round."""
         pairs = zip(self.ours, self.peer, strict=True)
         return [ours / peer if self.higher_is_better else peer / ours for ours, peer in pairs]
 
     def summary(self) -> dict[str, Any]:
-        """The case as one object: medians, and the ratio with its range over the rounds."""
+        """Summary of the case: medians, and the ratio with its range over the rounds."""
         return {
             "case": self.case,
             "peer_name": self.peer_name,
@@ -98,7 +98,7 @@ def finish(
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
-    """A plain-text table of case summaries."""
+    """Format case summaries as a plain-text table."""
     rows = [("case", "peer", "ours", "peer's", "unit", "ratio", "min", "max")]
     for one in summaries:
         keys = ("case", "peer_name", "ours", "peer", "unit", "ratio", "ratio_min", "ratio_max")

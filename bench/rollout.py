@@ -2,7 +2,7 @@
 
 32 prompts of 20 tokens x 8 completions of 128 tokens (0.6B: 8 x 8 of 64), temperature 1, no completion ends early.
 vLLM runs in bf16 and fp32; the headline ratio is against bf16, `ratio_vs_best` against the faster of the two.
-transformers runs in the faster type and batch size, which it finds by trying.
+transformers runs with its fastest type and batch size, which the worker measures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench import models
 from bench.harness import Measured, Side, note, run_in_turn, vllm_python
 from bench.report import Case, best, finish
 
-#: model: (prompts, completions of each, new tokens, whether transformers takes part, rounds)
+#: model -> (prompts, completions of each, new tokens, whether to run transformers, rounds)
 CASES = {
     "tiny": (4, 4, 16, True, 2),
     "m3": (32, 8, 128, True, 5),
@@ -70,7 +70,7 @@ def sides(name: str, dtype: str, python: str, left_out: set[str], device: str = 
 
 
 def compare(name: str, measured: list[Measured]) -> list[Case]:
-    """Ours against each peer that ran."""
+    """Compare ours with each peer that ran."""
     ours, *peers = measured
     assert len({one.rounds[0]["tokens"] for one in measured}) == 1, "the sides produced different numbers of tokens"
     rates = ours.values("tokens_per_s")

@@ -1,10 +1,10 @@
-"""Steps a second of many workers, by simulation with measured costs; of two workers also measured, as a check.
+"""Steps per second of many workers, simulated with measured costs; two workers are also measured, as a check.
 
-The pacing rule, explorers, a trainer and weights under way are simulated (src/rollmill/planning/simulation.py) with
-decode passes, training times and transfers measured in the same run: GRPO on the 3.2M model, 8 prompts x 8 completions
-a step. Two workers share this machine, so a worker's costs are those measured while another process does the other
-one's work; but without staleness they take turns, and then costs are those of a process alone. For 8, 64 and 512
-workers they are that, too, and nothing of a network is known but the transfer in memory.
+Pacing, explorers, a trainer and weight transfers are simulated (src/rollmill/planning/simulation.py) with decode
+passes, training times and transfers measured in the same run: GRPO on the 3.2M model, 8 prompts x 8 completions per
+step. Two workers share this machine, so each one's costs are measured while another process does the other one's work;
+without staleness they take turns, and costs are those of a single process. So are those of 8, 64 and 512 workers, whose
+network is simulated as a transfer in memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def compare(parts: Measured, measured: Measured, batch: int, tokens: int) -> Case:
-    """Two workers: steps a second predicted and measured, round by round."""
+    """Compare predicted and measured steps per second of two workers, round by round."""
     bound = int(measured.name)
     predicted = [simulated(costs, 1, bound, batch, tokens) for costs in parts.rounds]
     rates = measured.values("steps_per_s")
@@ -70,8 +70,8 @@ def compare(parts: Measured, measured: Measured, batch: int, tokens: int) -> Cas
 def predictions(
     rounds: list[dict[str, Any]], workers: list[int], staleness: list[int], batch: int, tokens: int
 ) -> list[dict[str, Any]]:
-    """Steps a second by workers and staleness: one trainer and the same batch; and a batch that grows with the
-    workers, with the fastest number of trainer ranks, which share the passes evenly and add up gradients."""
+    """Steps per second by workers and staleness: with one trainer and a fixed batch, and with a batch that grows with
+    the workers and the fastest number of trainer ranks, which split the passes evenly and all-reduce gradients."""
     rows = []
     for count in workers:
         for bound in staleness:
@@ -89,7 +89,7 @@ def predictions(
 def simulated(
     costs: dict[str, Any], explorers: int, bound: int, batch: int, tokens: int, *, ranks: int = 1, steps: int = STEPS
 ) -> float:
-    """Steps a second."""
+    """Simulated steps per second."""
     from rollmill.orchestrator.pacing import Pacing
     from rollmill.planning.simulation import SimulationCosts, simulate_stage
 
@@ -109,8 +109,10 @@ def simulated(
 
 
 def training(costs: dict[str, Any], batch: int, ranks: int) -> list[float]:
-    """Training times of a batch: the measured ones, moved along a line through both measured batches. Ranks share what
-    grows with the batch, and move gradients twice, at the rate of the weights' transfer."""
+    """Training times of a batch, extrapolated linearly from both measured batches.
+
+    Ranks split the part that grows with the batch, and transfer gradients twice, at the rate of the weight transfer.
+    """
     from rollmill.planning.rollouts import fit_line
 
     times = {int(size): values for size, values in costs["train_s"].items()}

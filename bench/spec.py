@@ -2,11 +2,11 @@
 
 Per round both sides start from the same checkpoint: the quickstart's warm start, on sums of `--digits` digits. They
 roll out `--steps` batches of 4 x 8 (and of 16 x 8) completions, with a real GRPO step after each, and then the same
-tasks once more. The second time is measured, from the first prompt to the last reward.
+tasks once more. The second epoch is measured, from the first prompt to the last reward.
 
-Each round also looks at the measured completions with the weights that they were sampled from: the sum over tokens of
-log p minus its expectation, in standard deviations (`score_z`), is standard normal where sampling is exact. And it
-says what share of drafted tokens was accepted, and how many tokens a pass over drafts gave.
+Each round also scores the measured completions with the weights that they were sampled from: the sum over tokens of
+log p minus its expectation, in standard deviations (`score_z`), is standard normal if sampling is exact. It reports
+the share of accepted draft tokens, and tokens per verification pass.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def compare(case: str, ours: Measured, peer: Measured) -> Case:
-    """Both sides, and what became of the drafts."""
+    """Compare both sides; `extra` has statistics of the drafts."""
     medians = {key: round(statistics.median(ours.values(key)), 5) for key in ("accepted", "tokens_per_pass", "kl")}
     sides = {"reuse": ours, "plain": peer}
     scores = {f"score_z_{name}": [round(z, 2) for z in side.values("score_z")] for name, side in sides.items()}
@@ -57,7 +57,7 @@ def compare(case: str, ours: Measured, peer: Measured) -> Case:
 
 
 def warm_started(digits: int, steps: int) -> Path:
-    """A folder with `model`: the quickstart's first stage on longer sums; made if absent."""
+    """A folder with `model`, from the quickstart's first stage on longer sums; created if absent."""
     whole = yaml.safe_load(RUN_FILE.read_text())
     run = {key: whole[key] for key in ("model", "taskset")} | whole["stages"][0] | {"steps": steps}
     run.pop("evaluation", None)

@@ -12,7 +12,7 @@ from bench.harness import Measured, Side, need, note, run_in_turn
 from bench.report import Case, best, finish
 
 TRL_HOW = "pip install 'rollmill[bench]' (TRL 1.16)"
-#: TRL's settings that were fastest on some CPU: fp32 in two micro-batches, with a growing or a static cache, and bf16.
+#: TRL's settings that were fastest on some CPU: fp32 in two micro-batches, with a dynamic or a static cache, and bf16.
 TRL_SETTINGS = {
     "fp32": ("--dtype", "fp32", "--micro-batch", "32"),
     "fp32 static cache": ("--dtype", "fp32", "--micro-batch", "32", "--cache", "static"),
@@ -47,7 +47,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def compare(name: str, measured: list[Measured]) -> Case:
-    """Ours against the fastest of the peer's settings."""
+    """Compare ours with the fastest of the peer's settings."""
     ours, *peers = measured
     tokens = {one.rounds[0]["tokens"] for one in measured}
     assert len(tokens) == 1, f"the sides produced different numbers of tokens: {tokens}"

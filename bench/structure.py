@@ -1,7 +1,7 @@
-"""Size and shape of src/rollmill, and what one training step runs through: how hard the code is to read, in numbers.
+"""Readability of src/rollmill in numbers: its size and structure, and the code that one training step runs.
 
-The step is counted with sys.setprofile in a GRPO step of examples/minimal.yaml (see `ours/structure.py`). Everything
-else is read off the syntax trees. Targets are goals, not limits: only the table is printed.
+The step is a GRPO step of examples/minimal.yaml under sys.setprofile (see `ours/structure.py`). Everything else comes
+from the syntax trees. Targets are goals, not limits: only the table is printed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch",),
     ("quickstart", "cli"),
 )
-#: Classes that a completion of one turn is carried in, from the engine to the loss.
+#: Classes that carry a completion of one turn, from the engine to the loss.
 CARRIERS = (
     "SequenceState",
     "Completion",
@@ -51,7 +51,7 @@ CARRIERS = (
     "Trajectory",
     "Batch",
 )
-#: One built-in of each kind, by the words that stand for it: the files that have one are those a new one would touch.
+#: One built-in of each kind, by its names: files that mention them are those that a new built-in would touch.
 BUILT_IN = {
     "algorithm": r"\b(?:gmpo|GMPO|GMPOLoss|gmpo_clipped)\b",
     "reward": r"\b(?:citation|CitationReward|CitationScorer)\b",
@@ -116,7 +116,7 @@ def step_crossing() -> dict[str, Any]:
 
 
 def static_measures(source: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """What the syntax trees of a package say: numbers, and the names behind them."""
+    """Measures from the syntax trees of a package, and the names behind them."""
     trees = {path.relative_to(source).as_posix(): ast.parse(path.read_text()) for path in sorted(source.rglob("*.py"))}
     lines = {name: len((source / name).read_text().splitlines()) for name in trees}
     classes = [
@@ -202,7 +202,7 @@ def _is_check(node: ast.AST) -> bool:
 
 
 def _imports(name: str, tree: ast.Module, modules: Iterable[str]) -> Iterator[str]:
-    """Modules of the package that are imported at module level, not for type checking alone."""
+    """Modules of the package that are imported at module level, except for type checking only."""
     known = set(modules)
     for node in _module_level(tree.body):
         if isinstance(node, ast.Import):

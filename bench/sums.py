@@ -1,4 +1,4 @@
-"""Three-digit sums of mixed difficulty: how many carries there are decides how likely the forgetful policy fails."""
+"""Three-digit sums of mixed difficulty: the more carries, the more likely the forgetful policy fails."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rollmill.quickstart import addition
 
 
 def rows(size: int, seed: int, shares: Sequence[float], held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Sums with the column `carries`: of the two that can be forgotten, how many there are.
+    """Sums with the column `carries`: the number of carries (0 to 2) that can be forgotten.
 
     Args:
-        size: how many; all sums are different.
-        seed: what to draw.
-        shares: of sums with 0, 1 and 2 carries; they add up to 1.
-        held_out: draw from the tenth of all sums that is never drawn otherwise.
+        size: number of sums; all are different.
+        seed: seed of the random choice.
+        shares: shares of sums with 0, 1 and 2 carries; they add up to 1.
+        held_out: draw from the tenth of all sums that is reserved for evaluation.
     """
     wanted = [round(size * share) for share in shares]
     pool = addition.rows(20_000 if held_out else 60_000, seed=seed, held_out=held_out)

@@ -1,8 +1,8 @@
-"""Weights from the trainer's process to an engine's, in GB a second: each transport against a copy within memory.
+"""Weight transfer from the trainer's process to an engine's, in GB per second: each transport against a memory copy.
 
-A transfer ends when the other process has verified the weights and can decode with them. Files are in memory
-(/dev/shm) for all. `delta` changes one weight in 500, about what an update at a small learning rate changes in bf16;
-its rate counts all bytes of the model, and `sent` tells how many travelled.
+A transfer ends when the other process has verified the weights and can decode with them. All files are in memory
+(/dev/shm). `delta` changes one weight in 500, about as many as an update at a small learning rate changes in bf16; its
+rate counts all bytes of the model, and `sent` has the transferred ones.
 """
 
 from __future__ import annotations

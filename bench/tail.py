@@ -1,11 +1,11 @@
-"""Tokens per second that are learned from where lengths have a long tail: not waiting for the slowest, against waiting.
+"""Training tokens per second with long-tailed lengths: partial rollouts and over-sampling, against waiting for all.
 
-32 completions a step (4 prompts x 8) of log-normal length: sigma 1, median 16, at most 256. `partial` puts unfinished
-completions away when a token budget is spent; its peer waits for all, with the same max_staleness. `oversample` starts
-a quarter as many groups again and takes the first; its peer is the synchronous loop. No prompt may be lost or doubled.
-Seconds are processor time of the one thread that rolls out and trains. On a CPU a pass of the engine takes nearly in
-proportion to its rows; where it takes the same for any number of them, `per_pass_ratio` is the gain.
-Quality: the quickstart's repair from the same checkpoint, with and without either; its sampled accuracy.
+32 completions per step (4 prompts x 8) of log-normal length: sigma 1, median 16, at most 256. `partial` stores
+unfinished completions when a token budget is spent; its peer waits for all, with the same max_staleness. `oversample`
+starts a quarter more groups and takes the first; its peer is the synchronous loop. No prompt may be lost or duplicated.
+Seconds are processor time of the one thread that rolls out and trains. On a CPU the time of an engine pass is nearly
+proportional to its rows; where it is constant, `per_pass_ratio` is the gain.
+Quality: sampled accuracy of the quickstart's repair from the same checkpoint, with and without either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.report import Case, finish
 
 
 class Size(NamedTuple):
-    """How much there is to do."""
+    """Size of the workload."""
 
     prompts: int
     group: int
@@ -31,11 +31,11 @@ class Size(NamedTuple):
 
     @property
     def budget(self) -> int:
-        """Tokens of a step: as many as its completions have on average (the mean is exp(.5) times the median)."""
+        """Mean number of tokens of a step's completions (the mean is exp(.5) times the median)."""
         return round(self.prompts * self.group * self.median * 1.6)
 
     def arguments(self) -> tuple[str, ...]:
-        """For the worker."""
+        """Command-line arguments of the worker."""
         return tuple(text for name, value in self._asdict().items() for text in (f"--{name}", str(value)))
 
 
@@ -46,7 +46,7 @@ MODELS = {
 }
 OVERSAMPLE, STALENESS = 0.25, 2
 REPAIR_BUDGET = 3000
-"""Of about 4,200 tokens that a step of the repair has."""
+"""Token budget, of about 4,200 tokens that a step of the repair has."""
 
 
 def main(arguments: list[str], only_json: bool) -> None:
@@ -70,7 +70,7 @@ def main(arguments: list[str], only_json: bool) -> None:
             Side(name, "bench.ours.tail", (*shared, "--rollout", json.dumps(rollout))),
             Side(f"waiting ({name})", "bench.ours.tail", shared),
         ]
-        measured = run_in_turn(sides, args.rounds, warmups=0)  # they warm up by themselves
+        measured = run_in_turn(sides, args.rounds, warmups=0)  # workers warm up on their own
         for one in measured:
             complete(one)
         cases.append(compare(name, *measured))
@@ -84,14 +84,14 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def complete(one: Measured) -> None:
-    """Raises BenchError where a prompt was lost or learned from twice."""
+    """Raises BenchError if a prompt was lost or used twice."""
     for key in ("lost", "doubled"):
         if any(one.values(key)):
             raise BenchError(f"{one.name}: prompts {key}: {one.values(key)}")
 
 
 def compare(name: str, ours: Measured, peer: Measured) -> Case:
-    """Tokens that are learned from per second of rollouts; the same per second of whole steps, and bias, besides."""
+    """Compare training tokens per second of rollouts; `extra` has those per second of whole steps, and the bias."""
     whole = [a / b for a, b in zip(ours.values("per_second_of_steps"), peer.values("per_second_of_steps"), strict=True)]
     extra: dict[str, Any] = {
         "per_pass_ratio": round(ours.rounds[0]["per_pass"] / peer.rounds[0]["per_pass"], 3),
@@ -106,7 +106,7 @@ def compare(name: str, ours: Measured, peer: Measured) -> Case:
 
 
 def quality(args: argparse.Namespace) -> list[Measured]:
-    """The repair by each way; one round per seed."""
+    """Run the repair with each method; one round per seed."""
     ways = {
         "repair, waiting": (0, {}),
         "repair, oversample": (0, {"oversample": OVERSAMPLE}),

@@ -1,8 +1,8 @@
 """Tiny random models of every causal language model that transformers has, for `bench architectures`.
 
-A configuration is the class's own default with sizes made small: hidden size 64, two to five layers with one of every
-kind, windows and chunks of 16 tokens. Weights are random with a fixed seed, and none is left where its initialisation
-hides a mistake: norms are not 1, biases, sinks and decay rates are not 0.
+A configuration is the class's default with small sizes: hidden size 64, two to five layers with one of every kind,
+windows and chunks of 16 tokens. Weights are random with a fixed seed; none keeps an initial value that could hide an
+error: norms are not 1, biases, sinks and decay rates are not 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 VOCABULARY = 128
-WINDOW = 16  #: of sliding and chunked attention, in tokens; far fewer than the sequences that are compared
+WINDOW = 16  #: of sliding and chunked attention, in tokens; far fewer than in the compared sequences
 CONTEXT = 512
 LARGEST = 3_000_000  #: parameters
 HIDDEN, HEADS, KV_HEADS, HEAD = 64, 4, 2, 16
@@ -75,7 +75,7 @@ SIZES: dict[str, Any] = {
     "attention_in_multiplier": 1.5,
     "routed_scaling_factor": 1.5,
     **dict.fromkeys(("qk_layernorm", "use_qk_norm"), True),
-    "floor_scale": 32,  # position-dependent temperatures begin within the sequences
+    "floor_scale": 32,  # position-dependent temperatures start within the sequences
     # state spaces, linear attention and short convolutions
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16),
     **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "linear_num_heads"), HEADS),
@@ -98,7 +98,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "sep_token_id": None,
     "cls_token_id": None,
-    # what makes it a decoder, and deterministic
+    # decoder mode and determinism
     "is_decoder": True,
     "add_cross_attention": False,
     "use_cache": False,
@@ -106,7 +106,7 @@ SIZES: dict[str, Any] = {
     "init_std": 0.1,
     "router_jitter_noise": 0.01,
 }
-"""By the name of a configuration's field; applied where the class has the field, to what it is composed of, too."""
+"""By the name of a configuration field; applied to every class with the field, and to its sub-configurations."""
 
 _CONV = ["conv", "full_attention", "conv"]
 _HYBRID = ["linear_attention", "full_attention", "linear_attention"]
@@ -226,7 +226,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": _ZAMBA,
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "num_hidden_layers": 2},
 }
-"""By architecture: fields whose value in SIZES does not fit. Nested dictionaries are for sub-configurations."""
+"""By architecture: fields that need another value than in SIZES. Nested dictionaries are for sub-configurations."""
 
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "layer_rope_theta")
 """Lists with one entry per layer."""
@@ -246,11 +246,11 @@ UNBUILT = {
     "musicgen": "AutoModelForCausalLM cannot make its decoder from the whole configuration",
     "musicgen_melody": "AutoModelForCausalLM cannot make its decoder from the whole configuration",
 }
-"""Why transformers' AutoModelForCausalLM does not make or run these, in words."""
+"""By architecture: reason why transformers' AutoModelForCausalLM cannot build or run it."""
 
 
 def tiny_config(architecture: str) -> Any:
-    """The configuration of a tiny model of this type. Errors of transformers pass."""
+    """Build the configuration of a tiny model of this type. Propagates errors of transformers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[architecture]
@@ -258,7 +258,7 @@ def tiny_config(architecture: str) -> Any:
 
 
 def tiny_model(architecture: str, seed: int = 0) -> nn.Module:
-    """A random model in fp32, in eval mode. Errors of transformers pass."""
+    """Build a random model in fp32, in eval mode. Propagates errors of transformers."""
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(architecture)
@@ -276,10 +276,10 @@ def tiny_model(architecture: str, seed: int = 0) -> nn.Module:
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Move every parameter away from where it was initialised, and biases of routers, too, which are buffers."""
+    """Move every parameter, and router biases (which are buffers), away from the initial value."""
     saved, buffers = set(model.state_dict()), {name for name, _ in model.named_buffers()}
     for name, tensor in [*model.named_parameters(), *_floating_buffers(model)]:
-        if name not in saved or (name in buffers and "bias" not in name):  # others follow from the configuration
+        if name not in saved or (name in buffers and "bias" not in name):  # other buffers derive from the configuration
             continue
         generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
         noise = torch.randn(tensor.shape, generator=generator)
@@ -338,7 +338,7 @@ def _fields(kind: Any, special: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default(kind: Any, chosen: dict[str, Any]) -> Any:
-    """The configuration with its usual number of layers, if it is valid."""
+    """The configuration with its default number of layers, if it is valid."""
     try:
         return kind(**{name: value for name, value in chosen.items() if name != "num_hidden_layers"})
     except Exception:  # each class checks in its own way
@@ -346,7 +346,7 @@ def _default(kind: Any, chosen: dict[str, Any]) -> Any:
 
 
 def _layers(kind: Any, chosen: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
-    """Lists with the kind of each layer, cut down to one layer (at least two together) of every combination."""
+    """Lists with the kind of each layer, reduced to one layer of every combination (at least two in total)."""
     default = _default(kind, {**chosen, **special})
     lists = {name: list(value) for name in KINDS if isinstance(value := getattr(default, name, None), Sequence)}
     lists = {name: value for name, value in lists.items() if value and name not in special}

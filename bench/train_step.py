@@ -1,6 +1,6 @@
 """Seconds for one optimizer step (forward, backward, update; no rollout): our trainer against TRL's GRPOTrainer.
 
-Both learn from the same 64 completions (8 prompts of 20 tokens x 8) of 64 tokens by GRPO, one thread. TRL runs with
+Both train on the same 64 completions (8 prompts of 20 tokens x 8) of 64 tokens with GRPO, one thread. TRL runs with
 several settings in turn; the fastest counts.
 """
 
@@ -48,7 +48,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def compare(name: str, measured: list[Measured]) -> Case:
-    """Ours against the fastest of the peer's settings."""
+    """Compare ours with the fastest of the peer's settings."""
     ours, *peers = measured
     for key in ("tokens", "learned"):
         found = {one.rounds[0][key] for one in measured}

@@ -1,9 +1,9 @@
-"""A reward that is wrong in 20 % of cases, with and without an operator that checks it by an independent rule.
+"""A reward that is wrong in 20 % of cases, with and without an operator that verifies it by an independent rule.
 
-Per seed, one warm-started checkpoint of the quickstart (as in `learn`) is trained with GRPO on the same tasks: by the
-wrong reward alone, by the wrong reward with the operator `verify`, and by the right reward. Which verdicts are wrong is
-a fixed function of task and completion. Accuracy is that of sampled completions on 500 held-out sums, by the right
-rule.
+Per seed, one warm-started checkpoint of the quickstart (as in `learn`) is trained with GRPO on the same tasks: with the
+wrong reward alone, with the wrong reward and the operator `verify`, and with the right reward. Whether the reward is
+wrong is a fixed function of task and completion. Accuracy is that of sampled completions on 500 held-out sums, by the
+right rule.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def chart(curves: dict[str, list[Points]]) -> str:
-    """The accuracies of all runs as SVG, what is verified on top."""
+    """Draw the accuracies of all runs as SVG, verified ones on top."""
     numbered = [(number, name) for number, name in enumerate(curves)]
     lines = [Curve(name, number, each) for number, name in reversed(numbered) for each in curves[name]]
     return svg("completions rolled out", "accuracy of sampled completions", lines)
@@ -94,7 +94,7 @@ def wrong_share(curve: Points) -> float:
 
 
 def trained(folder: Path, seed: int, steps: int, held_out: int, changes: dict[str, Any]) -> Points:
-    """(completions rolled out, accuracy by the right rule) at every evaluation of one run."""
+    """Train one run; returns (completions rolled out, accuracy by the right rule) at every evaluation."""
     run = {
         "seed": seed,
         "model": {"path": str(folder / "model")},

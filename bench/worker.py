@@ -1,4 +1,4 @@
-"""The worker's end of the protocol: JSON lines on what was stdout; everything else a library prints goes to stderr."""
+"""Worker side of the protocol: JSON lines on stdout; output of libraries is redirected to stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Channel:
-    """Takes commands from the parent and answers them. Make it before importing anything that starts threads."""
+    """Reads the parent's commands and sends replies. Create it before importing anything that starts threads."""
 
     def __init__(self) -> None:
         core = os.environ.get("ROLLMILL_BENCH_CORE")
@@ -31,14 +31,14 @@ class Channel:
 
 
 def serve(channel: Channel, run: Callable[[], dict[str, Any]], **ready: Any) -> None:
-    """Report `ready`, then answer each command with the result of `run()`."""
+    """Send `ready`, then reply to each command with the result of `run()`."""
     channel.say(**ready)
     for _ in channel.commands():
         channel.say(**run())
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Installed versions of `packages`, for the record."""
+    """Installed versions of Python and `packages`."""
     found = {"python": sys.version.split()[0]}
     for package in packages:
         try:

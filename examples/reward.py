@@ -6,7 +6,7 @@ ends the run with a message that names the task and the completion.
 
 from __future__ import annotations
 
-from rollmill.types import Completion, Task
+from rollmill import Completion, Task
 
 
 def closeness(task: Task, completion: Completion, scale: float = 9.0) -> dict[str, float]:

@@ -24,8 +24,12 @@ from hypothesis import HealthCheck, settings
 from postgres import Postgres, missing
 
 torch.set_num_threads(1)
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# The same examples in every run, so that chance fails none. HYPOTHESIS_PROFILE=search tries many others.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, max_examples=50
+)
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "any machine"))
 
 
 def pytest_collection_finish() -> None:

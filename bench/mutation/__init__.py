@@ -1,7 +1,7 @@
-"""Share of small changes to the code that tests notice: `python -m bench mutation [--module PATH ...]`.
+"""Mutation testing: share of small code changes that tests detect, `python -m bench mutation [--module PATH ...]`.
 
-Each mutant is one change (see `mutants.py`). It is killed if a test that runs the changed line fails or does not end.
-Some changes make no difference: `accepted.toml` lists them with a reason, as it does survivors that are left alone.
+Each mutant is one change (see `mutants.py`). It is killed if a test that runs the changed line fails or times out.
+`accepted.toml` lists equivalent mutants and accepted survivors, each with the reason.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bench import machine
 from bench.harness import RESULTS, ROOT, BenchError, note
 from bench.worker import versions
 
-#: Modules, and the tests that have to notice a change in them: fast ones that look at the module rather than at a whole
-#: run. A module belongs to the first pattern that it fits.
+#: Modules, and the tests that have to detect a change in them: fast tests of the module rather than of a whole run. A
+#: module belongs to the first pattern that matches.
 AREAS: dict[str, tuple[str, ...]] = {
     "src/rollmill/algorithms/[bp]*.py": (  # binding and recipes: what the keys of a run file turn into
         "tests/algorithms/*.py",
@@ -47,7 +47,7 @@ TARGET = 0.95
 
 
 def main(arguments: list[str], only_json: bool) -> int:
-    """Exit code 1 where a module misses the target, or `accepted.toml` says what is not so."""
+    """Run the benchmark. Exit code 1 if a module misses the target, or `accepted.toml` has outdated entries."""
     parser = argparse.ArgumentParser(prog="bench mutation", description=__doc__)
     parser.add_argument("--module", action="append", default=[], metavar="PATTERN", help="only these (repeatable)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
@@ -64,7 +64,7 @@ def main(arguments: list[str], only_json: bool) -> int:
         note(f"  {', '.join(modules)}")
         spec = {"modules": modules, "tests": tests, "jobs": args.jobs, "budget_s": args.budget_s}
         found = list(_tried(spec | {"only": args.only, "again": left}, args.log))
-        wrong += _judge(found)
+        wrong += _apply_accepted(found)
         rows |= _rows(found, before if args.again else {})
         if not args.only:
             _write(args.folder, before | rows)
@@ -80,7 +80,7 @@ def main(arguments: list[str], only_json: bool) -> int:
 
 
 def _tried(spec: dict[str, Any], log: Path | None) -> Iterator[dict[str, Any]]:
-    """What became of every mutant; survivors are shown at once."""
+    """Run the mutants and yield their results; prints survivors immediately."""
     for line in _worked(spec):
         if "tests" in line:
             note(f"  {line['tests']} tests reach them ({line['seconds']:.0f} s)")
@@ -109,7 +109,7 @@ def _write(folder: Path, rows: dict[str, Any]) -> None:
 
 
 def _areas(patterns: list[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """Modules that have the same tests, and these."""
+    """Yield groups of modules with the same tests, and these tests."""
     taken: set[str] = set()
     for area, tests in AREAS.items():
         modules = [module for module in _files(area) if module not in taken]
@@ -124,7 +124,7 @@ def _files(pattern: str) -> list[str]:
 
 
 def _worked(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the worker says."""
+    """Run the worker and yield its messages."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     plain = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
     with tempfile.TemporaryFile() as log:
@@ -147,8 +147,8 @@ def _worked(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
             raise BenchError(f"the worker ended with exit code {process.returncode}:\n{tail}")
 
 
-def _judge(found: list[dict[str, Any]]) -> list[str]:
-    """Write the reason into mutants that `accepted.toml` lists; what it says that is not so."""
+def _apply_accepted(found: list[dict[str, Any]]) -> list[str]:
+    """Add the reason to mutants that `accepted.toml` lists; returns its outdated entries."""
     listed = tomllib.loads(ACCEPTED.read_text()).get("mutant", [])
     modules, wrong = {each["module"] for each in found}, []
     for entry in listed:
@@ -168,13 +168,13 @@ def _judge(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _earlier(path: Path) -> dict[str, Any]:
-    """The last result of every module that is still there."""
+    """The last result of every module that still exists."""
     modules = json.loads(path.read_text())["modules"] if path.exists() else {}
     return {module: row for module, row in modules.items() if (ROOT / module).exists()}
 
 
 def _rows(found: list[dict[str, Any]], earlier: dict[str, Any]) -> dict[str, Any]:
-    """The result of each module; `earlier` has those of which only the survivors were tried again."""
+    """The result of each module; `earlier` has modules of which only the survivors were run again."""
     rows: dict[str, Any] = {}
     for module in dict.fromkeys(each["module"] for each in found):
         own = [each for each in found if each["module"] == module]
@@ -202,7 +202,7 @@ def _rows(found: list[dict[str, Any]], earlier: dict[str, Any]) -> dict[str, Any
 
 
 def _key(mutant: dict[str, Any]) -> list[Any]:
-    """Stays the same when lines move."""
+    """Identity of a mutant, which does not change when lines move."""
     return [mutant[name] for name in ("module", "function", "code", "change", "nth")]
 
 

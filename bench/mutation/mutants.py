@@ -1,7 +1,7 @@
-"""Mutants of a module: one small change each, listed in the order of the source.
+"""Mutants of a module: one small change each, in the order of the source.
 
-Left alone are annotations, decorators, docstrings, assertions, `raise` statements and texts put together from values:
-no behaviour hangs on them. So are `device` and `strict` arguments, which cannot matter on one device and for equal
+Annotations, decorators, docstrings, assertions, `raise` statements and f-strings are not mutated, because behaviour
+does not depend on them; neither are `device` and `strict` arguments, which have no effect on one device and for equal
 lengths.
 """
 
@@ -40,7 +40,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
-#: Functions and methods that are taken for each other.
+#: Functions and methods that replace each other.
 FUNCTIONS = {
     "min": "max",
     "max": "min",
@@ -59,10 +59,10 @@ FUNCTIONS = {
     "cos": "sin",
     "append": "extend",
 }
-#: Methods without which the value goes on as it was.
+#: Methods whose call can be dropped, keeping the value.
 PASSING = {"detach", "clamp", "abs", "exp", "log", "sqrt", "nan_to_num", "masked_fill", "copy", "clone", "double"}
 STRINGS = {"amin": "amax", "amax": "amin"}
-#: Words of a name, and whole names, that are taken for each other where both exist.
+#: Words of a name, and whole names, that replace each other where both exist.
 WORDS = (
     ("low", "high"),
     ("first", "last"),
@@ -101,21 +101,21 @@ COMMUTATIVE = {"min", "max", "minimum", "maximum", "logaddexp"}
 
 @dataclass(eq=False)
 class Mutant:
-    """One change. `apply` makes it, once, in the tree that the mutant was listed from."""
+    """One change. `apply` makes it, once, in the syntax tree that the mutant comes from."""
 
     path: str  #: of the file
     line: int
-    lines: range  #: a test that comes to a statement on one of these runs the change
+    lines: range  #: a test that reaches a statement on one of these lines runs the change
     code: str  #: that line
-    function: str  #: qualified name of what it is in, "" at the top of the module
+    function: str  #: qualified name of the enclosing function, "" at module level
     operator: str
     old: str
     new: str
-    owner: ast.stmt  #: the outermost function, or the statement at the top of the module or of a class
-    cls: str  #: the class that the owner stands in, or ""
+    owner: ast.stmt  #: the outermost function, or the statement at the top level of the module or of a class
+    cls: str  #: the class that contains the owner, or ""
     inside: bool  #: in the function's body, rather than evaluated when the module is loaded
     apply: Callable[[], None]
-    nth: int = 0  #: of those with the same change on a line like this one in the function
+    nth: int = 0  #: index among mutants with the same change on an identical line of the function
 
     @property
     def change(self) -> str:
@@ -125,7 +125,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class _Place:
-    """The surroundings of a node."""
+    """Context of a node."""
 
     owner: ast.stmt
     cls: str
@@ -135,7 +135,7 @@ class _Place:
 
 
 def mutants(tree: ast.Module, source: str, path: str) -> list[Mutant]:
-    """All mutants of a module, in the order of the source, which `tree` was parsed from."""
+    """List all mutants of a module in the order of the source; `tree` is its syntax tree."""
     attributes = frozenset(
         [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
         + [n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
@@ -152,7 +152,7 @@ def mutants(tree: ast.Module, source: str, path: str) -> list[Mutant]:
 
 
 def _owners(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
-    """Functions and assignments at the top of the module, and of its classes."""
+    """Functions and assignments at the top level of the module and of its classes."""
 
     def of(body: list[ast.stmt], cls: str) -> Iterator[tuple[ast.stmt, str]]:
         for each in body:
@@ -165,7 +165,7 @@ def _owners(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def _is_data(statement: ast.stmt, cls: str) -> bool:
-    """Whether it names something that functions look at, rather than a type or a list of names to export."""
+    """Whether it assigns a value that functions use, rather than a type or `__all__`."""
     if not isinstance(statement, ast.Assign | ast.AnnAssign):
         return False
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
@@ -187,7 +187,7 @@ class _Lister:
         self._path, self._source, self._attributes = path, source, attributes
 
     def statement(self, node: ast.stmt, place: _Place) -> Iterator[Mutant]:
-        """Of a statement and everything in it."""
+        """Mutants of a statement and everything in it."""
         if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.Pass):
             return
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -240,7 +240,7 @@ class _Lister:
             yield from self.statement(node, place)
 
     def _can_go(self, node: ast.stmt, place: _Place) -> bool:
-        """Whether the function can do without the statement; others would only miss a name."""
+        """Whether the statement can be dropped without leaving a name undefined."""
         if isinstance(node, ast.Expr):
             return not isinstance(node.value, ast.Constant)
         if isinstance(node, ast.Assign):
@@ -289,7 +289,7 @@ class _Lister:
             yield from self._expression(test, partial(_put, node.ifs, at), place)
 
     def _alternatives(self, node: ast.expr, place: _Place) -> Iterator[tuple[str, ast.expr]]:
-        """What an expression may become."""
+        """Replacements for an expression."""
         match node:
             case ast.Compare():
                 for at, op in enumerate(node.ops):
@@ -340,7 +340,7 @@ class _Lister:
     ) -> Mutant:
         statement, owner = place.statement, place.owner
         lines = range(statement.lineno, statement.lineno + 1)
-        if statement is owner:  # a default value, which matters to all of the function
+        if statement is owner:  # a default value, which affects the whole function
             lines = range(owner.lineno, (owner.end_lineno or owner.lineno) + 1)
         name, line = getattr(owner, "name", ""), getattr(node, "lineno", statement.lineno)
         return Mutant(
@@ -386,7 +386,7 @@ def _other_calls(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _may_pass(function: ast.expr, name: str) -> bool:
-    """Whether a function's first argument can stand for its value: of torch, math and the project."""
+    """Whether the first argument can replace the call: functions of torch, math and the project."""
     if isinstance(function, ast.Attribute):
         return _is_module(function.value)
     return name in ("sorted", "min", "max", "abs") or (name.islower() and not hasattr(builtins, name))
@@ -436,13 +436,13 @@ def _put(values: list[Any], at: int, new: ast.AST) -> None:
 
 
 def _difference(old: ast.expr, new: ast.expr) -> tuple[str, str]:
-    """Both as text; of long calls, tuples and dicts only the parts that differ."""
+    """Both as text; for long calls, tuples and dicts only the parts that differ."""
     if isinstance(old, ast.Call) and isinstance(new, ast.Call) and len(ast.unparse(old)) > 60:
         name = ast.unparse(old.func)
         parts = [[ast.unparse(part) for part in (*each.args, *each.keywords)] for each in (old, new)]
         if name == ast.unparse(new.func):
             olds, news = ([part for part in one if part not in two] for one, two in (parts, parts[::-1]))
-            if not olds:  # two arguments changed places
+            if not olds:  # two arguments were swapped
                 olds, news = ([o for o, n in zip(*both, strict=True) if o != n] for both in (parts, parts[::-1]))
             return tuple(_short(f"{name}(.. {', '.join(each)} ..)") for each in (olds, news))  # type: ignore[return-value]
     if isinstance(old, ast.Dict) and isinstance(new, ast.Dict):

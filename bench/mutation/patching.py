@@ -1,4 +1,4 @@
-"""Brings a mutant into a process that has the module loaded already."""
+"""Applies a mutant in a process that has already loaded the module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.mutation.mutants import Mutant
 
 
 class LoadError(Exception):
-    """A change with which the module could not be imported."""
+    """The module could not be imported with the change."""
 
 
 _REACHED = "__reached_by_test__"
@@ -22,14 +22,14 @@ _REACHED = "__reached_by_test__"
 
 @dataclass
 class Live:
-    """What was made from a file and is in use."""
+    """Live objects that come from a file."""
 
     functions: list[FunctionType] = field(default_factory=list)
-    caches: list[Any] = field(default_factory=list)  #: functions that keep their results
+    caches: list[Any] = field(default_factory=list)  #: functions with `lru_cache`
 
 
 def live_objects(files: set[str]) -> dict[str, Live]:
-    """By file."""
+    """Find live objects by file."""
     found = {file: Live() for file in files}
     gc.unfreeze()
     for each in gc.get_objects():
@@ -43,10 +43,10 @@ def live_objects(files: set[str]) -> dict[str, Live]:
 
 
 def install(mutant: Mutant, tree: ast.Module, module: ModuleType, live: Live) -> None:
-    """Make the change in `tree`, and give it to what was made from the module.
+    """Make the change in `tree`, and apply it to the module's live objects.
 
-    Functions keep their identity and get other code, so that everyone who imported them, has them in a table or bound
-    arguments to them sees the change. A constant or a default value is evaluated anew.
+    Functions keep their identity and get new code, so that importers, tables and partial functions see the change.
+    Constants and default values are evaluated again.
     """
     mutant.apply()
     ast.fix_missing_locations(tree)
@@ -57,9 +57,9 @@ def install(mutant: Mutant, tree: ast.Module, module: ModuleType, live: Live) ->
 
 
 def note_lines(tree: ast.Module, module: ModuleType, live: Live) -> set[int]:
-    """The set into which every function writes the lines of the statements that it comes to, from now on.
+    """Let every function record the lines of the statements that it reaches, in the returned set.
 
-    This costs nothing elsewhere, unlike a trace function. `replace_code` with the original tree ends it.
+    Unlike a trace function, this does not slow down other code. `replace_code` with the original tree undoes it.
     """
     reached: set[int] = set()
     vars(module)[_REACHED] = reached
@@ -87,7 +87,7 @@ def _note_in(node: ast.AST) -> None:
 
 
 def replace_code(tree: ast.Module, module: ModuleType, live: Live) -> None:
-    """Give all functions of a module the code that they have in `tree`."""
+    """Replace the code of all functions of a module by that of `tree`."""
     codes: dict[tuple[str, int], CodeType] = {}
     _collect(compile(tree, str(module.__file__), "exec"), codes)
     for function in live.functions:
@@ -106,7 +106,7 @@ def _collect(code: CodeType, into: dict[tuple[str, int], CodeType]) -> None:
 
 
 def _reload(mutant: Mutant, module: ModuleType, functions: list[FunctionType]) -> None:
-    """Evaluate default values, or the value of an assignment, and put them where the old ones were."""
+    """Evaluate default values, or the value of an assignment, and replace the old ones."""
     owner, namespace = mutant.owner, vars(module)
 
     def value(node: ast.expr) -> Any:
@@ -138,7 +138,7 @@ def _reload(mutant: Mutant, module: ModuleType, functions: list[FunctionType]) -
         old.clear()
         old.update(new)
         return
-    for other in list(sys.modules.values()):  # everyone who imported the constant
+    for other in list(sys.modules.values()):  # all modules that imported the constant
         if getattr(other, "__name__", "").startswith("rollmill") and vars(other).get(target.id) is old:
             setattr(other, target.id, new)
 

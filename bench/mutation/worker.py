@@ -1,8 +1,8 @@
-"""Runs tests against mutants, in one process that has torch and all tests loaded and forks once for each mutant.
+"""Runs tests against mutants, in one process that loads torch and all tests and forks for each mutant.
 
     python -m bench.mutation.worker SPEC    # JSON: modules, tests, jobs, budget_s, only
 
-Lines of JSON on stdout: the tests, then one for each mutant.
+Writes JSON lines to stdout: the tests, then one for each mutant.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from bench.harness import ROOT
 from bench.mutation.mutants import Mutant, mutants
 from bench.mutation.patching import Live, LoadError, install, live_objects, note_lines, replace_code
 
-#: A test may take so many times as long as without a change, and so many seconds more.
+#: Timeout of a test: this many times its time without a change, plus this many seconds.
 SLOWER, MORE_S = 10, 5
-#: Memory that a mutant may take beyond what the process has.
+#: Memory that a mutant may allocate beyond that of the process.
 MORE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
 class Source:
-    """A module that is changed."""
+    """A module to mutate."""
 
-    path: str  #: from the root
+    path: str  #: relative to the root
     file: str
     source: str
     tree: ast.Module
@@ -51,29 +51,29 @@ class Source:
 
 @dataclass
 class Tested:
-    """A test, how long it took, and the lines that it ran in each file."""
+    """A test, its time, and the lines that it ran in each file."""
 
     item: pytest.Item
-    seconds: float  #: of the processor
+    seconds: float  #: processor time
     wall_s: float
     lines: dict[str, set[int]]
 
 
 @dataclass
 class Run:
-    """A mutant in a process of its own."""
+    """A mutant in a forked process."""
 
     mutant: Mutant
     pid: int
     pipe: int
     began: float
     limit_s: float
-    said: bytes = b""
+    output: bytes = b""
 
 
 @dataclass
 class Mutating:
-    """A pytest plugin that runs every test once, and then those that reach a mutant against each mutant."""
+    """A pytest plugin that runs every test once, and then for each mutant the tests that reach it."""
 
     spec: dict[str, Any]
     say: Callable[[dict[str, Any]], None]
@@ -81,7 +81,7 @@ class Mutating:
     killers: dict[str, Counter[int]] = field(default_factory=dict)  #: function -> tests that killed mutants of it
 
     def pytest_collection(self) -> None:
-        """Same examples in every process, not too many, and no time spent on making failing ones shorter."""
+        """Configure hypothesis: the same few examples in every process, without shrinking."""
         phases = (Phase.explicit, Phase.generate)
         fixed: dict[str, Any] = {"derandomize": True, "database": None, "phases": phases, "max_examples": 20}
         settings.register_profile("mutation", settings.default, **fixed)
@@ -89,7 +89,7 @@ class Mutating:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """In place of pytest's own loop."""
+        """Replace pytest's loop."""
         if session.testsfailed:
             raise session.Interrupted("tests cannot be collected")
         modules = [self._load(path) for path in self.spec["modules"]]
@@ -117,7 +117,7 @@ class Mutating:
         return Source(path, str(module.__file__), source, ast.parse(source), module)
 
     def _cover(self, items: list[pytest.Item], modules: list[Source], live: dict[str, Live]) -> list[str]:
-        """Run every test once; which failed."""
+        """Run every test once; returns those that failed."""
         failed = []
         reached = {each.file: note_lines(each.tree, each.module, live[each.file]) for each in modules}
         for item, following in zip(items, [*items[1:], None], strict=True):
@@ -136,10 +136,10 @@ class Mutating:
         return failed
 
     def _chosen(self, mutant: Mutant, file: str) -> list[int]:
-        """Tests that run the changed lines, best first, until their time is used up.
+        """Tests that run the changed lines, best first, within the time budget.
 
-        First come those that killed other mutants of the function, then fast ones, of each test function one case
-        before the second.
+        Tests that killed other mutants of the function come first, then fast ones; the first case of each test
+        function comes before the second.
         """
         wanted = set(mutant.lines)
         whole = not mutant.inside and not isinstance(mutant.owner, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -200,7 +200,7 @@ class Mutating:
             os._exit(0)
 
     def _attempt(self, change: Callable[[], None], chosen: list[int], pipe: int) -> str:
-        """In the forked process: "killed N", or "survived"."""
+        """Run the tests in the forked process; returns "killed N" or "survived"."""
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         allowed = pages * os.sysconf("SC_PAGE_SIZE") + MORE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (allowed, resource.RLIM_INFINITY))
@@ -221,14 +221,14 @@ class Mutating:
         return "survived\n"
 
     def _ended(self, running: list[Run]) -> list[Run]:
-        """Those that have ended, after waiting for news; one that takes too long is ended."""
+        """Wait for messages; returns runs that have ended or timed out."""
         ready = select.select([run.pipe for run in running], [], [], 1.0)[0]
         ended = []
         for run in running:
             if run.pipe in ready:
                 got = os.read(run.pipe, 65536)
-                run.said += got
-                if got and not any(word in run.said for word in (b"survived", b"killed", b"broken")):
+                run.output += got
+                if got and not any(word in run.output for word in (b"survived", b"killed", b"broken")):
                     continue
                 ended.append(run)
             elif time.monotonic() - run.began > run.limit_s:
@@ -243,7 +243,7 @@ class Mutating:
         except ProcessLookupError:
             os.kill(run.pid, signal.SIGKILL)
         os.waitpid(run.pid, 0)
-        words = run.said.decode().splitlines()
+        words = run.output.decode().splitlines()
         last = words[-1] if words else ""
         if last == "survived" or last.startswith("broken"):
             self._report(run.mutant, last.partition(" ")[0], last.partition(" ")[2], seconds)
@@ -272,7 +272,7 @@ class Mutating:
 
 
 def main(spec: dict[str, Any]) -> int:
-    """Everything but the lines of JSON goes to stderr."""
+    """Run pytest with the plugin; only JSON lines go to stdout, everything else to stderr."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

@@ -1,8 +1,7 @@
-"""The judge of `bench architectures`: rollouts and training of one tiny model against transformers' own forward pass.
+"""Test of `bench architectures`: rollouts and training of one tiny model against transformers' forward pass.
 
-The reference is `AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")` in fp32 and eval mode, fed
-with one sequence at a time, without padding, mask or cache. Everything of rollmill's goes through
-`load_verified_policy`.
+The reference is `AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")` in fp32 and eval mode, with
+one sequence at a time, without padding, mask or cache. Rollmill's side uses `load_verified_policy`.
 """
 
 from __future__ import annotations
@@ -39,27 +38,27 @@ from rollmill.types import Completion, Experience
 GAP, GRADIENT = 1e-3, 1e-2  #: largest |log-prob - reference| in nats, and relative L2 difference of gradients
 NEW_TOKENS = 40
 PROMPTS = (41, 25)  #: tokens; four completions of the first, two of the second
-ROWS = ((37, (40, 23, 9)), (21, (30, 5)), (12, (50,)))  #: prompts and completions that are trained on in one row
+ROWS = ((37, (40, 23, 9)), (21, (30, 5)), (12, (50,)))  #: prompts and completions of each training row
 
 
 class NotBuiltError(Exception):
-    """transformers' own model cannot be made, saved or run."""
+    """transformers' model cannot be built, saved or run."""
 
 
 @dataclass
 class Finding:
-    """Result for one architecture. Gaps are in nats, None where nothing was compared."""
+    """Result for one architecture. Gaps are in nats; None if nothing was compared."""
 
     name: str
     model: str = ""  #: its class
     verdict: str = "right"  #: right, refused, wrong, traceback or not built
     why: str = ""
-    stage: str = ""  #: where it was refused or failed: load, rollout or training
+    stage: str = ""  #: stage of the refusal or failure: load, rollout or training
     rollout_gap: float | None = None
-    chunked_gap: float | None = None  #: prompts read in chunks, and new weights while rows run
+    chunked_gap: float | None = None  #: with chunked prefill, and new weights while rows run
     training_gap: float | None = None
     gradient: float | None = None  #: relative L2 difference
-    parameter: str = ""  #: the one whose gradient differs most
+    parameter: str = ""  #: the parameter whose gradient differs most
     gap_bound: float = GAP
     gradient_bound: float = GRADIENT
     parameters: int = 0
@@ -88,7 +87,7 @@ def judge(architecture: str, folder: Path) -> Finding:
 
 
 def _without(folder: Path, finding: Finding) -> Finding:
-    """Leave the temporary folder out of the reason, so that results can be compared."""
+    """Remove the temporary folder from the reason, so that results can be compared."""
     finding.why = (
         finding.why.removeprefix("model.path: ").removeprefix(f"{folder}: ").replace(str(folder), "the folder")
     )
@@ -96,7 +95,7 @@ def _without(folder: Path, finding: Finding) -> Finding:
 
 
 def _decide(finding: Finding, reference: nn.Module) -> None:
-    """Set `wrong` where something differs by more than rounding, whatever else was refused."""
+    """Set `wrong` if a difference exceeds rounding errors, even if something else was refused."""
     gaps = [gap for gap in (finding.rollout_gap, finding.chunked_gap, finding.training_gap) if gap is not None]
     gap, gradient = max(gaps, default=0.0), finding.gradient or 0.0
     if gap <= GAP and gradient <= GRADIENT:
@@ -120,7 +119,7 @@ def _differences(finding: Finding) -> str:
 
 
 def _widen_bounds(finding: Finding, reference: Any) -> None:
-    """For an ill-conditioned model: four times what the reference's own fp32 differs from its float64."""
+    """Widen the bounds for an ill-conditioned model: four times the reference's own error of fp32 against float64."""
     try:
         experiences = _experiences()
         single, single_grads = _reference_pass(reference, experiences)
@@ -133,7 +132,7 @@ def _widen_bounds(finding: Finding, reference: Any) -> None:
 
 
 def _guarded(finding: Finding, stage: str, work: Callable[[], Any]) -> Any:
-    """The result, or None where it failed; the first failure decides, and an unforeseen one outweighs a refusal."""
+    """Run `work`; None if it failed. The first failure decides, but an unexpected one overrides a refusal."""
     try:
         return work()
     except RollmillError as error:
@@ -153,7 +152,7 @@ def _guarded(finding: Finding, stage: str, work: Callable[[], Any]) -> Any:
 
 
 def _built(architecture: str, folder: Path, finding: Finding) -> Any:
-    """The reference, read from the folder it was saved in."""
+    """Build and save a tiny model, and load it as the reference."""
     tokens = torch.tensor([_tokens(np.random.default_rng(1), 100).tolist()])
     try:
         with silence_transformers():
@@ -185,7 +184,7 @@ def _built(architecture: str, folder: Path, finding: Finding) -> Any:
 
 
 def _read(folder: Path, kind: Any, finding: Finding) -> Any:
-    """The checkpoint as AutoModelForCausalLM reads it; where it cannot, as its own class does."""
+    """Load the checkpoint with AutoModelForCausalLM; if that fails, with the model's class."""
     options: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
     try:
         return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
@@ -231,7 +230,7 @@ def _compare_rollouts(policy: Any, reference: Any, finding: Finding) -> None:
 
 
 async def _rolled_out(policy: Any, *, prefill_tokens: int, update: Callable[[], None]) -> list[Completion]:
-    """Completions of both prompts, rolled out together; `update` changes the weights while they are running."""
+    """Roll out completions of both prompts together; `update` changes the weights meanwhile."""
     engine = NativeEngine(
         policy.model, policy.tokenizer, context=policy.context, max_sequences=16, prefill_tokens=prefill_tokens
     )
@@ -253,14 +252,14 @@ async def _rolled_out(policy: Any, *, prefill_tokens: int, update: Callable[[], 
 
 @torch.no_grad()
 def _shift(model: nn.Module) -> None:
-    """Change all weights, by the same amount in every model of this architecture."""
+    """Change all weights, identically in every model of this architecture."""
     for name, parameter in sorted(model.named_parameters()):
         generator = torch.Generator().manual_seed(len(name))
         parameter.mul_(1 + 0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def _rollout_gap(completions: Sequence[Completion], references: Sequence[Any]) -> float:
-    """Largest difference of a recorded log-prob from that of the version that it was sampled with."""
+    """Largest difference between a recorded log-prob and that of the reference with the same version."""
     gap = 0.0
     for completion in completions:
         tokens = torch.tensor(np.concatenate([completion.prompt_ids, completion.token_ids]).astype(np.int64))[None]
@@ -297,13 +296,13 @@ def _compare_training(model: Any, reference: Any, finding: Finding) -> None:
 
 @contextmanager
 def _as_trained(model: Any) -> Iterator[None]:
-    """The model as the trainer has it during a pass."""
+    """Put the model into the trainer's state during a pass."""
     with evaluation_mode(model), use_fast_norms(find_norms(model)):
         yield
 
 
 def _experiences() -> list[Experience]:
-    """Several prompts with several completions of different lengths, one of them with an observation in the middle."""
+    """Several prompts with completions of different lengths, one of them with an observation in the middle."""
     rng = np.random.default_rng(3)
     batch = []
     for number, (length, completions) in enumerate(ROWS):

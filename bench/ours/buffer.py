@@ -1,4 +1,4 @@
-"""Worker: SqlStore, a batch put in one call and taken in another."""
+"""Worker: SqlStore; puts batches in one call and takes them in another."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Worker: what the parts of a step cost, measured in one process: decode passes, training, sending weights.
+"""Worker: costs of the parts of a step, measured in one process: decode passes, training, weight transfer.
 
-With `--beside` a second process works meanwhile, as it does where trainer and explorer share a machine: it trains
-while the explorer's costs are measured, and decodes while the trainer's are.
+With `--beside` a second process works at the same time, as when trainer and explorer share a machine: it trains while
+the explorer's costs are measured, and decodes during the trainer's.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from bench.ours.train_step import ready_made
 from bench.worker import Channel, versions
 
 FEWER = 4
-"""A second measurement has a batch that many times smaller, so that what depends on the batch can be told."""
+"""A second measurement has a batch smaller by this factor, which shows the dependence on the batch."""
 MANY = 256
-"""Completions that the engine decodes together at most."""
+"""Maximum number of completions that the engine decodes together."""
 TRAINER = ("train_s", "publish_s")
-"""What the trainer pays; the rest is the explorer's."""
+"""Costs of the trainer; the others are the explorer's."""
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The costs of a simulation, as JSON; training by the number of groups."""
+    """Measure the costs of a simulation, as JSON; training by the number of groups."""
     from rollmill.planning.calibration import measure_weight_transfer
     from rollmill.planning.measurement import record_engine_steps
     from rollmill.planning.rollouts import EngineStepCosts
@@ -70,7 +70,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def many_rows(engine: Any, args: argparse.Namespace) -> list[Any]:
-    """Passes with as many completions as the engine decodes together."""
+    """Measure passes with the maximum number of completions."""
     from rollmill.planning.measurement import record_engine_steps
 
     with record_engine_steps(engine) as passes:
@@ -79,7 +79,7 @@ async def many_rows(engine: Any, args: argparse.Namespace) -> list[Any]:
 
 
 async def recomputed(engine: Any, args: argparse.Namespace) -> float:
-    """Seconds, for every completion that is half done, that the first pass with new weights takes more."""
+    """Additional seconds of the first pass with new weights, per half-finished completion."""
     work = [asyncio.ensure_future(each) for each in asked(engine, args, MANY // args.group)]
     while engine.load()[0] < MANY * args.new_tokens // 2:
         await asyncio.sleep(0)
@@ -106,7 +106,7 @@ def asked(engine: Any, args: argparse.Namespace, count: int) -> Iterator[Any]:
 
 @contextmanager
 def company(args: argparse.Namespace, work: str) -> Iterator[None]:
-    """Another process that trains or decodes, over and over."""
+    """Run another process that trains or decodes repeatedly."""
     options = [
         f"--{name.replace('_', '-')}={getattr(args, name)}" for name in ("model", "prompts", "group", "new_tokens")
     ]
@@ -120,7 +120,7 @@ def company(args: argparse.Namespace, work: str) -> Iterator[None]:
 
 
 def beside(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The costs of either side while the other one works."""
+    """Measure the costs of either side while the other one works."""
     with company(args, "train"):
         costs = asyncio.run(measure(args, folder))
     with company(args, "decode"):
@@ -129,7 +129,7 @@ def beside(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 async def endless(args: argparse.Namespace, folder: Path) -> None:
-    """Train or decode until whoever wanted company is gone."""
+    """Train or decode until the parent process ends."""
     parent = os.getppid()
     trainer, batch = ready_made(args)
     loop, _ = build_stage(args, "bench.ours.step:even_ids", run_dir=folder)

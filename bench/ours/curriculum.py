@@ -1,4 +1,4 @@
-"""Worker: repairs the quickstart's checkpoint on sums of mixed difficulty, in one order of tasks."""
+"""Worker: repairs the quickstart's checkpoint on sums of mixed difficulty, with one order of tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAINED, BALANCED = (0.9, 0.07, 0.03), (1 / 3, 1 / 3, 1 / 3)
 
 
 async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
-    """Build the repair stage on the checkpoint and follow the parent's commands."""
+    """Build the repair stage on the checkpoint and run the parent's commands."""
     from rollmill.config.taskset import TasksetConfig
 
     train = TasksetConfig(
@@ -40,7 +40,7 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
 
 
 def _uniform(experiences: list[Any]) -> float:
-    """Share of groups whose rewards are all equal: they teach nothing."""
+    """Share of groups with equal rewards, which have no training signal."""
     groups: dict[str, set[float | None]] = {}
     for each in experiences:
         groups.setdefault(each.group, set()).add(each.reward)

@@ -1,4 +1,4 @@
-"""Made-up rollouts as the trainer sees them."""
+"""Synthetic rollouts as experiences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmill.types import Experience
 
 
 def experiences(rollouts: Rollouts, vocab: int) -> list[Experience]:
-    """One experience for each completion, rolled out by version 0 with a uniform distribution."""
+    """Make one experience for each completion, sampled by version 0 from a uniform distribution."""
     batch = []
     for number, (prompt, completions) in enumerate(rollouts):
         for index, completion in enumerate(completions):

@@ -1,4 +1,4 @@
-"""Worker: judge a list of answers with the math reward, in this process and one grader process."""
+"""Worker: grades a list of answers with the math reward, in this process and one grader process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker: repairs the quickstart's checkpoint; each command makes a few steps and evaluates."""
+"""Worker: repairs the quickstart's checkpoint; each command runs a few steps and evaluates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.worker import Channel, versions
 
 
 async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
-    """Build the repair stage on the checkpoint and follow the parent's commands."""
+    """Build the repair stage on the checkpoint and run the parent's commands."""
     from rollmill.config.taskset import TasksetConfig
 
     train, held_out = (TasksetConfig(path=args.folder / name) for name in ("train.jsonl", "held_out.jsonl"))

@@ -1,7 +1,7 @@
-"""Worker: per command one step with rewards that cost nothing, the same step with rewards that cost, and these alone.
+"""Worker: per command one step with free rewards, the same step with costly rewards, and these rewards alone.
 
-A judgement takes so long that all of them, one after the other, take as long as the rollouts. Nothing is learned, so
-that two stages of one seed roll out the same tokens.
+All rewards, one after the other, take as long as the rollouts. Nothing is learned, so that two stages with the same
+seed roll out the same tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.worker import Channel, versions
 
 
 def costly(task: Any, completion: Any) -> float:
-    """Share of even token ids, after as many seconds as the task says, at work or waiting."""
+    """Share of even token ids, after computing or sleeping for the seconds in the task."""
     seconds, waits = task.metadata.get("cost", (0.0, True))
     if waits:
         time.sleep(seconds)
@@ -50,7 +50,7 @@ async def serve(channel: Channel, args: argparse.Namespace) -> None:
 
 
 async def collected(loop: Any, seconds: float, waits: bool) -> tuple[float, list[Any]]:
-    """Seconds until a batch is rolled out and judged, and the batch; the step is then made."""
+    """Run one step; returns the seconds to collect and score its batch, and the batch."""
     for task in loop.stage.tasks.training.tasks:
         task.metadata["cost"] = (seconds, waits)
     started = time.perf_counter()
@@ -61,7 +61,7 @@ async def collected(loop: Any, seconds: float, waits: bool) -> tuple[float, list
 
 
 async def judged(loop: Any, experiences: list[Any], seconds: float, waits: bool) -> float:
-    """Seconds to judge a batch that is there already."""
+    """Seconds to score a finished batch."""
     from rollmill.types import Completion, Task
 
     def again(experience: Any) -> Completion:

@@ -13,11 +13,11 @@ from bench.ours.step import build_stage
 from bench.worker import Channel, versions
 
 SETTLE = 4
-"""Steps before the clock starts, and max_staleness more: what explorers did while the worker rested is used up."""
+"""Steps before the clock starts (plus max_staleness), which use up the work that explorers did between commands."""
 
 
 async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) -> None:
-    """Follow the parent's commands."""
+    """Run the parent's commands."""
     from rollmill.config.engine import NativeEngineConfig
     from rollmill.config.placement import InlinePlacement, RayPlacement
 

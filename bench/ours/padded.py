@@ -1,7 +1,7 @@
 """Worker: the same passes as `bench.ours.passes`, over batches padded to the longest experience.
 
-Forward passes are plain transformers with an attention mask. Norms and log-probs are the trainer's own, so that only
-the padding differs.
+Forward passes are plain transformers with an attention mask. Norms and log-probs are the trainer's, so that only the
+padding differs.
 """
 
 from __future__ import annotations

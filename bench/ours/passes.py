@@ -1,6 +1,6 @@
-"""Worker: the trainer's forward and backward pass over made-up experiences, as packed rows.
+"""Worker: the trainer's forward and backward pass over synthetic experiences, as packed rows.
 
-The loss is the mean negative log-prob of the completions' tokens, whose value is the same however they are packed.
+The loss is the mean negative log-prob of the completions' tokens, which does not depend on the packing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from bench.peers.rollouts import Groups, parse_groups, rollouts
 from bench.worker import Channel, serve, versions
 
 BUDGET = 8192  # the trainer's default of micro_batch_tokens
-SHORT: Groups = [(8, [4, 4])]  # what is run before memory is counted: it reads in libraries and weights
+SHORT: Groups = [(8, [4, 4])]  # run before memory is measured, to load libraries and weights
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line of every worker that makes passes over experiences."""
+    """Parse the command line of a worker with passes over experiences."""
     parser.add_argument("--model", required=True)
     parser.add_argument("--groups", required=True, type=parse_groups, help="JSON: [[prompt, [completion, ...]], ...]")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def load(model: str) -> Any:
-    """The benchmark model with fp32 weights, on one thread."""
+    """Load the benchmark model with fp32 weights, on one thread."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -37,7 +37,7 @@ def load(model: str) -> Any:
 
 
 def serve_passes(channel: Channel, model: Any, once: Callable[[list[Any]], tuple[float, int]], args: Any) -> None:
-    """Serve `once(experiences) -> (loss, tokens of all rows)`: its seconds, and its peak memory above the model."""
+    """Serve `once(experiences) -> (loss, tokens of all rows)`: seconds, and peak memory above the model."""
     from bench.ours.experiences import experiences
     from rollmill.models.norms import find_norms, use_fast_norms
 

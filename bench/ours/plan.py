@@ -1,4 +1,4 @@
-"""Worker: what `rollmill plan` predicts of a run file, or what a run of it measures, stage by stage."""
+"""Worker: the prediction of `rollmill plan` for a run file, or the measurements of its run, stage by stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.worker import Channel, versions
 
 
 def predicted(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """By stage: seconds a step, tokens a second and peaks of memory in GB."""
+    """Predict by stage: seconds per step, tokens per second and memory peaks in GB."""
     from rollmill.planning.planner import plan_run
 
     found = {}
@@ -27,7 +27,7 @@ def predicted(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def measured(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The same of a run: medians over the second half of its steps, with kernels compiled, and the highest peaks."""
+    """Measure the same in a run: medians over the second half of its steps, after compilation, and highest peaks."""
     from rollmill.launch import run
     from rollmill.trackers import read_metrics
     from rollmill.trackers.console import PlainView
@@ -50,7 +50,7 @@ OUTSIDE = ("seconds/eval", "seconds/checkpoint")
 
 
 def overrides(args: argparse.Namespace) -> list[str]:
-    """Of the run file: no checkpoint within the run, no report."""
+    """Overrides of the run file: no checkpoint during the run, no report."""
     return ["checkpoint.every=100000", "monitor.report=false", *args.set]
 
 

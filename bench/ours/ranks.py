@@ -1,4 +1,4 @@
-"""Worker: one optimizer step per command, on one rank or several, on rollouts that are made up beforehand."""
+"""Worker: one optimizer step per command, on one or more ranks, on synthetic rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickstart's second stage on a warm-started checkpoint, as the workers of `learn` and `curriculum` run it."""
+"""The quickstart's second stage on a warm-started checkpoint, for the workers of `learn` and `curriculum`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ def repair_stage(
     held_out: TasksetConfig,
     changes: dict[str, Any] | None = None,
 ) -> tuple[TrainingLoop, str, Callable[[], Awaitable[float]]]:
-    """The stage on the checkpoint `args.folder / "model"`, its compute type, and what measures its sampled accuracy.
+    """Build the stage on the checkpoint `args.folder / "model"`; returns it, its compute type and an evaluation.
+
+    The evaluation measures sampled accuracy.
 
     Args:
-        changes: keys that differ; of a section, those inside it.
+        changes: overrides of the stage's keys; sections are merged.
     """
     import torch
 

@@ -42,7 +42,7 @@ def main() -> None:
     prompts: list[list[int]] = json.loads(args.prompts)
 
     async def batch() -> tuple[list[Completion], float]:
-        """All completions, and seconds to the first of them."""
+        """All completions, and seconds until the first one."""
         began, first = time.perf_counter(), 0.0
 
         async def one(index: int, ids: list[int]) -> list[Completion]:
@@ -61,7 +61,7 @@ def main() -> None:
     native = NativeEngine(model, context=model.config.max_position_embeddings, dtype=dtype, max_sequences=256)
     asyncio.run(
         native.generate(GenerationRequest(prompts[0], SamplingConfig(max_new_tokens=1)))
-    )  # ready: it has given a token
+    )  # ready: it has produced a token
     startup_s = time.perf_counter() - began_engine
 
     def run() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Worker: our sandbox, running a trivial program, and executing a trivial statement in a session."""
+"""Worker: our sandbox with a trivial program, and with a trivial statement in a session."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 async def _sessions(sandbox: Sandbox) -> dict[str, float]:
-    """Median milliseconds of the start of a session, and of an execution's round trip."""
+    """Median milliseconds to start a session, and of an execution's round trip."""
     starts, trips = [], []
     for _ in range(STARTS):
         began = time.perf_counter()

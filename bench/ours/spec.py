@@ -14,7 +14,7 @@ from bench.worker import Channel, versions
 
 
 async def serve_epochs(channel: Channel, args: argparse.Namespace) -> None:
-    """Follow the parent's commands."""
+    """Run the parent's commands."""
     from rollmill.config.rollout import ReuseConfig
     from rollmill.config.taskset import TasksetConfig
 

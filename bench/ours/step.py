@@ -1,4 +1,4 @@
-"""Worker: one GRPO step per command, as a run makes it: rollout, reward, update, publish."""
+"""Worker: one GRPO step per command, as in a run: rollout, reward, update, publish."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bench.worker import Channel, versions
 
 
 def rows(model: str) -> list[dict[str, Any]]:
-    """The taskset: random prompts."""
+    """Rows of the taskset: random prompts."""
     return [{"prompt": " ".join(f"w{token}" for token in ids)} for ids in prompts(model, 256, PROMPT)]
 
 
 def even_ids(task: Any, completion: Any) -> float:
-    """The reward: share of even token ids."""
+    """Reward: share of even token ids."""
     return float((completion.token_ids % 2 == 0).mean())
 
 
@@ -34,7 +34,7 @@ def build_stage(
     run_dir: Path = Path(),
     **rollout: Any,
 ) -> Any:
-    """The stage of a run with this reward function, and the precision it computes in."""
+    """Build the stage of a run with this reward function; returns it and its precision."""
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -80,7 +80,7 @@ def build_stage(
 
 
 async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
-    """Build the stage of a run and make one step per command."""
+    """Build the stage of a run and run one step per command."""
     began = time.perf_counter()
     import torch
 

@@ -1,7 +1,7 @@
-"""The worker of `bench structure`: one GRPO step of examples/minimal.yaml under sys.setprofile.
+"""Worker of `bench structure`: one GRPO step of examples/minimal.yaml under sys.setprofile.
 
-Counted is everything between the second and the third call of the function that makes a step: its own calls, and those
-that prepare and note it. Code of reward processes is not seen.
+Counts everything between the second and the third call of the function that runs a step, including its preparation and
+its records. Does not count code of reward processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Crossing:
             self.codes.add(code)
 
     def created(self, task: Any) -> None:
-        """Note how deep in coroutines a task begins: its own ones come on top."""
+        """Record the coroutine depth at which a task is created, which adds to its own depth."""
         coroutines, loop = self._in_loop(sys._getframe(1))
         self._depths[task] = coroutines if loop is not None else 0
 
@@ -51,7 +51,7 @@ class Crossing:
         return coroutines + _count(frame_of_loop)[0]
 
     def _in_loop(self, frame: FrameType) -> tuple[int, FrameType | None]:
-        """Frames of rollmill above the event loop, those that made the task included; and the event loop's frame."""
+        """Frames of rollmill above the event loop, including those that created the task; and the loop's frame."""
         count, loop = _count(frame, until="_run_once")
         try:
             return count + self._depths.get(asyncio.current_task(), 0), loop
@@ -60,7 +60,7 @@ class Crossing:
 
 
 def _count(frame: FrameType | None, until: str = "") -> tuple[int, FrameType | None]:
-    """Frames of rollmill from one outwards, up to one of a function with this name."""
+    """Count frames of rollmill from `frame` outwards, up to a function named `until`."""
     count = 0
     while frame is not None and frame.f_code.co_name != until:
         count += frame.f_code.co_filename.startswith(SOURCE)

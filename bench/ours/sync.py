@@ -1,4 +1,4 @@
-"""Worker: weights from one process to another, by each transport, and the same bytes copied within memory."""
+"""Worker: weight transfer from one process to another with each transport, and a memory copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from torch import Tensor
 from bench.worker import Channel, serve, versions
 
 LAYERS, STEP = 24, 1e-5
-"""Tensors, and how much an update changes a weight at most, in proportion."""
+"""Number of tensors, and the largest relative change of a weight by an update."""
 
 
 class Sends(Protocol):
-    """What sending is measured of."""
+    """Interface of a measured sender."""
 
     def send(self, version: int, weights: dict[str, Tensor]) -> None: ...
 
 
 def made(megabytes: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights that take so many megabytes."""
+    """Make weights of this size."""
     size = megabytes * 1_000_000 // LAYERS // dtype.itemsize
     source = torch.Generator().manual_seed(0)
     return {f"layers.{n}.weight": torch.randn(size, generator=source).to(dtype) for n in range(LAYERS)}
 
 
 class Pickled:
-    """Pickled by torch into a file in memory, as a baseline."""
+    """Baseline: weights pickled by torch into a file in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def send(self, version: int, weights: dict[str, Tensor]) -> None:
-        """Write them under a name that appears when they are complete."""
+        """Write the weights atomically."""
         torch.save(weights, self._path / "writing")
         (self._path / "writing").rename(self._path / f"{version}.pt")
 
 
 def sender(kind: str, path: Path, weights: dict[str, Tensor]) -> Sends:
-    """The sending side."""
+    """Make the sender of a transport."""
     from rollmill.weights import BroadcastSender, FolderSender, SharedMemorySender
 
     match kind:
@@ -63,7 +63,7 @@ def sender(kind: str, path: Path, weights: dict[str, Tensor]) -> Sends:
 
 
 def receive(kind: str, path: Path, weights: dict[str, Tensor], commands: Connection) -> None:
-    """The other process: says when it has each version."""
+    """Run the receiving process, which confirms each version."""
     from rollmill.weights import BroadcastReceiver, FolderReceiver, SharedMemoryReceiver
 
     torch.set_num_threads(1)
@@ -121,9 +121,9 @@ def main() -> None:
             version += 1
             for each in weights.values():
                 each.mul_(1 + STEP * (-1) ** version)
-                each[version::500] += 0.01  # of bf16 weights some change by so little an update, most do not
+                each[version::500] += 0.01  # so small an update changes only a few bf16 weights
             ours.send(version)
-            time.sleep(0.01)  # the other side waits
+            time.sleep(0.01)  # lets the receiver start to wait
             before, began = getattr(sends, "bytes_sent", 0), time.perf_counter()
             sends.send(version, weights)
             seconds = ours.recv() - began

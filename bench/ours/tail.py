@@ -38,7 +38,7 @@ def length(seed: int, median: int, longest: int) -> int:
 
 
 def drawn_lengths_engine(median: int, longest: int) -> Any:
-    """Makes native engines whose completions end at a length drawn by their seed, wherever they were interrupted."""
+    """Make a factory of native engines whose completions end at a length drawn from their seed, even if interrupted."""
     from rollmill.config.run import StageConfig
     from rollmill.engines.base import GenerationRequest
     from rollmill.engines.native import NativeEngine
@@ -54,14 +54,14 @@ def drawn_lengths_engine(median: int, longest: int) -> Any:
             return super().append(*token) or self.is_whole()
 
         def is_whole(self) -> bool:
-            """Whether it is as long as was drawn; then it has ended."""
+            """Whether it has reached the drawn length."""
             if len(self.tokens) < length(self.seed, median, longest):
                 return False
             self.stop_reason = StopReason.LENGTH
             return True
 
     class DrawnLengths(NativeEngine):
-        lengths: list[int] = []  # noqa: RUF012  of all completions that were begun
+        lengths: list[int] = []  # noqa: RUF012  of all started completions
         passes = 0
 
         def step(self) -> None:
@@ -89,7 +89,7 @@ def drawn_lengths_engine(median: int, longest: int) -> Any:
 
 
 def tail_stage(args: argparse.Namespace) -> Any:
-    """A function that makes the stage anew, on the same policy."""
+    """Return a function that builds the stage again, on the same policy."""
     import torch
 
     from rollmill.config.model import ModelConfig
@@ -136,7 +136,7 @@ def tail_stage(args: argparse.Namespace) -> Any:
 
 
 class Clock:
-    """Processor time of a stage's rollouts, in seconds: what else the machine does is not in it."""
+    """Processor time of a stage's rollouts, in seconds, which other programs do not affect."""
 
     def __init__(self, loop: Any) -> None:
         self.seconds, self._roll_out = 0.0, loop.stage.batches.roll_out
@@ -149,7 +149,7 @@ class Clock:
 
 
 async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
-    """Each command runs the stage from its start."""
+    """Run the stage from its start at each command."""
     make = tail_stage(args)
     warm = make()
     await warm.step()
@@ -192,7 +192,7 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
 
 
 async def serve_repair(channel: Channel, args: argparse.Namespace) -> None:
-    """Each command repairs the quickstart's checkpoint for some steps and evaluates."""
+    """Repair the quickstart's checkpoint for some steps and evaluate, at each command."""
     from bench.ours import repair
     from rollmill.config.taskset import TasksetConfig
 

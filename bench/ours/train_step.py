@@ -1,4 +1,4 @@
-"""Worker: one optimizer step of the trainer per command, on rollouts that are made up beforehand."""
+"""Worker: one optimizer step of the trainer per command, on synthetic rollouts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def ready_made(args: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """A trainer, and the rollouts of a step."""
+    """Make a trainer and the rollouts of a step."""
     import torch
     from transformers import AutoModelForCausalLM
 

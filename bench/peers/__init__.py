@@ -1,1 +1,1 @@
-"""The peers' side of each benchmark, run as subprocesses: nothing here imports rollmill."""
+"""Peers' side of each benchmark, run as subprocesses; does not import rollmill."""

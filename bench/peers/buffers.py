@@ -1,4 +1,4 @@
-"""Worker: other ways to hand experiences from one process to another: pickled rows, a plain file, a Ray queue."""
+"""Worker: other ways to pass experiences between processes: pickled rows, a plain file, a Ray queue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUESTION, _ANSWER = "How many apples are left? ", "So we subtract 3 from 12, "
 
 
 def made(batches: int) -> list[list[Group]]:
-    """Batches of 256 experiences of 1,000 tokens, 100 of them the prompt's, in groups of 8, with text and rewards."""
+    """Make batches of 256 experiences of 1,000 tokens (100 of the prompt), in groups of 8, with text and rewards."""
     draw = np.random.default_rng(0)
     names = [[f"train-{batch * BATCH // GROUP + n:06d}" for n in range(BATCH // GROUP)] for batch in range(batches)]
     return [[Group(name, [_experience(name, i, draw) for i in range(GROUP)]) for name in batch] for batch in names]
@@ -54,7 +54,7 @@ def _experience(group: str, index: int, draw: np.random.Generator) -> Experience
 
 
 def row_bytes(batch: list[Group]) -> bytes:
-    """What our rows of a batch hold, end to end."""
+    """Bytes of our rows of a batch, concatenated."""
     values = [value for group in batch for value in encode_experience_columns(group.experiences).values()]
     return b"".join(value.encode() if isinstance(value, str) else value for value in values)
 
@@ -72,7 +72,7 @@ def folder() -> Iterator[Path]:
 def rates(
     batches: list[list[Group]], write: Callable[[list[Group]], Any], read: Callable[[int], int]
 ) -> dict[str, float]:
-    """Experiences per second written, then read; `read` gets the number of the batch and says how many it got."""
+    """Experiences per second written, then read; `read` takes the number of a batch and returns its size."""
     count = len(batches) * BATCH
     began = time.perf_counter()
     for batch in batches:
@@ -105,7 +105,7 @@ def pickled(batches: list[list[Group]]) -> dict[str, float]:
 
 
 def plain_file(batches: list[list[Group]]) -> dict[str, float]:
-    """The bytes of our rows appended to a file, with fsync per batch: ready ones, and made on the way."""
+    """The bytes of our rows appended to a file, with fsync per batch: without and with the time to encode them."""
     ready = [row_bytes(batch) for batch in batches]
     found: dict[str, float] = {}
     for name, make in (("written", None), ("encoded", row_bytes)):

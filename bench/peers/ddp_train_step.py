@@ -49,7 +49,7 @@ def main() -> None:
     count, mine = len(ids_NL), torch.arange(rank, len(ids_NL), size)
 
     def loss_of(part: Any) -> Any:
-        """sum of -ratio x advantage over the tokens, under the denominator of the whole batch."""
+        """Sum of -ratio x advantage over the tokens, divided by the denominator of the whole batch."""
         logits = model(input_ids=ids_NL[part, :-1], use_cache=False).logits[:, prompt - 1 :]
         logprob = torch.log_softmax(logits, -1).gather(-1, ids_NL[part, prompt:, None])[..., 0]
         ratio = torch.exp(logprob - logprob.detach())

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.worker import Channel, serve, versions
 
-#: Sequences per call of generate that are tried, with a quarter of the tokens, to find the fastest.
+#: Batch sizes of generate that are tried, with a quarter of the tokens, to find the fastest.
 BATCHES = (32, 64, 128, 256)
 
 

@@ -1,4 +1,4 @@
-"""Worker: judge a list of answers with math-verify alone, in two processes, as its documentation shows."""
+"""Worker: grades a list of answers with math-verify alone, in two processes, as its documentation shows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.worker import Channel, serve, versions
 
 
 def judged(pair: tuple[str, str]) -> bool:
-    """Whether math-verify takes the completion's answer for the reference."""
+    """Whether math-verify accepts the completion's answer."""
     from math_verify import parse, verify
 
     text, answer = pair

@@ -10,13 +10,13 @@ Result = TypeVar("Result")
 
 
 def resident() -> int:
-    """Bytes that are resident now."""
+    """Resident bytes."""
     return _status("VmRSS")
 
 
 def with_peak(call: Callable[[], Result]) -> tuple[Result, int]:
-    """What `call` returns, and the most bytes that were resident while it ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    """Result of `call`, and peak resident bytes while it ran."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
     result = call()
     return result, _status("VmHWM")
 

@@ -13,7 +13,7 @@ from bench.worker import Channel, serve, versions
 
 PROGRAM = "print(6 * 7)"
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-PLAIN = [PYTHON, "-I", "-S", "-c", PROGRAM]  # with `site`, what is installed beside it would slow its start
+PLAIN = [PYTHON, "-I", "-S", "-c", PROGRAM]  # with `site`, installed packages would slow its start
 
 
 def timed(once: Callable[[], str], count: int) -> dict[str, float]:
@@ -21,14 +21,14 @@ def timed(once: Callable[[], str], count: int) -> dict[str, float]:
     seconds = []
     for _ in range(count):
         began = time.perf_counter()
-        said = once()
+        output = once()
         seconds.append(time.perf_counter() - began)
-        assert said == "42\n", said
+        assert output == "42\n", output
     return {"ms": statistics.median(seconds) * 1e3, "per_second": count / sum(seconds)}
 
 
 def bubblewrap() -> list[str]:
-    """The command of the same program in bubblewrap, as its manual isolates one: every namespace, read-only files."""
+    """Command of the same program in bubblewrap, isolated as in its manual: every namespace, read-only files."""
     seen = [path for path in ("/usr", sys.base_prefix) if path == "/usr" or not path.startswith("/usr/")]
     binds = [part for path in dict.fromkeys(seen) for part in ("--ro-bind", path, path)]
     for path in ("/lib", "/lib64", "/bin"):

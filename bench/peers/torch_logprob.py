@@ -1,4 +1,4 @@
-"""Worker: log-probs from the whole matrix of logits: log_softmax, gather, backward."""
+"""Worker: log-probs from the full matrix of logits: log_softmax, gather, backward."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def serve_logprobs(channel: Channel, tokens: int, vocab: int, hidden: int, logpr
         peak_mib = (peak - inputs_only) / 2**20
         return {"peak_mib": peak_mib, "seconds": seconds, "cpu_s": cpu_s, "loss": loss, "grad_norm": norm}
 
-    once(1)  # reads in the libraries
+    once(1)  # loads the libraries
     hidden_Td.grad = weight_Vd.grad = None
     inputs_only = resident()
     serve(channel, run, versions=versions("torch"))

@@ -1,4 +1,4 @@
-"""Worker: torch.multinomial(softmax(logits)), and the log-prob of what was drawn, as our sampler gives it."""
+"""Worker: torch.multinomial(softmax(logits)), and the log-prob of the sample, as our sampler returns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker: repairs the same checkpoint with TRL's GRPOTrainer; each command makes a few steps and evaluates."""
+"""Worker: repairs the same checkpoint with TRL's GRPOTrainer; each command runs a few steps and evaluates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.worker import Channel, versions
 
 
 def right(completion: str, answer: str) -> float:
-    """The reward: 1 if what follows the last `#` is the sum."""
+    """Reward: 1 if the text after the last `#` is the sum."""
     _, mark, found = completion.rpartition("#")
     return float(bool(mark) and found.strip() == answer)
 
@@ -57,7 +57,7 @@ def main() -> None:
         return sum(right(text, row["answer"]) for text, row in zip(texts, held_out, strict=True)) / len(held_out)
 
     class Pace(TrainerCallback):  # type: ignore[misc]
-        """Steps are made when the parent asks for them."""
+        """Runs a step when the parent requests it."""
 
         def __init__(self) -> None:
             self.commands = channel.commands()

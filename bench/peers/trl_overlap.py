@@ -11,7 +11,7 @@ from bench.worker import Channel
 
 
 class Costly:
-    """Share of even token ids, after as many seconds as the rollouts took, at work or waiting."""
+    """Share of even token ids, after computing or sleeping as long as the rollouts took."""
 
     __name__ = "costly"
 

@@ -1,7 +1,7 @@
 """Worker: one GRPO step per command with TRL's GRPOTrainer.
 
-The settings that every caller gets are TRL's fastest on a CPU: plain `generate`, no gradient checkpointing, no
-reference model, no logging and no saving.
+The common settings are TRL's fastest on a CPU: plain `generate`, no gradient checkpointing, no reference model, no
+logging and no saving.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.worker import Channel, versions
 
 
 class Reward:
-    """Share of even token ids; remembers how many tokens it saw."""
+    """Share of even token ids; stores the number of tokens."""
 
     __name__ = "even_ids"
 
@@ -58,7 +58,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Callable[[float, float], dict[str, Any]],
           **more: Any) -> None:  # fmt: skip
-    """Make one step per command and say `report(began, seconds)` of it; `more` are arguments of GRPOConfig."""
+    """Run one step per command and send `report(began, seconds)`; `more` are arguments of GRPOConfig."""
     began = time.perf_counter()
 
     import torch
@@ -71,7 +71,7 @@ def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Calla
     folder = model_dir(args.model)
 
     class Pace(TrainerCallback):  # type: ignore[misc]
-        """A step starts when the parent says so."""
+        """Runs a step when the parent requests it."""
 
         def __init__(self) -> None:
             self.commands = channel.commands()
@@ -102,7 +102,7 @@ def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Calla
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What every caller can set."""
+    """Command-line parser with the common options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")

@@ -1,7 +1,7 @@
-"""Worker: one optimizer step per command with TRL's GRPOTrainer, on rollouts that are made up beforehand.
+"""Worker: one optimizer step per command with TRL's GRPOTrainer, on synthetic rollouts.
 
-TRL gets them as from a rollout function and prepares its tensors and advantages during the warm-up; later steps learn
-from the same tensors. The other settings are those of `bench.peers.trl_step`.
+TRL gets them from a rollout function and prepares its tensors and advantages during the warm-up; later steps train on
+the same tensors. The other settings are those of `bench.peers.trl_step`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.worker import Channel, versions
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The reward of every completion."""
+    """Rewards of the completions."""
     return [mean_id(ids) for ids in completion_ids]
 
 
@@ -42,7 +42,7 @@ def main() -> None:
                 "logprobs": None}  # fmt: skip
 
     class Prepared(GRPOTrainer):  # type: ignore[misc]
-        """Prepares one batch and learns from it at every step."""
+        """Prepares one batch and trains on it at every step."""
 
         prepared: dict[str, Any] | None = None
 
@@ -52,7 +52,7 @@ def main() -> None:
             return dict(self.prepared)
 
     class Pace(TrainerCallback):  # type: ignore[misc]
-        """A step starts when the parent says so."""
+        """Runs a step when the parent requests it."""
 
         def __init__(self) -> None:
             self.commands = channel.commands()

@@ -1,4 +1,4 @@
-"""Worker: one batch of completions per command with vLLM's CPU build. Runs in vLLM's own environment."""
+"""Worker: one batch of completions per command with vLLM's CPU build. Runs in vLLM's environment."""
 
 from __future__ import annotations
 

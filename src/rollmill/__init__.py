@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     from rollmill.registry import tool as tool
     from rollmill.registry import workflow as workflow
     from rollmill.trackers.rollout_log import load_experiences as load_experiences
+    from rollmill.types import Completion as Completion
+    from rollmill.types import Experience as Experience
+    from rollmill.types import Task as Task
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Completion": "rollmill.types",
+    "Experience": "rollmill.types",
+    "Task": "rollmill.types",
     "advantage": "rollmill.recipes.decorators",
     "environment": "rollmill.registry",
     "tool": "rollmill.registry",
@@ -37,6 +43,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "Completion",
+    "Experience",
+    "Task",
     "__version__",
     "advantage",
     "algorithm",

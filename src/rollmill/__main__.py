@@ -1,4 +1,4 @@
-"""`python -m rollmill` is `rollmill`."""
+"""Runs the command line: `python -m rollmill` is the same as `rollmill`."""
 
 import sys
 

@@ -1,10 +1,10 @@
-"""Errors meant for users: each names what is wrong, where, and what to do. The command line prints no traceback."""
+"""Errors meant for users: each says what is wrong, where, and what to do. The command line prints no traceback."""
 
 from __future__ import annotations
 
 
 class RollmillError(Exception):
-    """Base of every error a user can cause or cure. `exit_code` is what the command line exits with."""
+    """Base of every error that a user can cause or fix. `exit_code` is the exit code of the command line."""
 
     exit_code = 1
 
@@ -16,7 +16,7 @@ class ConfigError(RollmillError, ValueError):
 
 
 class CorruptFileError(RollmillError, ValueError):
-    """A file that rollmill wrote holds something else now."""
+    """A file that rollmill wrote is damaged."""
 
 
 class TasksetError(RollmillError, ValueError):
@@ -36,7 +36,7 @@ class WorkflowError(RollmillError):
 
 
 class EpisodeError(WorkflowError):
-    """An environment raised, crashed or took too long. The rollout that acted in it has failed, others have not."""
+    """An environment raised, crashed or timed out. Only the rollout that used it fails."""
 
 
 class EngineError(RollmillError):
@@ -48,11 +48,11 @@ class ContextLengthError(EngineError):
 
 
 class TrainingError(RollmillError):
-    """Training cannot go on, for example because the loss is not finite."""
+    """Training cannot continue, for example because the loss is not finite."""
 
 
 class TrainerRankLostError(TrainingError):
-    """A process of the trainer has ended. Going on from the newest checkpoint may be all that it takes."""
+    """A trainer process has ended. Resuming from the newest checkpoint may be enough."""
 
 
 class StoreError(RollmillError):
@@ -60,15 +60,15 @@ class StoreError(RollmillError):
 
 
 class PipelineError(RollmillError):
-    """An operator of a pipeline raised, or left nothing to learn from."""
+    """An operator of a pipeline raised, or left nothing to train on."""
 
 
 class WeightSyncError(RollmillError):
-    """Weights cannot be sent, arrived damaged, or do not fit who receives them."""
+    """Weights cannot be sent, arrived damaged, or do not fit the receiver."""
 
 
 class OffloadError(RollmillError):
-    """What has to leave the device cannot be put elsewhere, or does not come back."""
+    """Tensors cannot be offloaded from the device, or cannot be brought back."""
 
 
 class CheckpointError(RollmillError):
@@ -76,16 +76,12 @@ class CheckpointError(RollmillError):
 
 
 class DeadlineError(RollmillError):
-    """A wait passed its deadline.
-
-    The message names who waited, for whom, for how long and what to do (design rule: every wait has a deadline and
-    an owner).
-    """
+    """A wait timed out. The message names who waited, for whom, for how long and what to do."""
 
     def __init__(self, waiter: str, owner: str, seconds: float, advice: str) -> None:
         super().__init__(f"{waiter} waited {seconds:.0f} s for {owner}, which did not answer. {advice}")
         self.waiter, self.owner, self.seconds, self.advice = waiter, owner, seconds, advice
 
     def __reduce__(self) -> tuple[type[DeadlineError], tuple[str, str, float, str]]:
-        """It may be raised in another process than it is caught in."""
+        """Support pickling, because it may be raised in another process than it is caught in."""
         return type(self), (self.waiter, self.owner, self.seconds, self.advice)

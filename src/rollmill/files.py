@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a resumed run, never sees half of one."""
+"""File helpers: atomic writes (nobody sees half a file), and strict, size-limited reads of text and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollmill.errors import ConfigError, CorruptFileError, RollmillError
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusal to write `path` into a RollmillError that says what to do."""
+    """Convert an OSError from writing `path` into a RollmillError with advice."""
     try:
         yield
     except OSError as error:
@@ -28,7 +28,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step; the folder is made if missing. Raises RollmillError if that fails."""
+    """Write `data` to `path` atomically; creates the folder if missing. Raises RollmillError if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,10 +40,10 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 
 def to_jsonable(value: Any, *, non_finite: str | None = None) -> Any:
-    """`value` as JSON can hold it: numpy becomes Python, tuples and sets become lists, keys become text.
+    """Convert `value` to JSON types: numpy becomes Python, tuples and sets become lists, keys become text.
 
-    NaN and infinities become None, or their name (`nan`, `inf`, `-inf`) with `non_finite="name"`. What JSON has no
-    notion of becomes its `repr`.
+    NaN and infinities become None, or their name (`nan`, `inf`, `-inf`) with `non_finite="name"`. Any other type
+    becomes its `repr`.
     """
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
@@ -62,7 +62,7 @@ def to_jsonable(value: Any, *, non_finite: str | None = None) -> Any:
     return repr(value)
 
 
-# Strict, bounded reading of what users name: text files of a limited size, and JSON that has one meaning only.
+# Strict, size-limited reading of users' files
 
 MAX_YAML_BYTES = 2**20
 """Largest YAML file; a resolved run file has about 20 kB."""
@@ -71,17 +71,17 @@ MAX_TEXT_BYTES = 2**30
 MAX_JSONL_LINE_BYTES = 2**26
 """Longest line of a JSONL file."""
 MAX_JSON_DEPTH = 64
-"""Most brackets of JSON inside each other."""
+"""Maximum nesting of JSON brackets."""
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def read_text(path: Path, limit: int = MAX_TEXT_BYTES) -> str:
-    """The text of a UTF-8 file, without a byte order mark.
+    """Read the text of a UTF-8 file, without a byte order mark.
 
     Devices and pipes are refused, because they may never end.
-    Raises ConfigError where there is no such file, or it is longer than `limit` bytes, not UTF-8, or cannot be read.
+    Raises ConfigError if the file is missing, longer than `limit` bytes, not UTF-8, or cannot be read.
     """
     if what := describe_non_file(path):
         raise ConfigError(f"{path}: {what}")
@@ -101,7 +101,7 @@ def read_text(path: Path, limit: int = MAX_TEXT_BYTES) -> str:
 
 
 def describe_non_file(path: Path) -> str | None:
-    """Why a path is no regular file, such as `no such file` or `is a folder`; None where it is one."""
+    """Reason why a path is no regular file, such as `no such file` or `is a folder`; None if it is one."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -128,10 +128,10 @@ def format_size(count: int) -> str:
 
 
 def parse_strict_json(text: str, *, unique_keys: bool = False) -> Any:
-    """The value of a JSON text without NaN, infinities and numbers beyond floats.
+    """Parse a JSON text that has no NaN, no infinities and no numbers beyond floats.
 
-    Raises ValueError, also where more than `MAX_JSON_DEPTH` brackets are inside each other, and, with `unique_keys`,
-    where an object has a key twice (JSON does not say which of the two counts).
+    Raises ValueError for anything else, for brackets nested deeper than `MAX_JSON_DEPTH`, and, with `unique_keys`, for
+    an object with a duplicate key (JSON does not define which one counts).
     """
     pairs = _no_key_twice if unique_keys else None
     try:
@@ -144,9 +144,9 @@ def parse_strict_json(text: str, *, unique_keys: bool = False) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that rollmill wrote.
+    """Read the object in a JSON file that rollmill wrote.
 
-    Raises CorruptFileError, which says that the file is damaged, for anything else, and OSError where there is none.
+    Raises CorruptFileError if the file holds anything else, and OSError if it cannot be read.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -158,7 +158,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def describe_json_error(error: ValueError) -> str:
-    """A sentence for what `parse_strict_json` raised."""
+    """Describe an error of `parse_strict_json` in a sentence."""
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} at column {error.colno}"
     if "integer string conversion" in str(error):
@@ -167,7 +167,7 @@ def describe_json_error(error: ValueError) -> str:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether more than `MAX_JSON_DEPTH` lists and mappings are inside each other."""
+    """Whether lists and mappings are nested deeper than `MAX_JSON_DEPTH`."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
         level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]

@@ -1,4 +1,4 @@
-"""Starting, resuming and evaluating runs: from a run file to a master with everything it needs."""
+"""Start, resume and evaluate runs: from a run file to an orchestrator with all its components."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(
         source: the run file.
         overrides: `section.key=value` strings.
         out: the run directory; default runs/NAME, numbered if it exists.
-        view: what shows the run; default the terminal.
+        view: shows the run; default the terminal.
 
     Raises:
         ConfigError: the run file is wrong, or `out` already holds a run.
@@ -63,7 +63,7 @@ def run(
 def start(
     loaded: LoadedRun, out: str | Path | None, view: RunView | None, serving: Serving | None = None
 ) -> dict[str, Any]:
-    """Run what was loaded, in a directory of its own; see `run`."""
+    """Start a loaded run in a new directory; see `run`."""
     run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
     with hold_run_lock(run_dir):
         _require_fresh(run_dir)
@@ -72,7 +72,7 @@ def start(
 
 
 def resume(run_dir: str | Path, view: RunView | None = None, serving: Serving | None = None) -> dict[str, Any]:
-    """Go on with an interrupted or killed run, from its newest checkpoint; see `run`."""
+    """Resume an interrupted or killed run from its newest checkpoint; see `run`."""
     folder = Path(run_dir)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
@@ -81,7 +81,7 @@ def resume(run_dir: str | Path, view: RunView | None = None, serving: Serving | 
 
 
 def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Evaluate a checkpoint of a run (default: the newest) as the run's last evaluated stage says.
+    """Evaluate a checkpoint of a run (default: the newest) by the last stage with an evaluation.
 
     Returns step and the eval/ metrics. Raises ConfigError when no stage has an evaluation, CheckpointError when the
     step has no checkpoint.
@@ -109,7 +109,7 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
 
 
 def require_models(stage: StageConfig) -> None:
-    """Raises ConfigError where a stage that is only evaluated talks to the policy that it began with."""
+    """Raise ConfigError if a stage that is only evaluated uses the policy at its start as a model."""
     for name, model in stage.models.items():
         if model.policy is not None:
             text = f"models.{name}: the policy at the start of the stage is known only while the run trains; give"
@@ -117,7 +117,7 @@ def require_models(stage: StageConfig) -> None:
 
 
 def stage_overrides(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[str]:
-    """Overrides as keys of one stage, where the run has several."""
+    """Prefix overrides with the stage's index, if the run has several stages."""
     if not loaded.config.stages:
         return list(overrides)
     return [f"stages.{index}.{each}" if re.split(r"[.=]", each)[0] in STAGE_KEYS else each for each in overrides]
@@ -149,15 +149,15 @@ def execute(
     ranks: Sequence[dict[str, Any]] = (),
     interrupts: Interrupts | None = None,
 ) -> dict[str, Any]:
-    """Run what is left of a run and return the summary; see `run`.
+    """Run the remaining steps of a run and return the summary; see `run`.
 
     Args:
-        explorers: those of a run on Ray, in the process that trains; without, that process is started.
-        ranks: how Ray shall start the trainer's ranks, from rank 1.
-        interrupts: what may be asked to end the run besides signals.
+        explorers: the explorers of a run on Ray, in the process that trains; without, that process is started.
+        ranks: how Ray starts the trainer's ranks, from rank 1.
+        interrupts: further ways to end the run besides signals.
     """
     if isinstance(loaded.config.placement, RayPlacement) and explorers is None:
-        from rollmill.remote.supervisor import supervise  # which has this function called
+        from rollmill.remote.supervisor import supervise  # starts a process that calls this function again
 
         return supervise(loaded, run_dir, view, resumed=resumed)
     with (
@@ -170,7 +170,7 @@ def execute(
 
 @dataclass(frozen=True)
 class _RunInputs:
-    """What a run gets from the process that it is in."""
+    """Objects that a run gets from its process."""
 
     heartbeat: HeartbeatWriter
     backend: Callable[[Stage], RolloutBackend] | None
@@ -202,7 +202,7 @@ def _execute(
     buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
     shared = setup.context(loaded, run_dir, buffers, loaded.config.placement)
     context = replace(shared, explorers=given.explorers, ranks=given.ranks, heartbeat=given.heartbeat)
-    master = Orchestrator(
+    orchestrator = Orchestrator(
         context,
         loaded.config,
         loaded.stages,
@@ -218,11 +218,11 @@ def _execute(
         monitor.message(setup.describe(run_dir))
         if resumed:
             monitor.resume_at(steps[-1] if steps else 0)
-        summary = asyncio.run(master.run(start))
+        summary = asyncio.run(orchestrator.run(start))
     except Interrupted:
         again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"
-        summary = summarise(master.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
-        monitor.message(f"interrupted after step {master.state.step}; go on with: rollmill {again}")
+        summary = summarise(orchestrator.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
+        monitor.message(f"interrupted after step {orchestrator.state.step}; go on with: rollmill {again}")
         monitor.close(summary)
         raise KeyboardInterrupt from None
     except BaseException:
@@ -241,7 +241,10 @@ def _folder(path: Path) -> Path:
 
 
 def _require_fresh(folder: Path) -> None:
-    """A run that failed before its first result may be started again in the same directory, with another run file."""
+    """Prepare the directory of a new run; one that failed before its first result may be reused.
+
+    Raises ConfigError where the directory holds a run with results.
+    """
     if (folder / CONFIG).exists() and (read_metrics(folder) or Checkpoints(folder).steps()):
         raise ConfigError(
             f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"

@@ -1,4 +1,5 @@
-"""Users' Python code: importing objects by name, and the decorators that register them."""
+"""Users' Python code: imports objects by name and has the decorators that register rewards, workflows,
+environments and tools."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from rollmill.config.tools import ToolSection
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.errors import ConfigError
 from rollmill.files import describe_non_file
+from rollmill.former_names import find_former_names
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,7 +34,7 @@ def reward(function: Function) -> Function: ...
 @overload
 def reward(*, group: bool) -> Callable[[Function], Function]: ...
 def reward(function: Any = None, *, group: bool = False) -> Any:
-    """Register a reward under its name, so that a run file may say `{name: python, function: NAME}`.
+    """Register a reward under its name: `{name: python, function: NAME}` in a run file.
 
     With `@reward(group=True)` it is called with a task and the list of all its completions. A later function of the
     same name replaces the earlier one.
@@ -97,17 +99,19 @@ def import_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
+    find_former_names()
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        if isinstance(error, ConfigError):  # of a decorator: it says where and what
+        if isinstance(error, ConfigError):  # raised by a decorator, with file and line
             raise
         raise ConfigError(_import_failure(path, error)) from error
     return module
 
 
 def _import_module(name: str) -> ModuleType:
+    find_former_names()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -131,8 +135,6 @@ def _did_you_mean(word: str, known: Any) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-# The decorators that make a user's function a workflow or a tool of run files, and a user's class an environment.
-
 Target = TypeVar("Target", bound=Callable[..., Any])
 JUDGE, ENVIRONMENT, TOOLS, EXAMPLES, ENDPOINT = "judge", "environment", "tools", "examples", "endpoint"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -141,12 +143,12 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 def workflow(target: Target) -> Target:
     """Register a workflow under its name: `workflow: NAME`, or `workflow: {name: NAME, ...}` with options.
 
-    It is an `async def solve(task, policy)`. Further parameters are parts of the run that it is given by name: `judge`
-    (what `rewards` say of a reply), `environment` (a fresh one), `tools` (those of the section), `examples`
-    (other tasks of the taskset that have a worked solution), `endpoint` (the policy as an OpenAI-compatible server:
-    `base_url`, `api_key`), and every name under `models`. Keyword-only parameters
-    with a type and a default are keys of the run file. It returns the reward: a number, a mapping of parts (their sum
-    counts), what `judge` gave, or None to reject the rollout.
+    It is an `async def solve(task, policy)`. Further parameters are passed by name: `judge` (computes the configured
+    `rewards` of a reply), `environment` (a fresh one), `tools` (those of the section), `examples` (other tasks of the
+    taskset that have a worked solution), `endpoint` (the policy as an OpenAI-compatible server: `base_url`,
+    `api_key`), and every name under `models`. Keyword-only parameters with a type and a default are keys of the run
+    file. It returns the reward: a number, a mapping of parts (their sum counts), the result of `judge`, or None to
+    reject the rollout.
 
     Raises ConfigError naming file and line: it is no async function, does not take task and policy, or an option lacks
     a type or a default.
@@ -172,10 +174,10 @@ def workflow(target: Target) -> Target:
 def environment(target: Target) -> Target:
     """Register an environment under its name: `environment: NAME`, or `environment: {name: NAME, ...}` with options.
 
-    It is a class with `reset(self, task, seed)`, which gives what the policy sees first, `step(self, action)`, which
-    gives a `rollmill.rollout.environments.StepResult`, and, where it holds something, `close(self)`; each plain or
-    async. Keyword-only parameters of `__init__` with a type and a default are keys of the run file. One is made per
-    rollout.
+    It is a class with `reset(self, task, seed)`, which returns the first observation, `step(self, action)`, which
+    returns a `rollmill.rollout.environments.StepResult`, and, if it holds resources, `close(self)`; each plain or
+    async. Keyword-only parameters of `__init__` with a type and a default are keys of the run file. Every rollout has
+    its own instance.
 
     Raises ConfigError naming file and line: it is no such class, or an option lacks a type or a default.
     """
@@ -186,8 +188,8 @@ def environment(target: Target) -> Target:
         method = inspect.getattr_static(target, name, None)
         taken = [] if not inspect.isfunction(method) else list(inspect.signature(method).parameters.values())
         if len([each for each in taken if each.kind in _POSITIONAL]) != count:
-            wanted = "reset(self, task, seed)" if name == "reset" else "step(self, action)"
-            raise ConfigError(f"{where}: an environment needs a method {wanted}")
+            signature = "reset(self, task, seed)" if name == "reset" else "step(self, action)"
+            raise ConfigError(f"{where}: an environment needs a method {signature}")
     register_section("environment", target.__name__, section_from_signature(target, EnvironmentSection))
     return target
 
@@ -195,10 +197,10 @@ def environment(target: Target) -> Target:
 def tool(target: Target) -> Target:
     """Register a tool under its name: `tools: [NAME]`, or `{name: NAME, ...}` with options.
 
-    It is a typed function, plain or async. What it takes is what the policy gives: the JSON schema comes from the
-    types, descriptions from the docstring (`Args:`). A parameter `task` is the rollout's task, which is not shown.
-    Keyword-only parameters with a type and a default are keys of the run file. What it returns is shown as text, or as
-    JSON; what it raises is told to the policy.
+    It is a typed function, plain or async. The policy provides its arguments: the JSON schema comes from the types,
+    descriptions from the docstring (`Args:`). A parameter `task` receives the rollout's task and is not part of the
+    schema. Keyword-only parameters with a type and a default are keys of the run file. The policy sees the returned
+    value as text or JSON, and the message of an exception.
 
     Raises ConfigError naming file and line: it is no function, or a parameter lacks a type.
     """

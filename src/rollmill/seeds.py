@@ -1,4 +1,4 @@
-"""Counter-based uniform numbers: a token's randomness is a function of (seed, position), whatever shares the batch."""
+"""Counter-based random numbers: a token's randomness depends only on (seed, position), not on the batch around it."""
 
 from __future__ import annotations
 

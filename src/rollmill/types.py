@@ -1,4 +1,7 @@
-"""The nouns every component shares. No I/O and no torch: arrays are numpy, so any process can hold them cheaply."""
+"""Data types shared by all components: Task, Completion, Experience.
+
+No I/O and no torch: arrays are numpy, so any process can hold them cheaply.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ RoutingArray = npt.NDArray[np.unsignedinteger[Any]]
 """Experts chosen for tokens: uint8 or uint16 [tokens, routers, experts per token], see `rollmill.models.routing`."""
 
 IMPORTED_FROM = "imported_from"
-"""Key of `Experience.info`: the run that made it, where that is another one; its versions are not this run's."""
+"""Key of `Experience.info`: the other run that produced the experience; its versions are not this run's."""
 
 
 class Message(TypedDict):
@@ -28,23 +31,23 @@ class Message(TypedDict):
 
 
 class StopReason(StrEnum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     EOS = "eos"  #: an end-of-sequence or stop token id
     STOP = "stop"  #: a stop string appeared
     LENGTH = "length"  #: max_new_tokens or the model's context was reached
-    REPETITION = "repetition"  #: the same was said again and again
+    REPETITION = "repetition"  #: repetition detected
     ABORTED = "aborted"  #: the request was cancelled or interrupted
 
 
 class ExperienceSource(StrEnum):
-    """Where an experience comes from; loss terms choose by it."""
+    """Origin of an experience; loss terms select by it."""
 
     ROLLOUT = "usual"  #: rolled out by the policy
     EXPERT = "expert"  #: a demonstration to imitate
     PREFERENCE = "preference"
-    """One of a pair that is its group, where the chosen one has the greater reward; or a group of its own: a desirable
-    (reward 1) or undesirable (reward 0) completion."""
+    """One of a pair that forms a group (the chosen one has the greater reward), or a single desirable (reward 1) or
+    undesirable (reward 0) completion that forms a group alone."""
 
 
 @dataclass(slots=True)
@@ -52,8 +55,8 @@ class Task:
     """One problem of a taskset.
 
     `prompt` is the text or the chat messages shown to the policy (templates already applied, chat template not yet);
-    `response` is a worked solution, if the taskset has one: what SFT and MIX imitate, and DPO prefers to `rejected`.
-    KTO takes `response` for desirable and `rejected` for undesirable; a task may have one of them only.
+    `response` is a worked solution, if the taskset has one: SFT and MIX imitate it, and DPO prefers it to `rejected`.
+    For KTO, `response` is desirable and `rejected` undesirable; a task may have only one of them.
     """
 
     id: str
@@ -67,13 +70,13 @@ class Task:
 
 @dataclass(slots=True)
 class Completion:
-    """What an engine returns for one sample of a request.
+    """Result of an engine for one sample of a request.
 
     Shapes: token_ids, logprobs, versions and kept_logmass all have one entry per generated token, stop tokens
     included.
-    `logprobs` are of the distribution sampled from (after temperature and after top-k/top-p/min-p truncation);
-    `kept_logmass` is the log of the probability mass that truncation kept, so `logprobs + kept_logmass` is the
-    log-prob under the untruncated distribution at the same temperature: what a trainer recomputes.
+    `logprobs` are of the sampled distribution (after temperature and top-k/top-p/min-p truncation). `kept_logmass` is
+    the log of the probability mass that truncation kept, so `logprobs + kept_logmass` is the log-prob under the
+    untruncated distribution at the same temperature, which the trainer recomputes.
     `text` ends before a stop string; the tokens keep it. Times are `time.perf_counter()` seconds of the engine's
     process.
     """
@@ -86,11 +89,11 @@ class Completion:
     text: str
     stop_reason: StopReason
     seed: int
-    index: int  #: which of the request's samples this is
-    top_ids: IntArray | None = None  #: [T, K], the tokens most probable in what was sampled from, where asked for
-    top_probs: FloatArray | None = None  #: [T, K]; 0 where not known
+    index: int  #: index of the sample in the request
+    top_ids: IntArray | None = None  #: [T, K], the most probable tokens of the sampled distribution, if requested
+    top_probs: FloatArray | None = None  #: [T, K]; 0 where unknown
     routing: RoutingArray | None = None
-    """[prompt + T - 1, L, k], the experts chosen for every token but the last, where the engine recorded them."""
+    """[prompt + T - 1, L, k], the experts chosen for every token but the last, if the engine recorded them."""
     submitted_at: float = 0.0
     started_at: float = 0.0
     finished_at: float = 0.0
@@ -98,7 +101,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Turn:
-    """A stretch of an experience with one author. `start`/`end` index into Experience.token_ids."""
+    """A span of an experience with one author. `start`/`end` index into Experience.token_ids."""
 
     role: str
     start: int
@@ -108,12 +111,12 @@ class Turn:
 
 @dataclass(slots=True)
 class Experience:
-    """One trajectory as the trainer sees it: tokens are the truth, text is a view.
+    """One trajectory as the trainer sees it; tokens are authoritative, text is derived from them.
 
     Shapes: token_ids, action_mask, logprobs and versions are [T]. `action_mask[t]` is True where token t was produced
-    by the policy (or by the expert that is imitated) and counts in the loss; elsewhere logprobs is 0 and versions -1.
-    `logprobs` are at the rollout temperature `temperature`, without truncation. `reward` None means not judged: such an
-    experience is left out of baselines and gets advantage 0. `group` names the experiences compared with each other.
+    by the policy (or by the imitated expert) and counts in the loss; for other tokens logprobs is 0 and versions -1.
+    `logprobs` are at the rollout temperature `temperature`, without truncation. An experience without a reward (None)
+    is left out of baselines and gets advantage 0. `group` names the experiences compared with each other.
     """
 
     id: str
@@ -133,11 +136,11 @@ class Experience:
     response: str = ""
     timings: dict[str, float] = field(default_factory=dict)  #: seconds by phase: queue, generate, reward
     info: dict[str, Any] = field(default_factory=dict)
-    advantage: FloatArray | None = None  #: [T], set by the trainer when the experience is learned from
+    advantage: FloatArray | None = None  #: [T], set by the trainer in its training step
     teacher_prompt: IntArray | None = field(default=None, metadata={"stored": False})
-    """What a teacher sees in place of the tokens before the first action; set before the experience is learned from."""
+    """Teacher's prompt, in place of the tokens before the first action; set before the training step."""
     routing: RoutingArray | None = field(default=None, metadata={"stored": False})
-    """[R, L, k] with R <= T: the experts that the rollout chose for the first R tokens; None: not known."""
+    """[R, L, k] with R <= T: the experts that the rollout chose for the first R tokens; None if unknown."""
 
     @property
     def oldest_version(self) -> int:
@@ -147,7 +150,7 @@ class Experience:
 
     @property
     def action_tokens(self) -> int:
-        """How many tokens count in the loss."""
+        """Number of tokens that count in the loss."""
         return int(self.action_mask.sum())
 
 
@@ -206,7 +209,10 @@ def experience_from_demonstration(
     source: ExperienceSource = ExperienceSource.EXPERT,
     info: dict[str, Any] | None = None,
 ) -> Experience:
-    """Tokens that no policy produced as an experience: log-probs 0, versions -1; from `first` on they are imitated."""
+    """Build an experience from tokens that no policy produced: log-probs 0, versions -1.
+
+    Tokens from index `first` on are imitated.
+    """
     ids = np.array(token_ids, np.int32)
     return Experience(
         id=id,

@@ -139,10 +139,10 @@ def real(data: Path, run: Path, reward: str, count: int, **taskset: str) -> dict
 @pytest.mark.parametrize(
     ("file", "preset", "reward"),
     [
-        ("gsm8k/train.jsonl", "gsm8k", "math"),
+        pytest.param("gsm8k/train.jsonl", "gsm8k", "math", marks=pytest.mark.thorough),
         ("k12/cmath.jsonl", "cmath", "k12"),
-        ("k12/gaokao_math_qa.jsonl", "gaokao_qa", "k12"),
-        ("k12/mmlu_stem.jsonl", "mmlu", "k12"),
+        pytest.param("k12/gaokao_math_qa.jsonl", "gaokao_qa", "k12", marks=pytest.mark.thorough),
+        pytest.param("k12/mmlu_stem.jsonl", "mmlu", "k12", marks=pytest.mark.thorough),
     ],
 )
 def test_real_tasks_and_the_rewards_made_for_them_have_no_problem(

@@ -29,6 +29,7 @@ def bench(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_rollout_against_transformers(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "rollout", "--models", "tiny", "--without", "vllm", "--rounds", "1")
@@ -46,6 +47,7 @@ def test_step_against_trl(tmp_path: Path) -> None:
     assert list(case["peer_settings"]) == ["trl fp32 static cache", "trl bf16"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_curriculum_against_the_uniform_order(tmp_path: Path) -> None:
     options = ("--seeds", "0", "--orders", "posterior", "--tasks", "60", "--held-out", "30", "--target", "0")
@@ -54,6 +56,7 @@ def test_curriculum_against_the_uniform_order(tmp_path: Path) -> None:
     assert (tmp_path / "curves.svg").read_text().count("<path") > 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_reward_that_is_wrong_in_a_fifth_of_all_cases(tmp_path: Path) -> None:
     options = ("--seeds", "0", "--steps", "5", "--held-out", "60")
@@ -62,12 +65,14 @@ def test_a_reward_that_is_wrong_in_a_fifth_of_all_cases(tmp_path: Path) -> None:
     assert (tmp_path / "curves.svg").read_text().count("<path") > 3
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_sampling(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "sampling", "--rows", "8", "--vocab", "4096", "--rounds", "1")
     assert line["unit"] == "ms"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_overlap_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -78,6 +83,7 @@ def test_overlap_against_trl(tmp_path: Path) -> None:
     assert all(case["seconds"]["ours"]["together_s"] > 0 for case in cases)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_grade_against_math_verify(tmp_path: Path, data_dir: Path) -> None:
     line = bench(str(tmp_path), "grade", "--count", "200", "--rounds", "1")
@@ -86,6 +92,7 @@ def test_grade_against_math_verify(tmp_path: Path, data_dir: Path) -> None:
     assert case["correct"]["ours"] == case["expected_correct"] == 100
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_sandbox_against_bubblewrap(tmp_path: Path) -> None:
     if shutil.which("bwrap") is None:
@@ -97,6 +104,7 @@ def test_sandbox_against_bubblewrap(tmp_path: Path) -> None:
     assert all(case["execute_ms"] > 0 for case in cases)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_train_step_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
@@ -109,6 +117,7 @@ def test_train_step_against_trl(tmp_path: Path) -> None:
     assert {(one["rounds"][0]["tokens"], one["rounds"][0]["learned"]) for one in record["raw"]} == {(4096, 64)}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_prefix(tmp_path: Path) -> None:
     options = ("--model", "tiny", "--prompt", "32", "--new-tokens", "8", "--group", "4", "--rounds", "1")
@@ -152,6 +161,7 @@ def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
         assert "no CUDA device" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_buffer_against_ray_and_pickled_rows(tmp_path: Path) -> None:
     pytest.importorskip("ray")
@@ -162,6 +172,7 @@ def test_buffer_against_ray_and_pickled_rows(tmp_path: Path) -> None:
     assert cases[-1]["bytes_each"] > 8 * 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_spec_against_plain_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMILL_BENCH_CACHE", str(tmp_path / "cache"))
@@ -173,6 +184,7 @@ def test_spec_against_plain_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(abs(z) < 5 for z in case["score_z_reuse"] + case["score_z_plain"])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_ranks_against_ddp(tmp_path: Path) -> None:
     if len(machine.cores()) < 2:

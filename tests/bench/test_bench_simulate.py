@@ -39,6 +39,7 @@ def test_a_table_of_workers() -> None:
     assert 1 <= rows[3]["larger_batch"]["trainer_ranks"] < 8
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_plan_against_a_run(tmp_path: Path) -> None:
     bench(str(tmp_path), "plan", "--rounds", "1", "--runs", "minimal", "--processor-time")
@@ -48,6 +49,7 @@ def test_a_plan_against_a_run(tmp_path: Path) -> None:
     assert all(abs(each["off_by"]) <= 0.25 for each in memory.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_workers_measured_and_simulated(tmp_path: Path) -> None:

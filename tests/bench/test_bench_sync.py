@@ -9,6 +9,7 @@ import pytest
 from test_bench_runs import bench
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_sync_against_a_memory_copy(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "sync", "--rounds", "1", "--megabytes", "20")
@@ -18,6 +19,7 @@ def test_sync_against_a_memory_copy(tmp_path: Path) -> None:
     assert cases["delta"]["sent"] < cases["folder"]["sent"] / 10
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_steps_in_two_processes(tmp_path: Path) -> None:

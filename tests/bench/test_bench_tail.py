@@ -19,6 +19,7 @@ def test_lengths_are_log_normal_and_cut() -> None:
     assert max(length(seed, 1000, 1200) for seed in range(50)) == 1200
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_partial_rollouts_and_over_sampling_lose_nothing(tmp_path: Path) -> None:

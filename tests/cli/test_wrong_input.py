@@ -32,7 +32,7 @@ class Case:
     """A mistake: files beside the run file, changes to the run file, and what the message has to say."""
 
     name: str
-    set_activity: Sequence[str]
+    says: Sequence[str]
     code: int = FAILED
     changes: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str | bytes] = field(default_factory=dict)
@@ -459,7 +459,7 @@ NOBODY = 65534
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_wrong_input(server: Forks, tmp_path: Path, case: Case) -> None:
     ended = attempt(server, tmp_path, case)
-    for text in case.set_activity:
+    for text in case.says:
         assert text in ended.err, ended.err
     assert ended.code == case.code
     assert "Traceback" not in ended.err

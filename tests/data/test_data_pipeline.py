@@ -348,7 +348,7 @@ def users(monkeypatch: pytest.MonkeyPatch) -> None:
     @rollmill.task_operator
     def backwards(batch: TaskBatch) -> None:
         """Loses a task."""
-        batch.reorder(batch.tasks[::-1][1:])
+        batch.arrange(batch.tasks[::-1][1:])
 
     @rollmill.task_operator
     def renames(batch: TaskBatch) -> None:

@@ -21,6 +21,9 @@ from rollmill.config import section as parts
 
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 
+SLOW = pytest.mark.slow
+LONG = {f"docs/guide/{name}.md" for name in ("algorithms", "audit", "evaluation", "merge")}
+"""Pages whose commands train for more than a few seconds."""
 RUN_ELSEWHERE = {
     "rollmill bench runs/minimal teacher.yaml": (
         "tests/orchestrator/test_orchestrator_bench_served.py::test_our_own_server_says_what_the_checkpoint_says"
@@ -171,7 +174,7 @@ def workspace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return folder
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name in LONG else ()) for name in NAMES])
 def test_commands_run(name: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write_files(name)
     for command in commands(ROOT / name):

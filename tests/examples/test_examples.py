@@ -61,6 +61,7 @@ def test_sft_imitates_a_forgetful_teacher(imitated: Path) -> None:
     assert not any(row.get("completions") for row in rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ppo_learns_with_a_critic(server: Forks, tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_data_is_mixed_verified_refilled_and_replayed(server: Forks, tmp_path: P
     assert repair[-1]["tasks/large/share"] == pytest.approx(0.75, abs=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_dpo_prefers_right_carries(server: Forks, tmp_path: Path) -> None:
@@ -112,6 +114,7 @@ def test_dpo_prefers_right_carries(server: Forks, tmp_path: Path) -> None:
         assert right == truth != wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mix_learns_from_rollouts_and_from_an_expert(server: Forks, tmp_path: Path) -> None:
@@ -186,6 +189,7 @@ LORA_SHORT = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
@@ -210,6 +214,7 @@ def test_lora_resumes_with_the_same_numbers(
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -291,6 +296,7 @@ def test_distillation_is_rewarded_by_a_teacher_alone(server: Forks, imitated: Pa
     assert all(row["loss/distill"] > 0 and row["grad_norm"] > 0 and row["judged"] == 64 for row in distilled)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_distillation_learns_what_the_teacher_knows(server: Forks, tmp_path: Path) -> None:

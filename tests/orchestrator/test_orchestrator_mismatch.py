@@ -133,9 +133,18 @@ def test_a_resumed_run_says_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("transport", ["memory", "folder", "broadcast"])
-def test_every_step_says_it_on_ray(tmp_path: Path, wrong: bool, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "wrong"),
+    [
+        ("memory", False),
+        ("broadcast", True),
+        *(
+            pytest.param(transport, wrong, marks=pytest.mark.thorough)
+            for transport, wrong in (("memory", True), ("folder", False), ("folder", True), ("broadcast", False))
+        ),
+    ],
+)
+def test_every_step_says_it_on_ray(tmp_path: Path, transport: str, wrong: bool) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     (tmp_path / "wrong.py").write_text(HOTTER if wrong else "")
     placement = {"name": "ray", "explorers": 1, "weights": transport}

@@ -119,7 +119,7 @@ def test_sizes_are_known_before_anything_is_made(
         if phase == "rollout":
             [stage] = stages
             sizes = estimate_component_sizes(stage.config, stage.policy, "bf16" if changes is CAST else "fp32")
-            now = {each.name: each.bytes() for each in self._residents}
+            now = {each.name: each.bytes() for each in self._components}
             places = self.plan.places[phase]
             found.append(
                 (

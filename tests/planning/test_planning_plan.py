@@ -199,11 +199,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     "changes",
     [
-        {"steps": 5},
-        {"steps": 5, "algorithm": {"name": "ppo", "kl": 0.1}, "rollout": {"batch": 16, "max_new_tokens": 24}},
-        {"steps": 5, "model": {"new": {"hidden_size": 512, "layers": 4, "intermediate_size": 2048, "heads": 8}}},
+        pytest.param({"steps": 5}, id="grpo", marks=pytest.mark.thorough),
+        pytest.param(
+            {"steps": 5, "algorithm": {"name": "ppo", "kl": 0.1}, "rollout": {"batch": 16, "max_new_tokens": 24}},
+            id="ppo",
+        ),
+        pytest.param(
+            {"steps": 5, "model": {"new": {"hidden_size": 512, "layers": 4, "intermediate_size": 2048, "heads": 8}}},
+            id="larger",
+            marks=pytest.mark.thorough,
+        ),
     ],
-    ids=["grpo", "ppo", "larger"],
 )
 def test_memory_is_that_of_a_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = tiny_run(tmp_path, **GRPO | changes | {"residency": {"budget_gb": 1000}})

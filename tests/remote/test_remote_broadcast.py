@@ -71,6 +71,7 @@ def test_explorers_that_are_killed_while_weights_travel_are_replaced(tmp_path: P
 LORA = {"rank": 4, "targets": ["q_proj", "v_proj"]}
 
 
+@pytest.mark.thorough
 def test_of_a_model_with_adapters_the_adapters_are_broadcast(tmp_path: Path) -> None:
     warm = ran(GRPO, tmp_path, "warm", steps=1)
     model = {"path": str(warm / "checkpoints" / os.listdir(warm / "checkpoints")[0]), "new": None, "lora": LORA}

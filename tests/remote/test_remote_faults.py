@@ -169,6 +169,7 @@ def test_killed_while_explorers_run_ahead(tmp_path: Path) -> None:
     assert max(row["staleness/max"] for row in learned(out)) <= 2
 
 
+@pytest.mark.thorough
 def test_stopped_processes_are_killed_and_started_again(tmp_path: Path, whole: Path) -> None:
     out, stop = tmp_path / "out", signal.SIGSTOP
     view = Hurting(out, 3, ("explorer 0", stop), ("trainer", stop))
@@ -212,6 +213,7 @@ class Interrupting(Hurting):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.thorough
 def test_the_command_itself_is_killed_and_resumed_and_interrupted(server: Forks, tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "out"
     written(tmp_path, placement=ON_RAY)
@@ -265,6 +267,7 @@ def test_a_ray_that_dies_ends_the_run(server: Forks, tmp_path: Path) -> None:
     assert "Ray has died; go on with: rollmill resume" in found.err
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "die.py").write_text(
         "import os\n\nimport rollmill\n\n\n@rollmill.operator\ndef die(experience):\n    os.kill(os.getpid(), 9)\n"

@@ -116,6 +116,7 @@ def test_room_is_reserved_for_every_explorer_of_every_kind(tmp_path: Path) -> No
         ran(tmp_path, [{}, {"count": 2, "cpus": 400}], steps=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.service
 @pytest.mark.timeout(600)
 @needs_vllm

@@ -37,6 +37,7 @@ def weights(run: Path) -> dict[str, Any]:
     return load_file(sorted((run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_ranks_on_ray_compute_the_same_in_every_stage(tmp_path: Path) -> None:

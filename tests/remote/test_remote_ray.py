@@ -94,6 +94,7 @@ def test_an_explorer_that_hangs_is_replaced(tmp_path: Path) -> None:
     assert sum(row.get("explorer/replaced", 0) for row in rows) == 1
 
 
+@pytest.mark.thorough
 def test_explorers_that_die_again_and_again_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"2 explorers died within one step, the last one \(explorer \d\)"):
         hurting(tmp_path, times=9, replacements=1)
@@ -106,6 +107,7 @@ def test_what_a_reward_raises_elsewhere_is_raised_here(tmp_path: Path) -> None:
         ran(tmp_path, "run", placement="ray", rewards=rewards, stages=None, steps=1, algorithm={"name": "grpo"})
 
 
+@pytest.mark.thorough
 def test_more_explorers_than_cores(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"explorers and trainer reserve 1998 cores, and Ray has \d+"):
         ran(tmp_path, "run", placement={"name": "ray", "explorers": 2, "cpus": 999}, stages=None)

@@ -235,7 +235,7 @@ def _sample(data: Path, bank: str) -> list[Labelled]:
     return rows
 
 
-@pytest.mark.parametrize("bank", BANKS)
+@pytest.mark.parametrize("bank", [*BANKS[:2], *(pytest.param(bank, marks=pytest.mark.slow) for bank in BANKS[2:])])
 def test_every_bank_of_the_corpus_is_judged_as_labelled(data_dir: Path, bank: str) -> None:
     rows = _sample(data_dir, bank)[BANKS.index(bank) :: 4]
     rejected, accepted = counts(rows, accepted_by_rollmill(rows))

@@ -70,6 +70,7 @@ def test_mutants_are_rejected_and_those_that_no_check_notices_are_not(data_dir: 
     assert len(earning(same)) == len(same)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_thousand_mutants_are_rejected(data_dir: Path) -> None:

@@ -137,7 +137,10 @@ def test_different_answers_are_refused(judge: RewardManager, gold: object, text:
     assert judged(judge, gold, text).reward == 0.0
 
 
-def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(data_dir: Path, judge: RewardManager) -> None:
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(
+    data_dir: Path, judge: RewardManager, every: int
+) -> None:
     solutions = [json.loads(line)["answer"] for line in (data_dir / "gsm8k/train.jsonl").open(encoding="utf-8")]
     answers = [solution.rpartition("#### ")[2] for solution in solutions]
     assert len(solutions) == 7473
@@ -147,13 +150,16 @@ def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(data_dir: Path, 
     assert len(mismatched) == 5000
 
     async def grade() -> tuple[list[float | None], list[float | None]]:
-        own = [await judge.judge(task(gold), completion(text)) for gold, text in zip(answers, solutions, strict=True)]
-        other = [await judge.judge(task(answers[a]), completion(solutions[b])) for a, b in mismatched]
+        own = [
+            await judge.judge(task(gold), completion(text))
+            for gold, text in zip(answers[::every], solutions[::every], strict=True)
+        ]
+        other = [await judge.judge(task(answers[a]), completion(solutions[b])) for a, b in mismatched[::every]]
         return [each.reward for each in own], [each.reward for each in other]
 
     own, other = asyncio.run(grade())
-    assert own == [1.0] * 7473
-    assert other == [0.0] * 5000
+    assert own == [1.0] * len(range(0, 7473, every))
+    assert other == [0.0] * len(range(0, 5000, every))
 
 
 def _value(text: str, place: str) -> str | None:

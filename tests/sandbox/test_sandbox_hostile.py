@@ -132,7 +132,7 @@ LEAVERS = (
 )
 
 
-@pytest.mark.parametrize("runs", [24, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [24, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.thorough])])
 @pytest.mark.parametrize("backend", SAFE_BACKENDS)
 def test_nothing_is_left_after_many_runs(backend: BackendName, runs: int) -> None:
     """Counts processes, descriptors, mounts and temporary files, before and after."""

@@ -71,6 +71,7 @@ def test_equal_rewards_move_nothing_where_the_loss_follows_the_advantage(toy: An
     assert all((e.advantage == 0).all() for e in uniform)
 
 
+QUICK = {"grpo", "gspo", "mix", "ppo", "dpo", "kto", "jsd"}  # one of each kind; the others are run by `make test-slow`
 CUT = {
     "grpo": {"aggregation": "token-mean"},
     "dr_grpo": {},
@@ -129,7 +130,7 @@ def _assert_equal(metrics: list[dict[str, float]], gradients: dict[str, list[Ten
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.float64, id="float64")]
 )
-@pytest.mark.parametrize("name", list(CUT))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CUT])
 def test_loss_and_gradient_do_not_depend_on_rows(
     toy: Any,
     make_batch: Any,

@@ -152,6 +152,7 @@ def test_an_actor_that_is_killed_in_a_step_is_lost(toy: Any, steps: Any, tmp_pat
             pair.step(steps[0], 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_actor_that_hangs_is_lost_at_the_deadline(toy: Any, steps: Any, tmp_path: Path) -> None:
@@ -166,6 +167,7 @@ def test_an_actor_that_hangs_is_lost_at_the_deadline(toy: Any, steps: Any, tmp_p
     assert ends(pid)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_an_actor_raises_would_be_raised_again(toy: Any, tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp
         assert_equal(([pair.step(batch, 0) for batch in steps[:2]], flat(whole)), alone.early)
         held = sum(part.numel() for part in local_shards(list(pair.own.model.parameters())))
         assert held == pytest.approx(flat(whole).numel() * {"none": 1, "fsdp": 0.5, "tensor": 0.54}[sharding], rel=0.02)
-        assert isinstance(pair._crew, ProcessRankLauncher)
-        assert [path.name for path in pair._crew.folder.iterdir()] == ["rendezvous"]
+        assert isinstance(pair._launcher, ProcessRankLauncher)
+        assert [path.name for path in pair._launcher.folder.iterdir()] == ["rendezvous"]
         (beat,) = read_heartbeats(tmp_path)
         assert (beat.name, beat.pid, beat.doing, beat.waits_for) == ("trainer rank 1", *pids(pair), "rest", "rank 0")
         resumed = plan_of().trainer(copy.deepcopy(whole), None, CPU, RankGroup())
@@ -140,6 +140,7 @@ def cautious(logprob, old_logprob, advantage, *, strength: float = 1.0):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a user's loss", "distill", "reward_model", "adapters"])
 def test_what_a_rank_is_given_reaches_it(
@@ -193,6 +194,7 @@ def test_a_rank_that_hangs_is_named_at_the_deadline(toy: Any, steps: Any, tmp_pa
             pair.step(steps[0], 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_end_of_its_log_says_why_a_rank_failed(toy: Any, tmp_path: Path) -> None:
     plugin = tmp_path / "elsewhere.py"

@@ -131,13 +131,13 @@ def all_get(explorers: list[Explorer], version: int) -> None:
 
 def test_every_version_reaches_all_by_one_broadcast(patient: BroadcastSender, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    plain = BroadcastSender._made
+    plain = BroadcastSender._create_group
 
     def made(self: BroadcastSender, size: int, nccl: bool) -> BroadcastGroup:
         sizes.append(size)
         return plain(self, size, nccl)
 
-    monkeypatch.setattr(BroadcastSender, "_made", made)
+    monkeypatch.setattr(BroadcastSender, "_create_group", made)
     explorers = [Explorer(patient.address, 20.0) for _ in range(3)]
     for version in range(6):
         patient.send(version, weights(version))
@@ -323,4 +323,4 @@ def test_wishes_and_answers_are_read_once(sender: BroadcastSender) -> None:
 )
 def test_nccl_is_for_gpus_of_their_own(sender: BroadcastSender, mine: str, others: Iterable[str], chosen: bool) -> None:
     sender._gpu = mine
-    assert sender._nccl([TransferRequest("", -1, gpu) for gpu in others]) == chosen
+    assert sender._can_use_nccl([TransferRequest("", -1, gpu) for gpu in others]) == chosen

@@ -1,6 +1,6 @@
-"""Algorithms as pure tensor functions, under the names used in run files, and recipes that combine them.
+"""Algorithms as pure tensor functions, named as in run files, and recipes that combine them.
 
-`opmd` is the advantage of that name; the loss is `losses.opmd`.
+`opmd` here is the advantage of that name; the loss is `losses.opmd`.
 """
 
 from rollmill.algorithms.advantages import (

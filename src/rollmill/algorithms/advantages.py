@@ -1,8 +1,8 @@
-"""Advantages: from one reward per experience to one advantage per experience.
+"""Advantages: one reward per experience in, one advantage per experience out.
 
-Shapes: N experiences, K parts of a reward. `rewards` is [N] with NaN where the reward is missing; `groups` is [N] of
+Shapes: N experiences, K reward components. `rewards` is [N] with NaN where the reward is missing; `groups` is [N] of
 integers, equal for experiences that are compared with each other, in any order. A missing reward is left out of every
-baseline and gets advantage 0; a group whose rewards are all equal, or that has one judged experience, gets exactly 0.
+baseline and gets advantage 0; a group whose rewards are all equal, or that has a single reward, gets exactly 0.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Per experience, over the judged experiences of its group: float64 [N] unless said otherwise."""
+    """Statistics of the rewards in each experience's group: float64 [N] unless noted."""
 
     rewards: Tensor  #: the rewards, 0 where missing
-    judged: Tensor  #: bool [N]
+    judged: Tensor  #: bool [N], has a reward
     index: Tensor  #: int64 [N], 0 .. number of groups - 1
     count: Tensor
     total: Tensor
     mean: Tensor
-    uniform: Tensor  #: bool [N], all judged rewards of the group are equal (so also for a group of one or none)
+    uniform: Tensor  #: bool [N], all rewards of the group are equal (also with one reward or none)
 
 
 def group_statistics(rewards: Tensor, groups: Tensor) -> GroupStatistics:
-    """Counts, sums and means within each group, in float64, found by group id."""
+    """Computes counts, sums and means within each group, in float64."""
     judged = ~rewards.isnan()
     values = torch.where(judged, rewards, 0).double()
     index = torch.unique(groups, return_inverse=True)[1]
@@ -44,7 +44,7 @@ def group_statistics(rewards: Tensor, groups: Tensor) -> GroupStatistics:
 
 
 def uniform_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """bool [N]: True where all judged rewards of the experience's group are equal, so that nothing can be learned."""
+    """bool [N]: True if all rewards of the experience's group are equal, so that nothing can be learned."""
     return group_statistics(rewards, groups).uniform
 
 
@@ -68,7 +68,7 @@ def grpo(
     """(r - mean) / (std + eps) (GRPO, arXiv:2402.03300).
 
     Args:
-        scale: whose standard deviation divides: the group's, the rewards' of the whole batch, or nobody's.
+        scale: divide by the standard deviation of the group, of the whole batch's rewards, or not at all.
         ddof: 0 population, 1 sample standard deviation.
     """
     s = group_statistics(rewards, groups)
@@ -85,8 +85,8 @@ def grpo(
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """r_i - mean of the other rewards of the group (RLOO, arXiv:2402.14740).
 
-    The gradient estimate is unbiased where tokens are summed (`sequence-sum-mean`, `constant`). `token-mean` and
-    `sequence-mean` divide by random lengths, which is not.
+    The gradient estimate is unbiased if tokens are summed (`sequence-sum-mean`, `constant`). `token-mean` and
+    `sequence-mean` divide by random lengths and are biased.
     """
     s = group_statistics(rewards, groups)
     others = (s.total - s.rewards) / (s.count - 1).clamp(min=1)
@@ -96,8 +96,8 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """r - sum_j T_j r_j / sum_j T_j within the group (OPO, arXiv:2505.23585).
 
-    The baseline of least variance if the squared gradient of a completion grows with its length. `lengths` is [N],
-    action tokens. A completion without tokens does not count in the baseline.
+    The minimum-variance baseline if the squared gradient of a completion is proportional to its length. `lengths` is
+    [N], action tokens. A completion without tokens does not count in the baseline.
     """
     s = group_statistics(rewards, groups)
     length = torch.where(s.judged, lengths.double(), 0)
@@ -116,17 +116,17 @@ def pass_at_k(
     scale: Literal["subsets", "group", "none"] = "subsets",
     eps: float = 1e-6,
 ) -> Tensor:
-    """How much a completion adds to the best of k, over all subsets of k completions of the group.
+    """Contribution of a completion to the best of k, over all subsets of k completions of the group.
 
     Args:
-        k: of pass@k, at least 2; a group with fewer judged completions counts with all of them.
+        k: of pass@k, at least 2; in a group with fewer rewards, k is their number.
         baseline: "mean": the mean over the subsets with the completion of their best reward, minus that over all
             subsets (Pass@k training, arXiv:2508.10751, in closed form, and for rewards other than 0 and 1). "others":
             minus the best of the subset's other members, so that, summed over tokens and without scale, the estimate
             is 1 / k times an unbiased one of the gradient of pass@k (PKPO, arXiv:2505.15201; with k of the whole group
             arXiv:2503.19595, verl's `grpo_passk`).
-        scale: what divides, plus eps: the standard deviation of the subsets' best rewards (Pass@k training), the sample
-            standard deviation of the group's rewards (verl), or nothing.
+        scale: divide by eps plus the standard deviation of the subsets' best rewards (Pass@k training) or the sample
+            standard deviation of the group's rewards (verl), or not at all.
     """
     s = group_statistics(rewards, groups)
     values = torch.zeros_like(s.rewards)
@@ -142,7 +142,7 @@ def _best_of_subsets(r_n: Tensor, k: int, baseline: str, scale: str, eps: float)
     ascending, order = r_n.sort()
     best = torch.tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], dtype=torch.float64)
     mean, square = best @ ascending, best @ ascending**2
-    # The other k - 1 members of a subset with i: row i counts them by their best, at column j.
+    # Subsets that contain i: row i counts the other k - 1 members by the best of them, at column j.
     rank = torch.arange(n).expand(n, n)
     rank = rank - (rank > torch.arange(n)[:, None]).long()  # among the others of row i
     chance = torch.tensor([math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n)], dtype=torch.float64)
@@ -180,7 +180,7 @@ def best_of_group(
 
 
 def reinforce(rewards: Tensor, groups: Tensor, *, baseline: Literal["batch", "none"] = "batch") -> Tensor:
-    """REINFORCE (Williams 1992): r - mean(r) over the whole batch, or the bare reward. Groups play no part."""
+    """REINFORCE (Williams 1992): r - mean(r) over the whole batch, or the raw reward. Ignores groups."""
     if baseline == "batch":
         return mean_baseline(rewards, torch.zeros_like(groups))
     return torch.nan_to_num(_floating(rewards), nan=0.0)
@@ -189,9 +189,9 @@ def reinforce(rewards: Tensor, groups: Tensor, *, baseline: Literal["batch", "no
 def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """r - r(greedy completion of the same prompt) (ReMax, arXiv:2310.10505).
 
-    An unbiased gradient estimate where tokens are summed (`sequence-sum-mean`, `constant`).
+    An unbiased gradient estimate if tokens are summed (`sequence-sum-mean`, `constant`).
 
-    `greedy_rewards` is [N]: each experience's baseline, NaN where missing. Missing either gives 0.
+    `greedy_rewards` is [N]: each experience's baseline. The result is 0 where either reward is missing (NaN).
     """
     difference = rewards.double() - greedy_rewards.double()
     return _finish(difference, difference.isnan(), rewards)
@@ -218,11 +218,11 @@ def opmd(
 
 
 def asymre(rewards: Tensor, groups: Tensor, *, beta: float = 0.1, keep_uniform: bool = False) -> Tensor:
-    """r - (mean(r) - beta) (AsymRE, arXiv:2506.20520): a lowered baseline weighs successes more than failures.
+    """r - (mean(r) - beta) (AsymRE, arXiv:2506.20520): a lower baseline weights successes more than failures.
 
     Args:
         beta: how far the baseline lies below the group's mean.
-        keep_uniform: uniform groups and groups of one get beta, as the formula says, instead of 0.
+        keep_uniform: give uniform groups and groups of one beta, as the formula does, instead of 0.
     """
     s = group_statistics(rewards, groups)
     centred = torch.where(s.uniform, 0, s.rewards - s.mean)
@@ -239,15 +239,15 @@ def gdpo(
     eps: float = 1e-6,
     whitened: bool = True,
 ) -> Tensor:
-    """Several rewards, each normalised on its own (GDPO, arXiv:2601.05242). [N].
+    """Advantages of several rewards, each normalised separately (GDPO, arXiv:2601.05242). [N].
 
-    Each part is normalised within the group as in GRPO, the weighted sum is taken, and normalised over the batch.
+    Each component is normalised within the group as in GRPO; their weighted sum is normalised over the batch.
 
     Args:
-        rewards_NK: [N, K], NaN where missing: the part is left out of its group's statistics and adds 0 there.
-        weights: of the K parts; None: all 1. A group that is uniform in every part of weight other than 0 gets 0.
+        rewards_NK: [N, K]; a NaN (missing) is left out of its group's statistics and adds 0.
+        weights: of the K components; None: all 1. A group that is uniform in every component of nonzero weight gets 0.
         ddof: 0 population, 1 sample standard deviation, both in the group and over the batch.
-        whitened: False leaves out the normalisation over the batch.
+        whitened: False skips the normalisation over the batch.
     """
     parts = rewards_NK.double().unbind(dim=1)
     weight = [1.0] * len(parts) if weights is None else weights
@@ -275,8 +275,8 @@ def whiten(
 
     Args:
         values: [n], experiences or tokens.
-        counted: bool [n]; the others get 0 and play no part. None: all count.
-        weights: [n], how many times a value counts (a frequency, such as a length). None: once.
+        counted: bool [n]; other values are ignored and get 0. None: all count.
+        weights: [n], frequency weights, such as lengths. None: all 1.
         ddof: 0 population, 1 sample standard deviation.
 
     Returns:

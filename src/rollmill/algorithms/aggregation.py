@@ -1,8 +1,11 @@
-"""Aggregations: how per-token terms become one number, written as one weight per token.
+"""Aggregations turn per-token terms into one number, as a weight per token; helpers sum and average over sequences.
 
-The weights are computed once for a whole optimizer step, before it is cut into micro-batches; the loss is
-sum_t weight_t * term_t, so micro-batches only add up (design rule: one denominator). Shapes: `lengths` [N] is the
-number of tokens of each experience that count (0: it is left out); the result [N] is the weight of each of its tokens.
+Weights are computed once for a whole optimizer step, before it is split into micro-batches. The loss is sum_t weight_t
+* term_t, so micro-batches are simply summed.
+
+Shapes: `lengths` [N] is the number of tokens of each experience that count (0: it is left out); a weight [N] applies to
+each of its tokens. `sequence` int64 [tokens] is the index of the sequence that a token belongs to. The tokens of a
+sequence need not be contiguous, and sequences may have no tokens. The helpers propagate gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch import Tensor
 
 
 def token_mean(lengths: Tensor) -> Tensor:
-    """1 / (all tokens): every token counts the same (DAPO)."""
+    """1 / (all tokens): every token has the same weight (DAPO)."""
     return _weights(lengths, 1 / lengths.sum().double())
 
 
@@ -35,7 +38,7 @@ def constant(lengths: Tensor, *, max_length: int) -> Tensor:
 
 
 def get_aggregation(name: str, *, max_length: int) -> Callable[[Tensor], Tensor]:
-    """The aggregation a run file names; `max_length` is the tokens a completion may have at most."""
+    """Returns the aggregation of this name; `max_length` is the maximum number of tokens of a completion."""
     named: dict[str, Callable[[Tensor], Tensor]] = {
         "token-mean": token_mean,
         "sequence-mean": sequence_mean,
@@ -47,13 +50,6 @@ def get_aggregation(name: str, *, max_length: int) -> Callable[[Tensor], Tensor]
 
 def _weights(lengths: Tensor, weight: Tensor) -> Tensor:
     return torch.where(lengths > 0, weight, 0).float()
-
-
-# Sums and means over the tokens of each sequence, from flat tensors [tokens], and back.
-#
-# `sequence` int64 [tokens] says which sequence a token belongs to. The tokens of a sequence need not stand together,
-# and
-# sequences may have no tokens. Everything carries gradients.
 
 
 def sum_by_sequence(values: Tensor, sequence: Tensor, count: int | None = None) -> Tensor:
@@ -76,7 +72,7 @@ def mean_by_sequence(values: Tensor, sequence: Tensor, count: int | None = None)
 def expand_to_tokens(values: Tensor, sequence: Tensor) -> Tensor:
     """[N] -> [tokens]: each sequence's value on every one of its tokens.
 
-    A loss per sequence, spread, is its mean over sequences under the aggregation `sequence-mean`.
+    With the aggregation `sequence-mean`, the result is the mean over sequences.
     """
     return values[sequence]
 

@@ -1,4 +1,4 @@
-"""Pure functions to functions of the trainer's inputs: arguments are found by name."""
+"""Binds algorithm functions to the trainer's inputs by the names of their parameters."""
 
 from __future__ import annotations
 
@@ -83,45 +83,46 @@ CORRECTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def bind_advantage(part: NamedSection) -> Callable[[AdvantageInputs], Tensor]:
-    """The function an advantage part names, of everything it may look at."""
+    """Binds the advantage function that the section names to AdvantageInputs."""
     return bind_inputs(part.function or ADVANTAGES[part.name], part, AdvantageInputs._fields)
 
 
 def bind_loss(part: NamedSection) -> Callable[[LossInputs], Tensor]:
-    """The function a loss part names."""
+    """Binds the loss function that the section names to LossInputs."""
     return bind_inputs(part.function or LOSSES[part.name], part, LossInputs._fields)
 
 
 def bind_mask(part: NamedSection) -> Callable[[MaskInputs], Tensor]:
-    """The tokens that a mask keeps."""
+    """Binds the mask that the section names; it returns the tokens to keep."""
     return bind_inputs(MASKS[part.name], part, MaskInputs._fields)
 
 
 def bind_selection(part: NamedSection) -> Callable[[MaskInputs], Tensor] | None:
-    """The tokens that a loss selects over a whole optimizer step, if it does."""
+    """Binds the loss's selection over a whole optimizer step, if it has one."""
     function = SELECTIONS.get(part.name) if part.function is None else None
     return None if function is None else bind_inputs(function, part, MaskInputs._fields)
 
 
 def bind_clip_indicator(part: NamedSection) -> Callable[[LossInputs | MaskInputs], Tensor] | None:
-    """Where the loss drops tokens, if it does."""
+    """Binds the function that returns the tokens dropped by the loss, if it has one."""
     function = CLIP_INDICATORS.get(part.name) if part.function is None else None
     return None if function is None else bind_inputs(function, part, LossInputs._fields)
 
 
 def bind_correction(part: NamedSection) -> Callable[[LossInputs], Tensor]:
-    """The weights a correction part names."""
+    """Binds the off-policy correction that the section names."""
     return bind_inputs(CORRECTIONS[part.name], part, LossInputs._fields)
 
 
 def bind_inputs(
     function: Callable[..., Tensor], part: NamedSection, fields: tuple[str, ...]
 ) -> Callable[[Any], Tensor]:
-    """`function` with the part's options, of one named tuple whose fields are its positional parameters.
+    """Binds `function`, with the section's options, to a named tuple whose fields are its positional parameters.
 
-    A function with one parameter that is no field gets the whole tuple.
+    A function with a single parameter that is not a field gets the whole tuple.
 
-    Raises ConfigError when one of several parameters is no field.
+    Raises:
+        ConfigError: one of several parameters is not a field.
     """
     names, accepted = _parameters(function)
     options = {key: value for key, value in part.arguments().items() if key in accepted}
@@ -138,7 +139,7 @@ def bind_inputs(
 
 @cache
 def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names of the parameters without a default, and of all."""
+    """Names of the parameters without a default, and of all parameters."""
     parameters = inspect.signature(function).parameters.values()
     required = tuple(p.name for p in parameters if p.default is inspect.Parameter.empty)
     return required, frozenset(p.name for p in parameters)

@@ -1,8 +1,8 @@
-"""Off-policy corrections: weights for tokens whose sampling distribution is not the policy the update starts from.
+"""Off-policy corrections: weights for tokens that another policy sampled than the one the update starts from.
 
 All weights are [tokens], carry no gradient and multiply a policy loss. `old_logprob` is of the policy the update starts
 from (proximal), `rollout_logprob` as recorded by the rollout engine; x = pi_old / pi_rollout. `sequence` int64 [tokens]
-says which sequence a token belongs to. Bounds are inclusive. A weight of 0 leaves the denominator as it is.
+is the index of the token's sequence. Bounds are inclusive. A weight of 0 does not change the denominator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def truncated_importance(old_logprob: Tensor, rollout_logprob: Tensor, cap: floa
 def sequence_truncated_importance(old_logprob: Tensor, rollout_logprob: Tensor, sequence: Tensor, cap: float) -> Tensor:
     """min(prod_t x_t, cap) on every token of the sequence: sequence-level TIS. [tokens].
 
-    With `cap` infinite the policy gradient is unbiased, which no token-level weight makes it.
+    With an infinite `cap` the policy gradient is unbiased; with token-level weights it never is.
     """
     return torch.exp(token_sequence_sum((old_logprob - rollout_logprob).detach(), sequence)).clamp(max=cap)
 
@@ -78,11 +78,11 @@ def decoupled_importance(
 ) -> Tensor:
     """pi_proximal / pi_rollout, for decoupled PPO (AReaL, arXiv:2505.24298; defaults as in its code). [tokens].
 
-    Times `ppo_clip(logprob, old_logprob, ...)`; the old policy is the proximal one. It is 1 where the two are equal,
-    which leaves PPO.
+    Multiplies `ppo_clip(logprob, old_logprob, ...)`, where the old policy is the proximal one. Where the two policies
+    are equal the weight is 1, which is PPO.
 
     Args:
-        beyond: what happens to a weight above `cap`: it becomes 0 ("mask") or `cap` ("cap").
+        beyond: weights above `cap` become 0 ("mask") or `cap` ("cap").
     """
     if beyond == "mask":
         return masked_importance(old_logprob, rollout_logprob, low=0.0, high=cap)
@@ -90,14 +90,15 @@ def decoupled_importance(
 
 
 def interpolated_proximal(logprob: Tensor, rollout_logprob: Tensor, staleness: Tensor) -> Tensor:
-    """log pi_rollout + alpha (log pi - log pi_rollout), alpha = d / (d + 1): AReaL's log-linear stand-in for proximal
-    log-probs, which spares a forward pass. Without gradient. [tokens].
+    """log pi_rollout + alpha (log pi - log pi_rollout), alpha = d / (d + 1), without gradient. [tokens].
+
+    AReaL's log-linear approximation of proximal log-probs, which saves a forward pass.
 
     Args:
         logprob: of the policy being trained, one version newer than the proximal one.
         staleness: d [tokens], 0 or more: updates between the version that sampled the token and the proximal one. alpha
-            is the proximal version's place between the sampling one and the trained one; with d = 0 a token keeps its
-            own log-prob.
+            is the position of the proximal version between the sampling version and the trained one; with d = 0 a token
+            keeps its rollout log-prob.
     """
     d = staleness.to(logprob.dtype)
     return torch.lerp(rollout_logprob, logprob, d / (d + 1)).detach()

@@ -1,8 +1,8 @@
-"""Entropy control: which tokens a step learns from, a penalty on some, and an entropy bonus that follows a target.
+"""Entropy control: token masks, a penalty on selected tokens, and an adaptive entropy bonus.
 
-Masks are pure functions of all judged tokens of one optimizer step, [n] each, without gradient, so they do not depend
-on how the step is cut into micro-batches. They return bool [n]: True where the policy loss keeps the token. A token
-that is left out still counts in the denominator. `logprob` and `entropy` are of the policy just before the update.
+Masks are pure functions of all rollout tokens with a reward of one optimizer step, [n] each, without gradient, so they
+do not depend on the split into micro-batches. They return bool [n]: True where the policy loss keeps the token. A
+masked token still counts in the denominator. `logprob` and `entropy` are of the policy just before the update.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TIE_TOLERANCE = 1e-5  #: nats; entropies closer than this are equal but for rounding
+TIE_TOLERANCE = 1e-5  #: nats; closer entropies are considered equal
 
 
 def high_entropy(entropy: Tensor, *, top: float = 0.2) -> Tensor:
-    """Keep the share `top` of the tokens with the highest entropy (arXiv:2506.01939, the 80/20 rule). bool [n].
+    """Keeps the share `top` of the tokens with the highest entropy (arXiv:2506.01939, the 80/20 rule). bool [n].
 
-    The threshold is the (1 - top) quantile of the step, as in TRL. Tokens at the threshold are kept, and so is every
-    token within rounding of it: the first tokens of a group have the same entropy, and would be split by chance.
+    The threshold is the (1 - top) quantile of the step, as in TRL. Tokens within rounding of the threshold are kept:
+    the first tokens of a group have the same entropy and would otherwise be split by chance.
     """
     return entropy >= torch.quantile(entropy.double(), 1 - top) - TIE_TOLERANCE if len(entropy) else entropy > 0
 
@@ -28,9 +28,9 @@ def discriminant(logprob: Tensor, entropy: Tensor) -> Tensor:
 
 
 def clip_b(logprob: Tensor, entropy: Tensor, advantage: Tensor, *, mu: float = 2.5) -> Tensor:
-    """Leave out tokens with A < 0 whose S lies more than `mu` standard deviations below the step's mean. bool [n].
+    """Masks tokens with A < 0 whose S lies more than `mu` standard deviations below the step's mean. bool [n].
 
-    Clip_B (arXiv:2602.03392), one-sided as in Trinity-RFT: punishing these tokens would lower the entropy most.
+    Clip_B (arXiv:2602.03392), one-sided as in Trinity-RFT: penalising these tokens would lower the entropy most.
     """
     s = discriminant(logprob, entropy).double()
     return ~((advantage < 0) & (s - s.mean() < -mu * s.std(correction=0)))
@@ -45,13 +45,14 @@ def clip_v(
     mu: float = 8.5,
     max_share: float = 1e-4,
 ) -> Tensor:
-    """Leave out tokens with A < 0 for which D = E_v[S_v] - S exceeds `mu` standard deviations of D. bool [n].
+    """Masks tokens with A < 0 for which D = E_v[S_v] - S exceeds `mu` standard deviations of D. bool [n].
 
-    Clip_V (arXiv:2602.03392), one-sided and bounded as in Trinity-RFT. E_v is over the vocabulary, by the policy.
+    Clip_V (arXiv:2602.03392), one-sided and bounded as in Trinity-RFT. E_v is the policy's expectation over the
+    vocabulary.
 
     Args:
         expected_discriminant: sum_v p_v^2 (H + log p_v), [n].
-        max_share: at most this share of the step's tokens is left out (but always room for one): the greatest D.
+        max_share: at most this share of the step's tokens is masked (but always up to one): the greatest D.
     """
     d = (expected_discriminant - discriminant(logprob, entropy)).double()
     beyond = (advantage < 0) & (d > mu * d.std(correction=0))
@@ -78,14 +79,14 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """Leave out a few tokens chosen at random among those whose covariance is in (low, high). bool [n].
+    """Masks a few tokens chosen at random among those whose covariance is in (low, high). bool [n].
 
-    Clip-Cov (arXiv:2505.22617, section 4.2; bounds as in verl). These tokens drive the entropy down.
+    Clip-Cov (arXiv:2505.22617, section 4.2; bounds as in verl). These tokens lower the entropy.
 
     Args:
-        dropped: bool [n], tokens that the loss's own clipping drops; they are not chosen.
+        dropped: bool [n], tokens that the loss clips anyway; they are not chosen.
         draw: [n], random numbers; the smallest are chosen.
-        share: of the step's tokens that are left out; at least one where there is a candidate.
+        share: share of the step's tokens to mask; at least one if there is a candidate.
     """
     cov = covariance(logprob, advantage)
     candidate = (cov > low) & (cov < high) & ~dropped
@@ -95,9 +96,9 @@ def clip_cov(
 
 
 def largest_covariance(logprob: Tensor, advantage: Tensor, *, share: float = 2e-4) -> Tensor:
-    """The share of the step's tokens with the largest covariance, at least one. bool [n].
+    """Selects the share of the step's tokens with the largest covariance, at least one. bool [n].
 
-    KL-Cov (arXiv:2505.22617, section 4.2) puts a penalty on them, see `kl_cov`.
+    KL-Cov (arXiv:2505.22617, section 4.2) penalises them, see `kl_cov`.
     """
     cov = covariance(logprob, advantage)
     count = min(max(int(share * len(cov)), 1), len(cov))
@@ -109,24 +110,24 @@ def kl_cov(
 ) -> Tensor:
     """-rho A, plus coefficient |log rho| on the selected tokens (KL-Cov, arXiv:2505.22617, section 4.2).
 
-    [tokens]. `selected` are those of `largest_covariance`. With token-mean. In a first update rho is 1, so the penalty
-    needs several updates per batch, or stale tokens. The term is not 0 where A is.
+    [tokens]. `selected` is the result of `largest_covariance`. With token-mean. In a first update rho is 1, so the
+    penalty needs several updates per batch, or stale tokens. The term is not 0 where A = 0.
     """
     log_ratio = logprob - old_logprob
     return -log_ratio.exp() * advantage + coefficient * torch.where(selected, log_ratio.abs(), 0)
 
 
 class AdaptiveEntropy:
-    """Weight of the entropy bonus that follows a target (Skywork-OR1, arXiv:2505.22312, adaptive entropy control).
+    """Entropy bonus coefficient that follows a target (Skywork-OR1, arXiv:2505.22312, adaptive entropy control).
 
-    After each step the coefficient rises by `delta` where the entropy is at most the target, else it falls by it. The
-    bonus counts only while the entropy is at most the target. The entropy is that of the step before, as in TRL, so
-    that no forward pass is added; the first step has the first coefficient.
+    After each step the coefficient rises by `delta` if the entropy is at most the target, otherwise it falls by
+    `delta`. The bonus is active only while the entropy is at most the target. The entropy is that of the previous step,
+    as in TRL, which saves a forward pass; the first step uses the initial coefficient.
 
     Args:
-        coefficient: the first one.
+        coefficient: initial coefficient.
         target: mean entropy per token, in nats.
-        maximum: the coefficient stays within 0 and this.
+        maximum: upper bound of the coefficient; the lower bound is 0.
     """
 
     def __init__(self, coefficient: float, *, target: float, delta: float, maximum: float) -> None:
@@ -135,19 +136,19 @@ class AdaptiveEntropy:
 
     @property
     def weight(self) -> float:
-        """Of the bonus, now."""
+        """Current weight of the bonus."""
         return self.coefficient if self.active else 0.0
 
     def update(self, entropy: float) -> None:
-        """Move on after a step with this mean entropy."""
+        """Updates the coefficient after a step with this mean entropy."""
         self.active = entropy <= self.target
         moved = self.coefficient + (self.delta if self.active else -self.delta)
         self.coefficient = min(max(moved, 0.0), self.maximum)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps; the target belongs to the configuration."""
+        """Returns the state for a checkpoint; the target is part of the configuration."""
         return {"coefficient": self.coefficient, "active": float(self.active)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restores what `state_dict` returned."""
         self.coefficient, self.active = state["coefficient"], bool(state["active"])

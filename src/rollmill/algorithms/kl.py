@@ -1,7 +1,12 @@
-"""KL estimators from samples of the policy pi, x = reference / pi (Schulman, "Approximating KL divergence").
+"""KL estimators, an adaptive KL coefficient, and divergences for distillation.
 
-As a loss (gradient through pi, on-policy) k1's gradient is 0 in expectation, k2's is that of KL(pi || ref) and k3's
-that of KL(ref || pi). `unbiased` has the value of KL(pi || ref) and its gradient, also off-policy.
+Estimators use samples of the policy pi, x = reference / pi (Schulman, "Approximating KL divergence"). As a loss
+(gradient through pi, on-policy) k1's gradient is 0 in expectation, k2's is that of KL(pi || ref) and k3's that of
+KL(ref || pi). `unbiased` has the value of KL(pi || ref) and its gradient, also off-policy.
+
+Distillation compares the student with a teacher on the student's own tokens. Shapes: R rows (positions), V vocabulary.
+Log-probs over the vocabulary are finite and at temperature 1; `temperature` divides both. The student's carry the
+gradient. Divergences are [rows], in nats, without the factor temperature^2. Published with token-mean.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ _ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def get_kl_estimator(name: KLEstimator) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The estimator a run file names: (logprob, reference_logprob, old_logprob) -> [tokens]."""
+    """Returns the estimator of this name: (logprob, reference_logprob, old_logprob) -> [tokens]."""
     return _ESTIMATORS[name]
 
 
@@ -66,10 +71,10 @@ class AdaptiveKL:
     +-max_error. The bound on n / horizon keeps the coefficient positive for any batch size.
 
     Args:
-        coefficient: the first one.
-        target: KL to aim for, in nats, in the unit of the KL given to `update`; above 0.
-        horizon: samples in which an error of e changes the coefficient by about a factor of exp(e).
-        max_error: at most this relative error counts; below 1.
+        coefficient: initial coefficient.
+        target: target KL in nats, per token or per sequence like the KL passed to `update`; above 0.
+        horizon: samples over which an error of e changes the coefficient by about a factor of exp(e).
+        max_error: relative errors are clipped to this; below 1.
     """
 
     def __init__(self, coefficient: float, *, target: float, horizon: float, max_error: float = 0.2) -> None:
@@ -79,26 +84,18 @@ class AdaptiveKL:
         self.max_error = max_error
 
     def update(self, kl: float, samples: int) -> float:
-        """The new coefficient, after a batch of `samples` completions with mean `kl`."""
+        """Returns the new coefficient, after a batch of `samples` completions with mean `kl`."""
         error = min(max(kl / self.target - 1, -self.max_error), self.max_error)
         self.coefficient *= 1 + error * min(samples / self.horizon, 1)
         return self.coefficient
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps; target and horizon belong to the configuration."""
+        """Returns the state for a checkpoint; target and horizon are part of the configuration."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restores what `state_dict` returned."""
         self.coefficient = state["coefficient"]
-
-
-# Distillation from a teacher on the student's own tokens.
-#
-# R rows (positions), V vocabulary. Log-probs over the vocabulary are finite, with the gradient on the student's.
-# They are
-# at temperature 1; `temperature` divides both. Divergences are [rows], in nats, without the factor temperature^2.
-# Published with token-mean.
 
 
 def distillation_advantage(logprob: Tensor, teacher_logprob: Tensor) -> Tensor:
@@ -120,12 +117,12 @@ def jsd_advantage(logprob: Tensor, teacher_logprob: Tensor, *, beta: float = 0.5
 
 
 def reverse_kl(student_RV: Tensor, teacher_RV: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """KL(student || teacher): seeks modes (MiniLLM, arXiv:2306.08543; Agarwal et al., arXiv:2306.13649). [rows]."""
+    """KL(student || teacher), mode-seeking (MiniLLM, arXiv:2306.08543; Agarwal et al., arXiv:2306.13649). [rows]."""
     return _kl(_soften(student_RV, temperature), _soften(teacher_RV, temperature))
 
 
 def forward_kl(student_RV: Tensor, teacher_RV: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """KL(teacher || student): covers modes (arXiv:1503.02531). [rows]."""
+    """KL(teacher || student), mode-covering (arXiv:1503.02531). [rows]."""
     return _kl(_soften(teacher_RV, temperature), _soften(student_RV, temperature))
 
 
@@ -133,8 +130,8 @@ def generalised_jsd(student_RV: Tensor, teacher_RV: Tensor, *, beta: float = 0.5
     """beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student. [rows].
 
     On-policy distillation (arXiv:2306.13649), 0 <= beta <= 1. Divided by beta it tends to the forward KL as beta goes
-    to 0, divided by 1 - beta to the reverse KL as beta goes to 1. At the ends, where the formula is 0, it is these two,
-    as in TRL.
+    to 0, divided by 1 - beta to the reverse KL as beta goes to 1. At the ends, where the formula is 0, these two are
+    returned, as in TRL.
     """
     if beta in (0, 1):
         return (reverse_kl if beta else forward_kl)(student_RV, teacher_RV, temperature=temperature)

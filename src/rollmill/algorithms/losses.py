@@ -1,7 +1,8 @@
-"""Policy losses: pure functions from log-probs to per-token terms [tokens], to be minimised.
+"""Losses: pure functions from log-probs to per-token terms [tokens], to be minimised.
 
-`logprob` carries the gradient; `old_logprob` is the policy at the start of the update (proximal); both at the rollout
-temperature. Masks and denominators are not their business: see `aggregation`.
+Policy losses, the value loss of a critic, and losses on expert tokens. `logprob` carries the gradient; `old_logprob` is
+the policy at the start of the update (proximal); both at the rollout temperature. Masks and denominators are applied
+elsewhere, see `aggregation`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def clipped(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """bool [tokens]: where clipping takes the gradient away (ratio beyond the bound on the advantage's side, or, where
-    A < 0, beyond `dual_clip`)."""
+    """bool [tokens]: True where clipping removes the gradient.
+
+    These are ratios beyond the bound on the advantage's side or, where A < 0, beyond `dual_clip`.
+    """
     ratio = torch.exp(logprob - old_logprob)
     beyond = ((ratio > 1 + clip_high) & (advantage > 0)) | ((ratio < 1 - clip_low) & (advantage < 0))
     return beyond if dual_clip is None else beyond | ((ratio > dual_clip) & (advantage < 0))
@@ -51,7 +54,7 @@ def clipped(
 def surrogate(logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
     """-rho A, without clipping: the importance-weighted policy gradient. [tokens].
 
-    M2PO (arXiv:2510.01161, eq. 5) bounds it by a mask over the whole step, `trust_region.second_moment`.
+    M2PO (arXiv:2510.01161, eq. 5) combines it with a mask over the whole step, `trust_region.second_moment`.
     """
     return -torch.exp(logprob - old_logprob) * advantage
 
@@ -64,18 +67,18 @@ def negative_log_likelihood(logprob: Tensor) -> Tensor:
 def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
     """-A log pi, without a ratio (REINFORCE, Williams 1992). [tokens].
 
-    With sequence-sum-mean it is also AsymRE (arXiv:2506.20520), which lowers the baseline. With token-mean it is GPG
+    With sequence-sum-mean it is also AsymRE (arXiv:2506.20520), with its lower baseline. With token-mean it is GPG
     (arXiv:2504.02546), whose factor B / (B - M) comes from leaving uniform groups out of the denominator.
     """
     return -advantage * logprob
 
 
 def raft(logprob: Tensor, advantage: Tensor) -> Tensor:
-    """-log pi where the advantage is positive, 0 elsewhere: supervised fine-tuning on accepted samples (RAFT,
-    arXiv:2304.06767, algorithm 1). [tokens].
+    """-log pi where the advantage is positive, else 0 (RAFT, arXiv:2304.06767, algorithm 1). [tokens].
 
-    `advantages.best_of_group` accepts. With token-mean over the accepted samples: the others are left out of the
-    denominator, too. RAFT++ (arXiv:2504.11343) is `ppo_clip` with the same advantage.
+    Supervised fine-tuning on the samples that `advantages.best_of_group` accepts. With token-mean over the accepted
+    samples: the others are left out of the denominator, too. RAFT++ (arXiv:2504.11343) is `ppo_clip` with the same
+    advantage.
     """
     return torch.where(advantage > 0, -logprob, 0)
 
@@ -94,7 +97,7 @@ def cispo(
     """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv:2506.13585, eq. 4). [tokens].
 
     The weight is clipped, not the update: every token keeps a gradient. Published with token-mean, without a lower
-    bound (`clip_low` 1) and without a value of the upper one. Default: a weight of 5 at most, as in ScaleRL
+    bound (`clip_low` 1) and without a value of the upper one. Default: a weight of at most 5, as in ScaleRL
     (arXiv:2510.13786).
     """
     weight = torch.exp((logprob - old_logprob).detach()).clamp(1 - clip_low, 1 + clip_high)
@@ -104,7 +107,7 @@ def cispo(
 def sapo(
     logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """-(4 / tau) sigmoid(tau (rho - 1)) A: a soft gate in place of clipping (SAPO, arXiv:2511.20347). [tokens].
+    """-(4 / tau) sigmoid(tau (rho - 1)) A: a soft gate instead of clipping (SAPO, arXiv:2511.20347). [tokens].
 
     tau is `tau_positive` where A > 0, else `tau_negative`. The gradient is that of -rho A times 4 g (1 - g), g the
     sigmoid: a factor of 1 at rho = 1. Published with sequence-mean.
@@ -117,13 +120,10 @@ def sapo(
 def softmax_ppo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip: float = 0.3) -> Tensor:
     """-A log clip(rho, 1 / (1 + clip), 1 + clip) (sPPO, arXiv:2108.05828; Trinity-RFT's `sppo`). [tokens].
 
-    No gradient outside of the bounds, whatever the sign of A. With token-mean, as in Trinity-RFT.
+    No gradient outside the bounds, whatever the sign of A. With token-mean, as in Trinity-RFT.
     """
     bound = math.log1p(clip)
     return -advantage * (logprob - old_logprob).clamp(-bound, bound)
-
-
-# Losses of value functions: per-token terms [tokens], to be minimised.
 
 
 def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> Tensor:
@@ -138,23 +138,20 @@ def value_loss(value: Tensor, old_value: Tensor, returns: Tensor, *, clip: float
     return 0.5 * error
 
 
-# Losses on expert tokens beyond plain supervised fine-tuning, and how their share changes.
-
-
 def importance_sft(logprob: Tensor) -> Tensor:
-    """-sg(p) log p: imitation weighted by the ratio of policy to expert, whose probability is taken to be 1. [tokens].
+    """-sg(p) log p: imitation weighted by the ratio of policy to expert, where the expert's is 1. [tokens].
 
-    CHORD's SFT with importance sampling (arXiv:2508.11408, eq. 4); the same is known as DFT (arXiv:2508.05629). Its
+    CHORD's SFT with importance sampling (arXiv:2508.11408, eq. 4); also known as DFT (arXiv:2508.05629). Its
     gradient is that of -p. Published with token-mean over expert tokens.
     """
     return -logprob.detach().exp() * logprob
 
 
 def chord_sft(logprob: Tensor, *, cutoff: float = 1.0) -> Tensor:
-    """-sg(p (1 - p)) min(log p, log cutoff): little weight for tokens the policy is sure of, either way. [tokens].
+    """-sg(p (1 - p)) min(log p, log cutoff): low weight for tokens with a probability near 0 or 1. [tokens].
 
-    CHORD-phi (arXiv:2508.11408), published with token-mean over expert tokens. A `cutoff` below 1 takes the gradient
-    away where p is above it, as in Trinity-RFT's `sft_phi`.
+    CHORD-phi (arXiv:2508.11408), published with token-mean over expert tokens. A `cutoff` below 1 removes the gradient
+    where p is above it, as in Trinity-RFT's `sft_phi`.
     """
     p = logprob.detach().exp()
     capped = logprob if cutoff == 1 else torch.clamp(logprob, max=math.log(cutoff))
@@ -162,9 +159,9 @@ def chord_sft(logprob: Tensor, *, cutoff: float = 1.0) -> Tensor:
 
 
 def chord_mu(step: int, *, warmup: int, decay: int, peak: float, valley: float) -> float:
-    """The share mu of the supervised loss at a training step, counted from 0 (CHORD-mu, arXiv:2508.11408).
+    """Share mu of the supervised loss at a training step, counted from 0 (CHORD-mu, arXiv:2508.11408).
 
-    From 0 to `peak` in a line over `warmup` steps, then to `valley` along half a cosine over `decay` steps.
+    Rises linearly from 0 to `peak` over `warmup` steps, then falls along half a cosine to `valley` over `decay` steps.
     """
     if step < warmup:
         return peak * step / warmup

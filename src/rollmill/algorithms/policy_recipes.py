@@ -1,4 +1,4 @@
-"""From the `algorithm` section of a run file to a recipe."""
+"""Builds recipes from the `algorithm` section of a run file."""
 
 from __future__ import annotations
 
@@ -51,13 +51,12 @@ Weight = float | Callable[[int], float]
 def build_recipe(
     options: AlgorithmOptions, *, max_new_tokens: int, reward_weights: Mapping[str, float] | None = None
 ) -> Recipe:
-    """Turn the `algorithm` section of a run file into a recipe.
+    """Builds the recipe of an `algorithm` section.
 
     Args:
         options: the section, one of the classes of `rollmill.recipes` or a user's.
-        max_new_tokens: longest completion a rollout may have; the `constant` aggregation and the overlong penalty use
-            it.
-        reward_weights: name of every part of the reward -> its weight; only for advantages that see parts.
+        max_new_tokens: maximum length of a completion, for the `constant` aggregation and the overlong penalty.
+        reward_weights: reward component -> its weight; only for advantages computed from components.
     """
     if isinstance(options, SFT):
         terms = (
@@ -106,7 +105,7 @@ def build_recipe(
 
 
 def _policy_terms(options: PolicyGradientOptions, max_new_tokens: int, share: Weight) -> tuple[LossTerm, ...]:
-    """The policy loss, and KL penalty and entropy bonus where they are on, all multiplied by `share`."""
+    """Builds the policy loss, and KL penalty and entropy bonus if enabled, all multiplied by `share`."""
     aggregate = get_aggregation(options.aggregation, max_length=max_new_tokens)
     loss, weights = bind_loss(options.loss), [bind_correction(each) for each in options.corrections]
 
@@ -126,11 +125,11 @@ def _policy_terms(options: PolicyGradientOptions, max_new_tokens: int, share: We
     terms = [LossTerm("policy", policy, aggregate, weight=share, uses_advantage=follows, only_positive=positive)]
     if options.kl.coefficient and options.kl.where == "loss":
         terms.append(LossTerm("kl", penalty, aggregate, weight=share, uses_reference=True, is_kl=True))
-    steered = options.entropy_control is not None
-    if options.entropy or steered:
+    adaptive = options.entropy_control is not None
+    if options.entropy or adaptive:
         term = LossTerm("entropy", lambda inputs: inputs.entropy, aggregate, uses_entropy=True)
-        weight = _scale_weight(share, -1 if steered else -options.entropy)
-        terms.append(replace(term, weight=weight, is_adaptive_entropy=steered))
+        weight = _scale_weight(share, -1 if adaptive else -options.entropy)
+        terms.append(replace(term, weight=weight, is_adaptive_entropy=adaptive))
     return tuple(terms)
 
 
@@ -140,7 +139,7 @@ def _divergence(inputs: LossInputs) -> Tensor:
 
 
 def _expert_term(fn: Callable[[Tensor], Tensor], weight: Weight, aggregate: Callable[[Tensor], Tensor]) -> LossTerm:
-    """An imitation term, with its own denominator over the expert experiences."""
+    """Builds an imitation term, with its own denominator over the expert experiences."""
     return LossTerm("sft", lambda inputs: fn(inputs.logprob), aggregate, source=ExperienceSource.EXPERT, weight=weight)
 
 
@@ -188,9 +187,9 @@ def _advantage(
 
 
 def _advantage_by_episode(function: Callable[[AdvantageInputs], Tensor], inputs: AdvantageInputs) -> Tensor:
-    """Advantages where a rollout that gave several experiences counts once, and each of them has its advantage.
+    """Computes advantages in which a rollout with several experiences counts once; each of them gets its advantage.
 
-    Its reward is the mean of theirs, which differ where an operator of the pipeline changed one.
+    The rollout's reward is the mean of theirs, which differ if a pipeline operator changed one.
     """
     episodes, index = torch.unique(inputs.episodes, return_inverse=True)
     if len(episodes) == len(index):
@@ -199,7 +198,7 @@ def _advantage_by_episode(function: Callable[[AdvantageInputs], Tensor], inputs:
     lengths = torch.zeros_like(episodes).index_add_(0, index, inputs.lengths)
 
     def mean(values: Tensor) -> Tensor:
-        """Of those that are judged; exactly the value of each where they have the same."""
+        """Mean over the rewards present; exact if all are equal."""
         judged = ~values.isnan()
         zeros = torch.zeros(len(episodes), dtype=values.dtype)
         lowest = torch.full_like(zeros, torch.inf).scatter_reduce_(0, index, values.nan_to_num(torch.inf), "amin")
@@ -215,7 +214,7 @@ def _advantage_by_episode(function: Callable[[AdvantageInputs], Tensor], inputs:
 def _shape_rewards(
     options: PolicyGradientOptions, max_new_tokens: int, inputs: AdvantageInputs
 ) -> tuple[AdvantageInputs, Tensor]:
-    """Rewards with the overlong penalty, and which experiences are judged."""
+    """Adds the overlong penalty; also returns which experiences have a reward."""
     if options.overlong_buffer:
         penalty = advantages.overlong_penalty(inputs.lengths, max_new_tokens, options.overlong_buffer)
         inputs = inputs._replace(rewards=inputs.rewards + penalty, parts={**inputs.parts, "overlong": penalty.double()})
@@ -262,7 +261,7 @@ def _token_advantage(
 
 
 def _weights(inputs: AdvantageInputs, reward_weights: Mapping[str, float]) -> dict[str, float]:
-    """Of every part; those named `reward/key` have the weight of `reward`."""
+    """Weight of every component; those named `reward/key` have the weight of `reward`."""
     return {name: reward_weights.get(name, reward_weights.get(name.partition("/")[0], 1.0)) for name in inputs.parts}
 
 

@@ -1,7 +1,8 @@
-"""Losses of preferences: terms per pair [pairs] or completion [N], to be minimised; their mean is the published loss.
+"""Preference losses: terms per pair [pairs] or completion [N], to be minimised; their mean is the published loss.
 
 `chosen` and `rejected` are log-probs of whole completions under the policy being trained, `reference_*` under the
-frozen one, all [pairs]: sums over tokens, or means in length-normalised forms. `pair_logprobs` makes them from tokens.
+frozen one, all [pairs]: sums over tokens, or means in length-normalised forms. `pair_logprobs` computes them from
+tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ def pair_logprobs(
 
     Args:
         logprob: [tokens].
-        sequence: int64 [tokens], which of N sequences the token belongs to.
+        sequence: int64 [tokens], index of the token's sequence among N.
         pair: int64 [N], 0 .. pairs - 1; each occurs twice, once with `chosen` True.
         chosen: bool [N].
-        mean: over tokens, rather than the sum.
+        mean: average over tokens instead of summing.
     """
     by_sequence = (mean_by_sequence if mean else sum_by_sequence)(logprob, sequence, len(pair))
     pairs = len(pair) // 2
@@ -44,9 +45,9 @@ def dpo(
 ) -> Tensor:
     """-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), h the difference of log-ratios. [pairs].
 
-    DPO (arXiv:2305.18290) where e, `label_smoothing`, is 0; else cDPO, which takes a preference to be the wrong way
-    round with chance e. Published with sums over tokens; with means it is length-normalised DPO (arXiv:2411.15124),
-    which wants a greater beta (5 there).
+    DPO (arXiv:2305.18290) where e, `label_smoothing`, is 0; else cDPO, which assumes that a preference is flipped with
+    probability e. Published with sums over tokens; with means it is length-normalised DPO (arXiv:2411.15124),
+    which needs a greater beta (5 there).
     """
     margin = beta * _log_ratio_difference(chosen, rejected, reference_chosen, reference_rejected)
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
@@ -57,7 +58,7 @@ def ipo(
 ) -> Tensor:
     """(h - 1 / (2 beta))^2, h the difference of log-ratios (IPO, arXiv:2310.12036, eq. 17; beta is its tau). [pairs].
 
-    The paper sums over tokens; means, as TRL takes them, keep the target in reach of long completions.
+    The paper sums over tokens; with means, as in TRL, the target stays within reach of long completions.
     """
     return (_log_ratio_difference(chosen, rejected, reference_chosen, reference_rejected) - 1 / (2 * beta)) ** 2
 
@@ -66,7 +67,7 @@ def log_odds(mean_logprob: Tensor) -> Tensor:
     """log(p / (1 - p)), p = exp(mean_logprob). [N].
 
     Args:
-        mean_logprob: mean over a completion's tokens. It counts as at most -1e-6, where the odds are still finite.
+        mean_logprob: mean over a completion's tokens, clamped to at most -1e-6 to keep the odds finite.
     """
     logprob = mean_logprob.clamp(max=-1e-6)
     # log(1 - p) is exact for p near 1 by expm1 and for p near 0 by log1p
@@ -101,17 +102,17 @@ def kto(
     Args:
         log_ratio: r, [N]: log policy - log reference of a completion, summed over its tokens.
         desirable: bool [N].
-        baseline: z0, a number: `kto_baseline`.
+        baseline: z0, a scalar: see `kto_baseline`.
     """
     gain = beta * (log_ratio - baseline.detach())
     return torch.where(desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
 
 
 def kto_baseline(mismatched_log_ratio: Tensor) -> Tensor:
-    """z0 = max(0, mean over [N]), without gradient: the KL divergence of the policy from the reference, estimated.
+    """z0 = max(0, mean over [N]), without gradient: estimates the KL divergence of the policy from the reference.
 
     Args:
-        mismatched_log_ratio: log policy - log reference of completions after prompts that are not their own. [N].
+        mismatched_log_ratio: log policy - log reference of completions paired with other prompts. [N].
     """
     return mismatched_log_ratio.detach().mean().clamp(min=0)
 

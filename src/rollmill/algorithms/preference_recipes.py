@@ -1,7 +1,7 @@
-"""Recipes of algorithms that learn from preferences: pairs, and labelled completions.
+"""Recipes of algorithms that learn from preferences: pairs, or labelled completions.
 
-A loss stands per pair or completion. It is spread over all of its tokens, which the aggregation `sequence-mean` turns
-into the mean over pairs or completions.
+A loss per pair or completion is repeated on all of its tokens; the aggregation `sequence-mean` turns it into the mean
+over pairs or completions.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rollmill.types import ExperienceSource
 
 
 def build_preference_recipe(options: DPO | ORPO | KTO) -> Recipe:
-    """The recipe of an algorithm that learns from preferences."""
+    """Builds the recipe of an algorithm that learns from preferences."""
     if isinstance(options, KTO):
         return _kto(options)
     return _dpo(options) if isinstance(options, DPO) else _orpo(options)
 
 
 def _dpo(options: DPO) -> Recipe:
-    """Pairs are groups of two; the chosen one has the greater reward. A pair's loss stands on all of its tokens."""
+    """Builds the recipe of DPO or IPO. Pairs are groups of two; the chosen completion has the greater reward."""
     loss = (
         partial(preference.dpo, beta=options.beta, label_smoothing=options.label_smoothing)
         if options.loss == "sigmoid"
@@ -46,7 +46,7 @@ def _dpo(options: DPO) -> Recipe:
     def measures(inputs: LossInputs) -> dict[str, Tensor]:
         chosen, rejected, reference_chosen, reference_rejected = log_probs(inputs)
         gained, lost = options.beta * (chosen - reference_chosen), options.beta * (rejected - reference_rejected)
-        return _compared(gained, lost)
+        return _pair_metrics(gained, lost)
 
     terms = [LossTerm("dpo", pairs, sequence_mean, source=ExperienceSource.PREFERENCE, uses_reference=True)]
     if options.sft:
@@ -61,7 +61,7 @@ def _orpo(options: ORPO) -> Recipe:
     def measures(inputs: LossInputs) -> dict[str, Tensor]:
         chosen, rejected = _pairs(inputs.logprob, inputs, mean=True)
         odds = preference.log_odds(chosen) - preference.log_odds(rejected)
-        return _compared(chosen, rejected) | {"pairs/log_odds": odds}
+        return _pair_metrics(chosen, rejected) | {"pairs/log_odds": odds}
 
     odds = LossTerm("orpo", pairs, sequence_mean, source=ExperienceSource.PREFERENCE, weight=options.weight)
     return Recipe(options.name, (_imitation(1.0), odds), keep_groups_together=True, measures=measures)
@@ -76,7 +76,7 @@ def _kto(options: KTO) -> Recipe:
     )
 
     def log_ratios(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each completion its log-ratio and whether it is desirable; z0."""
+        """Log-ratio and desirability of each completion, and z0."""
         assert inputs.reference_logprob is not None
         assert inputs.kl_baseline is not None
         ratio = sum_by_sequence(inputs.logprob - inputs.reference_logprob, inputs.sequence)
@@ -105,25 +105,27 @@ def _imitation(weight: float) -> LossTerm:
     """-log p of the chosen completion, mean over its tokens, mean over pairs."""
 
     def chosen(inputs: LossInputs) -> Tensor:
-        return torch.where(inputs.reward > 0, -2 * inputs.logprob, 0)  # twice: the mean is over the rejected ones, too
+        return torch.where(
+            inputs.reward > 0, -2 * inputs.logprob, 0
+        )  # times 2, since the mean includes the rejected ones
 
     return LossTerm("sft", chosen, sequence_mean, source=ExperienceSource.PREFERENCE, weight=weight)
 
 
 def _pairs(logprob: Tensor, inputs: LossInputs, *, mean: bool) -> tuple[Tensor, Tensor]:
-    """Of the chosen and of the rejected completion of each pair."""
+    """Log-probs of the chosen and the rejected completion of each pair."""
     count = int(inputs.sequence.max()) + 1
     pair = _by_sequence(inputs.group, inputs.sequence, count)
     chosen = _by_sequence(inputs.reward, inputs.sequence, count) > 0
     return preference.pair_logprobs(logprob, inputs.sequence, pair, chosen, mean=mean)
 
 
-def _compared(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+def _pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
     right = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
     margin = chosen - rejected
     return {"pairs/accuracy": right, "pairs/margin": margin, "pairs/chosen": chosen, "pairs/rejected": rejected}
 
 
 def _by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
-    """[tokens] -> [N]: what all tokens of a sequence have in common."""
+    """[tokens] -> [N]: the value shared by all tokens of a sequence."""
     return values.new_zeros(count).index_copy_(0, sequence, values)

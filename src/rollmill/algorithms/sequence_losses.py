@@ -1,7 +1,7 @@
-"""Policy losses of whole sequences: per-token terms [tokens], to be minimised, formed from each sequence's log-ratio.
+"""Policy losses of whole sequences: per-token terms [tokens], to be minimised, from each sequence's log-ratio.
 
-`sequence` int64 [tokens] says which sequence a token belongs to; `advantage` [tokens] is constant within a sequence
-unless said otherwise. `logprob` carries the gradient. A value per sequence stands on each of its tokens, so that
+`sequence` int64 [tokens] is the index of the token's sequence; `advantage` [tokens] is constant within a sequence
+unless noted. `logprob` carries the gradient. A value per sequence is repeated on each of its tokens, so that
 `sequence-mean` gives the mean over sequences.
 """
 
@@ -42,7 +42,7 @@ def gspo_token(
 ) -> Tensor:
     """GSPO with s_t = sg(s) pi / sg(pi), so that A may differ between a sequence's tokens (section 4.3). [tokens].
 
-    Equal to `gspo`, value and gradient, where A does not. Published with sequence-mean.
+    Equal to `gspo` in value and gradient if A does not differ. Published with sequence-mean.
     """
     log_ratio = token_sequence_mean(logprob - old_logprob, sequence).detach() + logprob - logprob.detach()
     return ppo_clip(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
@@ -57,7 +57,7 @@ def gspo_clipped(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Tensor:
-    """bool [tokens]: where GSPO's clipping takes the gradient away, for all tokens of a sequence or none."""
+    """bool [tokens]: True where GSPO's clipping removes the gradient, for all tokens of a sequence or none."""
     log_ratio = token_sequence_mean(logprob - old_logprob, sequence)
     return clipped(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
 
@@ -85,7 +85,7 @@ def gmpo(
 def gmpo_clipped(
     logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip_low: float = 0.4, clip_high: float = 0.4
 ) -> Tensor:
-    """bool [tokens]: the tokens whose gradient GMPO's clipping takes away."""
+    """bool [tokens]: True where GMPO's clipping removes the token's gradient."""
     log_ratio = logprob - old_logprob
     return ((log_ratio > clip_high) & (advantage > 0)) | ((log_ratio < -clip_low) & (advantage < 0))
 
@@ -101,11 +101,11 @@ def vespo(
     k_negative: float = 3.0,
     lambda_negative: float = 2.0,
 ) -> Tensor:
-    """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W = prod_t pi / pi_rollout (VESPO, arXiv:2602.10693,
-    section 3.4). [tokens].
+    """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W = prod_t pi / pi_rollout. [tokens].
 
-    phi is 1 at W = 1 and falls to 0 on both sides; k and lambda depend on the sign of A (0 counts as positive).
-    Defaults and token-mean as in the authors' code. W is to the policy that sampled, whatever the old policy is.
+    VESPO (arXiv:2602.10693, section 3.4). phi is 1 at W = 1 and falls to 0 on both sides; k and lambda depend on the
+    sign of A (0 counts as positive). Defaults and token-mean as in the authors' code. W is relative to the policy that
+    sampled, whatever the old policy is.
     """
     log_weight = token_sequence_sum((logprob - rollout_logprob).detach(), sequence)
     negative = advantage < 0
@@ -128,9 +128,9 @@ def kimi_mirror(
 ) -> Tensor:
     """(A - tau sum_t log rho_t)^2 (Kimi k1.5's mirror descent, arXiv:2501.12599, section 2.3.2). [tokens].
 
-    A is r minus the group's mean, which stands for tau log Z. The gradient is -2 tau times the published one,
+    A is r minus the group's mean, which approximates tau log Z. The gradient is -2 tau times the published one,
     A grad log pi(y) - (tau / 2) grad log^2 rho(y). With sequence-mean. The paper gives no value of `tau`. The term is
-    not 0 where A is.
+    not 0 where A = 0.
     """
     return (advantage - tau * token_sequence_sum(logprob - old_logprob, sequence)) ** 2
 
@@ -139,6 +139,6 @@ def sppo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, sequence: Tens
     """(sum_t log rho_t - A / beta)^2 (self-play preference optimisation, arXiv:2405.00675). [tokens].
 
     A is the estimated chance of winning against the old policy, minus 1/2; 1 / beta is the paper's eta. With
-    sequence-mean. The term is not 0 where A is.
+    sequence-mean. The term is not 0 where A = 0.
     """
     return (token_sequence_sum(logprob - old_logprob, sequence) - advantage / beta) ** 2

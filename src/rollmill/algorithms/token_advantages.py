@@ -1,7 +1,7 @@
-"""Advantages that differ within an episode: per token (GAE) and per step of a multi-turn episode.
+"""Advantages that differ within an episode: per token (GAE) or per step of a multi-turn episode.
 
-Shapes: T tokens or steps of S sequences, laid end to end or mixed; the rows of one sequence are in the order of time.
-Only action tokens are given: observation tokens have no row, so the recursion passes over them. Sums are in float64.
+Shapes: T tokens or steps of S sequences, contiguous or interleaved; the rows of one sequence are in order of time. Only
+action tokens are given: observation tokens have no row, so recursions skip them. Sums are in float64.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rollmill.algorithms.advantages import grpo, mean_baseline, uniform_groups, 
 
 
 class ValueTargets(NamedTuple):
-    """What generalized advantage estimation returns, [T] each, without gradient."""
+    """Result of generalized advantage estimation, [T] each, without gradient."""
 
     advantages: Tensor
-    returns: Tensor  #: advantage + value: what the critic should predict
+    returns: Tensor  #: advantage + value: the critic's target
 
 
 def gae(
@@ -28,14 +28,14 @@ def gae(
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16), per token.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lam)^k delta_{t+k}; the value after the last token is 0.
-    Where the critic has another lambda than the policy (VC-PPO, VAPO), call this twice.
+    If the critic uses another lambda than the policy (VC-PPO, VAPO), call this twice.
 
     Args:
         values: [T], V of the state in which the token was chosen.
         rewards: [T]; see `reward_at_last_token` for one reward per sequence. A sequence with a NaN gets advantage 0 and
             returns equal to its values.
-        sequence: int64 [T], which sequence the token belongs to.
-        lam: one number, or [S] with one per sequence, where `sequence` is 0 .. S - 1.
+        sequence: int64 [T], id of the token's sequence.
+        lam: a scalar, or [S] with one per sequence, if `sequence` is 0 .. S - 1.
     """
     v, r = values.detach().double(), rewards.double()
     following = _next_token_index(sequence)
@@ -47,13 +47,13 @@ def gae(
 
 
 def discounted_returns(rewards: Tensor, sequence: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """G_t = sum_k gamma^k r_{t+k} within the sequence. [T] in and out; NaN where a reward still to come is NaN."""
+    """G_t = sum_k gamma^k r_{t+k} within the sequence. [T] in and out; NaN where a later reward is NaN."""
     r = rewards.double()
     return _discounted_sums(r, torch.full_like(r, gamma), _next_token_index(sequence)).to(rewards.dtype)
 
 
 def reward_at_last_token(rewards_S: Tensor, sequence: Tensor) -> Tensor:
-    """[T]: each sequence's reward on its last token and 0 elsewhere; `sequence` is 0 .. S - 1."""
+    """[T]: each sequence's reward on its last token, 0 on the others; `sequence` is 0 .. S - 1."""
     return torch.where(_next_token_index(sequence) < 0, rewards_S[sequence], 0)
 
 
@@ -68,14 +68,17 @@ def reinforce_plus_plus(
     ddof: int = 1,
     eps: float = 1e-8,
 ) -> Tensor:
-    """(G_t - mean) / (std + eps) over all tokens of the batch, G_t = r - sum_{k >= t} penalty_k (REINFORCE++,
-    arXiv:2501.03262). [T]; 0 for sequences without a reward.
+    """(G_t - mean) / (std + eps) over all tokens of the batch, G_t = r - sum_{k >= t} penalty_k. [T].
+
+    REINFORCE++ (arXiv:2501.03262). Sequences without a reward get 0.
 
     Args:
         rewards_S: one per sequence, NaN where missing; `sequence` is 0 .. S - 1.
-        penalty: [T], what the KL to the reference takes off each token's reward.
-        episodes_S: ids; those of one episode have one reward, which the group's mean counts once. None: all differ.
-        baseline: "group" takes the group's mean off the reward; without a penalty uniform groups then get exactly 0.
+        penalty: [T], KL penalty subtracted from each token's reward.
+        episodes_S: ids; the sequences of one episode have one reward, which counts once in the group's mean. None: all
+            differ.
+        baseline: "group" subtracts the group's mean from the reward; without a penalty uniform groups then get exactly
+            0.
         ddof: 0 population, 1 sample standard deviation.
     """
     centred = rewards_S.double()
@@ -102,18 +105,17 @@ def optimal_token_baseline(
     zero_tail: bool = False,
     eps: float = 1e-8,
 ) -> Tensor:
-    """G_t - B_t, B_t = sum_j W_jt G_jt / (sum_j W_jt + eps) over the group's sequences that have a token t (optimal
-    token baseline, arXiv:2602.07078; as in verl). [T].
+    """G_t - B_t, B_t = sum_j W_jt G_jt / (sum_j W_jt + eps) over the group's sequences that have a token t. [T].
 
-    W_t is the sum over the tokens up to t of 1 - 2 pi + sum_v pi_v^2: the squared gradient of log pi with respect to
-    the logits, which stands for that of the weights. Sequences without a reward play no part and get 0. So do groups
-    whose rewards are all equal, without a penalty.
+    Optimal token baseline (arXiv:2602.07078; as in verl). W_t is the sum over the tokens up to t of 1 - 2 pi + sum_v
+    pi_v^2: the squared gradient of log pi with respect to the logits, as a proxy for that of the weights. Sequences
+    without a reward are ignored and get 0. So do groups whose rewards are all equal, without a penalty.
 
     Args:
         logprob, collision: log pi of the token and sum_v pi_v^2, by the policy at the start of the step, [T].
-        penalty: [T], what the KL to the reference takes off each token's reward; G_t counts what is still to come.
+        penalty: [T], KL penalty subtracted from each token's reward; G_t sums from t on.
         episodes_S: ids; the sequences of one episode share its weight. None: all differ.
-        zero_tail: B_t is 0 where a single sequence has a token t. Otherwise its advantage there is 0.
+        zero_tail: B_t is 0 if a single sequence has a token t. Otherwise its advantage there is 0.
     """
     judged = ~rewards_S.isnan()
     tokens = reward_at_last_token(rewards_S.double(), sequence)
@@ -151,16 +153,16 @@ def stepwise(
     advantage: Callable[[Tensor, Tensor], Tensor] = grpo,
     per_step: bool = False,
 ) -> Tensor:
-    """One group advantage per episode, given to each of its steps (Trinity-RFT's step-wise GRPO). [T] in and out.
+    """One group advantage per episode, repeated on each of its steps (Trinity-RFT's step-wise GRPO). [T] in and out.
 
     The baseline counts each episode once, however many steps it has.
 
     Args:
-        rewards: the episode's reward on any of its steps, or on all; NaN elsewhere. Without one the episode gets 0.
+        rewards: the episode's reward on any or all of its steps, NaN on the others. Without one the episode gets 0.
         groups: ids of the episodes that are compared, the same on all steps of an episode.
-        episodes: ids, no two episodes of the batch alike.
+        episodes: ids, unique within the batch.
         advantage: (rewards [E], groups [E]) -> advantages [E], of E episodes.
-        per_step: divides by the number of the episode's steps, so that long episodes weigh no more than short ones.
+        per_step: divide by the number of the episode's steps, so that long episodes weigh no more than short ones.
     """
     unique, index, steps = torch.unique(episodes, return_inverse=True, return_counts=True)
     judged = ~rewards.isnan()
@@ -191,10 +193,10 @@ def gigpo(
 
     Args:
         step_rewards: of the step. An episode with a NaN is left out and gets 0.
-        groups: ids of the episodes that began alike, the same on all steps of an episode.
-        episodes: ids, no two episodes of the batch alike.
+        groups: ids of the episodes with the same start, the same on all steps of an episode.
+        episodes: ids, unique within the batch.
         anchors: ids of the state in which the step was taken; states of different groups are never compared.
-        scale: "group" divides by the standard deviation of those compared, "none" does not.
+        scale: "group" divides by the standard deviation of the compared values, "none" does not.
         ddof: 0 population, 1 sample standard deviation.
     """
 
@@ -211,7 +213,7 @@ def gigpo(
 
 
 def _position_in_sequence(sequence: Tensor) -> Tensor:
-    """int64 [T]: how many tokens of the same sequence come before."""
+    """int64 [T]: number of earlier tokens of the same sequence."""
     order = torch.argsort(sequence, stable=True)
     counts = torch.unique(sequence, return_counts=True)[1]
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -238,7 +240,7 @@ def _next_token_index(sequence: Tensor) -> Tensor:
 def _discounted_sums(terms: Tensor, factor: Tensor, following: Tensor) -> Tensor:
     """[T]: sum over k of factor^k terms_{t+k} along `following`; `factor` [T] is constant within a sequence.
 
-    Each round doubles how far a row has looked ahead, so the rounds are log2 of the longest sequence, on flat rows.
+    Each iteration doubles the span that a row covers, so there are log2(longest sequence) iterations on flat rows.
     """
     while bool((following >= 0).any()):
         inside = following >= 0

@@ -1,6 +1,6 @@
-"""Policy losses that drop tokens outside of a trust region: per-token terms [tokens], to be minimised.
+"""Policy losses that drop tokens outside a trust region: per-token terms [tokens], to be minimised.
 
-Each has a function that tells which tokens are dropped, for metrics.
+Each has a function that returns the dropped tokens, for metrics.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def rec_clipped(
     far_low: float = 0.6,
     far_high: float = 2.0,
 ) -> Tensor:
-    """bool [tokens]: the tokens that a member of the REC family drops.
+    """bool [tokens]: tokens that a member of the REC family drops.
 
     Args:
-        clip: "one-side": PPO's rule, rho beyond the bound on A's side. "two-side": rho outside of the bounds. "ring":
-            rho outside of the bounds, but not far off on the side that A corrects (A > 0 and rho <= 1 - far_low, or
+        clip: "one-side": PPO's rule, rho beyond the bound on A's side. "two-side": rho outside the bounds. "ring":
+            rho outside the bounds, except far off on the side that A corrects (A > 0 and rho <= 1 - far_low, or
             A < 0 and rho >= 1 + far_high).
     """
     if clip == "one-side":
@@ -86,10 +86,10 @@ def dppo_tv(
     bound_high: float = 0.2,
     kl: float = 1e-3,
 ) -> Tensor:
-    """-k A rho + kl (log rho)^2, rho = pi / pi_rollout; k is 0 where `dppo_masked` (DPPO-Binary-TV, arXiv:2602.04879;
-    the squared log-ratio as in arXiv:2602.02276). [tokens].
+    """-k A rho + kl (log rho)^2, rho = pi / pi_rollout; k is 0 where `dppo_masked`. [tokens].
 
-    The default loss of prime-rl, with token-mean and A = r - mean. The term is not 0 where A is.
+    DPPO-Binary-TV (arXiv:2602.04879; the squared log-ratio as in arXiv:2602.02276). The default loss of prime-rl, with
+    token-mean and A = r - mean. The term is not 0 where A = 0.
     """
     log_ratio = logprob - rollout_logprob
     dropped = dppo_masked(logprob, rollout_logprob, advantage, bound_low=bound_low, bound_high=bound_high)
@@ -99,7 +99,7 @@ def dppo_tv(
 def dppo_masked(
     logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, *, bound_low: float = 0.2, bound_high: float = 0.2
 ) -> Tensor:
-    """bool [tokens]: where the token's probability moved too far already in the direction that A pushes it.
+    """bool [tokens]: True where the token's probability has already moved too far in the direction of A.
 
     A > 0 and pi - pi_rollout > bound_high, or A <= 0 and pi - pi_rollout < -bound_low.
     """
@@ -108,11 +108,11 @@ def dppo_masked(
 
 
 def second_moment(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, threshold: float = 0.04) -> Tensor:
-    """bool [n]: the tokens of a whole optimizer step that M2PO keeps (arXiv:2510.01161, algorithm 1).
+    """bool [n]: tokens of a whole optimizer step that M2PO keeps (arXiv:2510.01161, algorithm 1).
 
-    Tokens that the update pushes further away (A > 0 and rho > 1, or A < 0 and rho < 1) are left out, the greatest
+    Tokens that the update pushes further away (A > 0 and rho > 1, or A < 0 and rho < 1) are dropped, the greatest
     (log rho)^2 first, until the mean of (log rho)^2 over the rest of them is at most `threshold`. Other tokens are
-    always kept. A token that is left out still counts in the denominator (footnote 2).
+    always kept. A dropped token still counts in the denominator (footnote 2).
     """
     log_ratio = (logprob - old_logprob).double()
     pushed = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))

@@ -1,1 +1,1 @@
-"""Tests of tasksets, rewards and environments, before money is spent on training with them."""
+"""Checks of tasksets, rewards and environments before training."""

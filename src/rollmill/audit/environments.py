@@ -1,4 +1,4 @@
-"""Checks of environments: equal beginnings, crashes, episodes of policies that know nothing, and of an oracle."""
+"""Checks of environments: reproducible resets, crashes, and episodes of uninformed policies and of an oracle."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rollmill.rollout.environments.pool import RunningEnvironment
 from rollmill.types import Task
 
 OpenEnvironment = Callable[[Task, int], AbstractAsyncContextManager[RunningEnvironment]]
-"""A fresh environment for a task and a seed."""
+"""Opens a fresh environment for a task and a seed."""
 ActionFunction = Callable[[Task, Any, int], str]
-"""(task, observation, number of the turn) -> action."""
+"""(task, observation, turn number) -> action."""
 
 _AT_ONCE = 8
 _MALFORMED_ACTIONS = (
@@ -41,7 +41,7 @@ _MALFORMED_ACTIONS = (
 
 @dataclass(slots=True)
 class AuditEpisode:
-    """What happened in one episode."""
+    """The record of one episode."""
 
     task: str
     seen: list[str] = field(default_factory=list)  #: observations as texts
@@ -57,18 +57,18 @@ class AuditEpisode:
         return sum(self.rewards)
 
     def same_as(self, other: AuditEpisode) -> bool:
-        """Whether both went alike."""
+        """Whether both episodes were identical."""
         return (self.seen, self.rewards, self.done) == (other.seen, other.rewards, other.done)
 
 
 class EnvironmentAudit:
-    """Acts in environments without a model.
+    """Runs episodes in environments without a model.
 
     Args:
-        turns: most actions of an episode.
-        limit_s: longest wait for a reset or a step.
-        full: what an episode that succeeds earns.
-        oracle: a user's own policy that succeeds.
+        turns: maximum number of actions of an episode.
+        limit_s: timeout of a reset or a step.
+        full: the reward of a successful episode.
+        oracle: a user's policy that succeeds.
     """
 
     def __init__(
@@ -83,79 +83,83 @@ class EnvironmentAudit:
     ) -> None:
         self._open, self._tasks = open_, list(tasks)
         self._turns, self._limit_s, self._full, self._oracle = turns, limit_s, full, oracle
-        self._gate = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_AT_ONCE)
         self._episodes: list[AuditEpisode] = []
 
     async def run(self) -> list[Finding]:
-        """All checks."""
-        first = await self._all(_random_act, 1)
-        again = await self._all(_random_act, 1)
-        silent = await self._all(lambda task, observation, turn: "", 1)
-        strange = await self._all(lambda task, observation, turn: _MALFORMED_ACTIONS[turn % len(_MALFORMED_ACTIONS)], 1)
-        right = [] if self._oracle is None else await self._all(partial(_oracle_action, self._oracle), 1)
-        findings = [self._beginnings(first, again), self._determinism(first, again)]
-        findings += [self._ignorant("environment_random", "random words", first)]
-        findings += [self._ignorant("environment_empty", "an empty action, again and again,", silent)]
-        findings += [self._ignorant("environment_strange", "malformed actions", strange), self._right(right)]
-        return [*findings, self._failures(), self._lengths(first), self._time()]
+        """Run all checks."""
+        first = await self._run_all(_random_act, 1)
+        again = await self._run_all(_random_act, 1)
+        silent = await self._run_all(lambda task, observation, turn: "", 1)
+        strange = await self._run_all(
+            lambda task, observation, turn: _MALFORMED_ACTIONS[turn % len(_MALFORMED_ACTIONS)], 1
+        )
+        right = [] if self._oracle is None else await self._run_all(partial(_oracle_action, self._oracle), 1)
+        findings = [self._check_reset(first, again), self._check_steps(first, again)]
+        findings += [self._check_uninformed("environment_random", "random words", first)]
+        findings += [self._check_uninformed("environment_empty", "an empty action, again and again,", silent)]
+        findings += [
+            self._check_uninformed("environment_strange", "malformed actions", strange),
+            self._check_oracle(right),
+        ]
+        return [*findings, self._check_failures(), self._check_episodes(first), self._check_time()]
 
-    async def _all(self, act: ActionFunction, seed: int) -> list[AuditEpisode]:
+    async def _run_all(self, act: ActionFunction, seed: int) -> list[AuditEpisode]:
         episodes = list(await asyncio.gather(*(self._episode(task, act, seed) for task in self._tasks)))
         self._episodes += episodes
         return episodes
 
     async def _episode(self, task: Task, act: ActionFunction, seed: int) -> AuditEpisode:
         episode = AuditEpisode(task.id)
-        async with self._gate:
+        async with self._slots:
             try:
                 async with self._open(task, seed) as environment:
-                    seen = await self._timed(episode, environment.reset(task, seed))
-                    episode.seen.append(canonical_json(seen))
+                    observation = await self._timed(episode, environment.reset(task, seed))
+                    episode.seen.append(canonical_json(observation))
                     for turn in range(self._turns):
-                        result = await self._timed(episode, environment.step(act(task, seen, turn)))
-                        seen = result.observation
-                        episode.seen.append(canonical_json(seen))
+                        result = await self._timed(episode, environment.step(act(task, observation, turn)))
+                        observation = result.observation
+                        episode.seen.append(canonical_json(observation))
                         episode.rewards.append(float(result.reward))
                         if result.done:
                             episode.done = True
                             break
-            except ConfigError:  # the oracle's
+            except ConfigError:  # raised by the oracle
                 raise
             except TimeoutError:
                 episode.late = True
-            except Exception as error:  # an environment may raise anything; that is what is looked for
+            except Exception as error:  # an environment may raise anything; the audit reports it
                 episode.failure = f"{type(error).__name__}: {error}"
         return episode
 
     async def _timed(self, episode: AuditEpisode, work: Any) -> Any:
-        began = time.perf_counter()
+        started = time.perf_counter()
         async with asyncio.timeout(self._limit_s):
             found = await work
-        episode.seconds.append(time.perf_counter() - began)
+        episode.seconds.append(time.perf_counter() - started)
         return found
 
     # -- checks ------------------------------------------------------------------------------------------------
 
-    def _beginnings(self, first: list[AuditEpisode], again: list[AuditEpisode]) -> Finding:
-        other = [a.task for a, b in zip(first, again, strict=True) if a.seen[:1] != b.seen[:1]]
-        if not other:
+    def _check_reset(self, first: list[AuditEpisode], again: list[AuditEpisode]) -> Finding:
+        different = [a.task for a, b in zip(first, again, strict=True) if a.seen[:1] != b.seen[:1]]
+        if not different:
             return passed_check("environment_reset", f"the same task and seed begin alike ({len(first)} tasks)")
-        text = (
-            f"the same task and seed begin differently on {len(other)} of {len(first)} tasks ({list_task_ids(other)})"
-        )
+        named = list_task_ids(different)
+        text = f"the same task and seed begin differently on {len(different)} of {len(first)} tasks ({named})"
         advice = "draw what is random in `reset` from its `seed`; rollouts of a group are compared with each other"
-        return Finding("environment_reset", Severity.PROBLEM, text, advice, other)
+        return Finding("environment_reset", Severity.PROBLEM, text, advice, different)
 
-    def _determinism(self, first: list[AuditEpisode], again: list[AuditEpisode]) -> Finding:
+    def _check_steps(self, first: list[AuditEpisode], again: list[AuditEpisode]) -> Finding:
         alike = [(a, b) for a, b in zip(first, again, strict=True) if a.seen[:1] == b.seen[:1]]
-        other = [a.task for a, b in alike if not a.same_as(b)]
-        if not other:
+        different = [a.task for a, b in alike if not a.same_as(b)]
+        if not different:
             return passed_check("environment_steps", f"the same actions lead to the same ({len(alike)} episodes)")
-        text = f"the same actions after the same beginning lead elsewhere on {len(other)} of {len(alike)} tasks"
+        text = f"the same actions after the same beginning lead elsewhere on {len(different)} of {len(alike)} tasks"
         advice = "draw what is random in `step` from the seed of `reset`, if runs shall be repeatable"
-        return Finding("environment_steps", Severity.WARNING, f"{text} ({list_task_ids(other)})", advice, other)
+        return Finding("environment_steps", Severity.WARNING, f"{text} ({list_task_ids(different)})", advice, different)
 
-    def _ignorant(self, check: str, about: str, episodes: list[AuditEpisode]) -> Finding:
+    def _check_uninformed(self, check: str, about: str, episodes: list[AuditEpisode]) -> Finding:
         rewarded = [each.task for each in episodes if each.rewards and each.total >= self._full]
         totals = [each.total for each in episodes]
         numbers = {"mean": float(np.mean(totals)), "share": len(rewarded) / len(episodes)}
@@ -168,7 +172,7 @@ class EnvironmentAudit:
         advice = "the environment rewards without being solved; see what it rewards, or give --full"
         return Finding(check, severity, f"{text} ({list_task_ids(rewarded)})", advice, rewarded, numbers)
 
-    def _right(self, episodes: list[AuditEpisode]) -> Finding:
+    def _check_oracle(self, episodes: list[AuditEpisode]) -> Finding:
         if not episodes:
             return skipped_check("environment_oracle", "nothing says how to succeed; give --oracle FILE.py:NAME")
         short = [each.task for each in episodes if each.total < self._full]
@@ -180,7 +184,7 @@ class EnvironmentAudit:
         text = f"the oracle earns less than {self._full:g} on {len(short)} of {len(episodes)} tasks ({named})"
         return Finding("environment_oracle", Severity.PROBLEM, text, "correct the environment or the oracle", short)
 
-    def _failures(self) -> Finding:
+    def _check_failures(self) -> Finding:
         failed = {each.task: each.failure for each in self._episodes if each.failure is not None}
         late = list(dict.fromkeys(each.task for each in self._episodes if each.late))
         count = len(self._episodes)
@@ -198,7 +202,7 @@ class EnvironmentAudit:
         tasks = list(dict.fromkeys([*failed, *late]))
         return Finding("environment_crashes", Severity.PROBLEM, text, advice, tasks, numbers)
 
-    def _lengths(self, episodes: list[AuditEpisode]) -> Finding:
+    def _check_episodes(self, episodes: list[AuditEpisode]) -> Finding:
         rewards = [reward for each in self._episodes for reward in each.rewards]
         if not rewards:
             return skipped_check("environment_episodes", "no step was made")
@@ -219,7 +223,7 @@ class EnvironmentAudit:
             return Finding("environment_episodes", Severity.PROBLEM, text, advice, numbers=numbers)
         return passed_check("environment_episodes", text, **numbers)
 
-    def _time(self) -> Finding:
+    def _check_time(self) -> Finding:
         seconds = np.array([each for episode in self._episodes for each in episode.seconds] or [0.0])
         p50, p99 = float(np.quantile(seconds, 0.5)), float(np.quantile(seconds, 0.99))
         text = f"{len(seconds)} calls: p50 {1000 * p50:.1f} ms, p99 {1000 * p99:.1f} ms"
@@ -227,7 +231,7 @@ class EnvironmentAudit:
 
 
 def _oracle_action(oracle: ActionFunction, task: Task, observation: Any, turn: int) -> str:
-    """What a user's oracle does. Raises ConfigError where it raises, or gives no text."""
+    """Return the action of a user's oracle. Raises ConfigError if it raises, or returns no text."""
     found = call_oracle(oracle, task, observation, turn)
     if found is None:
         raise ConfigError(f"--oracle gave no action for task {task.id}, turn {turn}")
@@ -235,7 +239,7 @@ def _oracle_action(oracle: ActionFunction, task: Task, observation: Any, turn: i
 
 
 def _random_act(task: Task, observation: Any, turn: int) -> str:
-    """Words of what is seen, in an order that depends on task and turn alone."""
+    """Return random words of the observation; they depend on task and turn alone."""
     words = canonical_json(observation).split() or ["go"]
     chosen = random.Random(f"{task.id}:{turn}")
     return " ".join(chosen.choice(words) for _ in range(chosen.randint(1, 3)))

@@ -1,4 +1,4 @@
-"""What an audit finds: one verdict per check."""
+"""Findings of an audit: one result per check."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from enum import StrEnum
 from typing import Any
 
 MAX_LISTED_TASKS = 5
-"""Tasks that are named."""
+"""Tasks that a finding lists."""
 
 
 class Severity(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     SKIPPED = "skipped"  #: could not be checked
-    WARNING = "warning"  #: may be meant so
-    PROBLEM = "problem"  #: training would learn something else, or nothing
+    WARNING = "warning"  #: may be intended
+    PROBLEM = "problem"  #: training would learn the wrong thing, or nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The verdict of one check. `tasks` are those it is about, and `numbers` what it was concluded from."""
+    """The result of one check. `tasks` are the affected ones; `numbers` are the measurements behind it."""
 
     check: str
     severity: Severity
@@ -32,24 +32,24 @@ class Finding:
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Return it as plain JSON."""
         return asdict(self)
 
 
 def passed_check(check: str, text: str, **numbers: Any) -> Finding:
-    """Nothing is wrong."""
+    """Build the finding of a check that passed."""
     return Finding(check, Severity.OK, text, numbers=numbers)
 
 
 def skipped_check(check: str, text: str) -> Finding:
-    """It could not be checked."""
+    """Build the finding of a check that could not run."""
     return Finding(check, Severity.SKIPPED, text)
 
 
 def finding_by_share(
     check: str, share: float, problem: float, text: str, advice: str, tasks: Sequence[str] = (), **numbers: Any
 ) -> Finding:
-    """A problem from a share of the tasks on, below it a warning; fine where the share is 0."""
+    """Build a finding from a share of the tasks: OK at 0, a problem from `problem` on, else a warning."""
     severity = Severity.PROBLEM if share >= problem else Severity.WARNING
     severity = Severity.OK if share == 0 else severity
     numbers = {"share": share, **numbers}
@@ -57,6 +57,6 @@ def finding_by_share(
 
 
 def list_task_ids(tasks: Sequence[str]) -> str:
-    """The first ids, and how many more there are."""
+    """List the first ids, and the number of further ones."""
     more = f" and {len(tasks) - MAX_LISTED_TASKS} more" if len(tasks) > MAX_LISTED_TASKS else ""
     return ", ".join(tasks[:MAX_LISTED_TASKS]) + more

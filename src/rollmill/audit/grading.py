@@ -1,4 +1,4 @@
-"""Judging what an audit makes up, by the run's real judge, with the time that each judgement took."""
+"""Scores completions that an audit makes up with the run's RewardManager, and measures the time."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.types import Completion, StopReason, Task
 
 _AT_ONCE = 64
-_LATE, _LATE_SHARE = 8, 0.05  # from so many, and this share of all, on the rest is not waited for
+_LATE, _LATE_SHARE = 8, 0.05  # late results (count, share of all) from which on the rest is cancelled
 NOT_GRADED = RewardResult(None, {}, {}, 0.0)
-"""In place of a judgement where the reward failed, or was not asked any more."""
+"""Placeholder for a result if the reward failed, or was no longer called."""
 ResultT = TypeVar("ResultT")
 
 
 class AuditGrader:
-    """Counts and times all judgements."""
+    """Counts and times all reward results."""
 
-    def __init__(self, judge: RewardManager) -> None:
-        self._judge = judge
-        self._gate = asyncio.Semaphore(_AT_ONCE)
-        self.seconds: list[float] = []  #: of a judgement, without waiting for a worker
-        self.groupwise = judge.groupwise
+    def __init__(self, rewards: RewardManager) -> None:
+        self._rewards = rewards
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self.seconds: list[float] = []  #: per result, without the wait for a worker
+        self.groupwise = rewards.groupwise
         self.outcomes: Counter[str] = Counter()
-        self.late: list[str] = []  #: tasks of judgements that took too long
-        self.failed: dict[str, str] = {}  #: task -> what a reward raised
+        self.late: list[str] = []  #: tasks with a timeout
+        self.failed: dict[str, str] = {}  #: task -> exception of a reward
         self._ended = asyncio.Event()
-        self._made = 0
-        self._asked: set[asyncio.Future[Any]] = set()
+        self._count = 0
+        self._pending: set[asyncio.Future[Any]] = set()
 
     @property
     def timed_out(self) -> bool:
-        """Whether too many judgements took too long, so that nothing is judged any more."""
+        """Whether there were too many timeouts, so that rewards are no longer called."""
         return self._ended.is_set()
 
     async def judge(self, task: Task, texts: Sequence[str]) -> list[RewardResult]:
-        """What the rewards say of completions of a task; they are one group where a reward compares.
+        """Return the rewards of completions of a task; they are one group if a reward compares completions.
 
-        A reward that raises is noted, and its judgement is UNJUDGED. So is what is asked, or under way, once many
-        judgements have taken too long.
+        A reward that raises is recorded, and its result is NOT_GRADED. So is every further result after too many
+        timeouts.
         """
         completions = [completion_from_text(text, index) for index, text in enumerate(texts)]
-        if self._judge.groupwise:
-            async with self._gate:
-                work = self._judge.judge_group(task, completions)
-                found = await self._caught(task, work, [NOT_GRADED] * len(texts))
+        if self._rewards.groupwise:
+            async with self._slots:
+                work = self._rewards.judge_group(task, completions)
+                found = await self._catch(task, work, [NOT_GRADED] * len(texts))
             for each in found:
-                self._note(task, each)
+                self._record(task, each)
         else:
             found = list(await asyncio.gather(*(self._one(task, each) for each in completions)))
         return found
 
     async def _one(self, task: Task, completion: Completion) -> RewardResult:
-        async with self._gate:
-            found = await self._caught(task, self._judge.judge(task, completion), NOT_GRADED)
-        self._note(task, found)
+        async with self._slots:
+            found = await self._catch(task, self._rewards.judge(task, completion), NOT_GRADED)
+        self._record(task, found)
         return found
 
-    async def _caught(self, task: Task, work: Coroutine[Any, Any, ResultT], otherwise: ResultT) -> ResultT:
+    async def _catch(self, task: Task, work: Coroutine[Any, Any, ResultT], otherwise: ResultT) -> ResultT:
         if self.timed_out:
             work.close()
             return otherwise
-        asked = asyncio.ensure_future(work)
-        self._asked.add(asked)
+        pending = asyncio.ensure_future(work)
+        self._pending.add(pending)
         try:
-            return await asked
+            return await pending
         except RewardError as error:
             self.failed.setdefault(task.id, str(error))
             return otherwise
@@ -80,25 +80,25 @@ class AuditGrader:
                 raise
             return otherwise
         finally:
-            asked.cancel()
-            self._asked.discard(asked)
+            pending.cancel()
+            self._pending.discard(pending)
 
-    def _note(self, task: Task, judgement: RewardResult) -> None:
-        if judgement is NOT_GRADED:
+    def _record(self, task: Task, result: RewardResult) -> None:
+        if result is NOT_GRADED:
             return
-        self._made += 1
-        if judgement.spans:
-            self.seconds.append(max(span.ended - span.started for span in judgement.spans.values()))
-        self.outcomes.update(judgement.outcomes.values())
-        if any(outcome in (TIMEOUT, LATE) for outcome in judgement.outcomes.values()):
+        self._count += 1
+        if result.spans:
+            self.seconds.append(max(span.ended - span.started for span in result.spans.values()))
+        self.outcomes.update(result.outcomes.values())
+        if any(outcome in (TIMEOUT, LATE) for outcome in result.outcomes.values()):
             self.late.append(task.id)
-            if len(self.late) >= _LATE and len(self.late) >= _LATE_SHARE * self._made:
+            if len(self.late) >= _LATE and len(self.late) >= _LATE_SHARE * self._count:
                 self._ended.set()
-                for each in self._asked:
+                for each in self._pending:
                     each.cancel()
 
 
 def completion_from_text(text: str, index: int = 0) -> Completion:
-    """A completion that has only text: nothing was generated, so there are no tokens."""
+    """Build a completion that has only text: nothing was generated, so there are no tokens."""
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=index)

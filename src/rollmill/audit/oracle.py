@@ -1,4 +1,4 @@
-"""A task's own answer in the forms that rewards read: what an oracle says."""
+"""Oracle completions: a task's answer in the forms that rewards read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _SAID = r"(?:####|answer\s*(?:is|:|=)|\\boxed\s*\{{|<answer>)\s*\$?{answer}(?![\
 
 
 def reference_text(task: Task) -> str | None:
-    """The reference as text, of a worked solution only its last \\boxed{} or what follows "####"; None without one."""
+    """Return the reference as text; None without one.
+
+    Of a worked solution only its last \\boxed{} or the text after "####".
+    """
     answer = task.answer
     if answer is None:
         return None
@@ -36,10 +39,10 @@ def reference_text(task: Task) -> str | None:
 
 
 def oracle_completions(task: Task, template: str | None) -> dict[str, str]:
-    """The answer, and the worked solution, as a completion would give them, by the name of the form.
+    """Return form name -> completion, with the task's answer and worked solution in every form.
 
     Args:
-        template: the only form there is, with {answer} and {response} in it.
+        template: the only form, with {answer} and {response} in it.
     """
     answer, worked = reference_text(task), task.response
     if template is not None:
@@ -63,7 +66,7 @@ def oracle_completions(task: Task, template: str | None) -> dict[str, str]:
 
 
 def call_oracle(oracle: Callable[..., Any], task: Task, *more: Any) -> str | None:
-    """What a user's oracle says. Raises ConfigError where it raises, or gives no text."""
+    """Return the result of a user's oracle. Raises ConfigError if it raises, or returns no text."""
     try:
         found = oracle(task, *more)
     except Exception as error:
@@ -74,7 +77,7 @@ def call_oracle(oracle: Callable[..., Any], task: Task, *more: Any) -> str | Non
 
 
 def states_answer(text: str, answer: str) -> bool:
-    """Whether a text, normalised, gives the answer as an answer: boxed, in a tag, after #### or "the answer is"."""
+    """Whether a normalised text states the answer: boxed, in a tag, after #### or "the answer is"."""
     if (plain := normalize_text(answer)) not in text:
         return False
     said = _SAID.format(answer=regex.escape(plain))
@@ -82,7 +85,7 @@ def states_answer(text: str, answer: str) -> bool:
 
 
 class NormalizedText:
-    """A text as its words and as the numbers in it."""
+    """A text as words and as the numbers in it."""
 
     def __init__(self, text: str) -> None:
         self.text = f" {' '.join(words(normalize_text(text)))} "
@@ -90,25 +93,25 @@ class NormalizedText:
         self.numbers = {value for found in _NUMBER.findall(text) if (value := parse_number(found)) is not None}
 
     def has(self, answer: str, value: Fraction | None) -> bool:
-        """Whether the answer stands there, as a number of its value or as its words."""
+        """Whether the answer occurs in the text, as a number of its value or as its words."""
         if value is not None:
             return value in self.numbers
         return normalize_phrase(answer) in self.text
 
 
 def normalize_phrase(answer: str) -> str:
-    """The words of an answer as they stand in `NormalizedText.text`."""
+    """Return the words of an answer as they occur in `NormalizedText.text`."""
     return f" {' '.join(words(normalize_text(answer)))} "
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that an answer is; None for anything else, and for a number with a unit."""
+    """Parse an answer as a number; None for anything else, and for a number with a unit."""
     found = parse_quantity(plain_answer(text)) if len(text) < 100 else None
     return None if found is None or found.unit is not None else found.value
 
 
 def wrap_answer(answer: str) -> dict[str, str]:
-    """One answer in every form that an answer is given in."""
+    """Return form name -> the answer in that form."""
     return {
         "boxed": f"The answer is \\boxed{{{answer}}}.",
         "hash": f"#### {answer}",
@@ -121,5 +124,5 @@ def wrap_answer(answer: str) -> dict[str, str]:
 
 
 def canonical_json(value: Any) -> str:
-    """Anything as a text that equal values share."""
+    """Return a text that is equal for equal values."""
     return json.dumps(value, sort_keys=True, default=str, ensure_ascii=False)

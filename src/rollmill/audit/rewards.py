@@ -1,4 +1,4 @@
-"""Checks of rewards: the oracle, policies that know nothing, policies that cheat, and whether verdicts repeat."""
+"""Checks of rewards: the oracle, uninformed policies, reward hacks, and determinism."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ _REPEATED = 40
 _SLOW_S = 2.0
 
 RewardOracle = Callable[[Task], str | None]
-"""A user's own: what would be right for a task, or None."""
+"""A user's function: the right completion for a task, or None."""
 
 
 @dataclass(slots=True)
 class ProbedTask:
-    """One task and what was judged of it, by the name of who said it."""
+    """One task with its completions and their results, by source (oracle, random, a hack, ...)."""
 
     task: Task
     texts: dict[str, list[str]]
     judged: dict[str, list[RewardResult]] = field(default_factory=dict)
     cut: dict[float, RewardResult] = field(default_factory=dict)
 
-    def made(self, who: str) -> list[RewardResult]:
-        """The judgements that the rewards have made of its completions."""
-        return [each for each in self.judged.get(who, []) if each is not NOT_GRADED]
+    def made(self, source: str) -> list[RewardResult]:
+        """Return the results of the completions of a source."""
+        return [each for each in self.judged.get(source, []) if each is not NOT_GRADED]
 
-    def best(self, who: str) -> float:
-        """The greatest reward of a completion that was judged."""
-        return max(map(_reward, self.made(who)))
+    def best(self, source: str) -> float:
+        """Return the greatest reward of a source's completions."""
+        return max(map(_reward, self.made(source)))
 
-    def rewarded(self, who: str, full: float) -> int:
-        """How many of its completions earned the full reward."""
-        return sum(_reward(each) >= full for each in self.made(who))
+    def rewarded(self, source: str, full: float) -> int:
+        """Return how many of a source's completions earned the full reward."""
+        return sum(_reward(each) >= full for each in self.made(source))
 
 
 class RewardAudit:
-    """Judges made-up completions of tasks.
+    """Scores made-up completions of tasks.
 
     Args:
         full: the reward of a right completion.
-        template: the form of the oracle's completions; None: all that are known are tried.
-        oracle: a user's own.
+        template: the form of the oracle's completions; None: all known forms.
+        oracle: a user's oracle.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RewardAudit:
         self._grader, self._full = grader, full
         answers = [answer for task in tasks if (answer := reference_text(task)) is not None]
         words = sorted({word for task in tasks for word in flatten_prompt(task).split()})
-        self._tried = [
+        self._probes = [
             ProbedTask(task, self._texts(task, number, answers, words, template, oracle))
             for number, task in enumerate(tasks)
         ]
@@ -92,51 +92,61 @@ class RewardAudit:
         return found | {hack.name: hack.texts(task, others) for hack in REWARD_HACKS}
 
     async def run(self) -> list[Finding]:
-        """All checks."""
-        await asyncio.gather(*(self._judge(each) for each in self._tried))
-        await asyncio.gather(*(self._judge_cut(each) for each in self._tried))
-        findings = [self._judged(), self._oracle(), self._random(), self._empty(), self._truncated()]
-        findings += [self._hack(hack) for hack in REWARD_HACKS]
-        return [*findings, await self._determinism(), self._time(), self._failures()]
+        """Run all checks."""
+        await asyncio.gather(*(self._score(each) for each in self._probes))
+        await asyncio.gather(*(self._score_truncated(each) for each in self._probes))
+        findings = [
+            self._check_applies(),
+            self._check_oracle(),
+            self._check_random(),
+            self._check_empty(),
+            self._check_truncated(),
+        ]
+        findings += [self._check_hack(hack) for hack in REWARD_HACKS]
+        return [*findings, await self._check_determinism(), self._check_time(), self._check_failures()]
 
-    async def _judge(self, tried: ProbedTask) -> None:
-        names = [name for name, texts in tried.texts.items() for _ in texts]
-        found = await self._grader.judge(tried.task, [text for texts in tried.texts.values() for text in texts])
-        for name, judgement in zip(names, found, strict=True):
-            tried.judged.setdefault(name, []).append(judgement)
+    async def _score(self, probe: ProbedTask) -> None:
+        names = [name for name, texts in probe.texts.items() for _ in texts]
+        found = await self._grader.judge(probe.task, [text for texts in probe.texts.values() for text in texts])
+        for name, result in zip(names, found, strict=True):
+            probe.judged.setdefault(name, []).append(result)
 
-    async def _judge_cut(self, tried: ProbedTask) -> None:
-        """The oracle's best completion cut off, where the answer does not stand there by then."""
-        judged = tried.judged.get("oracle", [])
+    async def _score_truncated(self, probe: ProbedTask) -> None:
+        """Score truncations of the oracle's best completion that do not contain the answer yet."""
+        judged = probe.judged.get("oracle", [])
         if not judged or _reward(best := max(judged, key=_reward)) < self._full:
             return
-        text = tried.texts["oracle"][judged.index(best)]
-        answer = reference_text(tried.task)
+        text = probe.texts["oracle"][judged.index(best)]
+        answer = reference_text(probe.task)
         cuts = {share: text[: int(len(text) * share)] for share in TRUNCATION_FRACTIONS}
         if answer is not None:
             value = parse_number(answer)
             cuts = {share: cut for share, cut in cuts.items() if not NormalizedText(cut).has(answer, value)}
-        found = await self._grader.judge(tried.task, list(cuts.values()))
-        tried.cut = {cut: each for cut, each in zip(cuts, found, strict=True) if each is not NOT_GRADED}
+        found = await self._grader.judge(probe.task, list(cuts.values()))
+        probe.cut = {cut: each for cut, each in zip(cuts, found, strict=True) if each is not NOT_GRADED}
 
     # -- checks ------------------------------------------------------------------------------------------------
 
-    def _judged(self) -> Finding:
-        asked = {one.task.id: made for one in self._tried if (made := [e for who in one.judged for e in one.made(who)])}
-        if not asked:
-            return self._unjudged("answers", "whether a reward applies")
-        none = [task for task, made in asked.items() if all(each.reward is None for each in made)]
-        text = f"no reward applies to {len(none)} of {len(asked)} tasks" + (f" ({list_task_ids(none)})" if none else "")
+    def _check_applies(self) -> Finding:
+        results = {
+            one.task.id: made for one in self._probes if (made := [e for who in one.judged for e in one.made(who)])
+        }
+        if not results:
+            return self._skipped("answers", "whether a reward applies")
+        none = [task for task, made in results.items() if all(each.reward is None for each in made)]
+        text = f"no reward applies to {len(none)} of {len(results)} tasks" + (
+            f" ({list_task_ids(none)})" if none else ""
+        )
         advice = "give the tasks what the rewards compare with (taskset.fields.answer), or drop them"
-        share = len(none) / len(asked)
+        share = len(none) / len(results)
         return finding_by_share("answers", share, 0.5, text if none else "every task can be judged", advice, none)
 
-    def _oracle(self) -> Finding:
-        known = [one for one in self._tried if one.made("oracle")]
-        if not any(one.texts["oracle"] for one in self._tried):
+    def _check_oracle(self) -> Finding:
+        known = [one for one in self._probes if one.made("oracle")]
+        if not any(one.texts["oracle"] for one in self._probes):
             return skipped_check("oracle", "no task has an answer or a worked solution; give --oracle FILE.py:NAME")
         if not known:
-            return self._unjudged("oracle", "the right answer")
+            return self._skipped("oracle", "the right answer")
         short = {one.task.id: best for one in known if (best := one.best("oracle")) < self._full}
         if not short:
             return passed_check(
@@ -150,30 +160,34 @@ class RewardAudit:
         )
         return finding_by_share("oracle", len(short) / len(known), 0.02, text, advice, list(short), rewards=short)
 
-    def _random(self) -> Finding:
-        return self._ignorant("random", "random words", 0.02)
+    def _check_random(self) -> Finding:
+        return self._check_uninformed("random", "random words", 0.02)
 
-    def _empty(self) -> Finding:
-        return self._ignorant("empty", "an empty completion", 0.0)
+    def _check_empty(self) -> Finding:
+        return self._check_uninformed("empty", "an empty completion", 0.0)
 
-    def _ignorant(self, who: str, about: str, problem: float) -> Finding:
-        asked = [one for one in self._tried if one.made(who)]
-        if not asked:
-            return self._unjudged(who, about)
-        rewarded = [one.task.id for one in asked if one.rewarded(who, self._full)]
-        mean = float(np.mean([one.best(who) for one in asked]))
-        if len(rewarded) > problem * len(asked) and (problem == 0 or len(rewarded) >= _SEVERAL):
-            text = f"{about} earns the full reward on {len(rewarded)} of {len(asked)} tasks ({list_task_ids(rewarded)})"
+    def _check_uninformed(self, source: str, about: str, problem: float) -> Finding:
+        scored = [one for one in self._probes if one.made(source)]
+        if not scored:
+            return self._skipped(source, about)
+        rewarded = [one.task.id for one in scored if one.rewarded(source, self._full)]
+        mean = float(np.mean([one.best(source) for one in scored]))
+        if len(rewarded) > problem * len(scored) and (problem == 0 or len(rewarded) >= _SEVERAL):
+            text = (
+                f"{about} earns the full reward on {len(rewarded)} of {len(scored)} tasks ({list_task_ids(rewarded)})"
+            )
             advice = "the reward does not look at the answer; correct it, or drop tasks that anything solves"
-            share = len(rewarded) / len(asked)
-            return Finding(who, Severity.PROBLEM, text, advice, rewarded, {"share": share, "mean": mean})
+            share = len(rewarded) / len(scored)
+            return Finding(source, Severity.PROBLEM, text, advice, rewarded, {"share": share, "mean": mean})
         text = f"{about} earns {mean:.3g} on average, of {self._full:g}"
         if mean > problem * self._full:
-            return Finding(who, Severity.WARNING, text, "knowing nothing should earn nothing", numbers={"mean": mean})
-        return passed_check(who, text, mean=mean)
+            return Finding(
+                source, Severity.WARNING, text, "knowing nothing should earn nothing", numbers={"mean": mean}
+            )
+        return passed_check(source, text, mean=mean)
 
-    def _truncated(self) -> Finding:
-        known = [one for one in self._tried if one.cut]
+    def _check_truncated(self) -> Finding:
+        known = [one for one in self._probes if one.cut]
         if not known:
             return skipped_check("truncated", "no completion of the oracle earns the full reward, so none was cut off")
         passed = {
@@ -188,41 +202,41 @@ class RewardAudit:
         severity = Severity.OK if shares[0.5] <= _CHANCE else Severity.WARNING
         severity = Severity.PROBLEM if shares[0.5] >= 0.5 else severity
         advice = "the reward is satisfied before the answer is there; ask for it in one place (extract: boxed, a tag)"
-        own = tasks if severity is not Severity.OK else []
+        listed = tasks if severity is not Severity.OK else []
         return Finding(
             "truncated",
             severity,
             text,
-            advice if own else "",
-            own,
+            advice if listed else "",
+            listed,
             {str(cut): shares[cut] for cut in TRUNCATION_FRACTIONS},
         )
 
-    def _hack(self, hack: RewardHack) -> Finding:
+    def _check_hack(self, hack: RewardHack) -> Finding:
         check = f"hack:{hack.name}"
-        asked = [one for one in self._tried if one.made(hack.name)]
-        if not any(one.texts[hack.name] for one in self._tried):
+        scored = [one for one in self._probes if one.made(hack.name)]
+        if not any(one.texts[hack.name] for one in self._probes):
             return skipped_check(check, f"{hack.about}: does not apply to these tasks")
-        if not asked:
-            return self._unjudged(check, hack.about)
-        rewarded = [one.task.id for one in asked if one.rewarded(hack.name, self._full) >= hack.several]
+        if not scored:
+            return self._skipped(check, hack.about)
+        rewarded = [one.task.id for one in scored if one.rewarded(hack.name, self._full) >= hack.several]
         if not rewarded:
             return passed_check(check, f"{hack.about}: not rewarded")
-        share, guessed = len(rewarded) / len(asked), float(np.mean([guess_probability(one.task) for one in asked]))
-        text = f"{hack.about}: full reward on {len(rewarded)} of {len(asked)} tasks ({list_task_ids(rewarded)})"
+        share, guessed = len(rewarded) / len(scored), float(np.mean([guess_probability(one.task) for one in scored]))
+        text = f"{hack.about}: full reward on {len(rewarded)} of {len(scored)} tasks ({list_task_ids(rewarded)})"
         lucky = max(_CHANCE, guessed)
-        by_chance = lucky + 2 * (lucky * (1 - lucky) / len(asked)) ** 0.5
+        by_chance = lucky + 2 * (lucky * (1 - lucky) / len(scored)) ** 0.5
         if hack.chance and (len(rewarded) < _SEVERAL or share <= by_chance):
             return passed_check(check, f"{text}, no more than by chance", share=share)
         advice = "a policy will find this; make the reward read one answer in one place, and nothing else"
         return Finding(check, Severity.PROBLEM, text, advice, rewarded, {"share": share})
 
-    async def _determinism(self) -> Finding:
-        """The same completions again, one after the other and in another order."""
-        step = max(1, len(self._tried) // _REPEATED)
-        moved: list[str] = []
+    async def _check_determinism(self) -> Finding:
+        """Score the same completions again, one after the other and in another order."""
+        step = max(1, len(self._probes) // _REPEATED)
+        changed: list[str] = []
         count = 0
-        for one in reversed(self._tried[::step]):
+        for one in reversed(self._probes[::step]):
             names = ("oracle", "random", "empty", "prompt_repeated", "many_boxes")
             texts = [text for name in names for text in one.texts[name]][::-1]
             before = [each for name in names for each in one.judged.get(name, [])][::-1]
@@ -230,23 +244,22 @@ class RewardAudit:
             both = [pair for pair in both if not any(each is NOT_GRADED for each in pair)]
             count += bool(both)
             if any(first.reward != later.reward for first, later in both):
-                moved.append(one.task.id)
+                changed.append(one.task.id)
         if not count:
-            return self._unjudged("determinism", "the same completions again")
-        if not moved:
+            return self._skipped("determinism", "the same completions again")
+        if not changed:
             return passed_check("determinism", f"the same completions earn the same again ({count} tasks)")
-        text = (
-            f"the same completions earn another reward later on {len(moved)} of {count} tasks ({list_task_ids(moved)})"
-        )
+        named = list_task_ids(changed)
+        text = f"the same completions earn another reward later on {len(changed)} of {count} tasks ({named})"
         advice = "remove what depends on chance, time or other completions; a judge needs temperature 0 or a cache"
-        return Finding("determinism", Severity.PROBLEM, text, advice, moved, {"share": len(moved) / count})
+        return Finding("determinism", Severity.PROBLEM, text, advice, changed, {"share": len(changed) / count})
 
     async def _again(self, task: Task, texts: Sequence[str]) -> list[RewardResult]:
         if self._grader.groupwise:
             return await self._grader.judge(task, texts)
         return [(await self._grader.judge(task, [text]))[0] for text in texts]
 
-    def _time(self) -> Finding:
+    def _check_time(self) -> Finding:
         seconds, late = np.array(self._grader.seconds or [0.0]), self._grader.late
         p50, p99, most = (float(np.quantile(seconds, share)) for share in (0.5, 0.99, 1.0))
         numbers = {"p50": p50, "p99": p99, "max": most, "judgements": len(seconds), "late": len(late)}
@@ -262,21 +275,21 @@ class RewardAudit:
             return Finding("reward_time", Severity.WARNING, text, advice, numbers=numbers)
         return passed_check("reward_time", text, **numbers)
 
-    def _unjudged(self, check: str, about: str) -> Finding:
+    def _skipped(self, check: str, about: str) -> Finding:
         why = "too many judgements took too long (reward_time)" if self._grader.timed_out else "the reward failed on it"
         return skipped_check(check, f"{about}: {why}" + ("" if self._grader.timed_out else " (reward_errors)"))
 
-    def _failures(self) -> Finding:
+    def _check_failures(self) -> Finding:
         failed = self._grader.failed
         if not failed:
             return passed_check("reward_errors", "no completion made a reward fail")
-        text = f"a reward fails on {len(failed)} of {len(self._tried)} tasks; the first: {next(iter(failed.values()))}"
+        text = f"a reward fails on {len(failed)} of {len(self._probes)} tasks; the first: {next(iter(failed.values()))}"
         advice = "a policy will write this, too, and the run would end; return 0 for what cannot be read"
         return Finding("reward_errors", Severity.PROBLEM, text, advice, list(failed))
 
 
-def _reward(judgement: RewardResult) -> float:
-    return 0.0 if judgement.reward is None else judgement.reward
+def _reward(result: RewardResult) -> float:
+    return 0.0 if result.reward is None else result.reward
 
 
 def _ms(seconds: float) -> str:

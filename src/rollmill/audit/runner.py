@@ -1,4 +1,4 @@
-"""All checks of a stage's tasks, rewards and environment."""
+"""Runs all checks of a stage's tasks, rewards and environment."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ ProgressCallback = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """How an audit goes about it.
+    """Options of an audit.
 
     Attributes:
-        tasks: how many are judged or acted in, spread over the taskset; texts are looked at in all.
+        tasks: number of tasks that are scored or acted in, spread over the taskset; text checks use all tasks.
         full: the reward of a right completion; None: evaluation.threshold, else 1.
         template: the form of right completions.
-        oracle: a function of the user's: of a task the right completion; or of a task, an observation and the number of
-            the turn the right action.
+        oracle: a user's function: (task) -> right completion; or (task, observation, turn number) -> right action.
         samples: completions of the run's model per task; 0: none.
         scores: a file of rated tasks.
     """
@@ -63,7 +62,7 @@ class AuditOptions:
 def run_audit(
     loaded: LoadedRun, stage: StageConfig, options: AuditOptions, progress: ProgressCallback
 ) -> list[Finding]:
-    """Every check that applies to the stage.
+    """Run every check that applies to the stage.
 
     Raises:
         TasksetError: the tasks cannot be loaded.
@@ -89,13 +88,13 @@ def run_audit(
 
 
 def audit_exit_code(findings: Sequence[Finding], strict: bool) -> int:
-    """The exit code: 1 with a problem, and if `strict` with a warning."""
+    """Return the exit code: 1 with a problem, and if `strict` with a warning."""
     bad = {Severity.PROBLEM, Severity.WARNING} if strict else {Severity.PROBLEM}
     return int(any(each.severity in bad for each in findings))
 
 
 def sample_evenly(tasks: Sequence[Task], count: int) -> list[Task]:
-    """At most `count` tasks, evenly over the whole list."""
+    """Return at most `count` tasks, evenly over the whole list."""
     if len(tasks) <= count:
         return list(tasks)
     return [tasks[number * len(tasks) // count] for number in range(count)]
@@ -109,14 +108,14 @@ def _full(stage: StageConfig, options: AuditOptions) -> float:
 
 
 async def _rewards(stage: StageConfig, tasks: Sequence[Task], options: AuditOptions, tokenizer: Any) -> list[Finding]:
-    judge = build_reward_manager(stage.rewards, stage.judging, tokenizer=tokenizer)
+    manager = build_reward_manager(stage.rewards, stage.judging, tokenizer=tokenizer)
     try:
         checks = RewardAudit(
-            AuditGrader(judge), tasks, full=_full(stage, options), template=options.template, oracle=options.oracle
+            AuditGrader(manager), tasks, full=_full(stage, options), template=options.template, oracle=options.oracle
         )
         return await checks.run()
     finally:
-        judge.close()
+        manager.close()
 
 
 async def _environment(stage: StageConfig, tasks: Sequence[Task], options: AuditOptions) -> list[Finding]:
@@ -145,7 +144,7 @@ async def _environment(stage: StageConfig, tasks: Sequence[Task], options: Audit
 
 
 def _tokenizer(loaded: LoadedRun) -> tuple[Any, int | None]:
-    """The tokenizer and the context of the run's checkpoint, if it starts from one."""
+    """Return the tokenizer and the context of the run's checkpoint, if it starts from one."""
     folder = loaded.config.model.path
     if not isinstance(folder, Path):
         return None, None
@@ -176,7 +175,7 @@ def _solvability(
 
 
 def _rates(file: Path) -> dict[str, float]:
-    """Success rates by task."""
+    """Return the success rates by task."""
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         found = {str(row["id"]): to_finite_number(row.get("success_rate")) for row in rows}

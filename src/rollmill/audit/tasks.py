@@ -20,41 +20,45 @@ from rollmill.types import Task
 
 _SHORT_DIGITS, _SHORT_LETTERS = 3, 5
 _COMMON = 0.02
-_FEW = 40  # telling answers below which a share means little
+_FEW = 40  # fewer distinctive answers do not give a reliable share
 
 
 def check_leakage(tasks: Sequence[Task]) -> Finding:
-    """Answers that stand in their own prompt.
+    """Find answers that occur in their own prompt.
 
-    Short answers stand in many prompts by accident, so only telling ones count: numbers of three digits or more and
-    texts of five letters or more, which stand in at most 2 % of the other prompts. An answer that is announced as one
-    ("the answer is 7") counts whatever its length, unless other prompts announce it as well (worked examples do).
-    Letters of options, and the texts of options, belong into a prompt.
+    Short answers occur in many prompts by accident, so only distinctive ones count: numbers of three digits or more and
+    texts of five letters or more, in at most 2 % of the other prompts. An answer stated as one ("the answer is 7")
+    counts whatever its length, unless other prompts state it as well (worked examples do). Option letters, and option
+    texts, belong in a prompt.
     """
     prompts = [NormalizedText(_whole(task)) for task in tasks]
     known = [(number, answer) for number, task in enumerate(tasks) if (answer := reference_text(task)) is not None]
-    asked = [(number, answer) for number, answer in known if not _is_option(tasks[number], answer)]
-    if not asked:
+    checked = [(number, answer) for number, answer in known if not _is_option(tasks[number], answer)]
+    if not checked:
         return skipped_check("leakage", "no task has an answer that is no option" if known else "no task has an answer")
-    told = [tasks[number].id for number, answer in asked if _announced(prompts, number, answer)]
-    telling = [(number, answer) for number, answer in asked if _is_distinctive(answer)]
+    stated = [tasks[number].id for number, answer in checked if _is_stated(prompts, number, answer)]
+    distinctive = [(number, answer) for number, answer in checked if _is_distinctive(answer)]
     numbers_in = Counter(value for prompt in prompts for value in prompt.numbers)
-    found = [tasks[number].id for number, answer in telling if _appears_in_prompt(prompts, numbers_in, number, answer)]
-    leaked = list(dict.fromkeys([*told, *found]))
-    short = len(asked) - len(telling)
-    numbers = {"asked": len(asked), "telling": len(telling), "announced": len(told)}
+    found = [
+        tasks[number].id for number, answer in distinctive if _appears_in_prompt(prompts, numbers_in, number, answer)
+    ]
+    leaked = list(dict.fromkeys([*stated, *found]))
+    short = len(checked) - len(distinctive)
+    numbers = {"asked": len(checked), "telling": len(distinctive), "announced": len(stated)}
     if not leaked:
         return passed_check(
-            "leakage", f"no prompt gives its answer away ({len(telling)} telling answers, {short} short)", **numbers
+            "leakage",
+            f"no prompt gives its answer away ({len(distinctive)} distinctive answers, {short} short)",
+            **numbers,
         )
-    text = f"the answer stands in the prompt of {len(leaked)} of {len(asked)} tasks ({list_task_ids(leaked)})"
+    text = f"the answer stands in the prompt of {len(leaked)} of {len(checked)} tasks ({list_task_ids(leaked)})"
     advice = "look at these: remove the answer from the prompt, or drop the task; a few may be chance"
-    share = max(len(told) / len(asked), len(found) / max(len(telling), _FEW))
+    share = max(len(stated) / len(checked), len(found) / max(len(distinctive), _FEW))
     return finding_by_share("leakage", share, 0.05, text, advice, leaked, **numbers)
 
 
 def _whole(task: Task) -> str:
-    """All of the prompt, a system message included."""
+    """Return the whole prompt, including a system message."""
     if isinstance(task.prompt, str):
         return task.prompt
     return "\n".join(message["content"] for message in task.prompt)
@@ -74,16 +78,16 @@ def _is_option(task: Task, answer: str) -> bool:
 
 
 def _appears_in_prompt(prompts: Sequence[NormalizedText], numbers: Counter[Fraction], number: int, answer: str) -> bool:
-    """Whether the answer stands in its own prompt, and in few others; `numbers` says in how many each number stands."""
+    """Whether the answer occurs in its own prompt, and in few others; `numbers` counts the prompts with each number."""
     value = parse_number(answer)
     if not prompts[number].has(answer, value):
         return False
     phrase = normalize_phrase(answer)
-    standing = numbers[value] if value is not None else sum(phrase in prompt.text for prompt in prompts)
-    return standing - 1 <= max(1, _COMMON * (len(prompts) - 1))
+    count = numbers[value] if value is not None else sum(phrase in prompt.text for prompt in prompts)
+    return count - 1 <= max(1, _COMMON * (len(prompts) - 1))
 
 
-def _announced(prompts: Sequence[NormalizedText], number: int, answer: str) -> bool:
+def _is_stated(prompts: Sequence[NormalizedText], number: int, answer: str) -> bool:
     if not states_answer(prompts[number].raw, answer):
         return False
     others = sum(states_answer(prompt.raw, answer) for at, prompt in enumerate(prompts) if at != number)
@@ -91,7 +95,7 @@ def _announced(prompts: Sequence[NormalizedText], number: int, answer: str) -> b
 
 
 def check_duplicates(tasks: Sequence[Task]) -> Finding:
-    """Tasks that ask the same, or nearly the same; the same question with two answers is worse."""
+    """Find tasks that ask the same, or nearly the same; the same question with two answers is worse."""
     try:
         report = _report(tasks, "near")
         how = "nearly the same"
@@ -118,7 +122,7 @@ def _report(tasks: Sequence[Task], by: str) -> TaskOperatorReport:
 
 
 def check_contamination(tasks: Sequence[Task], held_out: Sequence[Task]) -> Finding:
-    """Training tasks that overlap with held-out ones."""
+    """Find training tasks that overlap with held-out ones."""
     if not held_out:
         return skipped_check("contamination", "there is no evaluation to compare with")
     report = TaskOperatorReport("audit", "decontaminate", len(tasks))
@@ -135,7 +139,7 @@ def check_contamination(tasks: Sequence[Task], held_out: Sequence[Task]) -> Find
 
 
 def check_prompt_length(lengths: dict[str, int], context: int, max_new_tokens: int) -> Finding:
-    """Prompts that leave too little room; `lengths` are tokens by task."""
+    """Find prompts that leave too little room; `lengths` are tokens by task."""
     over = [task for task, length in lengths.items() if length >= context]
     tight = [task for task, length in lengths.items() if length + max_new_tokens > context]
     longest = max(lengths.values())
@@ -152,7 +156,7 @@ def check_prompt_length(lengths: dict[str, int], context: int, max_new_tokens: i
 
 
 def check_solvability(rates: dict[str, float]) -> Finding:
-    """How often the tasks are solved: groups in which all or none succeed teach nothing. `rates` by task."""
+    """Check how often the tasks are solved: groups in which all or none succeed teach nothing. `rates` by task."""
     bars = [0] * 10
     for rate in rates.values():
         bars[min(int(rate * 10), 9)] += 1

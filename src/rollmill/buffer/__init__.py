@@ -1,4 +1,4 @@
-"""Where experiences wait for the trainer."""
+"""Experience buffer between rollouts and the trainer: in memory, or in a database."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import ConfigError, StoreError
 from rollmill.files import read_json_object
 
-# From the section `buffer` to a store; and the buffer of a run directory, for commands.
-
 DATABASE_FILE = "buffer.sqlite"
 
 
 def open_store(config: BufferConfig, *, run_dir: Path, run_id: str, persistent: bool) -> ExperienceStore:
-    """The store of a run.
+    """Open the store of a run, as configured in the section `buffer`.
 
     Args:
-        run_id: tells runs in one database apart.
-        persistent: the run is asynchronous or learns from groups again, so `auto` stands for a database.
+        run_id: identifies the run in a shared database.
+        persistent: the run is asynchronous or uses replay, so `auto` means a database.
 
     Raises:
         StoreError: the database cannot be opened.
@@ -38,11 +36,11 @@ def open_store(config: BufferConfig, *, run_dir: Path, run_id: str, persistent: 
 
 
 def open_run_store(run_dir: Path, *, read_only: bool = True) -> SqlStore:
-    """The database of a run directory: that of `buffer.url` in its config.yaml, else RUN/buffer.sqlite.
+    """Open the database of a run directory: `buffer.url` of its config.yaml, else RUN/buffer.sqlite.
 
     Raises:
         ConfigError: `run_dir` holds no run, or its buffer is in memory.
-        StoreError: the database cannot be opened or holds nothing of the run.
+        StoreError: the database cannot be opened or does not have the run.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} holds no run (no config.yaml); give the directory that `rollmill run` printed")
@@ -55,7 +53,7 @@ def open_run_store(run_dir: Path, *, read_only: bool = True) -> SqlStore:
 
 
 def create_run_store(run_dir: Path, *, read_only: bool = False) -> SqlStore:
-    """Like `open_run_store`, but a database that is missing is made, unless it is only read."""
+    """Like `open_run_store`, but creates a missing database, unless `read_only`."""
     from rollmill.buffer.database import Database, sqlite_url
 
     run_id = _run_id(run_dir / "machine.json")
@@ -68,20 +66,20 @@ def create_run_store(run_dir: Path, *, read_only: bool = False) -> SqlStore:
 
 
 def database_url(run_dir: Path) -> str | None:
-    """`buffer.url` in a run's config.yaml; None where no stage names one. Raises ConfigError where it is damaged."""
+    """`buffer.url` in a run's config.yaml; None if no stage sets it. Raises ConfigError if the file is damaged."""
     urls = (section.get("url") for section in _sections(run_dir))
     return next((str(url) for url in urls if url is not None), None)
 
 
 def replay_capacity(run_dir: Path) -> int:
-    """How many groups the run's stages choose from for replay, at most; 0 where none replays."""
+    """Largest replay capacity, in groups, of the run's stages; 0 without replay."""
     rules = [section.get("replay") for section in _sections(run_dir)]
     standard = ReplayConfig.model_fields["capacity"].default
     return max((rule.get("capacity", standard) for rule in rules if rule is not None), default=0)
 
 
 def _sections(run_dir: Path) -> list[dict[str, Any]]:
-    """The sections `buffer` of a resolved run file; none where there is no file."""
+    """The sections `buffer` of a resolved run file; empty if there is no file."""
     path = run_dir / "config.yaml"
     try:
         config = read_plain_yaml(path) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""What a buffer holds and does: groups of experiences on shelves, handed out once, or again on request."""
+"""Interface of experience stores: groups of experiences by kind, handed out once, or again for replay."""
 
 from __future__ import annotations
 
@@ -20,61 +20,61 @@ from rollmill.types import Experience, ExperienceSource, Task
 
 
 class ExperienceKind(StrEnum):
-    """Where a group stands."""
+    """Kind of the experiences of a group."""
 
-    ROLLOUT = "usual"  #: rolled out and verified, waiting to be learned from or kept for replay
+    ROLLOUT = "usual"  #: rolled out and scored, waiting for the trainer or kept for replay
     EXPERT = "expert"  #: demonstrations, one per group
     PREFERENCE = "preference"  #: pairs
-    RATED = "rated"  #: completions with the reward that a person or an application gave them
+    RATED = "rated"  #: completions with a reward from a person or an application
     PARTIAL = "partial"  #: unfinished completions, to be continued
 
 
 EXPLORER, PIPELINE, FEEDBACK, IMPORTED = "explorer", "pipeline", "feedback", "imported"
-"""Who writes groups. What the first two wrote after a checkpoint is made again by a run that resumes from it."""
+"""Writers of groups. A run that resumes from a checkpoint regenerates what the first two wrote after it."""
 REMOTE_EXPLORER = "explorer of "
-"""Begins what explorers in processes of their own write as, with the stage behind it. They make nothing again."""
+"""Prefix of the writer of remote explorers; the stage follows. Their groups are not regenerated."""
 
 
 def made_by_run(writer: str) -> bool:
-    """Whether a run has made a group by itself: no person, no application, no other run."""
+    """Whether a group comes from a run itself, rather than from a person, an application or another run."""
     return writer in (EXPLORER, PIPELINE) or writer.startswith(REMOTE_EXPLORER)
 
 
 @dataclass(slots=True)
 class Group:
-    """What is handed out as one: completions compared with each other, a pair, or a single demonstration."""
+    """Unit of a store: completions compared with each other, a preference pair, or a single demonstration."""
 
     id: str  #: unique within a run
     experiences: list[Experience]
     shelf: ExperienceKind = ExperienceKind.ROLLOUT
     priority: float = 1.0
-    writer: str = EXPLORER  #: what kind of process made it
+    writer: str = EXPLORER  #: kind of process that made it
     author: str = ""  #: of feedback: the person or application
     created_at: float = 0.0  #: seconds since the epoch; a store fills in 0
     info: dict[str, Any] = field(default_factory=dict)
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest policy token; -1 where no policy produced any."""
+        """Version of the oldest policy token; -1 if there is none."""
         return oldest_version(self.experiences)
 
 
 def oldest_version(experiences: Sequence[Experience]) -> int:
-    """Version of the oldest policy token of several experiences; -1 where no policy produced any."""
+    """Version of the oldest policy token of several experiences; -1 if there is none."""
     versions = [experience.oldest_version for experience in experiences]
     return min((version for version in versions if version >= 0), default=-1)
 
 
 def kind_conflict_error(id: str, here: str, there: str) -> StoreError:
-    """What to say of a group that is put on a second shelf."""
+    """Build the StoreError for a group that is put under a second kind."""
     return StoreError(f"group {id} is on the shelf {here} already; put it on the shelf {there} under an id of its own")
 
 
 def validate_groups(groups: Sequence[Group]) -> Sequence[Group]:
-    """The groups.
+    """Return the groups if they are valid.
 
     Raises:
-        StoreError: a priority is not a finite number of at least 0, or an id stands for groups on two shelves.
+        StoreError: a priority is not a finite number of at least 0, or groups of two kinds have the same id.
     """
     shelves: dict[str, ExperienceKind] = {}
     for group in groups:
@@ -88,88 +88,89 @@ def validate_groups(groups: Sequence[Group]) -> Sequence[Group]:
 
 
 class ExperienceStore(Protocol):
-    """A buffer of one run. Methods that wait raise DeadlineError; those of a database raise StoreError."""
+    """Buffer of one run. Methods that wait raise DeadlineError; those of a database raise StoreError.
 
-    kind: str  #: what its marks are told apart by
+    `shelf` is the kind of a group.
+    """
+
+    kind: str  #: identifies the store in its marks
 
     def put(self, groups: Sequence[Group]) -> int:
-        """Add groups, all or none. One whose id is known is left as it is, so a writer may repeat itself.
+        """Add groups, all or none. Known ids are ignored, so a writer may retry.
 
-        Returns how many were new.
+        Returns the number of new groups.
 
         Raises:
-            StoreError: an id is known on another shelf; what becomes of a group needs an id of its own.
+            StoreError: an id is known under another kind.
         """
 
     def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
-        """The oldest `count` usual groups that were never taken, for training step `step` (from 1).
+        """Take the oldest `count` rollout groups that were never taken, for training step `step` (from 1).
 
-        The same step gets the same groups again, whatever happened to the answer the first time. Groups whose oldest
-        token is older than `min_version` are never handed out.
+        Repeating the call for a step returns the same groups. Groups with a token older than `min_version` expire.
 
         Raises:
             DeadlineError: there are too few after `deadline_s`; names the writer, and when it last wrote.
         """
 
     def take_partial(self, count: int, *, step: int) -> list[Group]:
-        """The oldest unfinished groups that were never taken, at most `count`, to be continued in `step`.
+        """Take the oldest unfinished groups that were never taken, at most `count`, to continue them in `step`.
 
-        Waits for nothing. Each is handed out once; a step that got some gets the same ones again. What is continued
-        is put under an id of its own.
+        Does not wait. Repeating the call for a step returns the same groups. A continued group is put under a new id.
         """
 
     def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
-        """Groups taken for earlier steps, but after `since`, that join `step`; weights are at `version`. The same step
-        gets the same.
+        """Choose groups to replay in `step` among those taken for earlier steps, but after step `since`.
+
+        Weights are at `version`. Repeating the call for a step returns the same groups.
         """
 
     def learned(self, groups: Sequence[Group], *, step: int) -> None:
-        """Note the priorities that groups have after `step` learned from them."""
+        """Record the priorities of groups after training step `step`."""
 
     def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
-        """Groups of a shelf in the order they came, after number `after`, each with its number; takes nothing."""
+        """Groups of a kind in the order of arrival, after number `after`, each with its number; takes none."""
 
     def get(self, ids: Sequence[str]) -> list[Group]:
-        """Groups by id, in this order; those that are unknown or removed are left out."""
+        """Groups by id, in this order; unknown and removed ones are left out."""
 
     def remove(self, ids: Sequence[str], *, by: str) -> None:
-        """Groups are no longer read or handed out (undone feedback). A database keeps them, with who removed them."""
+        """Stop reading and handing out groups (undone feedback). A database keeps them and records `by`."""
 
     def restore(self, ids: Sequence[str]) -> None:
-        """Removed groups are there again. Feedback comes last on its shelf: who read that meanwhile finds it, too."""
+        """Restore removed groups. Feedback gets a new number at the end, so that readers past the old one see it."""
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
-        """Keep a taskset beside its experiences; tasks whose id is known are replaced."""
+        """Store a taskset beside its experiences; replaces tasks with known ids."""
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks that were put, in order."""
+        """The stored tasks, in order."""
 
     def waiting(self, *, min_version: int | None = None) -> int:
-        """How many usual groups were never taken, and may be with this `min_version`."""
+        """Number of rollout groups that were never taken and do not expire with this `min_version`."""
 
     def expired(self) -> int:
-        """How many usual groups were dropped because they were older than a `min_version`."""
+        """Number of rollout groups that expired because they were older than a `min_version`."""
 
     def mark(self) -> dict[str, Any]:
-        """Where the store is, as plain JSON for a checkpoint."""
+        """Position of the store for a checkpoint, as plain JSON."""
 
     def rewind(self, mark: dict[str, Any] | None, *, step: int) -> None:
-        """Back to a checkpoint after `step`: what was taken for later steps is there again, and what explorer and
-        pipeline have put since the mark is gone; the run makes it again. Feedback and imports stay. None: the start.
+        """Go back to a checkpoint after `step` (None: the start of the run).
+
+        Groups taken for later steps become available again. Groups that explorer and pipeline have put since the mark
+        are deleted, because the run regenerates them. Feedback and imports stay.
         """
 
     def close(self) -> None:
         """Release files and connections."""
 
 
-# From what a pipeline left to groups on their shelves.
-
-
 def split_by_kind(experiences: Sequence[Experience], group: str, tokenizer: str) -> list[Group]:
-    """What a pipeline left of one group, and made from it, as groups on their shelves.
+    """Split a pipeline's output for one group into groups by kind.
 
     Args:
-        tokenizer: fingerprint of the one that made the tokens; what is made may be learned from by other runs.
+        tokenizer: fingerprint of the tokenizer, stored with new demonstrations and pairs, which other runs may use.
     """
     usual = [e for e in experiences if e.source is ExperienceSource.ROLLOUT]
     made: dict[str, list[Experience]] = {}
@@ -181,7 +182,7 @@ def split_by_kind(experiences: Sequence[Experience], group: str, tokenizer: str)
     shelves = {ExperienceSource.EXPERT: ExperienceKind.EXPERT, ExperienceSource.PREFERENCE: ExperienceKind.PREFERENCE}
     info = {"tokenizer": tokenizer}
     made_groups = [
-        Group(name, own, shelves[own[0].source], writer=PIPELINE, info=dict(info)) for name, own in made.items()
+        Group(name, each, shelves[each[0].source], writer=PIPELINE, info=dict(info)) for name, each in made.items()
     ]
     return found + made_groups
 
@@ -190,12 +191,12 @@ def _mean_priority(experiences: Sequence[Experience]) -> float:
     return float(np.mean([e.info.get("priority", 1.0) for e in experiences]))
 
 
-# Which stretches of an experience were produced by which weights: partial rollouts are stitched from several.
-
-
 @dataclass(frozen=True, slots=True)
 class VersionSegment:
-    """Tokens `start` to `end` (exclusive) of an experience, all produced by the weights of `version`."""
+    """Tokens `start` to `end` (exclusive) of an experience, all produced by the weights of `version`.
+
+    A partial rollout has several segments.
+    """
 
     start: int
     end: int
@@ -203,9 +204,9 @@ class VersionSegment:
 
 
 def version_segments(experience: Experience) -> list[VersionSegment]:
-    """The stretches of policy tokens of one version, in order; tokens of others (prompt, tools) belong to none.
+    """Split policy tokens into segments of one version, in order; other tokens (prompt, tools) belong to none.
 
-    With log-probs per token, they have one valid behaviour policy together (AReaL, arXiv:2505.24298, Prop. 1).
+    With log-probs per token, together they have one valid behaviour policy (AReaL, arXiv:2505.24298, Prop. 1).
     """
     versions = np.where(experience.action_mask, experience.versions, -1)
     if not len(versions):
@@ -214,15 +215,13 @@ def version_segments(experience: Experience) -> list[VersionSegment]:
     return [VersionSegment(start, end, int(versions[start])) for start, end in pairwise(edges) if versions[start] >= 0]
 
 
-# Waiting for groups, with a deadline that names who should have written them.
-
 Result = TypeVar("Result")
 
 _FIRST_S, _LONGEST_S = 0.005, 0.5
 
 
 def poll_until(attempt: Callable[[], Result | None], deadline_s: float) -> Result | None:
-    """What `attempt` gives once it is not None; None after `deadline_s`. Waits longer and longer in between."""
+    """Call `attempt` until its result is not None; None after `deadline_s`. Pauses grow exponentially."""
     end, pause = time.monotonic() + deadline_s, _FIRST_S
     while True:
         found = attempt()
@@ -234,14 +233,14 @@ def poll_until(attempt: Callable[[], Result | None], deadline_s: float) -> Resul
 
 
 def writer_identity(kind: str) -> dict[str, Any]:
-    """What tells this writer from others."""
+    """Identity of this writer: kind, host and process."""
     return {"kind": kind, "host": socket.gethostname(), "pid": os.getpid()}
 
 
 def too_few_groups_error(
     wanted: int, there: int, seconds: float, writers: Sequence[Mapping[str, Any]]
 ) -> DeadlineError:
-    """The error of a reader that got too few groups; `writers` are rows of the table, the one last seen first."""
+    """Build the error of a reader that timed out; `writers` are rows of the table, the last seen one first."""
     advice = (
         f"{there} of {wanted} groups are there. Look at that process and its log: start it again if it has ended, "
         "raise rollout.deadline_s if it is only slow, or loosen what the pipeline drops."

@@ -1,4 +1,4 @@
-"""A buffer's database: connecting, transactions that outlast short outages, and what to say when it fails."""
+"""A buffer's database: connections, transactions that survive short outages, and error messages with advice."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 import rollmill.buffer.schema as schema
 from rollmill.errors import StoreError
 
-# SQLite's write-ahead log: what is committed stands there first, and is copied into the database later.
-
 WAL_COPY_BYTES = 64 << 20
-"""How long the log gets before a thread of its own copies it: writers go on meanwhile, and so the log grows."""
+"""Size of SQLite's write-ahead log from which a thread copies it to the database; writers continue meanwhile."""
 WAL_MAX_BYTES = 4 * WAL_COPY_BYTES
-"""How long it gets before who writes has to copy it first."""
+"""Size from which a writer has to copy the log first."""
 
 
 class WriteAheadLog:
-    """The log of one database.
+    """Write-ahead log of a SQLite database: commits go there first, and are copied to the database later.
 
     Args:
-        engine: of a SQLite file. Its connections have `journal_size_limit=WAL_COPY_BYTES`, so that a longer file holds
-            something that was not copied yet.
+        engine: of a SQLite file. Its connections have `journal_size_limit=WAL_COPY_BYTES`, so that a longer log has
+            pages that were not copied yet.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -41,12 +39,12 @@ class WriteAheadLog:
         self._copying = threading.Lock()
 
     def written(self) -> None:
-        """To be called after each write: begins to copy the log if it is long."""
+        """Call after each write: starts to copy the log if it is long."""
         if self._size() > WAL_COPY_BYTES and self._copying.acquire(blocking=False):
             threading.Thread(target=self._copy, name="rollmill-log").start()
 
     def close(self) -> None:
-        """Wait until nothing is being copied."""
+        """Wait for a running copy."""
         with self._copying:
             pass
 
@@ -55,9 +53,9 @@ class WriteAheadLog:
             with (
                 suppress(SQLAlchemyError),
                 self._engine.connect() as connection,
-            ):  # writers meet errors at WAL_MAX_BYTES
-                alone = connection.execution_options(rollmill_plain=True)
-                alone.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
+            ):  # writers get such errors at WAL_MAX_BYTES
+                plain = connection.execution_options(rollmill_plain=True)
+                plain.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
         finally:
             self._copying.release()
 
@@ -68,21 +66,19 @@ class WriteAheadLog:
             return 0
 
 
-# What errors of a database mean: which pass by themselves, and what to do about the others.
-
-_PASSING = ("08", "40", "53300", "55P03", "57P01", "57P02", "57P03")
-"""SQLSTATEs of PostgreSQL that pass by themselves: no connection, deadlocks, too many connections, restarts."""
+_TRANSIENT = ("08", "40", "53300", "55P03", "57P01", "57P02", "57P03")
+"""Transient SQLSTATEs of PostgreSQL: no connection, deadlocks, too many connections, restarts."""
 
 
 def redact_url(url: URL) -> str:
-    """A database's address for people: SQLite's path, or the URL without its password."""
+    """A database's address for messages: SQLite's path, or the URL without its password."""
     if url.get_backend_name() == "sqlite" and url.database:
         return unquote(url.database.removeprefix("file:")) if url.query else url.database
     return url.render_as_string(hide_password=True)
 
 
 def database_error(url: URL, error: Exception, waited_s: float | None = None) -> StoreError:
-    """What to say of an error of the database."""
+    """Build a StoreError with advice from an error of the database."""
     cause = getattr(error, "orig", None) or error
     reason = " ".join(str(cause).split())
     state = getattr(cause, "sqlstate", None) or ""
@@ -115,7 +111,7 @@ def database_error(url: URL, error: Exception, waited_s: float | None = None) ->
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether trying again may help."""
+    """Whether a retry may succeed."""
     if not isinstance(error, DBAPIError):
         return False
     cause = error.orig
@@ -123,7 +119,7 @@ def is_transient(error: Exception) -> bool:
     if type(cause).__module__.startswith("sqlite3"):
         return any(word in str(cause).lower() for word in ("locked", "busy"))
     if state is not None:
-        return str(state).startswith(_PASSING)
+        return str(state).startswith(_TRANSIENT)
     low = str(cause).lower()
     if "password" in low or "authentication" in low or "does not exist" in low:
         return False
@@ -133,20 +129,20 @@ def is_transient(error: Exception) -> bool:
 Result = TypeVar("Result")
 
 PAGE_BYTES = 32768
-"""Large pages, since rows are about 100 KB: fewer of them to write and to check."""
+"""Large pages, because rows are about 100 KB: fewer pages to write and to check."""
 BUSY_S = 30.0
-_LOCK = 0x726F6C6C  # "roll": PostgreSQL's advisory lock while tables are made
-_NOTICE_SILENCE = {"connect_timeout": 10, "keepalives_idle": 20, "keepalives_interval": 5, "keepalives_count": 4}
-"""Seconds after which a server that no longer answers counts as gone."""
+_LOCK = 0x726F6C6C  # "roll": PostgreSQL's advisory lock while tables are created
+_TIMEOUTS = {"connect_timeout": 10, "keepalives_idle": 20, "keepalives_interval": 5, "keepalives_count": 4}
+"""Timeouts and keep-alives in seconds, which detect a server that no longer responds."""
 
 
 class Database:
-    """An engine, and transactions on it.
+    """An SQLAlchemy engine with retried transactions.
 
     Args:
         url: SQLAlchemy URL.
-        read_only: make no tables and change nothing.
-        outage_s: how long a database may be unreachable before an error is raised.
+        read_only: create no tables and change nothing.
+        outage_s: seconds for which the database may be unreachable before an error is raised.
     """
 
     def __init__(self, url: str | URL, *, read_only: bool = False, outage_s: float = 60.0) -> None:
@@ -165,40 +161,41 @@ class Database:
 
     @property
     def is_sqlite(self) -> bool:
-        """Whether it is a file."""
+        """Whether it is a SQLite file."""
         return self.url.get_backend_name() == "sqlite"
 
     def __str__(self) -> str:
         return redact_url(self.url)
 
     def write(self, work: Callable[[Connection], Result]) -> Result:
-        """`work` in one transaction. It is repeated when the connection is lost, even in the middle of a commit, so it
-        has to come to the same when it runs twice.
+        """Run `work` in one transaction.
+
+        It is retried when the connection is lost, even in the middle of a commit, so it has to be idempotent.
 
         Raises:
-            StoreError: it cannot be done, or not within `outage_s`.
+            StoreError: the database fails, or is unreachable for `outage_s`.
         """
         return self._persist(work, write=True)
 
     def read(self, work: Callable[[Connection], Result]) -> Result:
-        """`work` in one transaction that changes nothing. Raises StoreError like `write`."""
+        """Run `work` in one read-only transaction. Raises StoreError like `write`."""
         return self._persist(work, write=False)
 
     def sync(self, work: Callable[[Connection], Result]) -> Result:
-        """Like `write`; afterwards this transaction and all before it survive a power failure."""
+        """Like `write`, but this transaction and all earlier ones survive a power failure."""
         return self._persist(work, write=True, synced=True)
 
     def vacuum(self) -> None:
-        """Give space that deleted rows had back to the disk. Raises StoreError."""
+        """Return the space of deleted rows to the disk. Raises StoreError."""
         try:
             with self.engine.connect() as connection:
                 if self.is_sqlite:
-                    alone = connection.execution_options(rollmill_plain=True)
-                    alone.exec_driver_sql("VACUUM")
-                    alone.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+                    plain = connection.execution_options(rollmill_plain=True)
+                    plain.exec_driver_sql("VACUUM")
+                    plain.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
                     return
-                alone = connection.execution_options(isolation_level="AUTOCOMMIT")
-                alone.exec_driver_sql(f"VACUUM {', '.join(schema.metadata.tables)}")
+                plain = connection.execution_options(isolation_level="AUTOCOMMIT")
+                plain.exec_driver_sql(f"VACUUM {', '.join(schema.metadata.tables)}")
         except SQLAlchemyError as error:
             raise database_error(self.url, error) from error
 
@@ -259,7 +256,7 @@ def _engine(url: URL, read_only: bool) -> Engine:
             event.listen(engine, "connect", _configure_read_only if read_only else _configure)
             event.listen(engine, "begin", _begin)
             return engine
-        engine = create_engine(url, connect_args=_NOTICE_SILENCE)
+        engine = create_engine(url, connect_args=_TIMEOUTS)
         event.listen(engine, "begin", _begin_read_only if read_only else _begin_on_server)
         return engine
     except ModuleNotFoundError as error:
@@ -269,7 +266,7 @@ def _engine(url: URL, read_only: bool) -> Engine:
 
 
 def _configure(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # transactions begin where SQLAlchemy says, see `_begin`
+    connection.isolation_level = None  # SQLAlchemy starts transactions, see `_begin`
     cursor = connection.cursor()
     for pragma in (
         f"page_size={PAGE_BYTES}",
@@ -312,7 +309,7 @@ def _make_tables(connection: Connection) -> None:
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
     if not connection.dialect.has_table(connection, schema.meta.name):
         schema.metadata.create_all(connection)
-        if connection.dialect.name == "postgresql":  # which would try to compress them, in vain and slowly
+        if connection.dialect.name == "postgresql":  # avoid compression, which is slow and useless here
             columns = ", ".join(f"ALTER {name} SET STORAGE EXTERNAL" for name in ("token_ids", "logprobs"))
             connection.execute(text(f"ALTER TABLE {schema.experiences.name} {columns}"))
         connection.execute(schema.meta.insert().values(key="format", value=str(schema.FORMAT)))

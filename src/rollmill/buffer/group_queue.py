@@ -1,4 +1,4 @@
-"""Groups between their start and the pipeline: first in, first out, in the order their tasks were submitted."""
+"""Queue of running and finished groups: first in, first out, in the order in which their tasks were submitted."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from rollmill.errors import DeadlineError
 from rollmill.types import Experience
 
 GroupPredicate = Callable[[Sequence[Experience]], bool]
-"""Of the experiences of a group."""
+"""Predicate on the experiences of a group."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingGroup:
-    """A group under way or finished. `number` tells when its task was submitted."""
+    """A running or finished group. `number` is the position in the order of submission."""
 
     number: int
     name: str
     future: asyncio.Future[list[Experience]]
     task: str  #: its id
     unscored: list[Experience] | None = None  #: its tokens, while rewards are awaited
-    arrived: int | None = None  #: how many groups had their tokens before it
+    arrived: int | None = None  #: order in which its tokens arrived, from 0
 
     @property
     def failed(self) -> bool:
@@ -31,14 +31,14 @@ class PendingGroup:
 
     @property
     def known(self) -> list[Experience] | None:
-        """Its experiences, judged or not; None where their tokens are missing."""
+        """Its experiences, scored or not; None while their tokens are missing."""
         return self.future.result() if self.future.done() and not self.failed else self.unscored
 
 
 class GroupQueue:
-    """Groups under way and finished, in the order they were submitted.
+    """Running and finished groups, in the order of submission.
 
-    Batches are taken in that order whatever finishes first, so that short completions are not favoured and a run is
+    Batches are taken in that order, whichever finishes first, so that short completions are not favoured and a run is
     reproducible.
     """
 
@@ -51,13 +51,13 @@ class GroupQueue:
         return len(self._groups)
 
     def put(self, number: int, name: str, future: asyncio.Future[list[Experience]], task: str = "") -> None:
-        """Add a group under way, behind those of smaller numbers; `name` (its task) appears in errors."""
+        """Add a running group, behind those with smaller numbers; `name` (its task) appears in errors."""
         self._groups[number] = PendingGroup(number, name, future, task)
         self._groups = dict(sorted(self._groups.items()))
         future.add_done_callback(lambda done: self._arrive(number, done))
 
     def generated(self, number: int, experiences: list[Experience]) -> None:
-        """The tokens of a group under way are there; the same experiences are judged later."""
+        """Record the tokens of a running group; the same experiences are scored later."""
         group = self._groups[number]
         group.unscored = experiences
         self._arrive(number, group.future)
@@ -69,19 +69,19 @@ class GroupQueue:
         self._news.set()
 
     def withdraw(self, number: int) -> None:
-        """Forget a group, whatever it is doing."""
+        """Remove a group without cancelling it."""
         del self._groups[number]
         self._news.set()
 
     async def drop(self, numbers: Sequence[int]) -> None:
-        """Stop groups and forget them."""
+        """Cancel groups and remove them."""
         futures = [self._groups.pop(number).future for number in numbers]
         for future in futures:
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)
 
     def tokens_of(self, number: int) -> list[Experience]:
-        """The experiences of a group whose tokens are there."""
+        """The experiences of a group that has its tokens."""
         known = self._groups[number].known
         assert known is not None
         return known
@@ -93,7 +93,7 @@ class GroupQueue:
         return list(self._groups.values())[:count]
 
     def all_have_tokens(self, count: int | None = None) -> bool:
-        """Whether the oldest groups (None: all) have their tokens."""
+        """Whether the `count` oldest groups (None: all) have their tokens."""
         return all(group.known is not None for group in list(self._groups.values())[:count])
 
     def failed(self) -> bool:
@@ -101,13 +101,13 @@ class GroupQueue:
         return any(group.failed for group in self._groups.values())
 
     def raise_failure(self) -> None:
-        """Raise what a group that has failed raised."""
+        """Raise the exception of the first failed group, if any."""
         for group in self._groups.values():
             if group.failed:
                 group.future.result()
 
     async def wait_all_generated(self, count: int | None = None) -> None:
-        """Wait until the tokens of the `count` oldest groups, or of all, are there, or a group has failed."""
+        """Wait until the `count` oldest groups (None: all) have their tokens, or a group has failed."""
         await self._until(lambda: self.all_have_tokens(count))
 
     async def wait_first_generated(
@@ -118,12 +118,13 @@ class GroupQueue:
         needed: Sequence[int] = (),
         counts: GroupPredicate = lambda group: True,
     ) -> list[int]:
-        """The `count` of these groups whose tokens are there first, in the order of their numbers. Fewer where a group
-        has failed, or all have their tokens.
+        """Wait for the first `count` of these groups to have their tokens; returns them in the order of their numbers.
+
+        Returns fewer if a group has failed, or if all have their tokens.
 
         Args:
-            needed: groups (at most `count`) that are waited for.
-            counts: whether a group is one of those that are wanted.
+            needed: groups (at most `count`) that have to be among them.
+            counts: whether a group counts.
         """
 
         def chosen() -> list[int]:
@@ -139,7 +140,7 @@ class GroupQueue:
         return chosen()
 
     def there(self, numbers: Sequence[int], counts: GroupPredicate) -> list[int]:
-        """Which of these groups have their tokens, and count."""
+        """Filter these groups: those that have their tokens and count."""
         known = ((number, self._groups[number].known) for number in numbers)
         return [number for number, group in known if group is not None and counts(group)]
 
@@ -151,15 +152,15 @@ class GroupQueue:
     # -- taking ------------------------------------------------------------------------------------------------
 
     def peek(self, groups: int) -> list[list[Experience]] | None:
-        """What `get` will give, judged or not; None where some tokens are still missing."""
+        """Next result of `get`, scored or not; None while some tokens are missing."""
         found = [group.known for group in self.first(groups)]
         return None if any(each is None for each in found) else [each for each in found if each is not None]
 
     async def get(self, groups: int, deadline_s: float) -> list[list[Experience]]:
-        """The experiences of the oldest groups, group by group, once all of them are finished.
+        """Take the experiences of the oldest groups, group by group, once all of them are finished.
 
         Raises:
-            DeadlineError: some group is still unfinished after `deadline_s` seconds; nothing is taken.
+            DeadlineError: some group is unfinished after `deadline_s` seconds; nothing is taken.
         """
         wanted = self.first(groups)
         await self._wait(wanted, deadline_s)

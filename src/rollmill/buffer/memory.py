@@ -1,4 +1,4 @@
-"""The buffer in this process. What it holds is part of each checkpoint."""
+"""Buffer in this process. Its content is part of each checkpoint."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ from rollmill.files import to_jsonable
 from rollmill.trackers.rollout_log import decode_experience, encode_experience
 from rollmill.types import Experience, Task
 
-# A group in memory with what became of it, as JSON for checkpoints.
-
 
 @dataclass(slots=True)
 class GroupUse:
-    """A step that learned from a group."""
+    """A training step that used a group."""
 
     step: int
     position: int  # among those of the step
@@ -43,7 +41,7 @@ class GroupUse:
 
 @dataclass(slots=True)
 class BufferEntry:
-    """A group and what became of it."""
+    """A group with its uses and its state."""
 
     group: Group
     uses: list[GroupUse] = field(default_factory=list)  # by step
@@ -52,14 +50,14 @@ class BufferEntry:
     _encoded: list[dict[str, Any]] | None = None  # the experiences, which never change
 
     def experiences(self) -> list[dict[str, Any]]:
-        """The group's experiences as JSON; made once, for marks are taken at every step."""
+        """The group's experiences as JSON; cached, because marks are taken at every step."""
         if self._encoded is None:
             self._encoded = [encode_experience(experience, routing=True) for experience in self.group.experiences]
         return self._encoded
 
     @property
     def taken(self) -> int | None:
-        """The step it was first handed out for."""
+        """The step that it was first handed out for."""
         return self.uses[0].step if self.uses else None
 
     @property
@@ -68,24 +66,24 @@ class BufferEntry:
         return not self.uses and self.expired is None and self.removed_by is None
 
     def undo(self, step: int) -> None:
-        """Forget what happened for later steps."""
+        """Undo uses and expiry of later steps."""
         self.uses = [use for use in self.uses if use.step <= step]
         if self.expired is not None and self.expired > step:
             self.expired = None
 
     def handed(self) -> Group:
-        """A copy of the group, with the priority after its last use: who gets it may change it."""
+        """A copy of the group that the caller may change, with the priority after its last use."""
         noted = [use.priority for use in self.uses if use.priority is not None]
         made = copy_group(self.group)
         return replace(made, priority=noted[-1]) if noted else made
 
 
 def copy_group(group: Group) -> Group:
-    """A copy whose experiences may be changed; arrays are shared, and replaced rather than written to."""
-    return replace(group, experiences=[_own(each) for each in group.experiences], info=dict(group.info))
+    """Copy a group and its experiences. Arrays are shared: callers replace them and do not write to them."""
+    return replace(group, experiences=[_copy_experience(each) for each in group.experiences], info=dict(group.info))
 
 
-def _own(experience: Experience) -> Experience:
+def _copy_experience(experience: Experience) -> Experience:
     made = copy.copy(experience)
     made.reward_parts, made.timings = dict(experience.reward_parts), dict(experience.timings)
     made.info, made.turns = dict(experience.info), list(experience.turns)
@@ -93,7 +91,7 @@ def _own(experience: Experience) -> Experience:
 
 
 def encode_entry(number: int, entry: BufferEntry) -> dict[str, Any]:
-    """An entry as JSON can hold it."""
+    """Encode an entry as plain JSON."""
     group = entry.group
     return {
         "number": number,
@@ -112,7 +110,7 @@ def encode_entry(number: int, entry: BufferEntry) -> dict[str, Any]:
 
 
 def decode_entry(row: dict[str, Any]) -> tuple[int, BufferEntry]:
-    """The number and entry that `encode_entry` made `row` from."""
+    """Inverse of `encode_entry`: number and entry."""
     group = Group(
         id=row["id"],
         experiences=[decode_experience(each) for each in row["experiences"]],
@@ -131,11 +129,10 @@ MEMORY = "memory"
 
 
 class MemoryStore:
-    """A Store (`buffer/base.py`) in this process, for several threads.
+    """An `ExperienceStore` in this process; thread-safe.
 
     Args:
-        keep: how many groups that were learned from are kept for replay. Older ones, and those that were too old, are
-            forgotten once a step is over.
+        keep: number of used groups to keep for replay. Older ones, and expired ones, are deleted after a step.
     """
 
     kind = MEMORY
@@ -145,7 +142,7 @@ class MemoryStore:
         self._entries: dict[int, BufferEntry] = {}  # by number, in order
         self._ids: dict[str, tuple[int, ExperienceKind]] = {}  # of all groups ever put
         self._last = 0
-        self._forgotten = 0  # groups that were too old
+        self._forgotten = 0  # expired groups that were deleted since
         self._tasks: dict[str, Task] = {}
         self._writer: dict[str, Any] | None = None
         self._lock = threading.RLock()
@@ -153,7 +150,7 @@ class MemoryStore:
     # -- writing -----------------------------------------------------------------------------------------------
 
     def put(self, groups: Sequence[Group]) -> int:
-        """See Store."""
+        """See ExperienceStore."""
         now = time.time()
         with self._lock:
             before = self._last
@@ -171,18 +168,18 @@ class MemoryStore:
             return self._last - before
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
-        """See Store. They are no part of checkpoints."""
+        """See ExperienceStore. Tasks are not part of checkpoints."""
         with self._lock:
             self._tasks |= {task.id: copy.deepcopy(task) for task in tasks}
 
     def remove(self, ids: Sequence[str], *, by: str) -> None:
-        """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
+        """See ExperienceStore. Raises StoreError if an id is unknown; then nothing is changed."""
         with self._lock:
             for entry in self._named(ids):
                 entry.removed_by = by if entry.removed_by is None else entry.removed_by
 
     def restore(self, ids: Sequence[str]) -> None:
-        """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
+        """See ExperienceStore. Raises StoreError if an id is unknown; then nothing is changed."""
         with self._lock:
             for entry in self._named(list(dict.fromkeys(ids))):
                 if entry.removed_by is not None and entry.group.writer == FEEDBACK:
@@ -195,7 +192,7 @@ class MemoryStore:
     # -- handing out -------------------------------------------------------------------------------------------
 
     def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
-        """See Store. Waits for other threads only."""
+        """See ExperienceStore. Waits for other threads only."""
 
         def attempt() -> list[Group] | None:
             with self._lock:
@@ -214,13 +211,13 @@ class MemoryStore:
         return found
 
     def take_partial(self, count: int, *, step: int) -> list[Group]:
-        """See Store."""
+        """See ExperienceStore."""
         with self._lock:
             before = self._handed_out(step, ExperienceKind.PARTIAL, first=True)
             return before or self._hand_out(self._waiting(ExperienceKind.PARTIAL)[:count], step, first=True)
 
     def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
-        """See Store."""
+        """See ExperienceStore."""
         with self._lock:
             if before := self._handed_out(step, ExperienceKind.ROLLOUT, first=False):
                 return before
@@ -232,7 +229,7 @@ class MemoryStore:
             return self._hand_out([self._entries[number] for number in numbers], step, first=False)
 
     def learned(self, groups: Sequence[Group], *, step: int) -> None:
-        """See Store."""
+        """See ExperienceStore."""
         with self._lock:
             for group in validate_groups(groups):
                 entry = self._entries.get(self._number(group.id))
@@ -244,7 +241,7 @@ class MemoryStore:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
-        """See Store."""
+        """See ExperienceStore."""
         with self._lock:
             numbers = [number for number, entry in self._entries.items() if entry.group.shelf is shelf]
         for number in numbers:
@@ -253,37 +250,37 @@ class MemoryStore:
                 yield number, entry.handed()
 
     def get(self, ids: Sequence[str]) -> list[Group]:
-        """See Store."""
+        """See ExperienceStore."""
         with self._lock:
             found = [self._entries.get(self._ids[id][0]) for id in ids if id in self._ids]
             return [entry.handed() for entry in found if entry is not None and entry.removed_by is None]
 
     def tasks(self) -> Iterator[Task]:
-        """See Store."""
+        """See ExperienceStore."""
         with self._lock:
             tasks = list(self._tasks.values())
         return (copy.deepcopy(task) for task in tasks)
 
     def waiting(self, *, min_version: int | None = None) -> int:
-        """See Store."""
+        """See ExperienceStore."""
         with self._lock:
             return sum(not _older(entry.group, min_version) for entry in self._waiting(ExperienceKind.ROLLOUT))
 
     def expired(self) -> int:
-        """See Store."""
+        """See ExperienceStore."""
         with self._lock:
             return self._forgotten + sum(entry.expired is not None for entry in self._entries.values())
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def mark(self) -> dict[str, Any]:
-        """See Store. Holds all groups that are not forgotten."""
+        """See ExperienceStore. Holds all groups that were not deleted."""
         with self._lock:
             entries = [encode_entry(number, entry) for number, entry in self._entries.items()]
             return {"store": MEMORY, "last": self._last, "forgotten": self._forgotten, "groups": entries}
 
     def rewind(self, mark: dict[str, Any] | None, *, step: int) -> None:
-        """See Store. Raises StoreError where the mark is of another store."""
+        """See ExperienceStore. Raises StoreError if the mark is of another kind of store."""
         if mark is not None and mark["store"] != MEMORY:
             raise StoreError(f"the checkpoint's buffer is in a database; set buffer.store: {mark['store']}, as before")
         state: dict[str, Any] = {"last": 0, "forgotten": 0, "groups": []} if mark is None else mark
@@ -304,7 +301,7 @@ class MemoryStore:
             self._last = max(self._last, last)
 
     def close(self) -> None:
-        """See Store."""
+        """See ExperienceStore."""
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -314,11 +311,11 @@ class MemoryStore:
         return [self._entries[self._number(id)] for id in ids]
 
     def _number(self, id: str) -> int:
-        """A group's number, even if it is forgotten; 0 where there was none."""
+        """A group's number, even if it was deleted; 0 if the id is unknown."""
         return self._ids.get(id, (0, None))[0]
 
     def _moved(self, id: str, number: int) -> bool:
-        """Whether a group has another number now, since it was restored."""
+        """Whether a group has another number now because it was restored."""
         now = self._number(id)
         return now != number and now in self._entries and self._entries[now].group.writer == FEEDBACK
 
@@ -326,7 +323,7 @@ class MemoryStore:
         return [entry for entry in self._entries.values() if entry.group.shelf is shelf and entry.waits]
 
     def _taken(self, step: int, since: int = 0) -> list[tuple[int, BufferEntry]]:
-        """Usual groups that were first taken for steps before `step` and after `since`, by number."""
+        """Rollout groups that were first taken for steps before `step` and after `since`, by number."""
         usual = (
             (number, entry) for number, entry in self._entries.items() if entry.group.shelf is ExperienceKind.ROLLOUT
         )
@@ -347,7 +344,7 @@ class MemoryStore:
         return [entry.handed() for entry in entries]
 
     def _forget(self, step: int) -> None:
-        """Drop what no step after `step` can ask for."""
+        """Delete groups that no step after `step` can request."""
         over = [number for number, _ in self._taken(step + 1)]
         partial = [number for number, entry in self._entries.items() if entry.group.shelf is ExperienceKind.PARTIAL]
         done = [number for number in partial if (self._entries[number].taken or step + 1) <= step]

@@ -1,4 +1,4 @@
-"""Groups as Parquet files: one row per experience, groups never cut between row groups. Comes back bit for bit."""
+"""Exports and imports groups as Parquet files, exactly: one row per experience, whole groups in each row group."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _ARRAYS = {
 
 
 def write_parquet(groups: Iterable[Group], path: Path, *, run_id: str, tokenizer: str = "") -> int:
-    """Write groups to `path`, which appears when it is whole; holds about 16 MiB of rows. Returns how many.
+    """Write groups to `path` atomically; returns their number. Holds about 16 MiB of rows in memory.
 
     Args:
-        tokenizer: fingerprint of the one that made the tokens; empty where it is not known.
+        tokenizer: fingerprint of the tokenizer; empty if unknown.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -54,7 +54,7 @@ def write_parquet(groups: Iterable[Group], path: Path, *, run_id: str, tokenizer
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # a dictionary of floats would make one NaN of all
+            # a dictionary of floats would merge different NaNs
             coded = [f"{name}.list.element" for name, kind in _ARRAYS.items() if kind != "float32"]
             coded += [name for name in schema.names if name not in _ARRAYS]
             with pq.ParquetWriter(temporary, schema, compression="zstd", use_dictionary=coded) as file:
@@ -68,11 +68,11 @@ def write_parquet(groups: Iterable[Group], path: Path, *, run_id: str, tokenizer
 
 
 def read_parquet(path: Path) -> Iterator[Group]:
-    """The groups of a file, as they were written; holds one row group.
+    """Read the groups of a file, one row group at a time.
 
     Raises:
         ConfigError: pyarrow is not installed.
-        StoreError: the file is missing, damaged or something else.
+        StoreError: the file is missing, damaged or no export.
     """
     import_pyarrow()
     import pyarrow as pa
@@ -91,18 +91,18 @@ def read_parquet(path: Path) -> Iterator[Group]:
 
 
 def import_groups(path: Path, run_id: str, tokenizer: str = "") -> Iterator[Group]:
-    """The groups of a file for the run `run_id`, which keeps them when it goes back to a checkpoint.
+    """Read the groups of a file for the run `run_id`, which keeps them when it resumes from a checkpoint.
 
-    Those of another run get other ids, and so do the completions that feedback is about: a run's own may have the
-    same.
+    Groups of another run, and the completions that its feedback refers to, get new ids, which cannot clash with the
+    run's.
 
-    Raises like `read_parquet`, and StoreError where the tokens were made with another tokenizer than `tokenizer`.
+    Raises like `read_parquet`, and StoreError if the file has another tokenizer than `tokenizer`.
     """
-    source, maker = _source(path)
-    if tokenizer and maker and tokenizer != maker:
+    source, source_tokenizer = _source(path)
+    if tokenizer and source_tokenizer and tokenizer != source_tokenizer:
         raise StoreError(
-            f"{path} was exported from a run with another tokenizer ({maker}) than this run's ({tokenizer}), so its "
-            "tokens mean other text"
+            f"{path} was exported from a run with another tokenizer ({source_tokenizer}) than this run's "
+            f"({tokenizer}), so its tokens mean other text"
         )
     for group in read_parquet(path):
         writer = IMPORTED if made_by_run(group.writer) else group.writer
@@ -116,7 +116,7 @@ def import_groups(path: Path, run_id: str, tokenizer: str = "") -> Iterator[Grou
 
 
 def import_pyarrow() -> None:
-    """Raises ConfigError where pyarrow is not installed."""
+    """Raises ConfigError if pyarrow is not installed."""
     try:
         import pyarrow  # noqa: F401
     except ModuleNotFoundError as error:
@@ -129,14 +129,14 @@ def _renamed(experience: Experience, prefix: str) -> Experience:
 
 
 def _of_another_run(info: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """What feedback on another run says of it, under names that this run has not: its step means nothing here."""
+    """Convert `info` of another run's feedback: prefix the names, and drop the step, which belongs to that run."""
     names = {key: prefix + info[key] for key in ("group", "slot") if info.get(key)}
     lists = {key: [prefix + name for name in info[key]] for key in ("of", "replaces") if key in info}
     return {key: value for key, value in info.items() if key != "step"} | names | lists
 
 
 def _source(path: Path) -> tuple[str, str]:
-    """The id of the run that a file comes from, and its tokenizer's fingerprint."""
+    """Read the id of the exporting run, and its tokenizer's fingerprint."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -178,13 +178,13 @@ def _table(groups: Sequence[Group], schema: Any) -> Any:
 
     columns: dict[str, list[Any]] = {name: [] for name in schema.names}
     for group in groups:
-        own = encode_group(group, {})
-        inside: list[Experience | None] = [*group.experiences] or [None]  # a group without any has one row
+        encoded = encode_group(group, {})
+        inside: list[Experience | None] = [*group.experiences] or [None]  # an empty group has one row
         for position, each in enumerate(inside):
-            columns["group"].append(own["id"])
-            columns["group_body"].append(own["body"])
+            columns["group"].append(encoded["id"])
+            columns["group_body"].append(encoded["body"])
             for name in ("shelf", "writer", "priority", "created_at"):
-                columns[name].append(own[name])
+                columns[name].append(encoded[name])
             columns["position"].append(None if each is None else position)
             columns["body"].append(None if each is None else encode_experience_body(each))
             for name, attribute in (("experience", "id"), ("task", "task_id"), ("prompt",) * 2, ("response",) * 2):
@@ -202,7 +202,7 @@ def _table(groups: Sequence[Group], schema: Any) -> Any:
 
 
 def _lists(values: Sequence[Any], kind: Any) -> Any:
-    """A column of arrays, from their bytes: no float passes through Python."""
+    """Build a column of arrays from numpy, without converting numbers to Python objects."""
     import pyarrow as pa
 
     offsets = np.cumsum([0, *(0 if each is None else len(each) for each in values)], dtype=np.int32)
@@ -221,8 +221,8 @@ def _groups(table: Any) -> Iterator[Group]:
         if group is None or group.id != row["group"]:
             if group is not None:
                 yield group
-            own = {name: row[name] for name in ("shelf", "writer", "priority", "created_at")}
-            group = decode_group(SimpleNamespace(id=row["group"], body=row["group_body"], **own), [])
+            columns = {name: row[name] for name in ("shelf", "writer", "priority", "created_at")}
+            group = decode_group(SimpleNamespace(id=row["group"], body=row["group_body"], **columns), [])
         if row["position"] is not None:
             group.experiences.append(
                 decode_experience_body(row["body"], **{name: found[index] for name, found in arrays.items()})

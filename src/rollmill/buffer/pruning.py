@@ -1,4 +1,4 @@
-"""Deleting what neither the run nor a checkpoint can ask for, and giving the space back."""
+"""Maintenance of a buffer's database: deletes groups that nothing needs, lists groups and computes statistics."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _groups, _uses, _runs = schema.groups.c, schema.uses.c, schema.runs.c
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """How many groups go, by why they may."""
+    """Number of deleted groups by reason, and their size."""
 
-    learned: int = 0  #: learned from, long ago
-    continued: int = 0  #: unfinished, and handed out to be continued
+    learned: int = 0  #: trained on, long ago
+    continued: int = 0  #: unfinished, and continued since
     expired: int = 0
     removed: int = 0
     bytes: int = 0
 
     @property
     def groups(self) -> int:
-        """All of them."""
+        """Number of all deleted groups."""
         return self.learned + self.continued + self.expired + self.removed
 
 
 def prune(store: SqlStore, *, oldest_step: int, older_than: int, capacity: int, dry_run: bool = False) -> PruneReport:
-    """Delete groups that are not needed, in short transactions: a run may go on meanwhile.
+    """Delete groups that are no longer needed, in short transactions, so that a run may continue meanwhile.
 
     Args:
-        oldest_step: of the oldest checkpoint; what was used for later steps is kept, since a run that goes back to it
-            asks for it again. 0 where there is none.
-        older_than: keep what was used in the last so many steps.
-        capacity: of replay; so many of the newest groups that were learned from are kept.
+        oldest_step: step of the oldest checkpoint (0 without one). Groups used in later steps are kept, because a run
+            that resumes from it needs them again.
+        older_than: keep groups used in the last `older_than` steps.
+        capacity: of replay; keep that many of the newest groups that were trained on.
         dry_run: count only.
     """
     kinds = _kinds(store, oldest_step, older_than, capacity)
@@ -97,16 +97,15 @@ def _delete_some(store: SqlStore, condition: ColumnElement[bool], *, expired: bo
     return int(deleted)
 
 
-# What a database holds, for people: groups by filters, and counts. Reads no experiences.
+# Listing and statistics, which read no experiences
 
-_groups_overview, _uses_overview = schema.groups.c, schema.uses.c
 _PAGE = 5000
 _BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """Which groups; None for all. Rewards are means of a group."""
+    """Filter of groups; a field that is None does not filter. Rewards are means of a group."""
 
     shelf: ExperienceKind | None = None
     task: str | None = None
@@ -115,55 +114,51 @@ class GroupFilter:
     reward_at_most: float | None = None
 
     def condition(self, run: int) -> ColumnElement[bool]:
-        """As SQL."""
-        found: ColumnElement[bool] = _groups_overview.run == run
+        """The filter as SQL."""
+        found: ColumnElement[bool] = _groups.run == run
         if self.shelf is not None:
-            found &= _groups_overview.shelf == str(self.shelf)
+            found &= _groups.shelf == str(self.shelf)
         if self.task is not None:
-            found &= _groups_overview.task_id == escape_for_database(self.task)
+            found &= _groups.task_id == escape_for_database(self.task)
         if self.author is not None:
-            found &= _groups_overview.author == escape_for_database(self.author)
+            found &= _groups.author == escape_for_database(self.author)
         if self.reward_at_least is not None:
-            found &= _groups_overview.reward >= self.reward_at_least
+            found &= _groups.reward >= self.reward_at_least
         if self.reward_at_most is not None:
-            found &= _groups_overview.reward <= self.reward_at_most
+            found &= _groups.reward <= self.reward_at_most
         return found
 
 
 def list_newest(store: SqlStore, which: GroupFilter, limit: int) -> list[dict[str, Any]]:
-    """The newest groups, the newest one first: a row of plain values for each."""
-    query = (
-        select(schema.groups).where(which.condition(store.run)).order_by(_groups_overview.number.desc()).limit(limit)
-    )
+    """The newest groups in descending order, each as a row of plain values."""
+    query = select(schema.groups).where(which.condition(store.run)).order_by(_groups.number.desc()).limit(limit)
     return [_listed(row) for row in store.select(query)]
 
 
 def find_group(store: SqlStore, name: str) -> dict[str, Any]:
-    """The group with this id or number, or that of the experience with this id.
+    """Find a group by its id or number, or by the id of one of its experiences.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such group.
     """
     name = escape_for_database(name)
-    which: list[ColumnElement[bool]] = [_groups_overview.id == name]
+    which: list[ColumnElement[bool]] = [_groups.id == name]
     if name.isascii() and name.isdigit() and len(name) < 19:
-        which.append(_groups_overview.number == int(name))
+        which.append(_groups.number == int(name))
     if "/" in name:
-        which.append(_groups_overview.id == name.rpartition("/")[0])
-    queries = (select(schema.groups).where(_groups_overview.run == store.run, one) for one in which)
+        which.append(_groups.id == name.rpartition("/")[0])
+    queries = (select(schema.groups).where(_groups.run == store.run, one) for one in which)
     rows = next(filter(None, map(store.select, queries)), None)
     if not rows:
         raise ConfigError(f"the buffer {store.database} has no group {name}; `rollmill buffer ls RUN` lists them")
     number = rows[0].number
-    uses = select(_uses_overview.step, _uses_overview.first, _uses_overview.priority).where(
-        _uses_overview.run == store.run, _uses_overview.number == number
-    )
-    history = [{"step": use.step, "priority": use.priority} for use in store.select(uses.order_by(_uses_overview.step))]
+    uses = select(_uses.step, _uses.first, _uses.priority).where(_uses.run == store.run, _uses.number == number)
+    history = [{"step": use.step, "priority": use.priority} for use in store.select(uses.order_by(_uses.step))]
     return _listed(rows[0]) | {"uses": history, "removed_by": rows[0].removed_by}
 
 
 def buffer_statistics(store: SqlStore) -> dict[str, Any]:
-    """Counts of all groups, by what tells them apart, and where their rewards lie."""
+    """Counts of all groups by kind, state, writer, author and version, and a histogram of their rewards."""
     counts: dict[str, Counter[Any]] = {key: Counter() for key in ("shelf", "state", "writer", "author", "version")}
     rewards: Counter[float] = Counter()
     totals: Counter[str] = Counter()
@@ -189,7 +184,7 @@ def buffer_statistics(store: SqlStore) -> dict[str, Any]:
 
 
 def group_state(row: Any) -> str:
-    """Where a group stands: removed, expired, taken, waiting or kept."""
+    """State of a group: removed, expired, taken, waiting or kept."""
     if row.removed_at is not None:
         return "removed"
     if row.expired is not None:
@@ -200,7 +195,7 @@ def group_state(row: Any) -> str:
 
 
 def reward_histogram(rewards: Counter[float]) -> list[dict[str, float]]:
-    """Up to ten bins from the least to the greatest reward; single values where there are few. Leaves out NaN."""
+    """Up to ten bins from the lowest to the highest reward; single values if there are few. Leaves out NaN."""
     values = sorted(reward for reward in rewards if math.isfinite(reward))
     if len(values) <= _BINS:
         return [{"from": value, "to": value, "count": rewards[value]} for value in values]
@@ -212,7 +207,7 @@ def reward_histogram(rewards: Counter[float]) -> list[dict[str, float]]:
 
 
 def _all(store: SqlStore) -> Iterator[Any]:
-    """The rows of all groups, but for their bodies."""
+    """The rows of all groups, without their bodies."""
     columns = [column for column in schema.groups.columns if column.name not in ("body", "id")]
     last = 0
     while page := _page(store, columns, last):
@@ -221,8 +216,8 @@ def _all(store: SqlStore) -> Iterator[Any]:
 
 
 def _page(store: SqlStore, columns: Sequence[Any], last: int) -> Sequence[Any]:
-    query = select(*columns).where(_groups_overview.run == store.run, _groups_overview.number > last)
-    return store.select(query.order_by(_groups_overview.number).limit(_PAGE))
+    query = select(*columns).where(_groups.run == store.run, _groups.number > last)
+    return store.select(query.order_by(_groups.number).limit(_PAGE))
 
 
 def _listed(row: Any) -> dict[str, Any]:

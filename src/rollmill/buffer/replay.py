@@ -1,4 +1,4 @@
-"""Which groups are learned from again: a choice on a few numbers per group, the same for every store."""
+"""Chooses groups for replay from a few numbers per group; shared by all stores."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STREAM = 0x5EB1A7
 
 @dataclass(frozen=True, slots=True)
 class ReplayCandidates:
-    """Groups that were taken for earlier steps, in the order they came; all arrays are [N].
+    """Groups that were taken for earlier steps, in the order of arrival; all arrays are [N].
 
-    `priority` is the one given, `noted` that after the last use (NaN where none was noted); `uses` counts them, and
-    `last` is the step of the last one.
+    `priority` is the initial one, `noted` that after the last use (NaN if none was recorded); `uses` is the number of
+    uses, and `last` the step of the last one.
     """
 
     number: npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ class ReplayCandidates:
 
     @classmethod
     def of(cls, groups: Sequence[tuple[Any, ...]], history: Sequence[tuple[Any, ...]]) -> ReplayCandidates:
-        """From rows (number, oldest version, priority) of groups, and (number, step, priority) of uses by step."""
+        """Build from rows (number, oldest version, priority) of groups, and (number, step, priority) of uses."""
         place = {row[0]: index for index, row in enumerate(groups)}
         noted = np.full(len(groups), np.nan)
         uses, last = np.zeros(len(groups), np.int64), np.zeros(len(groups), np.int64)
@@ -51,11 +51,11 @@ class ReplayCandidates:
 def choose_replayed(
     candidates: ReplayCandidates, rule: ReplayConfig, *, step: int, version: int, seed: int
 ) -> list[int]:
-    """Numbers of the groups that join `step`, a function of its arguments alone.
+    """Numbers of the groups to replay in `step`, a pure function of its arguments.
 
-    Orders `uniform` and `priority` draw without replacement: the next group with a chance in proportion to its weight
-    among those that are left, by the Gumbel-top-k trick (Kool et al., arXiv:1903.06059, equal to Efraimidis and
-    Spirakis, 2006). A group without policy tokens has age 0; one of weight 0 is never drawn.
+    Orders `uniform` and `priority` draw without replacement in proportion to the weights, by the Gumbel-top-k trick
+    (Kool et al., arXiv:1903.06059, equal to Efraimidis and Spirakis, 2006). A group without policy tokens has age 0;
+    one of weight 0 is never drawn.
     """
     age = np.where(candidates.oldest_version >= 0, version - candidates.oldest_version, 0)
     may = step - candidates.last >= rule.cooldown
@@ -92,9 +92,9 @@ def _log_weights(
 
 
 def mean_abs_advantage(group: Group) -> float:
-    """What replay calls the priority `advantage`: the mean absolute advantage over the action tokens of a group.
+    """Mean absolute advantage over the action tokens of a group: replay's priority `advantage`.
 
-    0 where the trainer set none.
+    0 if the trainer set no advantages.
     """
     total, tokens = 0.0, 0
     for experience in group.experiences:

@@ -1,4 +1,4 @@
-"""Groups, their experiences and tasks as rows of tables: arrays as bytes, everything else as JSON in ASCII."""
+"""Encodes groups, experiences and tasks as table rows: arrays as bytes, everything else as ASCII JSON."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from rollmill.types import (
     Turn,
 )
 
-# A group's arrays end to end as bytes, bit for bit, flags and versions as run lengths. Little-endian.
+# Arrays of a group are concatenated and stored as little-endian bytes, exactly; flags and versions as run lengths.
 
 _INT, _FLOAT, _FLAG = np.dtype("<i4"), np.dtype("<f4"), np.dtype("?")
 _NONE = -1
 
 
 def pack_lengths(columns: Iterable[Sequence[Any]]) -> bytes:
-    """Each array's length as int32, column by column; -1 where there is None."""
+    """Each array's length as int32, column by column; -1 for None."""
     return np.array([[_NONE if one is None else len(one) for one in column] for column in columns], _INT).tobytes()
 
 
 def unpack_lengths(data: bytes, columns: int) -> list[list[int]]:
-    """What `pack_lengths` made `data` from: a list per column."""
+    """Inverse of `pack_lengths`: a list per column."""
     found: list[list[int]] = np.frombuffer(data, _INT).reshape(columns, -1).tolist()
     return found
 
@@ -50,38 +50,38 @@ def pack_ints(arrays: Sequence[IntArray]) -> bytes:
 
 
 def unpack_ints(data: bytes, lengths: Sequence[int]) -> list[Any]:
-    """What `pack_ints` made `data` from. Raises ValueError where the lengths do not fit, like all below."""
+    """Inverse of `pack_ints`. Like all unpack functions, raises ValueError if the lengths do not fit."""
     return _split(np.frombuffer(data, _INT).astype(np.int32), lengths)
 
 
 def pack_floats(arrays: Sequence[FloatArray | None]) -> bytes:
-    """float32 as 4 bytes each; NaN keeps its payload, and zero its sign."""
+    """float32 as 4 bytes each; keeps the payload of NaN and the sign of zero."""
     return _joined([one for one in arrays if one is not None], _FLOAT).tobytes()
 
 
 def unpack_floats(data: bytes, lengths: Sequence[int]) -> list[Any]:
-    """What `pack_floats` made `data` from."""
+    """Inverse of `pack_floats`."""
     return _split(np.frombuffer(data, _FLOAT).astype(np.float32), lengths)
 
 
 def pack_versions(arrays: Sequence[IntArray]) -> bytes:
-    """int32 as pairs of int32: a value, and the length of its stretch."""
+    """int32 as pairs of int32: a value, and its run length."""
     return _runs(_joined(arrays, _INT))
 
 
 def unpack_versions(data: bytes, lengths: Sequence[int]) -> list[Any]:
-    """What `pack_versions` made `data` from."""
-    return _split(_stretched(data).astype(np.int32, copy=False), lengths)
+    """Inverse of `pack_versions`."""
+    return _split(_expand_runs(data).astype(np.int32, copy=False), lengths)
 
 
 def pack_flags(arrays: Sequence[BoolArray]) -> bytes:
-    """Flags as pairs of int32: 0 or 1, and the length of its stretch."""
+    """Flags as pairs of int32: 0 or 1, and its run length."""
     return _runs(_joined(arrays, _FLAG))
 
 
 def unpack_flags(data: bytes, lengths: Sequence[int]) -> list[Any]:
-    """What `pack_flags` made `data` from."""
-    return _split(_stretched(data).astype(_FLAG), lengths)
+    """Inverse of `pack_flags`."""
+    return _split(_expand_runs(data).astype(_FLAG), lengths)
 
 
 def _joined(arrays: Sequence[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -109,7 +109,7 @@ def _runs(values: npt.NDArray[Any]) -> bytes:
     return pairs.tobytes()
 
 
-def _stretched(data: bytes) -> npt.NDArray[Any]:
+def _expand_runs(data: bytes) -> npt.NDArray[Any]:
     pairs = np.frombuffer(data, _INT).reshape(-1, 2)
     return pairs[:, 0].repeat(pairs[:, 1])
 
@@ -127,7 +127,7 @@ _PLAIN = tuple(name for name in STORED_FIELDS if name not in (*_ARRAYS, "turns")
 
 
 def encode_experience_columns(experiences: Sequence[Experience]) -> TableRow:
-    """Columns of a group's experiences: `body`, a JSON list, and one per array with those of all, end to end."""
+    """Columns of a group's experiences: `body`, a JSON list, and one per array, concatenated."""
     columns = {name: [getattr(each, name) for each in experiences] for name in _ARRAYS}
     packed = {name: pack(columns[name]) for name, (pack, _) in _ARRAYS.items()}
     body = f"[{','.join(map(encode_experience_body, experiences))}]"
@@ -135,7 +135,7 @@ def encode_experience_columns(experiences: Sequence[Experience]) -> TableRow:
 
 
 def decode_experience_columns(row: Any) -> list[Experience]:
-    """The experiences that `encode_experience_columns` made the columns of `row` from.
+    """Inverse of `encode_experience_columns`.
 
     Raises:
         ValueError, KeyError, TypeError: the row is damaged.
@@ -151,7 +151,7 @@ def decode_experience_columns(row: Any) -> list[Experience]:
 
 
 def encode_experience_body(experience: Experience) -> str:
-    """Everything but arrays, as JSON; experts of tokens, which few models have, are in base64."""
+    """Everything but arrays, as JSON; expert routing, which few models have, in base64."""
     body = {name: getattr(experience, name) for name in _PLAIN}
     if (routing := encode_routing(experience.routing)) is not None:
         body["routing"] = routing
@@ -160,7 +160,7 @@ def encode_experience_body(experience: Experience) -> str:
 
 
 def decode_experience_body(body: str, **arrays: Any) -> Experience:
-    """The experience with these arrays that `encode_experience_body` made `body` from."""
+    """Inverse of `encode_experience_body`, with these arrays."""
     return _experience(json.loads(body), arrays)
 
 
@@ -176,9 +176,9 @@ def _experience(values: dict[str, Any], arrays: dict[str, Any]) -> Experience:
 
 
 def encode_group(group: Group, inside: TableRow) -> TableRow:
-    """A group's columns, but for where it stands; `inside` are those of its experiences."""
+    """A group's columns except run and number; `inside` are the columns of its experiences."""
     rewards = [experience.reward for experience in group.experiences]
-    judged = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
+    scored = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
     return {
         "id": group.id,
         "shelf": str(group.shelf),
@@ -190,32 +190,32 @@ def encode_group(group: Group, inside: TableRow) -> TableRow:
         "oldest_version": group.oldest_version,
         "size": len(group.experiences),
         "bytes": sum(map(len, inside.values())),
-        "reward": float(sum(judged) / len(judged)) if judged else None,
+        "reward": float(sum(scored) / len(scored)) if scored else None,
         "rewards": to_json(rewards),
         "body": to_json({"author": group.author, "info": group.info}),
     }
 
 
 def decode_group(row: Any, experiences: list[Experience]) -> Group:
-    """The group that `encode_group` made the columns of `row` from."""
+    """Inverse of `encode_group`, with these experiences."""
     known = {name: getattr(row, name) for name in ("id", "priority", "writer", "created_at")}
     return Group(experiences=experiences, shelf=ExperienceKind(row.shelf), **known, **json.loads(row.body))
 
 
 def encode_task(task: Task) -> str:
-    """A task as JSON; pictures are references in its metadata (data/images.py)."""
+    """A task as JSON; images are references in its metadata (data/images.py)."""
     return to_json(asdict(task))
 
 
 def decode_task(text: str) -> Task:
-    """The task that `encode_task` made `text` from."""
+    """Inverse of `encode_task`."""
     return Task(**json.loads(text))
 
 
 def to_json(value: Any) -> str:
-    """ASCII, since databases refuse NUL and lone surrogates; NaN and infinities as Python's `json` has them.
+    """ASCII JSON, because databases refuse NUL and lone surrogates; NaN and infinities as in Python's `json`.
 
-    What JSON has no notion of is stored as its `repr`, see `monitor.files.plain`.
+    Other types are stored as their `repr`, see `rollmill.files.to_jsonable`.
     """
     try:
         return _JSON.encode(value)
@@ -224,10 +224,10 @@ def to_json(value: Any) -> str:
 
 
 def escape_for_database(text: str) -> str:
-    """`text` as any database can hold it; the exact one stands in the JSON."""
+    """Escape what databases refuse in `text`; the JSON body holds the exact text."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
 def _shared(text: str, experience: Experience) -> str | int:
-    """A turn's text, or 0 and 1 where it is the prompt or the response, which are stored anyway."""
+    """A turn's text, or 0 or 1 if it equals the prompt or the response, which are stored anyway."""
     return 0 if text == experience.prompt else 1 if text == experience.response else text

@@ -1,4 +1,4 @@
-"""The tables of a buffer in a database. Several runs may share them."""
+"""Tables of a buffer in a database. Several runs may share them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from sqlalchemy import (
 )
 
 FORMAT = 1
-"""Raised when tables change in a way that older programs would misread."""
+"""Incremented when tables change in a way that older versions would misread."""
 
 metadata = MetaData()
 
 
 class RawBytes(LargeBinary):
-    """Bytes that go through as they are: both drivers take and give `bytes`, which SQLAlchemy would wrap and copy."""
+    """Bytes without conversion: both drivers use `bytes`, which SQLAlchemy would wrap and copy."""
 
     cache_ok = True
 
     def bind_processor(self, dialect: Any) -> None:
-        """None: nothing to do."""
+        """None: no conversion."""
 
     def result_processor(self, dialect: Any, coltype: Any) -> None:
-        """None: nothing to do."""
+        """None: no conversion."""
 
 
 meta = Table(
@@ -52,7 +52,7 @@ runs = Table(
     Column("forgotten", BigInteger, nullable=False),  # expired groups that were deleted since
     Column("marked_at", Float(53)),
 )
-"""Every change of a run's rows locks its row here first, so numbers are handed out in the order of commits."""
+"""One row per run. Every change of a run locks its row first, so numbers are assigned in the order of commits."""
 
 groups = Table(
     "rollmill_groups",
@@ -69,7 +69,7 @@ groups = Table(
     Column("oldest_version", Integer, nullable=False),
     Column("size", Integer, nullable=False),  # experiences
     Column("bytes", BigInteger, nullable=False),  # of their rows
-    Column("reward", Float(53)),  # mean of those that were judged
+    Column("reward", Float(53)),  # mean of the scored ones
     Column("rewards", Text, nullable=False),  # JSON list
     Column("body", Text, nullable=False),  # JSON: author and info, exactly
     Column("taken", Integer),  # the step it was first handed out for
@@ -77,12 +77,12 @@ groups = Table(
     Column("removed_at", Float(53)),
     Column("removed_by", Text),
 )
-"""One row per group: what it takes to choose one without reading its experiences."""
+"""One row per group, with all that is needed to choose one without reading its experiences."""
 
 not_removed = groups.c.removed_at.is_(None)
-"""Of groups that nobody removed."""
+"""Condition: the group was not removed."""
 waiting = not_removed & groups.c.taken.is_(None) & groups.c.expired.is_(None)
-"""Of groups that may be handed out for the first time."""
+"""Condition: the group may be handed out for the first time."""
 Index("rollmill_groups_id", groups.c.run, groups.c.id, unique=True)
 Index("rollmill_groups_shelf", groups.c.run, groups.c.shelf, groups.c.number)
 Index(
@@ -114,7 +114,7 @@ experiences = Table(
     Column("action_mask", RawBytes, nullable=False),
     Column("advantage", RawBytes, nullable=False),
 )
-"""One row per group: its experiences. Apart from `groups`, so that choosing one need not read past them."""
+"""One row per group: its experiences. Separate from `groups`, so that queries on groups do not read them."""
 
 uses = Table(
     "rollmill_uses",
@@ -124,9 +124,9 @@ uses = Table(
     Column("step", Integer, primary_key=True, autoincrement=False),
     Column("first", Boolean, nullable=False),  # handed out by `take`, not by `replay`
     Column("position", Integer, nullable=False),  # among those of the step
-    Column("priority", Float(53)),  # after the step had learned from it
+    Column("priority", Float(53)),  # after the training step
 )
-"""One row per group and step that learned from it: replay's counts, cool-downs and priorities follow from these."""
+"""One row per group and step that used it; replay's counts, cool-downs and priorities derive from these."""
 Index("rollmill_uses_step", uses.c.run, uses.c.step)
 
 tasks = Table(
@@ -151,4 +151,4 @@ writers = Table(
     Column("wrote_at", Float(53)),
     Column("written", BigInteger, nullable=False),  # groups
 )
-"""Who writes, and when it last did: what a reader says of whom it waits for."""
+"""Writers and when they last wrote, for the timeout errors of readers."""

@@ -1,4 +1,4 @@
-"""The buffer in a database: SQLite in one file, or PostgreSQL. Other processes may read and write it meanwhile."""
+"""Buffer in a database: a SQLite file, or PostgreSQL. Other processes may read and write it at the same time."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _groups = schema.groups.c
 
 
 class SqlStore:
-    """A Store (`buffer/base.py`) of one run in a database that may hold several.
+    """An `ExperienceStore` of one run in a database that may hold several.
 
-    Every change is one transaction that begins by locking the run's row, and comes to the same when it is made twice.
-    All methods raise StoreError where the database cannot do it within its `outage_s`.
+    Every change is one idempotent transaction, which first locks the run's row. All methods raise StoreError if the
+    database fails or is unreachable for its `outage_s`.
     """
 
     kind = SQL
 
     def __init__(self, database: Database, run_id: str) -> None:
-        """Raises StoreError where a database that is only read holds nothing of the run."""
+        """Raises StoreError if a read-only database does not have the run."""
         self.database = database
         if database.read_only:
             run = database.read(lambda connection: find_run(connection, run_id))
@@ -65,7 +65,7 @@ class SqlStore:
     # -- writing -----------------------------------------------------------------------------------------------
 
     def put(self, groups: Sequence[Group]) -> int:
-        """See Store. A call repeated after a lost connection may count groups as known that it wrote itself."""
+        """See ExperienceStore. A retry after a lost connection may count its own groups as known."""
         now = time.time()
         packed: dict[str, tuple[TableRow, TableRow]] = {}
         for group in validate_groups(groups):
@@ -91,16 +91,16 @@ class SqlStore:
         return self.change(work) if packed else 0
 
     def announce(self, kind: str) -> None:
-        """Say that a process that writes is there, so that readers know for whom they wait."""
+        """Register this process as a writer, so that timeout errors of readers can name it."""
         self.change(lambda rows, _: rows.seen(kind, 0))
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
-        """See Store."""
+        """See ExperienceStore."""
         bodies = {to_json(task.id): encode_task(task) for task in tasks}
         self.change(lambda rows, _: rows.put_tasks(bodies))
 
     def remove(self, ids: Sequence[str], *, by: str) -> None:
-        """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
+        """See ExperienceStore. Raises StoreError if an id is unknown; then nothing is changed."""
 
         def work(rows: RunTransaction, _: int) -> None:
             for number in self._numbers(rows, ids):
@@ -110,7 +110,7 @@ class SqlStore:
         self.change(work)
 
     def restore(self, ids: Sequence[str]) -> None:
-        """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
+        """See ExperienceStore. Raises StoreError if an id is unknown; then nothing is changed."""
 
         def work(rows: RunTransaction, last: int) -> None:
             for number in self._numbers(rows, ids):
@@ -125,7 +125,7 @@ class SqlStore:
     # -- handing out -------------------------------------------------------------------------------------------
 
     def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
-        """See Store."""
+        """See ExperienceStore."""
 
         def work(rows: RunTransaction, _: int) -> list[int] | None:
             if before := rows.handed_out(step, ExperienceKind.ROLLOUT, first=True):
@@ -141,7 +141,7 @@ class SqlStore:
         return self.groups(numbers)
 
     def take_partial(self, count: int, *, step: int) -> list[Group]:
-        """See Store."""
+        """See ExperienceStore."""
 
         def work(rows: RunTransaction, _: int) -> list[int]:
             before = rows.handed_out(step, ExperienceKind.PARTIAL, first=True)
@@ -150,7 +150,7 @@ class SqlStore:
         return self.groups(self.change(work))
 
     def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
-        """See Store."""
+        """See ExperienceStore."""
 
         def work(rows: RunTransaction, _: int) -> list[int]:
             if before := rows.handed_out(step, ExperienceKind.ROLLOUT, first=False):
@@ -162,7 +162,7 @@ class SqlStore:
         return self.groups(self.change(work))
 
     def learned(self, groups: Sequence[Group], *, step: int) -> None:
-        """See Store."""
+        """See ExperienceStore."""
         priorities = {group.id: group.priority for group in validate_groups(groups)}
 
         def work(rows: RunTransaction, _: int) -> None:
@@ -174,19 +174,19 @@ class SqlStore:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
-        """See Store. Holds about 32 MiB of rows at most."""
+        """See ExperienceStore. Holds at most about 32 MiB of rows."""
         there = (_groups.run == self.run) & (_groups.shelf == str(shelf)) & schema.not_removed
         while numbers := self._page(there & (_groups.number > after)):
             yield from self._found(numbers).items()
             after = numbers[-1]
 
     def get(self, ids: Sequence[str]) -> list[Group]:
-        """See Store."""
+        """See ExperienceStore."""
         known = self.database.read(lambda connection: RunTransaction(connection, self.run).numbers(ids, there=True))
         return self.groups([known[id] for id in ids if id in known])
 
     def groups(self, numbers: Sequence[int]) -> list[Group]:
-        """Whole groups by number, in this order; those that another process has just deleted are left out."""
+        """Whole groups by number, in this order; those deleted by another process are left out."""
         return list(self._found(numbers).values())
 
     def _found(self, numbers: Sequence[int]) -> dict[int, Group]:
@@ -203,7 +203,7 @@ class SqlStore:
         return {number: found[number] for number in numbers if number in found}
 
     def tasks(self) -> Iterator[Task]:
-        """See Store."""
+        """See ExperienceStore."""
         table, last = schema.tasks.c, 0
         page = select(table.position, table.body).where(table.run == self.run).order_by(table.position).limit(CHUNK)
         while rows := self.select(page.where(table.position > last)):
@@ -211,13 +211,13 @@ class SqlStore:
             last = rows[-1].position
 
     def waiting(self, *, min_version: int | None = None) -> int:
-        """See Store."""
+        """See ExperienceStore."""
         there = is_waiting(self.run, ExperienceKind.ROLLOUT)
         there = there if min_version is None else there & ~is_older_than(min_version)
         return int(self.select(_counted(there))[0][0])
 
     def ahead(self, version: int, *, min_version: int | None = None) -> int:
-        """How many usual groups come before a new one, for who has weights of `version`: those that wait, and those
+        """Number of rollout groups ahead of a new one sampled with weights of `version`: those that wait, and those
         that were taken for later steps.
         """
         wait = is_waiting(self.run, ExperienceKind.ROLLOUT)
@@ -230,18 +230,18 @@ class SqlStore:
         return int(self.select(select(_counted(wait).scalar_subquery() + joined.scalar_subquery()))[0][0])
 
     def expire_remote(self, writer: str, *, step: int) -> None:
-        """What explorers in processes of their own have put as others than `writer`, so for an earlier stage, is not
-        handed out after `step`.
+        """Expire, as of `step`, waiting groups of remote explorers except those of `writer`: they are of an earlier
+        stage.
         """
         self.change(lambda rows, _: rows.expire_remote(writer, step))
 
     def expired(self) -> int:
-        """See Store."""
+        """See ExperienceStore."""
         late = _counted((_groups.run == self.run) & _groups.expired.is_not(None)).scalar_subquery()
         return int(self.select(select(schema.runs.c.forgotten + late).where(schema.runs.c.run == self.run))[0][0])
 
     def writers(self) -> list[dict[str, Any]]:
-        """Who has written, the one last seen first."""
+        """Rows of the writers, the last seen one first."""
         table = schema.writers
         rows = self.select(select(table).where(table.c.run == self.run).order_by(table.c.seen_at.desc()))
         return [row._asdict() for row in rows]
@@ -249,7 +249,7 @@ class SqlStore:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def mark(self) -> dict[str, Any]:
-        """See Store. What the mark knows of survives a power failure."""
+        """See ExperienceStore. All groups up to the mark survive a power failure."""
         runs = schema.runs
 
         def work(rows: RunTransaction, last: int) -> int:
@@ -259,7 +259,7 @@ class SqlStore:
         return {"store": SQL, "last": self.change(work, synced=True)}
 
     def rewind(self, mark: dict[str, Any] | None, *, step: int) -> None:
-        """See Store. Raises StoreError where the mark is of another store, or knows more than the database."""
+        """See ExperienceStore. Raises StoreError if the mark is of another kind of store or newer than the database."""
         if mark is not None and mark["store"] != SQL:
             raise StoreError(f"the checkpoint holds the buffer itself; set buffer.store: {mark['store']}, as before")
         marked = 0 if mark is None else int(mark["last"])
@@ -276,13 +276,13 @@ class SqlStore:
         self.change(work)
 
     def close(self) -> None:
-        """See Store."""
+        """See ExperienceStore."""
         self.database.close()
 
     # -- transactions ------------------------------------------------------------------------------------------
 
     def change(self, work: Callable[[RunTransaction, int], Result], *, synced: bool = False) -> Result:
-        """`work` with the run's rows, locked, and the newest group's number, in one transaction."""
+        """Call `work` with the run's rows, locked, and the newest group's number, in one transaction."""
         write = self.database.sync if synced else self.database.write
 
         def locked(connection: Any) -> Result:
@@ -298,11 +298,11 @@ class SqlStore:
         return [numbers[id] for id in dict.fromkeys(ids)]
 
     def select(self, query: Any) -> Sequence[Any]:
-        """The rows that a query gives."""
+        """Rows of a query."""
         return self.database.read(lambda connection: connection.execute(query).all())
 
     def _page(self, condition: ColumnElement[bool]) -> list[int]:
-        """Numbers of the next groups: as many as fit, at least one if there is any."""
+        """Numbers of the next groups: as many as fit in a page, at least one if there is any."""
         query = select(_groups.number, _groups.bytes).where(condition).order_by(_groups.number).limit(_PAGE_GROUPS)
         numbers: list[int] = []
         size = 0

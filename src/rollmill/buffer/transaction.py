@@ -1,4 +1,4 @@
-"""Parts of transactions on one run's rows: what `SqlStore` is made of."""
+"""Operations on one run's rows, which `SqlStore` combines into transactions."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from rollmill.buffer.row_codec import TableRow, decode_experience_columns, decod
 from rollmill.config.buffer import ReplayConfig
 
 CHUNK = 500
-"""Values in one statement."""
+"""Maximum number of values in one statement."""
 
 _groups, _experiences, _uses, _runs = schema.groups.c, schema.experiences.c, schema.uses.c, schema.runs.c
 
 
 class RunTransaction:
-    """The rows of one run. Each method is part of the transaction of `connection`."""
+    """Operations on the rows of one run, within the transaction of `connection`."""
 
     def __init__(self, connection: Connection, run: int) -> None:
         self.connection, self.run = connection, run
         self._execute = connection.execute
 
     def lock(self) -> int:
-        """Nobody else changes this run's rows until the transaction ends. Returns the newest group's number."""
+        """Lock this run's rows until the transaction ends. Returns the newest group's number."""
         last: int = self._execute(select(_runs.last).where(_runs.run == self.run).with_for_update()).scalar_one()
         return last
 
     def numbers(self, ids: Sequence[str], *, there: bool = False) -> dict[str, int]:
-        """Numbers of the groups that exist; with `there` only of those that were not removed."""
+        """Numbers of known groups by id; with `there` only of those that were not removed."""
         return {row.id: row.number for row in self._known(ids) if not (there and row.removed)}
 
     def shelves(self, ids: Sequence[str]) -> dict[str, str]:
-        """Shelves of the groups that exist."""
+        """Kinds of known groups by id."""
         return {row.id: row.shelf for row in self._known(ids)}
 
     def _known(self, ids: Sequence[str]) -> list[Any]:
@@ -47,21 +47,21 @@ class RunTransaction:
         return [row for some in chunks for row in self._execute(columns.where(_groups.id.in_(some)))]
 
     def add(self, groups: Sequence[TableRow], experiences: Sequence[TableRow], last: int) -> None:
-        """Insert rows of new groups, two for each; `last` is the newest one's number."""
+        """Insert rows of new groups, two per group; `last` is the newest one's number."""
         if groups:
             self._execute(insert(schema.groups), groups)
             self._execute(insert(schema.experiences), experiences)
             self._execute(update(schema.runs).where(_runs.run == self.run).values(last=last))
 
     def handed_out(self, step: int, shelf: ExperienceKind, *, first: bool) -> list[int]:
-        """What was handed out for a step, for the first time or again, in order."""
+        """Numbers of the groups that a step took (`first`) or replayed, in order."""
         same = (_groups.run == _uses.run) & (_groups.number == _uses.number)
         wanted = select(_uses.number).join(schema.groups, same).where(_uses.run == self.run, _uses.step == step)
         wanted = wanted.where(_uses.first == first, _groups.shelf == str(shelf))
         return list(self._execute(wanted.order_by(_uses.position)).scalars())
 
     def hand_out(self, shelf: ExperienceKind, count: int, step: int) -> list[int]:
-        """Take the oldest `count` that wait, or as many as there are."""
+        """Take the oldest `count` waiting groups, or fewer if there are not enough."""
         oldest = select(_groups.number).where(is_waiting(self.run, shelf)).order_by(_groups.number).limit(count)
         numbers = list(self._execute(oldest).scalars())
         for first in range(0, len(numbers), CHUNK):
@@ -71,14 +71,14 @@ class RunTransaction:
         return numbers
 
     def renumber(self, number: int, new: int) -> None:
-        """Let a group come anew, as the newest one: readers that went past it find it again."""
+        """Make a group the newest one, so that readers past its old number find it."""
         for table in (schema.groups, schema.experiences, schema.uses):
             one = (table.c.run == self.run) & (table.c.number == number)
             self._execute(update(table).where(one).values(number=new))
         self._execute(update(schema.runs).where(_runs.run == self.run).values(last=new))
 
     def note(self, numbers: Sequence[int], step: int, *, first: bool) -> None:
-        """A step learns from these groups."""
+        """Record that a step uses these groups."""
         rows = [
             {"run": self.run, "number": number, "step": step, "first": first, "position": position}
             for position, number in enumerate(numbers)
@@ -87,23 +87,23 @@ class RunTransaction:
             self._execute(insert(schema.uses), rows)
 
     def note_priority(self, number: int, step: int, priority: float) -> None:
-        """The priority of a group after `step` has learned from it."""
+        """Record the priority of a group after `step`."""
         use = (_uses.run == self.run) & (_uses.number == number) & (_uses.step == step)
         self._execute(update(schema.uses).where(use).values(priority=float(priority)))
 
     def expire(self, min_version: int, step: int) -> None:
-        """Waiting usual groups with tokens older than `min_version` are never handed out."""
+        """Expire waiting rollout groups with tokens older than `min_version`."""
         old = is_waiting(self.run, ExperienceKind.ROLLOUT) & is_older_than(min_version)
         self._execute(update(schema.groups).where(old).values(expired=step))
 
     def expire_remote(self, writer: str, step: int) -> None:
-        """Waiting groups of explorers in processes of their own are never handed out, but for those of `writer`."""
+        """Expire waiting groups of remote explorers, except those of `writer`."""
         others = _groups.writer.startswith(REMOTE_EXPLORER, autoescape=True) & (_groups.writer != writer)
         mine = is_waiting(self.run, ExperienceKind.ROLLOUT) & others
         self._execute(update(schema.groups).where(mine).values(expired=step))
 
     def candidates(self, rule: ReplayConfig, step: int, since: int) -> ReplayCandidates:
-        """What replay may choose from, by capacity alone."""
+        """Groups that replay may choose from, within the capacity."""
         mine = (_groups.run == self.run) & (_groups.shelf == str(ExperienceKind.ROLLOUT)) & schema.not_removed
         taken = mine & (_groups.taken > since) & (_groups.taken < step)
         columns = select(_groups.number, _groups.oldest_version, _groups.priority).where(taken)
@@ -114,7 +114,7 @@ class RunTransaction:
         return ReplayCandidates.of([tuple(row) for row in rows], [tuple(row) for row in history])
 
     def undo_uses(self, step: int) -> None:
-        """What was taken or expired for later steps waits again."""
+        """Let groups that were taken or expired for later steps wait again."""
         mine, used = _groups.run == self.run, _uses.run == self.run
         later = select(_uses.number).where(used, _uses.step > step, _uses.first)
         self._execute(update(schema.groups).where(mine, _groups.number.in_(later)).values(taken=None))
@@ -122,19 +122,19 @@ class RunTransaction:
         self._execute(update(schema.groups).where(mine, _groups.expired > step).values(expired=None))
 
     def drop_made_after(self, last: int) -> None:
-        """Delete what explorer and pipeline have put after group number `last`."""
+        """Delete groups of explorer and pipeline after group number `last`."""
         made = (_groups.run == self.run) & (_groups.number > last) & _groups.writer.in_((EXPLORER, PIPELINE))
         self.delete(list(self._execute(select(_groups.number).where(made)).scalars()))
 
     def delete(self, numbers: Sequence[int]) -> None:
-        """Delete groups with all that belongs to them."""
+        """Delete groups with their experiences and uses."""
         for first in range(0, len(numbers), CHUNK):
             some = numbers[first : first + CHUNK]
             for table in (schema.experiences, schema.uses, schema.groups):
                 self._execute(delete(table).where(table.c.run == self.run, table.c.number.in_(some)))
 
     def put_tasks(self, bodies: Mapping[str, str]) -> None:
-        """Tasks by key: known ones are replaced where they stand, others come last."""
+        """Store tasks by key: known ones are replaced in place, others are appended."""
         table = schema.tasks
         mine = table.c.run == self.run
         known = set(self._execute(select(table.c.key).where(mine)).scalars())
@@ -147,7 +147,7 @@ class RunTransaction:
             self._execute(insert(table), added)
 
     def seen(self, kind: str, written: int) -> None:
-        """This process is alive, and has written so many groups more."""
+        """Record that this process is alive, and has written `written` more groups."""
         table, now = schema.writers, time.time()
         me = {"run": self.run, **writer_identity(kind)}
         times: dict[str, Any] = {"seen_at": now} | ({"wrote_at": now} if written else {})
@@ -172,23 +172,23 @@ class RunTransaction:
 
 
 def is_waiting(run: int, shelf: ExperienceKind) -> ColumnElement[bool]:
-    """Of groups of a shelf that may be handed out for the first time."""
+    """Condition: a group of this kind that may be handed out for the first time."""
     return (_groups.run == run) & (_groups.shelf == str(shelf)) & schema.waiting
 
 
 def is_older_than(min_version: int) -> ColumnElement[bool]:
-    """Of groups with a token older than `min_version`."""
+    """Condition: a group with a token older than `min_version`."""
     return _groups.oldest_version.between(0, min_version - 1)
 
 
 def find_run(connection: Connection, run_id: str) -> int | None:
-    """The key of a run's rows; None where the database holds none."""
+    """The key of a run's rows; None if the database does not have the run."""
     found: int | None = connection.execute(select(_runs.run).where(_runs.run_id == run_id)).scalar()
     return found
 
 
 def make_run(connection: Connection, run_id: str) -> int:
-    """The key of a run's rows, which are made if missing."""
+    """The key of a run's rows; creates the run if missing."""
     if connection.dialect.name == "postgresql":  # two processes may open a new run at once
         connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(run_id))))
     if (run := find_run(connection, run_id)) is not None:

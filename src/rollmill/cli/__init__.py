@@ -40,11 +40,12 @@ GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "t
 """Name of a group of commands -> module with HELP and COMMANDS."""
 
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
-"""What the operating system says of paths that a user has named, wherever they are looked at first."""
+"""Operating system errors about paths given by the user."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    """Run one command and return its exit code: 0 success, 1 failure, 2 wrong usage or configuration, 130
+    interrupted."""
     try:
         build_app()(args=None if argv is None else list(argv), prog_name="rollmill")
     except SystemExit as end:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_app() -> typer.Typer:
-    """The typer application with every command registered."""
+    """Build the typer application with every command registered."""
     app = typer.Typer(
         help="Reinforcement fine-tuning of language models.",
         no_args_is_help=True,
@@ -72,7 +73,7 @@ def build_app() -> typer.Typer:
 
 
 def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with user errors printed as their message alone, and exit codes as documented."""
+    """Wrap a command so that user errors are printed as their message alone, with the documented exit codes."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`rollmill algorithms`: the table of algorithms, or one in full."""
+"""`rollmill algorithms`: print the table of algorithms, or one in full."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WIDTH = 120
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(help="One algorithm; without it, the table of all.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Algorithm to print. Default: the table of all.")] = None,
     plugins: Annotated[
-        list[Path] | None, typer.Option("--plugin", metavar="FILE.py", help="Import a file first (repeatable).")
+        list[Path] | None, typer.Option("--plugin", metavar="FILE.py", help="Python file to import first (repeatable).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print the algorithms, or one with its formula and resolved parts."""
+    """Print the table of algorithms, or one algorithm with its formula and resolved parts."""
     for plugin in plugins or []:
         import_file(plugin)
     known = known_algorithms()
@@ -93,7 +93,7 @@ def _honoured(options: AlgorithmOptions) -> dict[str, Any]:
 
 
 def _definition(section: type[AlgorithmOptions]) -> str:
-    """The docstring of the algorithm's file: formula and source; a user's algorithm has that of its function."""
+    """Return the docstring of the algorithm's file (formula and source), or that of a user's function."""
     module = sys.modules[section.__module__]
     ours = section.__module__.startswith("rollmill.recipes.") and section.__module__ != "rollmill.recipes.decorators"
     return (inspect.getdoc(module) if ours else inspect.getdoc(section)) or section.__name__

@@ -1,4 +1,4 @@
-"""`rollmill audit`: test tasks, rewards and environments before they are trained with."""
+"""`rollmill audit`: test tasks, rewards and environments before training."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ _COLOURS = {"ok": "green", "skipped": "bright_black", "warning": "yellow", "prob
 
 
 def command(
-    tasks: Annotated[Path, typer.Argument(metavar="TASKS", help="A run file, or a file of tasks (with --reward).")],
+    tasks: Annotated[Path, typer.Argument(metavar="TASKS", help="A run file, or a task file (with --reward).")],
     reward: Annotated[
-        str | None, typer.Option("--reward", help="A built-in reward, or FILE.py:NAME; only with a file of tasks.")
+        str | None, typer.Option("--reward", help="A built-in reward, or FILE.py:NAME; only with a task file.")
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="A key of --reward (repeatable).")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Layout of the file of tasks, such as gsm8k.")] = None,
-    stage: Annotated[str | None, typer.Option(help="Which stage (default: the first that rolls out).")] = None,
-    count: Annotated[int, typer.Option("--tasks", min=1, help="How many tasks are tried.")] = 100,
+    preset: Annotated[str | None, typer.Option(help="Layout of the task file, such as gsm8k.")] = None,
+    stage: Annotated[str | None, typer.Option(help="Stage to audit (default: the first that rolls out).")] = None,
+    count: Annotated[int, typer.Option("--tasks", min=1, help="Maximum number of tasks to test.")] = 100,
     full: Annotated[
         float | None, typer.Option(help="Reward of a right completion (default: evaluation.threshold, else 1).")
     ] = None,
     template: Annotated[
-        str | None, typer.Option(help="Form of right completions, such as '<answer>{answer}</answer>'.")
+        str | None, typer.Option(help="Format of right completions, such as '<answer>{answer}</answer>'.")
     ] = None,
     oracle: Annotated[
         str | None,
         typer.Option(help="FILE.py:NAME: (task) -> right completion; for environments (task, seen, turn) -> action."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Roll out so many completions per task by the run's model.")] = 0,
+    samples: Annotated[int, typer.Option(min=0, help="Completions per task to sample from the run's model.")] = 0,
     scores: Annotated[Path | None, typer.Option(help="File of `rollmill tasks score`, for solvability.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings fail, too.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
 ) -> None:
-    """Try tasks and rewards with policies that know the answer, know nothing, or cheat. Exit code 1 with a problem."""
+    """Test tasks and rewards with policies that know the answer, know nothing, or cheat. Exit code 1 if a problem is
+    found."""
     from rollmill.audit.runner import AuditOptions, audit_exit_code, run_audit
     from rollmill.cli.printing import print_json
     from rollmill.orchestrator.task_difficulty import find_stage

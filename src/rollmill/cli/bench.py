@@ -1,4 +1,4 @@
-"""`rollmill bench`: checkpoints and models, compared on held-out tasks."""
+"""`rollmill bench`: compare checkpoints and models on held-out tasks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def command(
     ],
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="File whose `evaluation` says what is measured (default: the first run's)."),
+        typer.Option("--config", help="Run file with the `evaluation` (default: that of the first run)."),
     ] = None,
     step: Annotated[str, typer.Option(help="Checkpoints of runs: last, best, all, or 100,200.")] = "last",
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per task (default: as in the file).")] = None,
     k: Annotated[str | None, typer.Option(help="Measure pass@K for these K, such as 1,4,8.")] = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the results; what is in it is not evaluated again.")] = (
-        RESULTS
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder of the results; existing results are not evaluated again.")
+    ] = (RESULTS),
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results and comparisons as JSON.")] = False,
 ) -> None:
-    """Evaluate every model on every set of held-out tasks; print a table, and write results and a page into a folder.
+    """Evaluate every model on every set of held-out tasks, print a table, and write results and a report to a folder.
 
-    All models answer the same tasks with the same seeds. Started again with the same folder, it goes on where it ended.
+    All models answer the same tasks with the same seeds. If started again with the same folder, it continues.
     """
     from rollmill.cli.printing import print_json
     from rollmill.files import atomic_write, to_jsonable
@@ -83,7 +83,7 @@ def _print(results: Results) -> None:
     cells = list(dict.fromkeys((label, name) for label, name, _ in shown))
     rows = [[label, name or "-", *(shown.get((label, name, each)) for each in measures)] for label, name in cells]
     print_table("", ["model", "set", *measures], rows)
-    main: dict[str, str] = {}  # of each set the measure that says most: all samples, where there are some
+    main: dict[str, str] = {}  # main measure of each set: `sampled`, if it exists
     for cell, measure, _ in results.rows():
         if measure == "sampled" or cell.result.name not in main:
             main[cell.result.name] = measure

@@ -1,4 +1,4 @@
-"""`rollmill buffer`: look into the buffer of a run, take it along as Parquet, and clean it up."""
+"""`rollmill buffer`: inspect, export, import and clean up the buffer of a run."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from rollmill.buffer.base import ExperienceKind, Group
     from rollmill.buffer.sql import SqlStore
 
-HELP = "Look into the buffer of a run, take it along as Parquet, and clean it up."
+HELP = "Inspect, export, import and clean up the buffer of a run."
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ShelfOption = Annotated[str | None, typer.Option("--shelf", help="usual, expert, preference, rated or partial.")]
 
 _START_S, _LOOK_S = 600.0, 0.2
-"""How long a process may take to start a run, and how often is looked."""
+"""Timeout for a process that starts a run, and polling interval."""
 _COLUMNS = ("number", "id", "shelf", "state", "task", "experiences", "reward", "version", "step", "writer", "author")
 
 
 def ls(
     run: Run,
     shelf: ShelfOption = None,
-    task: Annotated[str | None, typer.Option(help="Of this task id.")] = None,
-    author: Annotated[str | None, typer.Option(help="Feedback of this person or application.")] = None,
-    reward_at_least: Annotated[float | None, typer.Option(help="Mean reward of the group.")] = None,
-    reward_at_most: Annotated[float | None, typer.Option(help="Mean reward of the group.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=2**31, help="How many.")] = 20,
+    task: Annotated[str | None, typer.Option(help="Only this task id.")] = None,
+    author: Annotated[str | None, typer.Option(help="Only feedback of this person or application.")] = None,
+    reward_at_least: Annotated[float | None, typer.Option(help="Minimum mean reward of the group.")] = None,
+    reward_at_most: Annotated[float | None, typer.Option(help="Maximum mean reward of the group.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=2**31, help="Maximum number of groups.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List groups of experiences, the newest first."""
@@ -60,7 +60,7 @@ def show(
     name: Annotated[str, typer.Argument(metavar="ID", help="Id or number of a group, or id of an experience.")],
     as_json: Json = False,
 ) -> None:
-    """Print a group: what was asked, answered and judged, and which weights produced which tokens."""
+    """Print a group: prompt, responses, rewards, and the weight versions of its tokens."""
     from rollmill.buffer.base import version_segments
     from rollmill.buffer.pruning import find_group
     from rollmill.trackers.rollout_log import encode_experience
@@ -89,7 +89,7 @@ def show(
 
 
 def stats(run: Run, as_json: Json = False) -> None:
-    """Count groups by shelf, state, writer and version; bytes; where rewards lie."""
+    """Count groups by shelf, state, writer and version; show size in bytes and a histogram of rewards."""
     from rollmill.buffer.pruning import buffer_statistics
 
     with _opened(run) as store:
@@ -112,7 +112,7 @@ def stats(run: Run, as_json: Json = False) -> None:
 
 def export(
     run: Run,
-    to: Annotated[Path, typer.Option("--to", metavar="FILE.parquet", help="The file; one that exists is replaced.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FILE.parquet", help="Output file; an existing one is replaced.")],
     shelf: ShelfOption = None,
     as_json: Json = False,
 ) -> None:
@@ -132,16 +132,16 @@ def export(
 
 def import_(
     run: Run,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `rollmill buffer export` wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by `rollmill buffer export`.")],
     wait_s: Annotated[
         float,
-        typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a run that is not there."),
+        typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a run that does not exist yet."),
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Add the groups of a Parquet file. The run learns from them as from its own; known ones are left as they are.
+    """Add the groups of a Parquet file, which the run then trains on like its own. Known groups are left unchanged.
 
-    A run that is being started is waited for.
+    If the run is just being started, wait for it.
     """
     from itertools import islice
 
@@ -164,12 +164,12 @@ def import_(
 def gc(
     run: Run,
     older_than: Annotated[
-        int, typer.Option("--older-than", min=0, help="Drop what was learned from more than N steps ago.")
+        int, typer.Option("--older-than", min=0, help="Delete groups last used more than N steps ago.")
     ] = 100,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be deleted.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete groups that were learned from long ago, expired or were removed; never what a checkpoint may need."""
+    """Delete groups that were used long ago, expired or removed; groups that a checkpoint may need are kept."""
     from rollmill.buffer import replay_capacity
     from rollmill.buffer.pruning import prune
     from rollmill.orchestrator.checkpoint import Checkpoints
@@ -194,7 +194,7 @@ def _opened(run: Path, *, read_only: bool = True) -> Iterator[SqlStore]:
 
 
 def _await_start(run: Path, wait_s: float) -> None:
-    """Return once a run has written what an import needs: its settings, its id and its tokenizer.
+    """Wait until a run has written its settings, id and tokenizer, which an import needs.
 
     Raises:
         ConfigError: there is no run, and no process that starts one, after `wait_s` seconds.
@@ -202,7 +202,7 @@ def _await_start(run: Path, wait_s: float) -> None:
     """
     from rollmill.models.run_tokenizer import TOKENIZER_FOLDER, TOKENIZER_INFO_FILE
 
-    known, began, said = [run / "config.yaml", run / "machine.json"], time.monotonic(), False
+    known, began, announced = [run / "config.yaml", run / "machine.json"], time.monotonic(), False
     while not all(file.is_file() for file in (*known, run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE)):
         from rollmill.orchestrator.run_lock import is_run_locked
 
@@ -220,14 +220,14 @@ def _await_start(run: Path, wait_s: float) -> None:
         if starting and waited >= max(wait_s, _START_S):
             advice = "See what it says; raise --wait if its model takes longer to load."
             raise DeadlineError("the import", f"the process that starts the run in {run}", waited, advice)
-        if not said:
+        if not announced:
             print(f"waiting for the run in {run} to start", file=sys.stderr, flush=True)
-        said = True
+        announced = True
         time.sleep(_LOOK_S)
 
 
 def _in_database(run: Path) -> bool:
-    """Whether a run will keep its groups in a database."""
+    """Return whether a run will store its groups in a database."""
     from rollmill.config.loader import load_run
 
     loaded = load_run(run / "config.yaml", out=run, require_files=False)
@@ -235,7 +235,7 @@ def _in_database(run: Path) -> bool:
 
 
 def _fingerprint(run: Path) -> str:
-    """Of the run's tokenizer; empty where it has stored none."""
+    """Return the fingerprint of the run's tokenizer; empty if none is stored."""
     from rollmill.models.run_tokenizer import TOKENIZER_FOLDER, TOKENIZER_INFO_FILE, load_run_fingerprint
 
     return load_run_fingerprint(run) if (run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE).is_file() else ""

@@ -1,4 +1,4 @@
-"""`rollmill check`: resolve a run file, count its tasks and print what it would do."""
+"""`rollmill check`: resolve a run file, count its tasks and print the run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def command(
     out: Annotated[Path | None, typer.Option("--out", help="Run directory. Default: runs/NAME.")] = None,
     data: Annotated[bool, typer.Option("--data/--no-data", help="Load tasksets and reward functions.")] = True,
     model: Annotated[
-        Path | None, typer.Option("--model", help="Check this checkpoint folder alone: is it computed as it should be?")
+        Path | None,
+        typer.Option("--model", help="Only compare engine and trainer with transformers for this checkpoint folder."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved run as JSON.")] = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the resolved run file.")] = False,
 ) -> None:
-    """Resolve a run file and print the run, or say what is wrong with it."""
+    """Resolve and check a run file, and print the run."""
     if as_json and as_yaml:
         raise ConfigError("give --json or --yaml, not both")
     if (config is None) == (model is None):
@@ -53,10 +54,10 @@ def command(
 
 
 def _check_model(folder: Path, as_json: bool) -> None:
-    """Print how far engine and trainer are from the model's own forward pass.
+    """Print how far engine and trainer deviate from the model's own forward pass.
 
     Raises:
-        ModelError: the folder cannot be loaded, or something is further off than rounding explains.
+        ModelError: the folder cannot be loaded, or a deviation is larger than rounding explains.
     """
     import torch
 
@@ -83,7 +84,7 @@ def _check_model(folder: Path, as_json: bool) -> None:
 def count_tasks(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
     """Import reward functions and count the tasks and rejected rows of every taskset.
 
-    Raises ConfigError naming the stage when something cannot be loaded, or a reference is empty.
+    Raises ConfigError naming the stage if something cannot be loaded, or a reference is empty.
     """
     from rollmill.rewards.base import require_references
 

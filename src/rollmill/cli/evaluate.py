@@ -11,7 +11,7 @@ import typer
 
 def command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
-    step: Annotated[int | None, typer.Option(help="Which checkpoint (default: the newest).")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint (default: the newest).")] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example evaluation.samples=4."),

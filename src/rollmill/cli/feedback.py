@@ -1,4 +1,4 @@
-"""`rollmill feedback RUN`: a page where people rate, edit and compare completions; the same over HTTP."""
+"""`rollmill feedback RUN`: serve a page and an HTTP API to rate, edit and compare completions."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ PORT, HOST = 8760, "127.0.0.1"
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="Run directory; the run may be going on.")],
+    run: Annotated[Path, typer.Argument(help="Run directory; the run may still be running.")],
     port: Annotated[int, typer.Option("--port", help="Port; 0 is any free one.")] = PORT,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on. Others than this machine's need a token.")
+        str, typer.Option("--host", help="Address to listen on. A token is required if others can reach it.")
     ] = HOST,
     author: Annotated[
-        str | None, typer.Option("--author", metavar="NAME", help="Who uses the page (default: your user name).")
+        str | None,
+        typer.Option("--author", metavar="NAME", help="Author of feedback on the page (default: your user name)."),
     ] = None,
     browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
     export_file: Annotated[
         Path | None,
-        typer.Option("--export-label-studio", metavar="FILE", help="Write completions as tasks of Label Studio."),
+        typer.Option("--export-label-studio", metavar="FILE", help="Export completions as Label Studio tasks."),
     ] = None,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Export two completions per task, to be compared.")] = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Export two completions per task, to compare.")] = False,
     step: Annotated[
         list[int] | None, typer.Option("--step", help="Export this step (repeatable; default: the newest).")
     ] = None,
     import_file: Annotated[
         Path | None,
-        typer.Option("--import-label-studio", metavar="FILE", help="Take annotations of Label Studio's JSON export."),
+        typer.Option(
+            "--import-label-studio", metavar="FILE", help="Import annotations from Label Studio's JSON export."
+        ),
     ] = None,
 ) -> None:
-    """Serve a page where people rate, edit and compare a run's completions, and the same for programs."""
+    """Serve a page where people rate, edit and compare a run's completions, and an HTTP API for programs."""
     if (pairs or step) and export_file is None:
         raise ConfigError("--pairs and --step are honoured only with --export-label-studio")
     if export_file is not None and import_file is not None:

@@ -35,27 +35,29 @@ if TYPE_CHECKING:
     from rollmill.rewards import RewardManager, RewardResult
     from rollmill.types import Completion, Task
 
-_AT_ONCE = 256
+_CONCURRENT_ROWS = 256
 
 
 def command(
-    input: Annotated[Path, typer.Option("--input", help='JSONL file: {"response": ..., "answer": ..., ...} a line.')],
+    input: Annotated[
+        Path, typer.Option("--input", help='JSONL file with {"response": ..., "answer": ..., ...} per line.')
+    ],
     reward: Annotated[
         str | None, typer.Option("--reward", help="A built-in reward, or FILE.py:NAME of a Python function.")
     ] = None,
     run: Annotated[
         Path | None, typer.Option("--run", help="Run file: use the rewards of its last stage, as the run would.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="Where to write. Default: standard output.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Output file. Default: standard output.")] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="A key of the reward (repeatable).")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Grader processes. Default: judging.workers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
-    """Judge every line of a file: the same lines come out with `reward`, `parts` and `outcomes`.
+    """Score every line of a file, and write the lines with `reward`, `parts` and `outcomes`.
 
-    Where a reward fails, the lines judged so far are written before the command ends with exit code 1.
+    If a reward fails, the lines scored so far are written before the command ends with exit code 1.
 
     Lines with the same `group` are one group for rewards that compare completions. The summary goes to standard error,
     or to standard output with --json and --output.
@@ -68,22 +70,23 @@ def command(
         judging = judging.model_copy(update={"workers": workers})
     rows = read_response_rows(input)
     tasks = [_task(number, row, input) for number, row in enumerate(rows, 1)]
-    with build_reward_manager(configs, judging) as judge, _opened(output) as file:
-        judged, failure = asyncio.run(_judge_all(judge, rows, tasks))
-        counted = judge.counters()
+    with build_reward_manager(configs, judging) as manager, _opened(output) as file:
+        judged, failure = asyncio.run(_judge_all(manager, rows, tasks))
+        counted = manager.counters()
         is_input = output is not None and output.samefile(input)
-        if not (failure and is_input):  # lines of the input that were not judged are kept
+        if not (failure and is_input):  # keep lines of the input that were not scored
             if output is not None and output.is_file() and judged:
-                file.truncate(0)  # what the file held is kept until there is something to write
+                file.truncate(0)  # keep the old content until there is something to write
             with explain_write_errors(output or Path("standard output")):
-                file.writelines(_line(rows[number], judgement) for number, judgement in judged.items())
+                file.writelines(_line(rows[number], result) for number, result in judged.items())
                 file.flush()
         if failure is not None:
             done = "judged, and none written over the input" if is_input else "judged and written"
             print(f"{len(judged)} of {len(rows)} lines were {done}", file=sys.stderr)
             raise failure
-    judgements = list(judged.values())
-    summary = summarize_judgements(reward or str(run), judgements) | ({"counters": counted} if counted else {})
+    summary = summarize_judgements(reward or str(run), list(judged.values())) | (
+        {"counters": counted} if counted else {}
+    )
     if as_json:
         print(json.dumps(summary), file=sys.stdout if output else sys.stderr)
     else:
@@ -105,7 +108,7 @@ def _chosen(reward: str | None, run: Path | None, options: list[str]) -> tuple[l
 
 
 def parse_reward_config(name: str, options: list[str]) -> RewardConfig:
-    """The configuration of the reward `name` with `key=value` options (values are YAML, or plain text).
+    """Build the configuration of the reward `name` from `key=value` options (values are YAML, or plain text).
 
     Raises ConfigError for an unknown reward or key, and for a wrong value.
     """
@@ -139,7 +142,7 @@ def parse_reward_config(name: str, options: list[str]) -> RewardConfig:
 
 
 def _value(option: str, key: str, text: str) -> Any:
-    """The value of an option, as that of `--set`."""
+    """Parse the value of an option, like that of `--set`."""
     problems: list[ConfigProblem] = []
     found = to_plain_data(parse_override_value(text, option, Path(), (key,), problems))
     raise_problems(problems)
@@ -147,12 +150,12 @@ def _value(option: str, key: str, text: str) -> Any:
 
 
 def _is_text(section: type[Section], key: str) -> bool:
-    """Whether a key takes text, which is not read as YAML: `after=####` would be a comment."""
+    """Return whether a key takes text, which is not parsed as YAML: `after=####` would be a comment."""
     return section.model_fields[key].annotation in (str, str | None, Path)
 
 
 def read_response_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, blank lines left out. Raises ConfigError naming file and line."""
+    """Read the objects of a JSONL file, without blank lines. Raises ConfigError naming file and line."""
     lines = read_text(path).split("\n")
     rows = [_row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
@@ -185,35 +188,35 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
     try:
         yield file
     finally:
-        with suppress(OSError):  # what was written is flushed by then
+        with suppress(OSError):  # already flushed
             file.close()
 
 
-def _line(row: dict[str, Any], judgement: RewardResult) -> str:
-    """The line to write: readable text, but half a surrogate pair, which UTF-8 cannot hold, as an escape."""
-    row = row | {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
-    if judgement.details:
-        row["details"] = judgement.details
+def _line(row: dict[str, Any], result: RewardResult) -> str:
+    """Format a line of output as readable text; lone surrogates, which UTF-8 cannot hold, are escaped."""
+    row = row | {"reward": result.reward, "parts": result.parts, "outcomes": result.outcomes}
+    if result.details:
+        row["details"] = result.details
     text = json.dumps(row, ensure_ascii=False)
     return re.sub(r"[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n"
 
 
 async def _judge_all(
-    judge: RewardManager, rows: list[dict[str, Any]], tasks: list[Task]
+    manager: RewardManager, rows: list[dict[str, Any]], tasks: list[Task]
 ) -> tuple[dict[int, RewardResult], Exception | None]:
-    """The judgements by the position of their row, in order, and the first failure.
+    """Return the results by the position of their row, in order, and the first failure.
 
-    What stands behind a failure is given up, what stands before it is judged to the end.
+    Rows after a failure are cancelled, rows before it are completed.
     """
-    gate = asyncio.Semaphore(_AT_ONCE)
-    groups = _groups(rows, tasks) if judge.groupwise else {number: [number] for number in range(len(rows))}
+    gate = asyncio.Semaphore(_CONCURRENT_ROWS)
+    groups = _groups(rows, tasks) if manager.groupwise else {number: [number] for number in range(len(rows))}
 
     async def one(group: str | int, members: list[int]) -> list[RewardResult]:
         async with gate:
             completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
             if isinstance(group, str):
-                return await judge.judge_group(tasks[members[0]], completions)
-            return [await judge.judge(tasks[members[0]], completions[0])]
+                return await manager.judge_group(tasks[members[0]], completions)
+            return [await manager.judge(tasks[members[0]], completions[0])]
 
     judging = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
     failure: Exception | None = None
@@ -237,9 +240,9 @@ async def _judge_all(
 
 
 def _groups(rows: list[dict[str, Any]], tasks: list[Task]) -> dict[str | int, list[int]]:
-    """Positions of the rows by their `group`; a row without one stands alone, by its position.
+    """Return the positions of the rows by their `group`; a row without one is its own group, by its position.
 
-    Raises ConfigError where a group has several questions or answers.
+    Raises ConfigError if a group has several questions or answers.
     """
     groups: dict[str | int, list[int]] = {}
     for number, row in enumerate(rows):
@@ -257,7 +260,7 @@ def _groups(rows: list[dict[str, Any]], tasks: list[Task]) -> dict[str | int, li
 
 
 def _task(number: int, row: dict[str, Any], file: Path) -> Task:
-    """The task of a row. Pictures that are not there stay as they are named: rewards that need them say so."""
+    """Return the task of a row. Missing images keep their names: rewards that need them report the error."""
     from rollmill.data.images import metadata_with_images
     from rollmill.types import Task
 
@@ -276,7 +279,7 @@ def _task(number: int, row: dict[str, Any], file: Path) -> Task:
 
 
 def _completion(number: int, text: str) -> Completion:
-    """A completion that has only text: nothing was generated, so there are no tokens."""
+    """Build a completion that has only text: nothing was generated, so there are no tokens."""
     import numpy as np
 
     from rollmill.types import Completion, StopReason

@@ -1,4 +1,4 @@
-"""What `rollmill grade` says at the end: counts, means and seconds, as one object or as tables."""
+"""Summary of `rollmill grade`: counts, means and seconds, as one object or as tables."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ if TYPE_CHECKING:
     from rollmill.rewards import RewardResult
 
 
-def summarize_judgements(name: str, judgements: list[RewardResult]) -> dict[str, Any]:
-    """Counts, the mean reward of what was judged, outcomes, and the median and 99th percentile of seconds.
+def summarize_judgements(name: str, results: list[RewardResult]) -> dict[str, Any]:
+    """Return counts, the mean reward of the scored lines, outcomes, and the median and 99th percentile of seconds.
 
-    `parts` has the count and mean of every part, `details` the mean of every detail, `rewards` the outcomes and seconds
-    of work of every reward.
+    `parts` has the count and mean of every part, `details` the mean of every detail, `rewards` the outcomes and working
+    seconds of every reward.
     """
-    totals = [judgement.reward for judgement in judgements if judgement.reward is not None]
-    parts = dict.fromkeys(part for each in judgements for part in each.parts)
-    rewards = dict.fromkeys(reward for each in judgements for reward in each.outcomes)
+    totals = [result.reward for result in results if result.reward is not None]
+    parts = dict.fromkeys(part for each in results for part in each.parts)
+    rewards = dict.fromkeys(reward for each in results for reward in each.outcomes)
     details: dict[str, list[float]] = {}
-    for key, value in (item for judgement in judgements for item in judgement.details.items()):
+    for key, value in (item for result in results for item in result.details.items()):
         details.setdefault(key, []).append(value)
     return {
         "reward": name,
-        "count": len(judgements),
+        "count": len(results),
         "judged": len(totals),
         "mean": _mean(totals),
-        "outcomes": dict(Counter(outcome for each in judgements for outcome in each.outcomes.values())),
+        "outcomes": dict(Counter(outcome for each in results for outcome in each.outcomes.values())),
         "details": {key: _mean(values) for key, values in sorted(details.items())},
-        **_percentiles([judgement.seconds for judgement in judgements]),
-        "parts": {part: _of_part([each.parts.get(part) for each in judgements]) for part in parts},
-        "rewards": {reward: _of_reward(reward, judgements) for reward in rewards},
+        **_percentiles([result.seconds for result in results]),
+        "parts": {part: _of_part([each.parts.get(part) for each in results]) for part in parts},
+        "rewards": {reward: _of_reward(reward, results) for reward in rewards},
     }
 
 
@@ -39,9 +39,9 @@ def _of_part(values: list[float | None]) -> dict[str, Any]:
     return {"judged": len(given), "mean": _mean(given)}
 
 
-def _of_reward(name: str, judgements: list[RewardResult]) -> dict[str, Any]:
-    spans = [each.spans[name] for each in judgements if name in each.spans]
-    outcomes = Counter(each.outcomes[name] for each in judgements if name in each.outcomes)
+def _of_reward(name: str, results: list[RewardResult]) -> dict[str, Any]:
+    spans = [each.spans[name] for each in results if name in each.spans]
+    outcomes = Counter(each.outcomes[name] for each in results if name in each.outcomes)
     return {"outcomes": dict(outcomes), **_percentiles([span.ended - span.started for span in spans] or [0.0])}
 
 

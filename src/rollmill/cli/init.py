@@ -1,4 +1,4 @@
-"""`rollmill init`: a first run file with comments."""
+"""`rollmill init`: write a commented first run file."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def command(
 
 
 def template() -> str:
-    """The first run file: SFT on worked solutions, then GRPO on their answers."""
+    """Return the first run file: SFT on worked solutions, then GRPO on their answers."""
     return (files("rollmill.cli") / "first_run.yaml").read_text(encoding="utf-8")

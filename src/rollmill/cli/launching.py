@@ -1,4 +1,4 @@
-"""What run, resume and quickstart share: the view, and the last line."""
+"""Launch shared by run, resume and quickstart: the progress view and the final line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rollmill.trackers.console import PlainView, RunView
 
 
 def launch_run(start: Callable[[RunView | None], dict[str, Any]], as_json: bool) -> dict[str, Any]:
-    """Start a run; with `as_json` its progress goes to stderr, so that stdout holds the JSON alone."""
+    """Start a run and print its final line; with `as_json` its progress goes to stderr, so that stdout holds the JSON
+    alone."""
     summary = start(PlainView(sys.stderr) if as_json else None)
     if not as_json:
         before, after = summary["accuracy_before"], summary["accuracy_after"]

@@ -1,4 +1,4 @@
-"""`rollmill merge`: the average of checkpoints as a new checkpoint."""
+"""`rollmill merge`: average checkpoints into a new checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def command(
         list[Path],
         typer.Argument(metavar="CHECKPOINT...", help="Hugging Face folders, or run directories (newest checkpoint)."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The new folder.")],
+    out: Annotated[Path, typer.Option("--out", help="Output folder.")],
     weights: Annotated[
         str | None, typer.Option("--weights", metavar="W,W,...", help="One number per checkpoint (default: equal).")
     ] = None,
@@ -30,7 +30,7 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
-    """Average the weights of checkpoints; everything else is taken from the first."""
+    """Average the weights of checkpoints; everything else is copied from the first."""
     if len(checkpoints) < 2:
         raise ConfigError(f"one checkpoint ({checkpoints[0]}) has no average; give two or more")
     if method not in METHODS:
@@ -53,7 +53,7 @@ def command(
 
 
 def parse_weights(text: str, count: int) -> list[float]:
-    """The numbers of `2,1`, scaled to sum to 1.
+    """Parse numbers such as `2,1`, scaled to sum to 1.
 
     Raises ConfigError unless they are `count` finite numbers with a sum other than 0.
     """
@@ -72,9 +72,9 @@ def parse_weights(text: str, count: int) -> list[float]:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The newest checkpoint of a run directory; every other path as it is.
+    """Return the newest checkpoint of a run directory; return any other path unchanged.
 
-    Raises CheckpointError when the run has no checkpoint, or a folder is closed to this user.
+    Raises CheckpointError if the run has no checkpoint, or a folder is not readable.
     """
     try:
         if not (path / "config.yaml").is_file():

@@ -1,4 +1,4 @@
-"""`rollmill plan CONFIG`: what a run will take, and how to split it over cores, from a short measurement."""
+"""`rollmill plan CONFIG`: predict the cost of a run from a short measurement, and how to split it over cores."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def command(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value (repeatable).")
     ] = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Cores (or GPUs) to split. Default: this machine's.")] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="Memory of the device. Default: this machine's.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Completions end there while they are measured.")] = 512,
+    memory_gb: Annotated[float | None, typer.Option(help="Device memory in GB. Default: this machine's.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum completion length during the measurement.")] = 512,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Predict memory, tokens a second and step time of a run file from a short measurement, and the best split."""
+    """Measure a run file briefly and predict memory, tokens per second, step time and the best split over processes."""
     from rollmill.planning.planner import plan_run
 
     print("measuring a few small steps of every stage ...", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What commands print: tables, lines that cannot steer a terminal, and JSON for programs."""
+"""Output of commands: tables, lines without terminal control characters, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table; columns separated by tabs when nobody watches."""
+    """Print a table; with columns separated by tabs if stdout is not a terminal."""
     from rollmill.trackers.console import one_line
 
     cells = [[one_line(_cell(value), 60) for value in row] for row in rows]
@@ -41,7 +41,7 @@ def _cell(value: Any) -> str:
 
 
 def print_line(line: str | Text) -> None:
-    """A line in which nothing steers the terminal; colours only where somebody watches."""
+    """Print a line without terminal control characters; in colour only on a terminal."""
     if isinstance(line, str) or not sys.stdout.isatty():
         from rollmill.trackers.console import printable
 
@@ -53,7 +53,7 @@ def print_line(line: str | Text) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON; NaN and infinities as null."""
+    """Print one line of JSON, with NaN and infinities as null."""
     from rollmill.files import to_jsonable
 
     typer.echo(json.dumps(to_jsonable(value), allow_nan=False))

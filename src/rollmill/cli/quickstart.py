@@ -1,4 +1,4 @@
-"""`rollmill quickstart`: the whole loop on a laptop CPU, explained."""
+"""`rollmill quickstart`: a complete run on a laptop CPU, explained."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import typer
 
 
 def command(
-    out: Annotated[Path | None, typer.Option(help="Where to write (default: runs/quickstart, numbered).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder (default: runs/quickstart, numbered).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of data order, weights and sampling.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print summary.json on stdout, the story on stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print summary.json on stdout, the explanation on stderr.")
+    ] = False,
 ) -> None:
-    """Teach a small model to add, badly, and repair it by reinforcement learning: about two minutes."""
+    """Train a small model to add with a faulty teacher, then fix its errors by reinforcement learning: about two
+    minutes."""
     from rollmill.launch import next_free_folder
     from rollmill.quickstart.demo import run_quickstart
 

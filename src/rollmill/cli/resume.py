@@ -1,4 +1,4 @@
-"""`rollmill resume`: go on with a run."""
+"""`rollmill resume`: resume a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def command(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
-    """Go on with an interrupted or killed run, from its newest checkpoint."""
+    """Resume an interrupted or killed run from its newest checkpoint."""
     from rollmill.cli.launching import launch_run
     from rollmill.launch import resume
 

@@ -1,4 +1,4 @@
-"""`rollmill run`: run a run file, in its mode."""
+"""`rollmill run`: run a run file in its mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="The run directory (default: runs/NAME).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
-    """Run a run file: roll out, judge, train, evaluate, report; or what its `mode` says."""
+    """Run a run file: roll out, score, train, evaluate and report, or as its `mode` says."""
     from rollmill.config.loader import load_run
 
     loaded = load_run(config, overrides or [], out)
@@ -50,7 +50,7 @@ def _run(loaded: LoadedRun, out: Path | None, as_json: bool) -> None:
 
 
 def _explore(loaded: LoadedRun, as_json: bool) -> None:
-    """Join the run in --out."""
+    """Join the run in --out as an explorer."""
     from rollmill.remote.explorer_process import run_explorer
 
     made = run_explorer(loaded, loaded.out, partial(print, file=sys.stderr if as_json else sys.stdout, flush=True))
@@ -59,7 +59,7 @@ def _explore(loaded: LoadedRun, as_json: bool) -> None:
 
 
 def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
-    """As `rollmill bench MODEL --config FILE`."""
+    """Run `rollmill bench MODEL --config FILE`."""
     from rollmill.cli import bench
 
     assert isinstance(loaded.config.model.path, Path)
@@ -68,7 +68,7 @@ def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
 
 
 def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
-    """As `rollmill serve MODEL`, or `rollmill serve FILE --train` where applications make the rollouts."""
+    """Run `rollmill serve MODEL`, or `rollmill serve FILE --train` if applications make the rollouts."""
     from rollmill.cli import serve
     from rollmill.config.workflows import TrafficWorkflow
 

@@ -1,4 +1,4 @@
-"""`rollmill sandbox`: what this machine's sandboxes are worth, and one program in a sandbox."""
+"""`rollmill sandbox`: test this machine's sandbox backends, and run a program in a sandbox."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import typer
 from rollmill.errors import ConfigError
 from rollmill.files import read_text
 
-HELP = "Run untrusted Python programs, and check what keeps them in."
+HELP = "Run untrusted Python programs, and check the isolation."
 
 
 def check(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Attack every backend with hostile programs. Exits with 0 if one of them is safe, else with 1."""
+    """Test every backend with hostile programs. Exits with 0 if one of them is safe, else with 1."""
     from rollmill.sandbox.backend_selection import SAFE_BACKENDS
     from rollmill.sandbox.isolation_check import check_isolation
 
@@ -42,8 +42,10 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON o
 
 def run(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The program.")],
-    stdin: Annotated[Path | None, typer.Option("--stdin", metavar="FILE", help="What it reads.")] = None,
-    wall_s: Annotated[float, typer.Option("--wall-s", help="Seconds until it is killed.")] = 10.0,
+    stdin: Annotated[
+        Path | None, typer.Option("--stdin", metavar="FILE", help="Standard input of the program.")
+    ] = None,
+    wall_s: Annotated[float, typer.Option("--wall-s", help="Timeout in seconds.")] = 10.0,
     memory_mb: Annotated[int, typer.Option("--memory-mb", help="Address space, MiB.")] = 512,
     package: Annotated[
         list[str] | None, typer.Option("--package", metavar="NAME", help="A package it may import (repeatable).")
@@ -51,7 +53,7 @@ def run(
     backend: Annotated[str, typer.Option("--backend", help="auto, namespaces, landlock or plain.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
-    """Run a program in a sandbox and print what it prints. Exits with 0 if its outcome is ok, else with 1."""
+    """Run a program in a sandbox and print its output. Exits with 0 if its outcome is ok, else with 1."""
     from rollmill.sandbox import Sandbox, SandboxLimits
     from rollmill.sandbox.backend_selection import BackendChoice
 

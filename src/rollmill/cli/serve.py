@@ -1,4 +1,4 @@
-"""`rollmill serve`: an OpenAI-compatible endpoint that records, and may train."""
+"""`rollmill serve`: an OpenAI-compatible endpoint that records sessions and may train on them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ PORT, HOST = 8770, "127.0.0.1"
 _KEY_HELP = f"The API key (default: ${KEY_VARIABLE}, else a new one, which is printed)."
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, a run directory, or a run file.")]
 Port = Annotated[int, typer.Option("--port", help="Port; 0 is any free one.")]
-Host = Annotated[str, typer.Option("--host", help="Address to listen on; others than this machine's need a key.")]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on; a key is required if others can reach it.")]
 Key = Annotated[str | None, typer.Option("--key", help=_KEY_HELP)]
 NoKey = Annotated[bool, typer.Option("--no-key", help="Serve without a key, to this machine only.")]
-Name = Annotated[str | None, typer.Option("--name", help="The model's name in answers (default: the folder's).")]
-Step = Annotated[int | None, typer.Option("--step", help="Which checkpoint of a run (default: the newest).")]
-Train = Annotated[bool, typer.Option("--train", help="Learn from committed sessions (`workflow: traffic`).")]
+Name = Annotated[str | None, typer.Option("--name", help="Model name in responses (default: the folder's).")]
+Step = Annotated[int | None, typer.Option("--step", help="Step of a run's checkpoint (default: the newest).")]
+Train = Annotated[bool, typer.Option("--train", help="Train on committed sessions (`workflow: traffic`).")]
 Record = Annotated[
-    Path | None, typer.Option("--record", metavar="DIR", help="Write what is committed to DIR/rollouts.")
+    Path | None, typer.Option("--record", metavar="DIR", help="Write committed sessions to DIR/rollouts.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="With --train: the run directory (default: runs/NAME).")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="With --train: override a key.")]
-Requests = Annotated[int, typer.Option("--requests", min=1, help="Requests under way; more are answered with 429.")]
-Deadline = Annotated[float, typer.Option("--deadline", min=0.1, help="Seconds an answer may take.")]
-Sessions = Annotated[int, typer.Option("--sessions", min=1, help="Sessions that are held.")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens that all sessions hold together.")]
+Requests = Annotated[
+    int, typer.Option("--requests", min=1, help="Maximum concurrent requests; more are answered with 429.")
+]
+Deadline = Annotated[float, typer.Option("--deadline", min=0.1, help="Timeout of a request in seconds.")]
+Sessions = Annotated[int, typer.Option("--sessions", min=1, help="Maximum number of open sessions.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Maximum tokens of all open sessions together.")]
 Idle = Annotated[float, typer.Option("--idle", min=1, help="Seconds after which an unused session is dropped.")]
-Size = Annotated[int, typer.Option("--body", min=1024, help="Longest body in bytes.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (1); without --train.")]
+Size = Annotated[int, typer.Option("--body", min=1024, help="Maximum request body in bytes.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (default: 1); without --train.")]
 Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", help="Where it computes (auto); without --train.")
+    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", help="Device (default: auto); without --train.")
 ]
 
 
@@ -65,7 +67,7 @@ def command(
     threads: Threads = None,
     device: Device = None,
 ) -> None:
-    """Serve a model by OpenAI's interface; record sessions, and train on them."""
+    """Serve a model through an OpenAI-compatible API; record sessions, and optionally train on them."""
     _check_for_training(train, (record, step, threads, device), (overrides or None, out))
     from rollmill.rollout.endpoint.middleware import AccessRules
     from rollmill.rollout.endpoint.service import ServiceLimits
@@ -95,7 +97,7 @@ def command(
 
 
 def _check_for_training(train: bool, without: Sequence[object], only: Sequence[object]) -> None:
-    """Options that are given have to be honoured. Raises ConfigError."""
+    """Check that every given option has an effect. Raises ConfigError."""
     if train and any(each is not None for each in without):
         raise ConfigError(
             "--record, --step, --threads and --device are honoured without --train: a run keeps what it learns from, "
@@ -106,7 +108,7 @@ def _check_for_training(train: bool, without: Sequence[object], only: Sequence[o
 
 
 def _key(given: str | None, none: bool, loopback: bool) -> str | None:
-    """The API key; None where there is to be none."""
+    """Return the API key; None if the server has none."""
     if none and (given is not None or not loopback):
         raise ConfigError("--no-key is for servers that only this machine reaches, and excludes --key")
     if none:

@@ -1,4 +1,4 @@
-"""`rollmill show RUN`: what a run came to, the experiences of a step, or a completion with its tokens."""
+"""`rollmill show RUN`: print the state of a run, the experiences of a step, or completions with their tokens."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool
 
 
 def _find(run: Path, step: int | None, task: str) -> tuple[int, list[Experience]]:
-    """The experiences of `task` in `step`, or in the newest step that has any."""
+    """Return the experiences of `task` in `step`, or in the newest step that has any."""
     from rollmill.trackers import load_experiences, stored_steps
 
     stored = stored_steps(run)

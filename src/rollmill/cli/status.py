@@ -1,4 +1,4 @@
-"""`rollmill status RUN`: who works on a run, what each process does and waits for, and where the run is."""
+"""`rollmill status RUN`: show a run's progress and its processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def command(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show who works on a run, what each process does and waits for, and where the run is."""
+    """Show a run's progress, and what each process does or waits for."""
     from rollmill.trackers.heartbeat import read_status
 
     status = read_status(run)
@@ -32,7 +32,7 @@ def command(
     if not status.processes:
         print_line("no process has said anything: none has started yet, or an older version made the run")
         return
-    print_table("", HEADER, [_row(beat, state, status.now) for beat, state in status.processes])
+    print_table("", HEADER, [_row(heartbeat, state, status.now) for heartbeat, state in status.processes])
 
 
 def _where(status: RunStatus) -> str:
@@ -49,17 +49,27 @@ def _where(status: RunStatus) -> str:
     return ", ".join(parts)
 
 
-def _row(beat: HeartbeatRecord, state: str, now: float) -> list[object]:
-    marks = {"alive": "alive", "late": "LATE: silent", "gone": "GONE: no such process", "ended": beat.ended}
-    silent = f"{duration(now - beat.beat)} ago"
-    version = None if beat.version < 0 else beat.version
-    doing = f"last: {beat.doing}" if state in ("gone", "ended") else beat.doing
-    since = f"{duration(now - beat.since)} ago"
-    return [beat.name, beat.host, beat.pid, doing, beat.waits_for or None, since, version, silent, marks[state]]
+def _row(heartbeat: HeartbeatRecord, state: str, now: float) -> list[object]:
+    marks = {"alive": "alive", "late": "LATE: silent", "gone": "GONE: no such process", "ended": heartbeat.ended}
+    silent = f"{duration(now - heartbeat.beat)} ago"
+    version = None if heartbeat.version < 0 else heartbeat.version
+    doing = f"last: {heartbeat.doing}" if state in ("gone", "ended") else heartbeat.doing
+    since = f"{duration(now - heartbeat.since)} ago"
+    return [
+        heartbeat.name,
+        heartbeat.host,
+        heartbeat.pid,
+        doing,
+        heartbeat.waits_for or None,
+        since,
+        version,
+        silent,
+        marks[state],
+    ]
 
 
 def duration(seconds: float) -> str:
-    """Such as `4 s`, `3 min` or `2.5 h`."""
+    """Format seconds such as `4 s`, `3 min` or `2.5 h`."""
     seconds = max(seconds, 0.0)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -72,5 +82,5 @@ def _as_json(run: Path, status: RunStatus) -> dict[str, object]:
         "state": status.state,
         **asdict(status.position),
         "seconds_left": status.seconds_left,
-        "processes": [asdict(beat) | {"state": state} for beat, state in status.processes],
+        "processes": [asdict(heartbeat) | {"state": state} for heartbeat, state in status.processes],
     }

@@ -1,4 +1,4 @@
-"""`rollmill tasks`: what a run's tasks are after their pipeline, how difficult they are, and a teacher's answers."""
+"""`rollmill tasks`: inspect a run's tasks, rate their difficulty, and generate answers with a teacher."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from rollmill.config.rewards import JudgeReward
     from rollmill.data import Taskset
 
-HELP = "Look at a run's tasks, rate how difficult they are, and have them answered."
+HELP = "Inspect a run's tasks, rate their difficulty, and generate answers with a teacher."
 _BARS, _WIDTH, _SAMPLES = 10, 40, 8
 
 Config = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example model.path=DIR.")
 ]
-Stage = Annotated[str | None, typer.Option(help="Whose tasks (default: the first stage that rolls out).")]
+Stage = Annotated[str | None, typer.Option(help="Stage whose tasks are used (default: the first that rolls out).")]
 
 
 def score(
     config: Config,
     out: Annotated[Path, typer.Option("--out", help="JSONL file of the rated tasks; rows in it are kept.")],
     by: Annotated[
-        Literal["policy", "judge"], typer.Option(help="Success rate of the model, or a judge's guess.")
+        Literal["policy", "judge"], typer.Option(help="Success rate of the model, or a judge's estimate.")
     ] = "policy",
     samples: Annotated[int | None, typer.Option(min=1, help="Completions per task, by policy (default: 8).")] = None,
-    endpoint: Annotated[str | None, typer.Option(help="Server of the judge (default: the run's own judge).")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Endpoint of the judge (default: the run's own judge).")] = None,
     model: Annotated[str | None, typer.Option(help="The judge's name at the endpoint.")] = None,
     stage: Stage = None,
     overrides: Overrides = None,
 ) -> None:
-    """Rate every task of a run, and write the tasks with `success_rate` and `difficulty` (0 to 1).
+    """Rate the difficulty of every task of a run, and write the tasks with `success_rate` and `difficulty` (0 to 1).
 
     By policy, the run's model answers each task with the run's sampling and rewards; difficulty is 1 - success rate. By
-    judge, a language model guesses it from the prompt. Started again with the same file, it goes on where it ended.
+    judge, a language model estimates it from the prompt. If started again with the same file, it continues.
     """
     from rollmill.config.loader import load_run
     from rollmill.orchestrator.task_difficulty import find_stage, score_by_judge, score_by_policy
@@ -77,10 +77,10 @@ def answer(
     stage: Stage = None,
     overrides: Overrides = None,
 ) -> None:
-    """Have a served model answer every task of a run, and write the tasks with its best right answer as `response`.
+    """Let a served model answer every task of a run, and write the tasks with its best right answer as `response`.
 
-    The run's rewards say what is right. Stages that imitate take the file as a taskset. Started again with the same
-    file, it goes on where it ended.
+    The run's rewards decide which answers are right. Stages that imitate can use the file as a taskset. If started
+    again with the same file, it continues.
     """
     from rollmill.config.loader import load_run
     from rollmill.orchestrator.generate_demonstrations import generate_demonstrations as answered
@@ -105,7 +105,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Load a run's tasks and print what the pipeline did to them, the sets of a mix, and a histogram of difficulty."""
+    """Load a run's tasks and print the effect of the pipeline, the sets of a mix, and a histogram of difficulty."""
     from rollmill.config.loader import load_run
     from rollmill.data import load_taskset
     from rollmill.orchestrator.task_difficulty import find_stage
@@ -157,7 +157,7 @@ def _shown(taskset: Taskset, column: str) -> dict[str, Any]:
 
 
 def _histogram(numbers: list[float]) -> list[tuple[float, float, int]]:
-    """Bars of equal width: from, up to, tasks. Between 0 and 1 where all numbers are, else between the extremes."""
+    """Return bars of equal width: from, up to, tasks. They span 0 to 1 if all numbers do, else the extremes."""
     if not numbers:
         return []
     low, high = min(numbers), max(numbers)

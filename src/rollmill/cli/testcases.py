@@ -1,4 +1,4 @@
-"""`rollmill testcases`: make tests for problems, and keep the problems whose tests are sound."""
+"""`rollmill testcases`: generate tests for coding problems, and keep the problems whose tests are valid."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _REASON_WIDTH = 70
 
 def command(
     input: Annotated[
-        Path, typer.Option("--input", help='JSONL file: {"generator": ..., "submissions": [...], ...} a line.')
+        Path, typer.Option("--input", help='JSONL file with {"generator": ..., "submissions": [...], ...} per line.')
     ],
-    output: Annotated[Path, typer.Option("--output", help="Where the problems that are kept go, with `tests`.")],
-    cases: Annotated[int, typer.Option(min=1, help="Cases made for a problem.")] = 50,
-    submissions: Annotated[int, typer.Option(min=1, help="Submissions used of a problem.")] = 10,
-    agree: Annotated[int, typer.Option(min=1, help="Submissions that have to agree on a case.")] = 7,
-    solve: Annotated[int, typer.Option(min=1, help="Submissions that have to pass all valid cases.")] = 9,
-    time_limit_s: Annotated[float, typer.Option("--time-limit-s", help="Hard limit for one case.")] = 5.0,
+    output: Annotated[Path, typer.Option("--output", help="Output file of the kept problems, with `tests`.")],
+    cases: Annotated[int, typer.Option(min=1, help="Cases generated per problem.")] = 50,
+    submissions: Annotated[int, typer.Option(min=1, help="Submissions used per problem.")] = 10,
+    agree: Annotated[int, typer.Option(min=1, help="Minimum submissions that agree on a valid case.")] = 7,
+    solve: Annotated[int, typer.Option(min=1, help="Minimum submissions that pass all valid cases.")] = 9,
+    time_limit_s: Annotated[float, typer.Option("--time-limit-s", help="Timeout of one case.")] = 5.0,
     memory_mb: Annotated[int, typer.Option("--memory-mb", min=32, help="Address space of a program, MiB.")] = 512,
-    jobs: Annotated[int, typer.Option(min=0, help="Programs at once. 0: one for each processor core.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the table as one JSON object a line.")] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="Concurrent programs. 0: one per CPU core.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, one object per line.")] = False,
 ) -> None:
-    """Make tests by a generator, validate them by reference submissions, and write the problems that are kept.
+    """Generate tests, validate them with reference submissions, and write the problems whose tests are valid.
 
     A line has `generator` (a program that reads a number and prints a case), `submissions` (programs), for functions
-    `entry_point`, and whatever else a task needs. The same lines come out without the first two, with `tests`.
+    `entry_point`, and whatever else a task needs. The lines are written without the first two, with `tests`.
     """
     from rollmill.rewards.code.generation import ValidationCriteria
 
     if not 0 < time_limit_s < math.inf:
         raise ConfigError(f"--time-limit-s {time_limit_s:g}: it has to be above 0, and finite")
     try:
-        demands = ValidationCriteria(cases, submissions, agree, solve)
+        criteria = ValidationCriteria(cases, submissions, agree, solve)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rows = _rows(input)
-    found = asyncio.run(_generate([problem for _, problem in rows], demands, time_limit_s, memory_mb, jobs))
+    found = asyncio.run(_generate([problem for _, problem in rows], criteria, time_limit_s, memory_mb, jobs))
     kept = [row | {"tests": made.tests} for (row, _), made in zip(rows, found, strict=True) if made.tests]
     try:
         output.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
@@ -63,7 +63,8 @@ def command(
 
 
 def _rows(path: Path) -> list[tuple[dict[str, Any], CodingProblem]]:
-    """The lines of a file, without what makes the tests, and their problems. Raises ConfigError naming the line."""
+    """Read the lines of a file, without the keys that make the tests, and their problems. Raises ConfigError naming the
+    line."""
     from rollmill.rewards.code.generation import CodingProblem
 
     found = []
@@ -91,14 +92,14 @@ def _rows(path: Path) -> list[tuple[dict[str, Any], CodingProblem]]:
 
 
 async def _generate(
-    problems: list[CodingProblem], demands: ValidationCriteria, time_limit_s: float, memory_mb: int, jobs: int
+    problems: list[CodingProblem], criteria: ValidationCriteria, time_limit_s: float, memory_mb: int, jobs: int
 ) -> list[GeneratedTestCases]:
     from rollmill.rewards.code.generation import generate_tests
     from rollmill.sandbox import Sandbox, SandboxLimits
 
     limits = SandboxLimits(wall_s=time_limit_s, cpu_s=int(time_limit_s) + 1, memory_mb=memory_mb)
     with Sandbox(limits, jobs=jobs) as sandbox:
-        return [await generate_tests(problem, sandbox, demands) for problem in problems]
+        return [await generate_tests(problem, sandbox, criteria) for problem in problems]
 
 
 def _numbers(made: GeneratedTestCases) -> dict[str, int]:

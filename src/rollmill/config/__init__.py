@@ -1,1 +1,1 @@
-"""Strict configuration: models per section, loading, overrides and the capability check. Imports no torch."""
+"""Strict run configuration: one model per section, loading, overrides and the capability check. Imports no torch."""

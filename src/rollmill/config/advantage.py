@@ -1,4 +1,5 @@
-"""`algorithm.advantage`: how rewards become advantages. Each name is a function of `rollmill.algorithms.advantages`."""
+"""`algorithm.advantage`: computation of advantages from rewards. Each name is a function of
+`rollmill.algorithms.advantages`."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from rollmill.config.section import NamedSection, RegisteredUnion
 
 
 class AdvantageSection(NamedSection):
-    """What every advantage says about itself."""
+    """Base of advantage estimators. The class attributes declare what an estimator needs."""
 
-    compares_groups: ClassVar[bool] = True  #: useless with one completion per group
+    compares_groups: ClassVar[bool] = True  #: needs at least two completions per group
     uses_critic: ClassVar[bool] = False
     uses_greedy: ClassVar[bool] = False  #: needs one greedy completion per task
-    uses_parts: ClassVar[bool] = False  #: sees the parts of a reward instead of their sum
+    uses_parts: ClassVar[bool] = False  #: uses the parts of a reward instead of their sum
     uses_probabilities: ClassVar[bool] = False  #: needs the policy's distributions at the start of the step
-    uses_episodes: ClassVar[bool] = False  #: knows that a rollout may give several experiences
+    uses_episodes: ClassVar[bool] = False  #: handles rollouts with several experiences
 
 
 class GroupNormalised(AdvantageSection):
@@ -25,7 +26,7 @@ class GroupNormalised(AdvantageSection):
 
     name: Literal["grpo"] = "grpo"
     scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation that divides: the group's, that of all rewards of the batch, or none."""
+    """Standard deviation to divide by: that of the group, that of all rewards of the batch, or none."""
     ddof: Literal[0, 1] = 1
     """0: population, 1: sample standard deviation."""
 
@@ -49,17 +50,17 @@ class BatchBaseline(AdvantageSection):
 
     name: Literal["reinforce"] = "reinforce"
     baseline: Literal["batch", "none"] = "batch"
-    """What is taken off the reward: the mean of the whole batch, or nothing."""
+    """Baseline subtracted from the reward: the mean of the whole batch, or none."""
 
 
 class BatchNormalised(AdvantageSection):
-    """(A - mean) / (std + eps) over the batch, A the reward or r - mean within the group (REINFORCE++)."""
+    """(A - mean) / (std + eps) over the batch, where A is the reward or r - mean within the group (REINFORCE++)."""
 
     compares_groups: ClassVar[bool] = False
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     baseline: Literal["none", "group"] = "none"
-    """What is taken off the reward before the batch is normalised: nothing, or the group's mean."""
+    """Baseline subtracted from the reward before normalising over the batch: none, or the group's mean."""
     ddof: Literal[0, 1] = 1
     """0: population, 1: sample standard deviation."""
 
@@ -71,26 +72,27 @@ class OptimalBaseline(AdvantageSection):
 
 
 class OptimalTokenBaseline(AdvantageSection):
-    """Per token: what is still to come minus a mean of the group, weighted by the gradient's size so far (OTB)."""
+    """Per token: reward to go minus a group mean weighted by the accumulated squared gradient norm (OTB)."""
 
     uses_probabilities: ClassVar[bool] = True
 
     name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
     zero_tail: bool = False
-    """No baseline where one completion of the group alone is that long. Otherwise its advantage there is 0."""
+    """Use a zero baseline at positions that only one completion of the group reaches. Otherwise its advantage there is
+    0."""
 
 
 class PassAtKAdvantage(AdvantageSection):
-    """What a completion adds to the best of k, over all subsets of k completions of the group (pass@k)."""
+    """Contribution of a completion to the best of k, over all subsets of k completions of the group (pass@k)."""
 
     name: Literal["pass_at_k"] = "pass_at_k"
     k: int = Field(4, ge=2)
-    """Completions of a subset."""
+    """Completions per subset."""
     baseline: Literal["mean", "others"] = "mean"
-    """What is taken off the best of the subsets with the completion: the mean over all subsets, or the best without
-    it."""
+    """Baseline of the best reward of the subsets with the completion: the mean over all subsets, or the best of each
+    subset's other members."""
     scale: Literal["subsets", "group", "none"] = "subsets"
-    """Standard deviation that divides: that of the subsets' best rewards, of the group's rewards, or none."""
+    """Standard deviation to divide by: that of the subsets' best rewards, that of the group's rewards, or none."""
 
 
 class BestOfGroup(AdvantageSection):
@@ -100,9 +102,9 @@ class BestOfGroup(AdvantageSection):
 
     name: Literal["best_of_group"] = "best_of_group"
     accept: Literal["best", "all"] = "best"
-    """`best`: the best of each group, the first where several are. `all`: every one above `threshold`."""
+    """`best`: the best of each group, the first one of ties. `all`: every completion above `threshold`."""
     threshold: float | None = None
-    """Completions with a reward up to this are never accepted. Default: no bound."""
+    """Completions with a reward up to this are never accepted. Default: no threshold."""
 
     @model_validator(mode="after")
     def _rejects_something(self) -> BestOfGroup:
@@ -112,7 +114,7 @@ class BestOfGroup(AdvantageSection):
 
 
 class GreedyBaseline(AdvantageSection):
-    """r minus the reward of the greedy completion of the same prompt (ReMax)."""
+    """r minus the reward of a greedy completion of the same prompt (ReMax)."""
 
     compares_groups: ClassVar[bool] = False
     uses_greedy: ClassVar[bool] = True
@@ -125,9 +127,9 @@ class MirrorBaseline(AdvantageSection):
 
     name: Literal["opmd"] = "opmd"
     baseline: Literal["mean", "logavgexp"] = "mean"
-    """The mean, or the estimate of tau log Z from the group."""
+    """The group's mean, or its estimate of tau log Z."""
     tau: float = Field(1.0, gt=0)
-    """Temperature of `logavgexp`; a small one moves the baseline towards the best reward."""
+    """Temperature of `logavgexp`; a small value moves the baseline towards the best reward."""
 
 
 class ShiftedBaseline(AdvantageSection):
@@ -135,13 +137,13 @@ class ShiftedBaseline(AdvantageSection):
 
     name: Literal["asymre"] = "asymre"
     beta: float = 0.1
-    """How far the baseline lies below the group's mean."""
+    """Offset of the baseline below the group's mean."""
     keep_uniform: bool = False
-    """Groups with equal rewards get beta, as the formula says, instead of 0."""
+    """Give groups with equal rewards the advantage beta, as in the formula, instead of 0."""
 
 
 class RewardPartsNormalised(AdvantageSection):
-    """Every part of the reward normalised within the group on its own, summed, normalised over the batch (GDPO)."""
+    """Normalises each part of the reward within the group, sums them, and normalises the sum over the batch (GDPO)."""
 
     uses_parts: ClassVar[bool] = True
 
@@ -153,33 +155,33 @@ class RewardPartsNormalised(AdvantageSection):
 
 
 class StepwiseAdvantage(AdvantageSection):
-    """GRPO's advantage of an episode, given to each of its steps; an episode counts once in the baseline."""
+    """GRPO's advantage of an episode, assigned to each of its steps; an episode counts once in the baseline."""
 
     uses_episodes: ClassVar[bool] = True
 
     name: Literal["stepwise"] = "stepwise"
     per_step: bool = False
-    """Divide by the number of the episode's steps."""
+    """Divide by the episode's number of steps."""
 
 
 class GroupInGroupAdvantage(AdvantageSection):
-    """Advantage of the episode plus `weight` times that of the step among steps taken in the same state (GiGPO)."""
+    """Advantage of the episode plus `weight` times that of the step among steps from the same state (GiGPO)."""
 
     uses_episodes: ClassVar[bool] = True
 
     name: Literal["gigpo"] = "gigpo"
     weight: float = Field(1.0, ge=0)
-    """Weight of the step's advantage."""
+    """Weight of the step-level advantage."""
     gamma: float = Field(0.95, ge=0, le=1)
-    """Discount of the rewards that follow a step."""
+    """Discount of the rewards after a step."""
     scale: Literal["group", "none"] = "group"
-    """Whether the standard deviation of those compared divides."""
+    """Whether to divide by the standard deviation of the group."""
     ddof: Literal[0, 1] = 1
     """0: population, 1: sample standard deviation."""
 
 
 class GAE(AdvantageSection):
-    """Generalized advantage estimation per token, from a critic (PPO)."""
+    """Generalized advantage estimation per token, with a critic (PPO)."""
 
     compares_groups: ClassVar[bool] = False
     uses_critic: ClassVar[bool] = True
@@ -192,7 +194,7 @@ class GAE(AdvantageSection):
     critic_lam: float = Field(1.0, ge=0, le=1)
     """Lambda of the critic's targets."""
     length_alpha: float | None = Field(None, gt=0)
-    """Lambda 1 - 1 / (alpha l) by length instead of `lam` (VAPO)."""
+    """Use the length-adaptive lambda 1 - 1 / (alpha l) instead of `lam` (VAPO)."""
     whiten: bool = True
     """Normalise the advantages over the batch's tokens."""
 

@@ -1,4 +1,4 @@
-"""`algorithm`: what every learning rule consists of. The rules themselves are in `rollmill.recipes`, one file each."""
+"""`algorithm`: options shared by all learning algorithms. The algorithms are in `rollmill.recipes`, one file each."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "const
 
 
 class AlgorithmOptions(Section):
-    """Base of every algorithm's options. The class attributes say which parts of a run the algorithm uses."""
+    """Base of every algorithm's options. The class attributes declare which parts of a run the algorithm uses."""
 
     uses_rollouts: ClassVar[bool] = True
     uses_experts: ClassVar[bool] = False
     uses_pairs: ClassVar[bool] = False
     uses_labels: ClassVar[bool] = False  #: completions that are desirable or undesirable, each on its own
-    needs_rewards: ClassVar[bool] = True  #: of an algorithm that rolls out
-    trains_policy: ClassVar[bool] = True  #: else a model of its own, which the checkpoints hold beside the policy
-    source: ClassVar[str] = ""  #: paper, or whose implementation
+    needs_rewards: ClassVar[bool] = True  #: of algorithms with rollouts
+    trains_policy: ClassVar[bool] = True  #: otherwise a separate model, stored in the checkpoints beside the policy
+    source: ClassVar[str] = ""  #: paper or implementation
 
     name: str
 
     @property
     def uses_examples(self) -> bool:
-        """Whether it learns from worked solutions, preference pairs or labelled completions."""
+        """Whether the algorithm learns from worked solutions, preference pairs or labelled completions."""
         return self.uses_experts or self.uses_pairs or self.uses_labels
 
     @property
     def examples(self) -> str:
-        """Name of what it learns from besides rollouts, for messages."""
+        """Name of the offline data that the algorithm learns from, for messages."""
         if self.uses_pairs:
             return "preference pairs"
         return "labelled completions" if self.uses_labels else "worked solutions"
 
     def demonstrations_per_step(self, rollouts: int) -> int:
-        """Demonstrations, pairs or labelled completions that join a step of so many rollouts."""
+        """Returns the number of demonstrations, pairs or labelled completions that join a step of `rollouts`
+        rollouts."""
         return 0
 
 
 class OfflineAlgorithmOptions(AlgorithmOptions):
-    """Base of algorithms that learn from a file and roll nothing out."""
+    """Base of algorithms that learn from a file, without rollouts."""
 
     uses_rollouts: ClassVar[bool] = False
 
@@ -52,89 +53,91 @@ class OfflineAlgorithmOptions(AlgorithmOptions):
     """Demonstrations, pairs or labelled completions per step."""
 
     def demonstrations_per_step(self, rollouts: int) -> int:
-        """See AlgorithmOptions."""
+        """See AlgorithmOptions.demonstrations_per_step."""
         return self.batch
 
 
 class KLOptions(Section):
-    """A KL penalty to the initial policy. A number alone is its `coefficient`."""
+    """KL penalty to a reference policy. A number alone is its `coefficient`."""
 
     coefficient: float = Field(0.0, ge=0)
-    """Weight of the penalty. 0 keeps no reference model."""
+    """Weight of the penalty. At 0 no reference model is loaded."""
     estimator: Literal["k1", "k2", "k3", "abs", "unbiased"] = "k3"
-    """How KL(policy || reference) is estimated per token. `unbiased` is k3 times the ratio to the rollout
-    policy, right off policy, too."""
+    """Estimator of KL(policy || reference) per token. `unbiased` is k3 times the ratio to the rollout policy, which is
+    also correct off-policy."""
     where: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken off the reward before advantages are formed."""
+    """A term of the loss, or subtracted from the reward before advantages are computed."""
     target: float | None = Field(None, gt=0)
-    """KL in nats per token that the coefficient is steered towards. Default: the coefficient stays."""
+    """Target KL in nats per token; the coefficient adapts to it. Default: constant coefficient."""
     horizon: int = Field(10_000, ge=1)
-    """Completions in which the coefficient follows the target. Only with `target`."""
+    """Number of completions over which the coefficient adapts. Only with `target`."""
     refresh_every: int | None = Field(None, ge=1)
-    """Steps after which the policy of the moment becomes the reference. Default: the initial policy stays it."""
+    """Replace the reference model by the current policy every N steps. Default: keep the initial policy."""
 
 
 class EntropyControl(Section):
-    """Steers the weight of the entropy bonus (Skywork-OR1). The bonus counts only while the entropy is low."""
+    """Adaptive weight of the entropy bonus (Skywork-OR1). The bonus is applied only while the entropy is low."""
 
     target: float = Field(0.2, gt=0)
-    """Mean entropy per token, in nats, of the step before, up to which the bonus counts and its weight rises; above it
-    the weight falls."""
+    """Target entropy per token, in nats. While the previous step's mean is at or below it, the bonus is applied and its
+    weight rises; above it, the weight falls."""
     delta: float = Field(0.005, gt=0)
-    """By how much the weight rises or falls each step."""
+    """Change of the weight per step."""
     maximum: float = Field(1.0, gt=0)
-    """The weight stays within 0 and this. The first weight is `entropy`."""
+    """Upper bound of the weight; the lower bound is 0. The initial weight is `entropy`."""
 
 
 class CriticOptions(Section):
-    """The value model: a network with one output, and an optimizer of its own. Only for advantage `gae`."""
+    """The value model: a network with one output and its own optimizer. Only for advantage `gae`."""
 
     network: Literal["own", "policy"] = "own"
-    """`own`: a copy of the policy's network, made when the stage starts. `policy`: a head on the policy's own hidden
-    states, which costs no memory; only the head learns from the value loss, and it wants a greater lr."""
+    """`own`: a copy of the policy's network, made when the stage starts. `policy`: a value head on the policy's hidden
+    states, which needs no extra memory; only the head learns from the value loss, and it needs a larger lr."""
     lr: float = Field(1e-5, gt=0)
-    """Its learning rate at its highest; schedule and warm-up are the trainer's."""
+    """Peak learning rate of the critic; schedule and warm-up are the trainer's."""
     value_clip: float | None = Field(0.2, gt=0)
-    """How far a value may move from its old one before moving on brings no gain; null: no bound."""
+    """Clipping range of value updates around the old value; null: no clipping."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps at the start in which only the critic learns (value pretraining)."""
+    """Initial steps in which only the critic is trained (value pretraining)."""
 
 
 class PolicyGradientOptions(AlgorithmOptions):
-    """What all policy-gradient algorithms consist of."""
+    """Options of all policy-gradient algorithms."""
 
     advantage: AdvantageConfig = GroupNormalised()
-    """How rewards become advantages: a name, or a section."""
+    """Advantage estimator: a name or a section."""
     loss: LossConfig = PPOClipLoss()
-    """The per-token loss: a name, or a section."""
+    """Per-token loss: a name or a section."""
     kl: KLOptions = KLOptions()
-    """The KL penalty: its coefficient, or a section."""
+    """KL penalty: its coefficient or a section."""
     entropy: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     entropy_control: EntropyControl | None = None
-    """Makes the weight of the entropy bonus follow a target. Default: it stays."""
+    """Adapt the weight of the entropy bonus to a target entropy. Default: constant weight."""
     aggregation: Aggregation = "token-mean"
-    """How per-token terms become one number; each has one denominator for the whole optimizer step."""
+    """Reduction of per-token terms to the loss, with one denominator for the whole optimizer step."""
     corrections: list[CorrectionConfig] = []
-    """Weights for tokens that another policy than the old one sampled; several are multiplied."""
+    """Importance weights for tokens that were not sampled by the old policy; several are multiplied."""
     masks: list[MaskConfig] = []
-    """Tokens that the policy loss leaves out, chosen over the whole optimizer step by one more forward pass."""
+    """Masks that exclude tokens from the policy loss, computed over the whole optimizer step by one more forward
+    pass."""
     proximal: Literal["auto", "rollout", "recompute", "interpolate"] = "auto"
     """Log-probs of the old policy: recorded by the rollout, recomputed before the first update, or interpolated between
-    rollout and policy. `auto` recomputes where there are corrections."""
+    rollout and policy. `auto` recomputes them if there are corrections."""
     overlong_buffer: int = Field(0, ge=0)
-    """L_c: completions longer than max_new_tokens - L_c lose up to 1 reward, linearly. 0 turns it off."""
+    """Soft overlong penalty: completions longer than max_new_tokens - overlong_buffer lose up to 1 reward, linearly. 0
+    turns it off."""
     drop_uniform_groups: bool = False
-    """Leave groups whose rewards are all equal out of the denominator."""
+    """Exclude groups whose rewards are all equal from the denominator."""
     reset_optimizer: bool = False
-    """Forget the optimizer's moments at the start of every training step."""
+    """Reset the optimizer's moments at the start of every training step."""
     critic: CriticOptions = CriticOptions()
     """The value model. Only for advantage `gae`."""
 
     @model_validator(mode="before")
     @classmethod
     def _over_the_algorithms_own(cls, data: Any) -> Any:
-        """A part that names no other component keeps the values of this algorithm that it does not set."""
+        """Fills in the algorithm's own defaults for keys of a part that keeps its component."""
         if not isinstance(data, dict):
             return data
         data = dict(data)

@@ -1,4 +1,4 @@
-"""A run in words: what `rollmill check` prints."""
+"""Text description of a run, as printed by `rollmill check`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.section import NamedSection, Section
 from rollmill.config.taskset import TasksetConfig, TasksetSection
 
-# An algorithm in words: its parts with every value, as `rollmill check` and `rollmill algorithms` print them.
-
 
 def format_algorithm_parts(algorithm: AlgorithmOptions) -> Iterator[tuple[str, str]]:
-    """(part, its name and values), what is off left out."""
+    """Yields (part, name and values) of an algorithm, for `rollmill check` and `rollmill algorithms`; disabled parts
+    are skipped."""
     if not isinstance(algorithm, PolicyGradientOptions):
         values = algorithm.model_dump(mode="json", exclude={"name", "batch"}, exclude_none=True)
         yield "loss", ", ".join(f"{key} {format_value(value)}" for key, value in values.items())
@@ -58,7 +57,7 @@ def format_algorithm_parts(algorithm: AlgorithmOptions) -> Iterator[tuple[str, s
 
 
 def format_value(value: Any) -> str:
-    """A scalar or list as a run of words."""
+    """Formats a scalar or list."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -84,7 +83,7 @@ TaskCounts = Mapping[tuple[str, str], tuple[int, int]]
 
 
 def describe_run(run: LoadedRun, counts: TaskCounts) -> str:
-    """The run as readable lines. Tasksets that are not in `counts` are named without a number of tasks."""
+    """Describes the run as readable lines. Tasksets that are not in `counts` are shown without a number of tasks."""
     config = run.config
     lines = [
         _wrapped("", "run", f"{config.name} ({run.path})"),
@@ -118,7 +117,7 @@ def _on_ray(placement: RayPlacement) -> str:
 
 
 def estimate_parameters(new: NewModelConfig) -> int:
-    """Weights of a new model, before its tokenizer is trained (the vocabulary is taken at its upper bound)."""
+    """Estimates the parameters of a new model, with the vocabulary at its upper bound."""
     width, head = new.hidden_size, new.head_dim or new.hidden_size // new.heads
     vocabulary = CHAR_VOCABULARY if new.tokenizer.kind == "char" else new.tokenizer.vocab_size
     attention = 2 * width * head * (new.heads + new.kv_heads)
@@ -194,12 +193,12 @@ def _engine(engine: EngineConfig) -> str:
 
 
 def evaluation_key(held_out: str) -> str:
-    """The key of a set of held-out tasks, which is "" for the one without a name."""
+    """Returns the key of an evaluation set; the unnamed one has the name ""."""
     return f"evaluation.sets.{held_out}" if held_out else "evaluation"
 
 
 def _own(value: object) -> str:
-    """What a set of held-out tasks has of its own."""
+    """Formats a setting that an evaluation set overrides."""
     if isinstance(value, list) and all(isinstance(each, RewardSection) for each in value):
         return ", ".join(f"{each.weight:g} x {each.name}{_bracketed(each)}" for each in value)
     if isinstance(value, EvaluationSampling):
@@ -249,7 +248,7 @@ def _operator(operator: OperatorSection) -> str:
 
 
 def _options(section: Section, skip: set[str] | None = None, changed: bool = False) -> str:
-    """`key value` pairs; unset ones are left out, and with `changed` those at their default."""
+    """Formats `key value` pairs; unset ones are left out, and with `changed` also defaults."""
     shown = section.model_dump(mode="json", exclude=skip, exclude_none=True, exclude_defaults=changed)
     return _pairs({key: value for key, value in shown.items() if value not in ([], {})}, section)
 

@@ -1,4 +1,4 @@
-"""`engine`: what generates completions."""
+"""`engine`: the inference engine that generates completions."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ _OWN = {
     "worker_extension_cls": "rollmill's",
     "enable_sleep_mode": "engine.sleep",
 }
-"""Arguments of vLLM that are not options, and what they come from."""
+"""vLLM arguments that rollmill sets itself, with their source."""
 
 
 class NativeEngineConfig(NamedSection):
-    """rollmill's own engine, in the trainer's process, with the trainer's own parameters."""
+    """rollmill's own engine, in the trainer's process and with the trainer's parameters."""
 
     name: Literal["native"] = "native"
     after_update: Literal["recompute", "keep"] = "recompute"
-    """What happens to cached keys and values of completions under way when new weights come. `recompute`: they are
-    computed anew, and every later token is what the new weights say. `keep`: later tokens come from the new weights,
-    but look at keys and values of older ones, which saves that time. Either way a token's log-prob is that of the
+    """KV cache of unfinished completions after a weight update. `recompute`: rebuild it, so that every later token
+    follows the new weights exactly. `keep`: keep the entries of the old weights, which saves that time; later tokens
+    come from the new weights but attend to old keys and values. Either way a token's log-prob is that of the
     distribution it was sampled from."""
 
 
 class VLLMEngineConfig(NamedSection):
-    """vLLM in a process of its own, which is given the trainer's weights after every step."""
+    """vLLM in a separate process, which receives the trainer's weights after every step."""
 
     name: Literal["vllm"] = "vllm"
     python: Path | None = None
-    """The Python that has vLLM, such as .venv-vllm/bin/python. Default: the one that runs rollmill."""
+    """Python interpreter that has vLLM, such as .venv-vllm/bin/python. Default: the one that runs rollmill."""
     cache_gb: float = Field(2.0, gt=0)
-    """Memory for keys and values, in units of 2**30 bytes."""
+    """Size of the KV cache, in GiB."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile the model (and capture CUDA graphs): a slower start and faster tokens. `auto`: on GPUs only."""
+    """Compile the model (and capture CUDA graphs): slower start, faster decoding. `auto`: on GPUs only."""
     sleep: bool = False
-    """Hand back the GPU memory of weights, keys and values while the trainer works, which may then be on the same GPU
-    (vLLM's sleep mode). On GPUs only, and with max_staleness 0, in one process."""
+    """Free the GPU memory of weights and KV cache while the trainer works, which may then share the GPU (vLLM's sleep
+    mode). On GPUs only, and with max_staleness 0, in one process."""
     options: dict[str, Any] = {}
-    """Further arguments of vLLM's `AsyncEngineArgs`, such as tensor_parallel_size."""
+    """Additional arguments of vLLM's `AsyncEngineArgs`, such as tensor_parallel_size."""
     deadline_s: float = Field(600.0, gt=0)
-    """Longest wait for the process to start, or to take over new weights."""
+    """Timeout for the process to start, or to load new weights."""
     restarts: int = Field(2, ge=0)
-    """How often in a stage a process that has died is started again. Its requests begin anew, with the same seeds."""
+    """Maximum restarts of a crashed process per stage. Its requests start over, with the same seeds."""
 
     @field_validator("options")
     @classmethod

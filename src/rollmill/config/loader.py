@@ -1,4 +1,4 @@
-"""Loading a run file: includes, overrides, paths, stages, validation and the capability check, in this order."""
+"""Loads a run file: includes, overrides, paths, stages, validation and the capability check, in this order."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ from rollmill.errors import ConfigError
 from rollmill.files import describe_non_file
 from rollmill.registry import import_file
 
-# `--set section.key=value`: change one value of the run file from the command line.
+# Overrides (`--set section.key=value`)
 
 _DEEPEST = 50
-"""Most keys of one override; files are no deeper."""
+"""Maximum number of keys in one override, as for nesting in files."""
 
 
 def apply_override(root: Node, assignment: str, folder: Path, problems: list[ConfigProblem]) -> Node:
-    """The tree with one `section.key=value` applied; list entries are reached by index (`rewards.0.weight=2`)."""
+    """Returns the tree with one `section.key=value` applied. List entries are addressed by index
+    (`rewards.0.weight=2`)."""
     option = f"--set {assignment}"
     target, equals, text = assignment.partition("=")
     keys = target.strip().split(".")
@@ -107,9 +108,8 @@ def _no_entry(key: str, entries: list[Node]) -> str:
 class LoadedRun:
     """A run that is ready to start.
 
-    `config` holds the run-wide settings (name, seed, model, checkpoint ...); what a stage does stands in `stages`, in
-    order. The stage sections of `config` are those of the first stage. `path` is the run file and `out` the run
-    directory (default: runs/NAME).
+    `config` holds the run-wide settings (name, seed, model, checkpoint ...), and the stage sections of the first stage.
+    `stages` holds all stages, in order. `path` is the run file and `out` the run directory (default: runs/NAME).
     """
 
     config: RunConfig
@@ -118,9 +118,10 @@ class LoadedRun:
     out: Path
 
     def resolved(self) -> dict[str, Any]:
-        """The whole run as one JSON-able mapping, defaults included. As YAML it is a run file that loads to this run.
+        """Returns the whole run as one JSON-able mapping, defaults included. As YAML it is a run file that loads to
+        this run.
 
-        Keys that nothing in this run honours are left out.
+        Keys without effect in this run are left out.
         """
         wide = self.config.model_dump(mode="json", include=set(RUN_KEYS - {"stages"}))
         stages = [_stage_dump(stage) for stage in self.stages]
@@ -131,12 +132,12 @@ class LoadedRun:
         return whole
 
     def to_yaml(self) -> str:
-        """`resolved()` as YAML."""
+        """Returns `resolved()` as YAML."""
         return write_yaml(self.resolved())
 
 
 _MOST_FILES = 50
-"""Most files of one run, each counted as often as it is included."""
+"""Maximum number of files of one run; a file counts each time it is included."""
 _OF_EVALUATIONS = frozenset({"evaluation", "rewards", "judging", "workflow", "environment", "tools", "models"})
 
 
@@ -148,11 +149,12 @@ def load_run(
     require_files: bool = True,
     keys: frozenset[str] | None = None,
 ) -> LoadedRun:
-    """Load and check a run file.
+    """Loads and checks a run file.
 
     `overrides` are `section.key=value` strings, applied in order after the includes. Relative paths are looked up in
     the current folder, then in the folder of the file that names them; with `require_files` a missing one is an error.
-    With `keys` only these top-level keys have to fit together.
+    With `keys`, only these top-level keys are checked for conflicts.
+
     Raises ConfigError; its message lists every problem as `FILE:LINE: section.key: what is wrong; what to do`.
     """
     problems: list[ConfigProblem] = []
@@ -176,28 +178,30 @@ def load_run(
 
 
 def load_taskset_run(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
-    """A run file, or a part of one with a `taskset`, for looking at tasks and rewards alone: it needs no model.
+    """Loads a run file, or a part of one with a `taskset`, to inspect tasks and rewards. It needs no model.
 
-    Raises ConfigError like `load_run`, and where there is no taskset.
+    Raises ConfigError like `load_run`, and if there is no taskset.
     """
     return load_run(path, overrides, keys=_OF_EVALUATIONS | {"taskset"})
 
 
 def _first(key: str) -> str:
-    """The top-level key that a problem is in, of the whole file or of a stage."""
+    """Returns the top-level key of a problem, of the whole file or of a stage."""
     parts = key.split(".")
     return parts[2] if parts[0] == "stages" and len(parts) > 2 else parts[0]
 
 
 def load_evaluation_run(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
-    """A run file, or a part of one with an `evaluation`, for evaluating alone: it needs neither a model nor tasks to
-    train on. Raises ConfigError like `load_run`.
+    """Loads a run file, or a part of one with an `evaluation`, to evaluate only. It needs neither a model nor training
+    tasks.
+
+    Raises ConfigError like `load_run`.
     """
     return load_run(path, overrides, keys=_OF_EVALUATIONS)
 
 
 def _import_plugins(root: Node) -> None:
-    """Before the sections are checked, because plugins register what those name."""
+    """Imports plugins before the sections are checked, because they register components that sections name."""
     listed = find(root, ("plugins",))
     entries = listed.value if listed is not None and isinstance(listed.value, list) else []
     for entry in entries:
@@ -206,7 +210,7 @@ def _import_plugins(root: Node) -> None:
 
 
 def _with_includes(path: Path, problems: list[ConfigProblem], above: tuple[Path, ...], read: list[Path]) -> Node:
-    """The tree of a file over those that it includes; `read` collects all files of the run."""
+    """Returns the tree of a file merged over its includes; `read` collects all files of the run."""
     read.append(path)
     root = read_yaml(path, problems, included=bool(above))
     include = root.value.pop("include", None)
@@ -255,7 +259,7 @@ def _drop(values: dict[str, Any], path: Sequence[int | str]) -> None:
         inner.pop(key, None)
 
 
-# A file that describes a served model: an OpenAI-compatible endpoint, with the keys of `models.NAME`.
+# Served models
 
 _NOT_HERE = {
     "path": "name the folder itself",
@@ -266,7 +270,10 @@ _NOT_HERE = {
 
 
 def load_served_model(path: Path) -> AuxiliaryModelConfig:
-    """Read the file. Raises ConfigError, as `load_run` does: what is wrong, and on which line."""
+    """Loads the file of a served model: an OpenAI-compatible endpoint, with the keys of `models.NAME`.
+
+    Raises ConfigError with the wrong keys and their lines, like `load_run`.
+    """
     problems: list[ConfigProblem] = []
     if not path.is_file():
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""`algorithm.loss`: the per-token policy loss. Each name is a function of `rollmill.algorithms`."""
+"""`algorithm.loss`, `algorithm.masks` and `algorithm.corrections`: the policy loss, tokens that it excludes, and
+importance weights. Each name is a function of `rollmill.algorithms`."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from rollmill.config.section import NamedSection, RegisteredUnion
 
 
 class LossSection(NamedSection):
-    """What every loss says about itself."""
+    """Base of policy losses. The class attributes declare the properties of a loss."""
 
     follows_advantage: ClassVar[bool] = True  #: the loss is 0, and so is its gradient, where the advantage is 0
-    only_positive: ClassVar[bool] = False  #: and where it is negative
-    uses_old: ClassVar[bool] = True  #: looks at the old log-probs
+    only_positive: ClassVar[bool] = False  #: and where the advantage is negative
+    uses_old: ClassVar[bool] = True  #: uses the old log-probs
     to_rollout: ClassVar[bool] = False  #: its ratio is to the rollout policy
     selects: ClassVar[bool] = False  #: treats some tokens differently, chosen over the whole optimizer step
 
@@ -67,7 +68,7 @@ class VESPOLoss(LossSection):
     k_positive: float = Field(2.0, ge=0)
     """k where the advantage is not negative: how fast small ratios are suppressed."""
     lambda_positive: float = Field(3.0, ge=0)
-    """lambda where the advantage is not negative: how fast great ratios are suppressed."""
+    """lambda where the advantage is not negative: how fast large ratios are suppressed."""
     k_negative: float = Field(3.0, ge=0)
     """k where the advantage is negative."""
     lambda_negative: float = Field(2.0, ge=0)
@@ -88,7 +89,7 @@ class KLCovLoss(LossSection):
 
     name: Literal["kl_cov"] = "kl_cov"
     share: float = Field(2e-4, gt=0, le=1)
-    """Share of the step's tokens with the penalty; at least one."""
+    """Fraction of the step's tokens with the penalty; at least one."""
     coefficient: float = Field(1.0, ge=0)
     """Weight of the penalty."""
 
@@ -110,7 +111,7 @@ class SAPOLoss(LossSection):
     tau_positive: float = Field(1.0, gt=0)
     """Steepness where the advantage is positive."""
     tau_negative: float = Field(1.05, gt=0)
-    """Steepness elsewhere."""
+    """Steepness where the advantage is zero or negative."""
 
 
 class TOPRLoss(LossSection):
@@ -146,7 +147,7 @@ class SPPOLoss(LossSection):
 
     name: Literal["sppo"] = "sppo"
     beta: float = Field(1e-3, gt=0)
-    """Advantages are divided by it: 1 / eta of the paper."""
+    """Divisor of the advantages: 1 / eta of the paper."""
 
 
 class SoftmaxPPOLoss(LossSection):
@@ -154,7 +155,7 @@ class SoftmaxPPOLoss(LossSection):
 
     name: Literal["softmax_ppo"] = "softmax_ppo"
     clip: float = Field(0.3, gt=0)
-    """How far the ratio may go."""
+    """Clipping range of the ratio."""
 
 
 class PolicyGradientLoss(LossSection):
@@ -166,7 +167,7 @@ class PolicyGradientLoss(LossSection):
 
 
 class RAFTLoss(LossSection):
-    """-log pi of the tokens with a positive advantage; the others do not count in the denominator (RAFT)."""
+    """-log pi of the tokens with a positive advantage; the others are excluded from the denominator (RAFT)."""
 
     only_positive: ClassVar[bool] = True
     uses_old: ClassVar[bool] = False
@@ -175,25 +176,27 @@ class RAFTLoss(LossSection):
 
 
 class RECLoss(LossSection):
-    """-A log pi, with or without the ratio as weight, of tokens within bounds (the REC family)."""
+    """-A log pi, optionally weighted by the ratio, of tokens whose ratio is within bounds (the REC family)."""
 
     name: Literal["rec"] = "rec"
     clip: Literal["one-side", "two-side", "ring"] = "one-side"
-    """Which tokens outside of the bounds are dropped: those on A's side; all; all but the far ones where A corrects."""
+    """Tokens outside the bounds that are dropped. `one-side`: those on the advantage's side. `two-side`: all. `ring`:
+    all but the far ones where the advantage corrects."""
     importance: bool = False
-    """Whether the ratio is a weight."""
+    """Whether to weight by the ratio."""
     clip_low: float = Field(0.2, ge=0)
     """Tokens with a ratio below 1 - clip_low are outside."""
     clip_high: float = Field(0.2, ge=0)
     """Tokens with a ratio above 1 + clip_high are outside."""
     far_low: float = Field(0.6, ge=0)
-    """Of `ring`: ratios up to 1 - far_low are far off."""
+    """With `ring`: ratios up to 1 - far_low are far."""
     far_high: float = Field(2.0, ge=0)
-    """Of `ring`: ratios from 1 + far_high are far off."""
+    """With `ring`: ratios from 1 + far_high are far."""
 
 
 class DPPOTVLoss(LossSection):
-    """-A rho + kl (log rho)^2 of tokens whose probability has not moved too far, rho to the rollout policy (DPPO)."""
+    """-A rho + kl (log rho)^2 of tokens whose probability has changed little; rho is the ratio to the rollout policy
+    (DPPO)."""
 
     follows_advantage: ClassVar[bool] = False
     uses_old: ClassVar[bool] = False
@@ -201,9 +204,9 @@ class DPPOTVLoss(LossSection):
 
     name: Literal["dppo_tv"] = "dppo_tv"
     bound_low: float = Field(0.2, ge=0)
-    """Probability that a token with A <= 0 may have lost."""
+    """Maximum decrease in probability of a token with A <= 0."""
     bound_high: float = Field(0.2, ge=0)
-    """Probability that a token with A > 0 may have gained."""
+    """Maximum increase in probability of a token with A > 0."""
     kl: float = Field(1e-3, ge=0)
     """Weight of the squared log-ratio."""
 
@@ -236,15 +239,14 @@ LossConfig = Annotated[
 ]
 
 
-# `algorithm.masks`: tokens that the policy loss leaves out, chosen over a whole optimizer step.
-#
-# Each name is a function of `rollmill.algorithms.entropy` or `rollmill.algorithms.trust_region`.
+# Masks: functions of `rollmill.algorithms.entropy` and `rollmill.algorithms.trust_region`
 
 
 class MaskSection(NamedSection):
-    """Which tokens of an optimizer step the policy loss keeps. Masked tokens still count in the denominator."""
+    """Base of masks, which choose the tokens of an optimizer step that the policy loss keeps. Masked tokens still count
+    in the denominator."""
 
-    uses_old: ClassVar[bool] = False  #: looks at the old log-probs
+    uses_old: ClassVar[bool] = False  #: uses the old log-probs
     uses_expected_discriminant: ClassVar[bool] = False
 
 
@@ -253,51 +255,51 @@ class HighEntropyMask(MaskSection):
 
     name: Literal["high_entropy"] = "high_entropy"
     top: float = Field(0.2, gt=0, le=1)
-    """Share of the step's tokens that is kept."""
+    """Fraction of the step's tokens to keep."""
 
 
 class ClipBMask(MaskSection):
-    """Leaves out tokens with A < 0 whose push would lower the entropy far more than the step's mean (Clip_B)."""
+    """Excludes tokens with A < 0 whose update would lower the entropy far more than the step's mean (Clip_B)."""
 
     name: Literal["clip_b"] = "clip_b"
     mu: float = Field(2.5, ge=0)
-    """Standard deviations of p (H + log p) below the step's mean that are still accepted."""
+    """Accepted distance below the step's mean of p (H + log p), in standard deviations."""
 
 
 class ClipVMask(MaskSection):
-    """Leaves out tokens with A < 0 that do so compared with the vocabulary at their own place (Clip_V)."""
+    """Like `clip_b`, but compares each token with the vocabulary at its own position (Clip_V)."""
 
     uses_expected_discriminant: ClassVar[bool] = True
 
     name: Literal["clip_v"] = "clip_v"
     mu: float = Field(8.5, ge=0)
-    """Standard deviations of the difference that are still accepted."""
+    """Accepted size of the difference, in standard deviations."""
     max_share: float = Field(1e-4, ge=0, le=1)
-    """At most this share of the step's tokens is left out, but always room for one."""
+    """Maximum fraction of the step's tokens to exclude, but always at least one."""
 
 
 class ClipCovMask(MaskSection):
-    """Leaves out a few random tokens whose log-prob and advantage covary (Clip-Cov)."""
+    """Excludes a few random tokens whose log-prob and advantage covary (Clip-Cov)."""
 
     uses_old: ClassVar[bool] = True
 
     name: Literal["clip_cov"] = "clip_cov"
     share: float = Field(2e-4, gt=0, le=1)
-    """Share of the step's tokens that is left out; at least one."""
+    """Fraction of the step's tokens to exclude; at least one."""
     low: float = 1.0
-    """Tokens with a covariance up to this are kept."""
+    """Tokens with a covariance of at most this are kept."""
     high: float = 5.0
-    """Tokens with a covariance from this on are kept."""
+    """Tokens with a covariance of at least this are kept."""
 
 
 class SecondMomentMask(MaskSection):
-    """Leaves out the tokens with the greatest log-ratios until their second moment is small (M2PO)."""
+    """Excludes the tokens with the largest log-ratios until their second moment is small (M2PO)."""
 
     uses_old: ClassVar[bool] = True
 
     name: Literal["second_moment"] = "second_moment"
     threshold: float = Field(0.04, ge=0)
-    """Mean of the squared log-ratios that the tokens which move further away may have."""
+    """Accepted mean squared log-ratio of tokens whose update moves them further from the old policy."""
 
 
 MaskConfig = Annotated[
@@ -306,11 +308,12 @@ MaskConfig = Annotated[
 ]
 
 
-# `algorithm.corrections`: weights of tokens that another policy sampled. `rollmill.algorithms.corrections`.
+# Corrections: functions of `rollmill.algorithms.corrections`
 
 
 class CorrectionSection(NamedSection):
-    """A weight per token, from x = old / rollout probability; several are multiplied."""
+    """Base of importance corrections: a weight per token, from x = old / rollout probability. Several are
+    multiplied."""
 
 
 class TokenTIS(CorrectionSection):
@@ -318,7 +321,7 @@ class TokenTIS(CorrectionSection):
 
     name: Literal["tis"] = "tis"
     cap: float = Field(2.0, gt=0)
-    """Weights above it are cut to it."""
+    """Upper bound of the weights."""
 
 
 class SequenceTIS(CorrectionSection):
@@ -326,7 +329,7 @@ class SequenceTIS(CorrectionSection):
 
     name: Literal["sequence_tis"] = "sequence_tis"
     cap: float = Field(2.0, gt=0)
-    """Weights above it are cut to it."""
+    """Upper bound of the weights."""
 
 
 class TokenMIS(CorrectionSection):
@@ -354,9 +357,9 @@ class GeometricRejection(CorrectionSection):
 
     name: Literal["geometric"] = "geometric"
     low: float = Field(0.999, ge=0)
-    """Completions with a smaller mean are left out."""
+    """Completions with a smaller mean are excluded."""
     high: float = Field(1.001, gt=0)
-    """Completions with a larger mean are left out."""
+    """Completions with a larger mean are excluded."""
 
 
 class K3Rejection(CorrectionSection):
@@ -364,7 +367,7 @@ class K3Rejection(CorrectionSection):
 
     name: Literal["k3"] = "k3"
     bound: float = Field(0.01, gt=0)
-    """Completions further off are left out."""
+    """Completions with a larger mean are excluded."""
 
 
 class DecoupledCorrection(CorrectionSection):
@@ -372,17 +375,17 @@ class DecoupledCorrection(CorrectionSection):
 
     name: Literal["decoupled"] = "decoupled"
     cap: float = Field(5.0, gt=0)
-    """The largest weight."""
+    """Largest accepted weight."""
     beyond: Literal["mask", "cap"] = "mask"
-    """What happens to a larger one: it becomes 0, or `cap`."""
+    """Replacement of larger weights: 0 (`mask`), or `cap`."""
 
 
 class OffPolicyMask(CorrectionSection):
-    """0 for completions with negative advantage that the policy has moved away from by more than `delta`, else 1."""
+    """0 for completions with negative advantage whose mean log(rollout / policy) exceeds `delta`, else 1."""
 
     name: Literal["off_policy_mask"] = "off_policy_mask"
     delta: float = Field(0.1, ge=0)
-    """Mean of log(rollout) - log(policy) that is still accepted, in nats."""
+    """Largest accepted mean of log(rollout) - log(policy), in nats."""
 
 
 CorrectionConfig = Annotated[

@@ -1,4 +1,4 @@
-"""`model`: which checkpoint to train, or how to make a new one."""
+"""`model` and `models`: the model to train, and further models that workflows call."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from rollmill.config.section import Endpoint, Section
 
 
 class TokenizerConfig(Section):
-    """A tokenizer trained on the taskset's own text, for a model made from scratch."""
+    """A tokenizer trained on the taskset's text, for a new model."""
 
     kind: Literal["char", "bpe"] = "bpe"
     """`char`: one token per character seen in the taskset; `bpe`: byte-level BPE, which covers any text."""
     vocab_size: int = Field(4096, ge=260, le=2**24)
-    """Upper bound on the BPE vocabulary (256 bytes and the special tokens included). Only for kind: bpe."""
+    """Maximum size of the BPE vocabulary (256 bytes and the special tokens included). Only for kind: bpe."""
 
 
 class NewModelConfig(Section):
     """A randomly initialised model (used when `model.path` is `new`)."""
 
     architecture: Literal["qwen3", "qwen2", "llama", "gemma"] = "qwen3"
-    """Family of the network."""
+    """Architecture of the network."""
     hidden_size: int = Field(256, ge=8, le=2**16)
     """Width of the residual stream."""
     layers: int = Field(4, ge=1, le=1000)
-    """Transformer layers."""
+    """Number of transformer layers."""
     heads: int = Field(4, ge=1, le=2**12)
-    """Attention heads."""
+    """Number of attention heads."""
     kv_heads: int = Field(2, ge=1)
-    """Key-value heads; must divide heads."""
+    """Number of key-value heads; must divide heads."""
     head_dim: int | None = Field(None, ge=2, le=2**12)
     """Defaults to hidden_size / heads."""
     intermediate_size: int | None = Field(None, ge=1, le=2**20)
@@ -39,7 +39,7 @@ class NewModelConfig(Section):
     context: int = Field(1024, ge=8, le=2**31)
     """Longest sequence the model accepts (max_position_embeddings)."""
     tie_embeddings: bool = True
-    """Use the embedding matrix as the output layer, too."""
+    """Use the embedding matrix as the output layer."""
     initializer_range: float = Field(0.05, gt=0)
     """Standard deviation of the initial weights; small models learn far slower with the customary 0.02."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -53,7 +53,8 @@ class LoRAConfig(Section):
     alpha: float = Field(32, gt=0)
     """The adapters' product is scaled by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the adapted layers, such as q_proj; or all linear layers but the output layer. Not for experts."""
+    """Names of the layers to adapt, such as q_proj, or all linear layers but the output layer. Experts are not
+    supported."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
 
@@ -62,49 +63,52 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: Path | Literal["new"] = "new"
-    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), or `new`: make one from `model.new`."""
+    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), or `new` to create one from
+    `model.new`."""
     new: NewModelConfig | None = None
     """Recipe for a new model; used only when `model.path` is `new`."""
     trust_remote_code: bool = False
-    """Run model code found in the checkpoint directory."""
+    """Run model code found in the checkpoint folder."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of all weights. Only with a checkpoint folder."""
 
 
-# `models`: models besides the policy that workflows talk to.
+# Auxiliary models
 
-_OF_ENDPOINTS = ("model", "api_key_env", "completes", "options", "max_in_flight", "tries", "try_s", "deadline_s")
+_ENDPOINT_KEYS = ("model", "api_key_env", "completes", "options", "max_in_flight", "tries", "try_s", "deadline_s")
 
 
 class AuxiliaryModelConfig(Section):
-    """A model that does not learn: give one of path, policy and endpoint."""
+    """A model that is not trained. Give exactly one of path, policy and endpoint."""
 
     path: Path | None = None
-    """A Hugging Face checkpoint folder, which rollmill's own engine decodes."""
+    """A Hugging Face checkpoint folder, served by the native engine."""
     policy: Literal["initial"] | None = None
-    """`initial`: a frozen copy of the policy as it is at the start of the stage."""
+    """`initial`: a frozen copy of the policy as it was at the start of the stage."""
     endpoint: Endpoint | None = None
     """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."""
     model: str | None = None
-    """The model's name at the endpoint."""
+    """Model name at the endpoint."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the endpoint's key. The key itself stands in no file and no log."""
+    """Name of the environment variable with the endpoint's API key. The key itself is never written to a file or
+    log."""
     completes: bool = False
-    """The endpoint goes on from texts, too (`/completions`), and has a `complete`. Otherwise it only chats."""
+    """Whether the endpoint also supports text completions (`/completions`), offered as `complete`. Otherwise it only
+    chats."""
     temperature: float = Field(1.0, ge=0)
-    """How its replies are sampled, unless the workflow says otherwise."""
+    """Sampling temperature, unless the workflow sets one."""
     max_new_tokens: int = Field(256, ge=1)
-    """Longest reply in tokens, unless the workflow says otherwise."""
+    """Maximum reply length in tokens, unless the workflow sets one."""
     options: dict[str, Any] = {}
-    """Further fields of the request's body."""
+    """Additional fields of the request body."""
     max_in_flight: int = Field(32, ge=1)
-    """Most requests to the endpoint at the same time."""
+    """Maximum number of concurrent requests to the endpoint."""
     tries: int = Field(8, ge=1)
-    """How often a request is sent before it has failed."""
+    """Maximum number of attempts per request."""
     try_s: float = Field(60.0, gt=0)
-    """Longest wait for the answer to one try."""
+    """Timeout of one attempt."""
     deadline_s: float = Field(180.0, gt=0)
-    """Longest time for all tries of a request."""
+    """Timeout of a request over all attempts."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -116,7 +120,7 @@ class AuxiliaryModelConfig(Section):
                 raise ValueError("model: an endpoint needs the name of a model")
             return self
         fields = type(self).model_fields
-        for key in _OF_ENDPOINTS:
+        for key in _ENDPOINT_KEYS:
             if getattr(self, key) != fields[key].default:
                 raise ValueError(f"{key} is honoured with endpoint, not with {given[0]}; remove it")
         return self

@@ -1,4 +1,4 @@
-"""`residency`: where models and optimizer states are while a phase of the step does not need them."""
+"""`residency`: offloading of models and optimizer states in phases that do not need them."""
 
 from __future__ import annotations
 
@@ -18,39 +18,38 @@ PHASES: tuple[Phase, ...] = ("rollout", "inference", "train")
 
 
 class OffloadConfig(Section):
-    """Where each component is in the phases that do not need it: on the `device`, in host `memory`, on `disk`, or
-    `destroyed` and made again. `auto` moves out only what the budget leaves no room for, the largest first. On a CPU
-    the device is the memory: there `memory` and `disk` both mean disk."""
+    """Placement of each component in the phases that do not need it: on the `device`, in host `memory`, on `disk`, or
+    `destroyed` and rebuilt. `auto` offloads only what does not fit the budget, the largest first. On a CPU the device
+    is the memory: there `memory` and `disk` both mean disk."""
 
     policy: OffloadTarget = "auto"
-    """The trained weights. Rollouts need them, too, unless they run on a cast of their own (bf16)."""
+    """The trained weights. Rollouts need them, too, unless they run on a separate cast (bf16)."""
     optimizer: OffloadTarget = "auto"
-    """The policy's optimizer state, which only the phase `train` needs."""
+    """The policy's optimizer state, needed only in `train`."""
     reference: OffloadTarget = "auto"
-    """The reference model of a KL penalty or a preference loss, which only `inference` needs."""
+    """The reference model of a KL penalty or a preference loss, needed only in `inference`."""
     critic: OffloadTarget = "auto"
-    """The critic's weights, which `inference` and `train` need."""
+    """The critic's weights, needed in `inference` and `train`."""
     critic_optimizer: OffloadTarget = "auto"
-    """The critic's optimizer state, which only `train` needs."""
+    """The critic's optimizer state, needed only in `train`."""
     teacher: OffloadTarget = "auto"
-    """The teacher of algorithms `distill`, `jsd` and `self_distill`, which only `train` needs."""
+    """The teacher of algorithms `distill`, `jsd` and `self_distill`, needed only in `train`."""
     rewards: OffloadTarget = "auto"
-    """Reward models in this process (reward `model`), which `rollout` and `inference` need."""
+    """Reward models in this process (reward `model`), needed in `rollout` and `inference`."""
     cast: RebuildPolicy = "auto"
-    """The engine's copy of the weights, in bf16 or with adapters merged, which only `rollout` needs."""
+    """The engine's copy of the weights, in bf16 or with merged adapters, needed only in `rollout`."""
     cache: RebuildPolicy = "auto"
-    """The engine's keys and values, which only `rollout` needs. `auto` destroys them in a phase in which anything else
-    has to leave."""
+    """The engine's KV cache, needed only in `rollout`. `auto` destroys it in a phase in which another component has to
+    be offloaded."""
     budget_gb: float | None = Field(None, gt=0)
-    """What all of these, and gradients, may take together in any phase, in GB (10^9 bytes). Activations and the keys
-    and values of running completions come on top. Default: 0.8 of the device's memory."""
+    """Maximum memory of all components and gradients in any phase, in GB (10^9 bytes). Activations and the KV cache of
+    running completions come on top. Default: 0.8 of the device's memory."""
     folder: Path | None = None
-    """Where files of what is on disk are. They have no names there and vanish with the process. Default: the run
-    directory."""
+    """Folder of components on disk. The files are unlinked and vanish with the process. Default: the run directory."""
 
 
 def _named(value: object) -> object:
-    """`none` and `auto` stand for no section and a section without keys."""
+    """Expands `none` to no section and `auto` to a section without keys."""
     if isinstance(value, str):
         return {"none": None, "auto": {}}.get(value, value)
     return value

@@ -1,4 +1,4 @@
-"""`taskset.order`: which task comes next."""
+"""`taskset.order`: the order in which tasks are rolled out."""
 
 from __future__ import annotations
 
@@ -10,98 +10,100 @@ from rollmill.config.section import NamedSection, RegisteredUnion
 
 
 class OrderSection(NamedSection):
-    """What all orders have in common."""
+    """Base of task orders."""
 
     skip_uniform: int = Field(0, ge=0)
-    """A task whose last group was equally successful throughout (all right or all wrong) is left out for the next N
-    epochs; where epochs do not exist, N times as many draws as there are tasks. 0: never."""
+    """Skip a task for the next N epochs after a group that was all right or all wrong; for orders without epochs, for N
+    times as many draws as there are tasks. 0: never."""
 
     @property
     def uses_success(self) -> bool:
-        """Whether what happened to earlier tasks decides."""
+        """Whether the order depends on earlier results."""
         return self.skip_uniform > 0
 
 
 class ShuffledOrder(OrderSection):
-    """Every task once per epoch, shuffled with the run's seed, differently in each epoch."""
+    """Every task once per epoch, reshuffled in each epoch with the run's seed."""
 
     name: Literal["shuffled"] = "shuffled"
 
 
 class SequentialOrder(OrderSection):
-    """Every task once per epoch, as they stand in the taskset."""
+    """Every task once per epoch, in the order of the taskset."""
 
     name: Literal["sequential"] = "sequential"
 
 
 class SuccessRateOrder(OrderSection):
-    """Keys of orders that keep each task's success rate: prior and completions so far, the newest weighing most."""
+    """Base of orders that track each task's success rate: a prior, updated by its completions, the newest weighing
+    most."""
 
     prior: float = Field(0.5, gt=0, lt=1)
-    """Success rate of a task that was never rolled out."""
+    """Success rate of a task that has not been rolled out."""
     prior_column: str | None = None
-    """Column with a prior of each task's own from 0 to 1, such as `success_rate` of `rollmill tasks score`."""
+    """Column with a prior per task from 0 to 1, such as `success_rate` of `rollmill tasks score`."""
     prior_weight: float = Field(2.0, gt=0)
-    """How many completions the prior is worth."""
+    """Weight of the prior, in completions."""
     discount: float = Field(0.7, gt=0, le=1)
-    """Factor of what was seen before, each time the task is rolled out again; 1 never forgets."""
+    """Discount of earlier results each time the task is rolled out again; 1: no discount."""
 
     @property
     def uses_success(self) -> bool:
-        """See `OrderSection`."""
+        """See OrderSection.uses_success."""
         return True
 
 
 class EasyToHardOrder(SuccessRateOrder):
-    """Every task once per epoch, the easy ones first; equally hard ones shuffled."""
+    """Every task once per epoch, easy ones first; equally difficult ones are shuffled."""
 
     name: Literal["easy_to_hard"] = "easy_to_hard"
     by: Literal["difficulty", "success"] = "difficulty"
-    """`difficulty`: numbers of a column. `success`: the tracked success rate when the epoch begins."""
+    """`difficulty`: numbers of a column. `success`: the tracked success rate at the start of the epoch."""
     column: str = "difficulty"
     """Column with the difficulty; greater is harder. Only with by `difficulty`."""
 
     @property
     def uses_success(self) -> bool:
-        """See `OrderSection`."""
+        """See OrderSection.uses_success."""
         return self.by == "success" or self.skip_uniform > 0
 
 
 class CurriculumOrder(SuccessRateOrder):
-    """All tasks for some steps, then only hard ones (Kimi k1.5, arXiv:2501.12599, 2.3.4 and 3.5). While no task is
-    hard, all are drawn."""
+    """All tasks for some steps, then only hard ones (Kimi k1.5, arXiv:2501.12599, 2.3.4 and 3.5). If no task is hard,
+    all are drawn."""
 
     name: Literal["curriculum"] = "curriculum"
     warmup: int = Field(20, ge=0)
-    """Steps of the stage in which every task is drawn equally often."""
+    """Initial steps of the stage in which all tasks are drawn uniformly."""
     by: Literal["success", "difficulty"] = "success"
-    """`success`: hard is what has a low tracked success rate. `difficulty`: hard is what a column says."""
+    """`success`: hard tasks have a low tracked success rate. `difficulty`: hard tasks have a high number in a
+    column."""
     bound: float = 0.5
-    """Hard is a success rate of at most this, or a difficulty of at least this."""
+    """Tasks with a success rate of at most this, or a difficulty of at least this, are hard."""
     column: str = "difficulty"
     """Column with the difficulty. Only with by `difficulty`."""
 
     @property
     def uses_success(self) -> bool:
-        """See `OrderSection`."""
+        """See OrderSection.uses_success."""
         return self.by == "success" or self.skip_uniform > 0
 
 
 class PrioritisedOrder(SuccessRateOrder):
-    """With chances in proportion to 1 - success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
+    """Sampling with probability proportional to 1 - success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
 
     name: Literal["prioritised"] = "prioritised"
     floor: float = Field(0.05, gt=0, le=1)
-    """Least weight of a task: one that is always solved is visited now and then."""
+    """Minimum weight of a task, so that solved tasks are still visited now and then."""
 
 
 class PosteriorOrder(SuccessRateOrder):
-    """Thompson sampling: a success rate is drawn from each task's Beta posterior, and the tasks nearest to the target
-    come."""
+    """Thompson sampling: draws a success rate from each task's Beta posterior and picks the tasks nearest to the
+    target."""
 
     name: Literal["posterior"] = "posterior"
     target: float = Field(0.5, ge=0, le=1)
-    """The success rate that teaches most; rewards of 0 and 1 vary most at 0.5."""
+    """Target success rate; rewards of 0 and 1 have the highest variance at 0.5."""
 
 
 class CustomOrder(SuccessRateOrder):

@@ -1,4 +1,4 @@
-"""Relative paths: looked up in the current folder first, then in the folder of the file that names them."""
+"""Resolution of relative paths: in the current folder first, then in the folder of the file that contains them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollmill.config.tree import ConfigProblem, Node, edit, format_key_path, tru
 
 _HELD_OUT_SETS = [["evaluation"], ["evaluation", "sets", "*"]]
 _SECTIONS = [[*of, "taskset", *entry] for of in ([], *_HELD_OUT_SETS) for entry in ([], ["mix", "*"])]
-"""Where sections of tasks stand in a stage."""
+"""Key patterns of the taskset sections of a stage."""
 _HELD_OUT = ["pipeline", "*", "against", "*"]
 _TASKS = [[*section, *rows] for section in _SECTIONS for rows in ([], _HELD_OUT)]
 _REWARDS = [
@@ -36,10 +36,10 @@ _SQLITE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///)((?!:memory:)[^/].*)")
 
 
 def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) -> Node:
-    """The tree with absolute paths: `model.path`, `plugins`, those of tasksets, rewards, tools and models,
-    `FILE.py:NAME` functions, and SQLite's file in `buffer.url`.
+    """Returns the tree with absolute paths: `model.path`, `plugins`, those of tasksets, rewards, tools and models,
+    `FILE.py:NAME` functions, and the SQLite file in `buffer.url`.
 
-    A path that is found nowhere is a problem if `required`, else it is left as written.
+    A path that does not exist is a problem if `required`; otherwise it stays as written.
     """
 
     def settle(node: Node) -> Node:
@@ -61,20 +61,20 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
         return settle(node) if str(node.value).endswith(".py") else node
 
     def settle_python(node: Node) -> Node:
-        """A Python need not be there before it is used, and a link to one is not followed."""
+        """Resolves the path of a Python interpreter, which need not exist yet. Symbolic links are kept."""
         if not isinstance(node.value, str):
             return node
         return _changed(node, _lookup(node, node.value, problems, required=False))
 
     def settle_argument(node: Node) -> Node:
-        """Of a command: a file where there is one of that name, else any text."""
+        """Resolves a command's argument if it names an existing file; any other text is kept."""
         if not isinstance(node.value, str) or not Path(node.value).suffix:
             return node
         found = _lookup(node, node.value, problems, required=False)
         return _changed(node, found) if Path(found).is_file() else node
 
     def settle_new(node: Node) -> Node:
-        """A folder that is made where there is none, in the current folder."""
+        """Resolves a folder that may still have to be created, relative to the current folder."""
         return _changed(node, os.path.abspath(Path(str(node.value)).expanduser())) if node.value is not None else node
 
     for pattern in [["model", "path"], ["plugins", "*"]]:
@@ -96,7 +96,7 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
 
 
 def _settle_url(node: Node) -> Node:
-    """That of a SQLite file, which need not be there."""
+    """Resolves the file of a SQLite URL, which need not exist."""
     match = _SQLITE_FILE.fullmatch(str(node.value))
     return node if match is None else _changed(node, match[1] + os.path.abspath(match[2]))
 

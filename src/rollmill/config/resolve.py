@@ -1,4 +1,4 @@
-"""From a tree to a validated run: the run-wide settings and one complete section set per stage."""
+"""Validates a configuration tree: the run-wide settings and one complete set of sections per stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUN_KEYS = frozenset(RunConfig.model_fields) - STAGE_KEYS
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A validated run, with the trees it was validated from."""
+    """A validated run and the trees it was validated from."""
 
     config: RunConfig
     stages: list[StageConfig]
@@ -25,10 +25,10 @@ class ResolvedRun:
 
 
 def resolve(root: Node) -> ResolvedRun:
-    """Overlay the stages and validate everything.
+    """Overlays the stages and validates everything.
 
-    `config` holds the run-wide settings; its stage sections are those of the first stage. Raises ConfigError with
-    every problem found.
+    `config` holds the run-wide settings; its stage sections are those of the first stage. Raises ConfigError with every
+    problem found.
     """
     problems: list[ConfigProblem] = []
     trees = _stage_trees(root, problems)

@@ -1,4 +1,4 @@
-"""`rollout`: how completions are sampled, and the native engine's limits."""
+"""`rollout`: sampling, rollout scheduling, and limits of the native engine."""
 
 from __future__ import annotations
 
@@ -10,66 +10,68 @@ from rollmill.config.section import Section
 
 
 class RepetitionConfig(Section):
-    """A completion that says the same again and again ends early, with the stop reason `repetition`."""
+    """Repetition detection: a completion that loops ends early, with the stop reason `repetition`."""
 
     period: int = Field(64, ge=1)
-    """Longest stretch of tokens that is looked for."""
+    """Maximum length of the repeated sequence, in tokens."""
     times: int = Field(4, ge=2)
-    """How often in a row it must stand there."""
+    """Minimum number of consecutive repeats."""
     tokens: int = Field(64, ge=2)
-    """And how many tokens all of them must have together: `0000` is no endless loop."""
+    """Minimum number of tokens of all repeats together, so that `0000` does not count as a loop."""
     penalty: float = Field(0.0, ge=0)
-    """Taken off the reward, as the part `rollout/repetition`."""
+    """Penalty subtracted from the reward, as the part `rollout/repetition`."""
 
 
 class NgramConfig(Section):
-    """Guess how a completion goes on: what followed the last time that its latest tokens stood in prompt or text."""
+    """N-gram speculative decoding: drafts the tokens that followed the latest n-gram when it last occurred in prompt or
+    completion."""
 
     length: int = Field(4, ge=1)
-    """How many of the latest tokens are looked up."""
+    """Length of the n-gram that is looked up, in tokens."""
     tokens: int = Field(12, ge=1)
-    """How many tokens are guessed and checked together."""
+    """Number of draft tokens verified together."""
 
 
 class SamplingConfig(Section):
-    """How one completion is sampled."""
+    """Sampling of one completion."""
 
     temperature: float = Field(1.0, ge=0)
-    """0 is greedy. Training refuses 0: there is nothing to compare within a group."""
+    """0 is greedy. Training rejects 0, because all completions of a group would be equal."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most probable tokens that together hold this much probability; 1 keeps all."""
+    """Keep the smallest set of most probable tokens with at least this total probability; 1 keeps all."""
     top_k: int = Field(0, ge=0)
     """Keep only the K most probable tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Drop tokens less probable than min_p times the most probable one."""
     max_new_tokens: int = Field(256, ge=1)
-    """Longest completion in tokens; the model's context may end it sooner."""
+    """Maximum completion length in tokens; the model's context may end it sooner."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Stop strings: the completion ends where one appears; the text ends before it, the tokens keep it."""
+    """Stop strings. The text ends before the stop string; the tokens include it."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
-    """Token ids that end a completion, besides all EOS ids of the checkpoint."""
+    """Token ids that end a completion, in addition to the checkpoint's EOS ids."""
     repetition: RepetitionConfig | None = None
-    """End completions that repeat themselves; `{}` takes the defaults."""
+    """End completions that repeat themselves; `{}` uses the defaults."""
     ngram_draft: NgramConfig | None = None
-    """Guess tokens that repeat earlier ones and check several in one pass; `{}` takes the defaults. The distribution of
-    what is sampled stays the same, and only text that repeats a lot (copied code, tables) comes faster."""
+    """Draft tokens from repeated n-grams and verify several in one forward pass; `{}` uses the defaults. The sampling
+    distribution is unchanged; only repetitive text (copied code, tables) becomes faster."""
 
 
 class ReuseConfig(Section):
-    """A task's completions are drafts for the next time it is rolled out: what new weights agree with is taken over."""
+    """Speculative reuse: a task's previous completions are drafts for its next rollout, and tokens that the new weights
+    accept are kept."""
 
     top: int = Field(8, ge=1)
-    """Probabilities remembered at each token, of the most probable tokens. A token that was not among them is sampled
-    anew, and with it all that follow."""
+    """Number of most probable tokens whose probabilities are stored per position. A token outside of them is resampled,
+    with all that follow."""
     tasks: int = Field(1024, ge=1)
-    """Tasks whose latest completions are remembered; those rolled out longest ago are forgotten first."""
+    """Number of tasks whose latest completions are stored; the least recently rolled out are dropped first."""
 
 
 class PartialConfig(Section):
-    """Completions that a token budget has cut into segments, each written by other weights."""
+    """Loss on completions that a token budget has split into segments of different weight versions."""
 
     learn: Literal["all", "newest"] = "all"
-    """`all`: every token counts in the loss. `newest`: only those of the last segment."""
+    """`all`: every token counts in the loss. `newest`: only tokens of the last segment."""
 
 
 class RolloutConfig(SamplingConfig):
@@ -78,30 +80,32 @@ class RolloutConfig(SamplingConfig):
     batch: int = Field(16, ge=1, le=2**20)
     """Tasks per training step."""
     group_size: int = Field(8, ge=1, le=2**16)
-    """Completions per task."""
+    """Completions per task (the group)."""
     max_sequences: int = Field(256, ge=1)
-    """Completions decoded at the same time; more wait in the queue."""
+    """Maximum number of completions decoded at the same time; others wait in a queue."""
     prefill_tokens: int = Field(2048, ge=16)
-    """Prompt tokens processed per engine step; longer prompts are cut into chunks."""
+    """Maximum prompt tokens per engine step; longer prompts are processed in chunks."""
     reuse: ReuseConfig | None = None
-    """Speculative reuse of earlier completions; `{}` takes the defaults. Only where tasks come again, and only with
-    workflow `single_turn`. What is sampled follows the new weights' distribution exactly."""
+    """Speculative reuse of earlier completions; `{}` uses the defaults. Only for tasks that are rolled out repeatedly
+    with workflow `single_turn`. The sampling distribution is exactly that of the new weights."""
     deadline_s: float = Field(600.0, gt=0)
-    """Longest wait for one batch of completions and their rewards."""
+    """Timeout for one batch of completions and their rewards."""
     refills: int = Field(10, ge=1)
-    """How many batches' worth of groups may be lost in one step before the run ends with an error: dropped by the
-    pipeline, or rejected by the workflow. For every one of them another task is rolled out."""
+    """Maximum number of batches' worth of groups that one step may lose to the pipeline or the workflow before the run
+    ends with an error. Each lost group is replaced by another task."""
     attempts: int = Field(1, ge=1)
-    """How often a rollout is tried by its workflow, each time with other random numbers, until a try does not fail.
-    A try fails when its environment crashes, the workflow raises, or its time is up."""
+    """Maximum number of attempts per rollout, each with different random numbers. An attempt fails when its environment
+    crashes, the workflow raises, or it times out."""
     time_limit_s: float | None = Field(None, gt=0)
-    """Longest time for one try of a rollout, with all its turns and its waits for the engine."""
+    """Timeout of one rollout attempt, including all turns and waiting for the engine."""
     failures: Literal["stop", "reject"] = "stop"
-    """When the last try of a rollout has failed: end the run with an error, or learn from the rest of its group."""
+    """When the last attempt of a rollout has failed: end the run with an error (`stop`), or train on the rest of its
+    group (`reject`)."""
     oversample: float = Field(0.0, ge=0)
-    """This share more groups are started than a step needs; when enough have their tokens, the others are stopped.
-    Their tasks come again first, from the beginning."""
+    """Start this fraction more groups than a step needs. When enough groups are complete, the others are cancelled and
+    their tasks are restarted first."""
     token_budget: int | None = Field(None, ge=1)
-    """Tokens that are generated for a step. When they are spent and the step's groups are whole, unfinished completions
-    are put away, and go on in the next step with the new weights. Needs max_staleness of at least 1."""
+    """Tokens to generate per step (partial rollouts). When they are used up and the step's groups are complete,
+    unfinished completions are suspended and resume in the next step with the new weights. Needs max_staleness of at
+    least 1."""
     partial: PartialConfig = PartialConfig()

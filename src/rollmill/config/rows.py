@@ -1,4 +1,4 @@
-"""Where rows come from and how they become tasks: what every section of tasks has."""
+"""Rows of a data source and their mapping to tasks, shared by all sections of tasks."""
 
 from __future__ import annotations
 
@@ -18,67 +18,68 @@ class GeneratorConfig(Section):
     name: str
     """Name of the reasoning-gym dataset, for example `chain_sum`."""
     size: int = Field(1000, ge=1)
-    """How many tasks to generate."""
+    """Number of tasks to generate."""
     seed: int = 0
-    """What the generator draws from: another seed gives other tasks."""
+    """Seed of the generator."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the generator's own configuration, for example {min_terms: 2, max_terms: 3}."""
+    """Keyword arguments of the generator's configuration, for example {min_terms: 2, max_terms: 3}."""
 
 
 class FieldsConfig(Section):
-    """Which column of a row plays which part."""
+    """Mapping from columns to the fields of a task."""
 
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     answer: str | None = None
-    """Column with the reference answer that rewards compare with. Default: `answer` when such a column exists."""
+    """Column with the reference answer for rewards. Default: `answer`, if it exists."""
     response: str | None = None
-    """Column with a worked solution, which SFT and MIX imitate and DPO prefers. Default: `response`, or `chosen`, when
-    such a column exists."""
+    """Column with a worked solution, which SFT and MIX imitate and DPO prefers. Default: `response` or `chosen`, if it
+    exists."""
     rejected: str | None = None
-    """Column with a worse solution, for preference pairs. Default: `rejected` when such a column exists."""
+    """Column with a worse solution, for preference pairs. Default: `rejected`, if it exists."""
     label: str | None = None
-    """Column that says whether the response is desirable (true) or undesirable (false), for KTO. Default: `label` when
-    there is a column `completion` beside it, which then is the response."""
+    """Column with the KTO label of the response: desirable (true) or undesirable (false). Default: `label`, if there is
+    also a column `completion`, which then is the response."""
     id: str | None = None
     """Column with a unique id. Default: the row number."""
     images: str | None = None
-    """Column with the path of a picture, or a list of paths, relative to the taskset's file (extra `vision`). Default:
-    `images` or `image`, where it holds paths; empty: none."""
+    """Column with an image path or a list of paths, relative to the taskset's file (extra `vision`). Default: `images`
+    or `image`, if it holds paths; empty: none."""
 
 
 class RowsSection(Section):
-    """Rows of one source, and which part of a task each column plays."""
+    """Rows of one data source, mapped to tasks."""
 
     path: Path | None = None
     """A .jsonl, .json, .parquet or .csv file, or a folder written by `datasets.save_to_disk`."""
     split: str | None = None
-    """Which split of a `datasets` folder that holds several. Only with a folder."""
+    """Split of a `datasets` folder that holds several. Only with a folder."""
     generator: GeneratorConfig | None = None
     function: str | None = None
     """`FILE.py:NAME` (or `package.module:NAME`) of a Python function that returns or yields rows (mappings)."""
     options: dict[str, Any] = {}
     """Keyword arguments for `function`. Only with `function`."""
     preset: Preset | None = None
-    """Known layouts. `gsm8k`: question/answer rows as published, gold answer after `####`, calculator marks removed.
+    """A known layout. `gsm8k`: question/answer rows as published, gold answer after `####`, calculator marks removed.
     `humaneval`: functions to complete, for the `code` reward, with the canonical solution as response. The others are
     school questions for the reward `k12`."""
     fields: FieldsConfig = FieldsConfig()
     template: str | None = None
-    """Prompt template with `{column}` parts, like "Question: {question}\\nAnswer:". Default: the prompt column."""
+    """Prompt template with `{column}` placeholders, like "Question: {question}\\nAnswer:". Default: the prompt
+    column."""
     response_template: str | None = None
-    """Same for the worked solution."""
+    """Template of the worked solution."""
     system: str | None = None
     """System message. Only with `chat: true`."""
     chat: bool = False
     """Wrap the prompt as a user message and apply the tokenizer's chat template."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows that cannot become tasks. Skipped rows are counted and named in the log."""
+    """Handling of rows that cannot become tasks. Skipped rows are counted and named in the log."""
     limit: int | None = Field(None, ge=1)
     """Use only the first N tasks, before the pipeline."""
 
     def sources(self) -> list[str]:
-        """The keys that say where rows come from; there should be one."""
+        """Returns the keys that give a data source; there should be exactly one."""
         return [key for key in ("path", "generator", "function") if getattr(self, key) is not None]
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The whole run file."""
+"""The run file: run-wide settings and the sections of a stage."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from rollmill.recipes import GRPO, AlgorithmConfig
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written and which are kept."""
+    """Frequency and retention of checkpoints."""
 
     every: int = Field(10, ge=1)
-    """Write one after every N steps, and at the end of each stage."""
+    """Write a checkpoint every N steps, and at the end of each stage."""
     keep_last: int = Field(2, ge=1)
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool | str = True
-    """Also keep the checkpoint with the best evaluation: by sampled accuracy, else greedy, of the first set; or by the
-    metric that is named here, such as eval/NAME/pass@4."""
+    """Also keep the checkpoint with the best evaluation: by the first set's sampled accuracy, else its greedy accuracy;
+    or by the metric named here, such as eval/NAME/pass@4."""
 
 
 class EarlyStopConfig(Section):
-    """Stop a stage when an evaluated metric is good enough, or no longer improves."""
+    """Stops a stage when an evaluation metric is good enough or no longer improves."""
 
     metric: str = "eval/sampled"
-    """The metric that is watched: eval/sampled, eval/greedy, eval/pass@K ..., or eval/NAME/... of a set with a name."""
+    """Metric to watch: eval/sampled, eval/greedy, eval/pass@K ..., or eval/NAME/... of a named set."""
     at_least: float | None = None
     """Stop once the metric reaches this value."""
     patience: int | None = Field(None, ge=1)
@@ -57,51 +57,55 @@ class EarlyStopConfig(Section):
 
 
 class MonitorConfig(Section):
-    """What a run shows and writes."""
+    """Terminal output, logged files and the report."""
 
     tensorboard: bool = False
     """Write TensorBoard event files to RUN/tensorboard (extra `tensorboard`)."""
     show_completions: int = Field(1, ge=0)
-    """Sample completions in the terminal view."""
+    """Sample completions to show in the terminal."""
     rollouts_every: int = Field(1, ge=1)
     """Store the experiences of every Nth step under RUN/rollouts."""
     timeline_every: int = Field(10, ge=1)
-    """Write when each completion was generated and judged to RUN/timeline.jsonl, for the first and every Nth step."""
+    """Write the generation and reward times of each completion to RUN/timeline.jsonl, for the first and every Nth
+    step."""
     report: bool = True
     """Write RUN/report.html at the end."""
 
 
 class StageConfig(Section):
-    """One stage of a run, fully resolved: what the master executes."""
+    """One fully resolved stage of a run, as the orchestrator executes it."""
 
     name: FolderName = "train"
     steps: int = Field(100, ge=1)
     """Training steps of this stage."""
     max_staleness: int = Field(0, ge=0)
-    """How many versions older than the trained weights a rollout may be. 0 synchronous, 1 one-step-off-policy."""
+    """Maximum number of weight versions a rollout may lag behind the trained weights. 0: synchronous; 1: one-step
+    off-policy."""
     taskset: TasksetConfig | None = None
-    """What is rolled out or imitated. Needed by all stages but those that learn from `experts.sources` alone."""
+    """Tasks to roll out or imitate. Required unless a stage learns from `experts.sources` alone."""
     workflow: WorkflowConfig = SingleTurnWorkflow()
-    """How a task is rolled out: a name, or a section."""
+    """Rollout procedure of a task: a name or a section."""
     environment: EnvironmentConfig | None = None
-    """What the workflow acts in, if it acts in something: a name, or a section."""
+    """Environment that the workflow acts in, if any: a name or a section."""
     tools: list[ToolConfig] = []
-    """What the policy may call in a workflow with tools: names, or sections."""
+    """Tools that the policy may call in a workflow with tools: names or sections."""
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = NativeEngineConfig()
-    """What generates completions: a name, or a section."""
+    """Inference engine that generates completions: a name or a section."""
     rewards: list[RewardConfig] = []
     judging: RewardManagerConfig = RewardManagerConfig()
     models: dict[PlainName, AuxiliaryModelConfig] = {}
-    """Models besides the policy, such as an opponent or a judge; a workflow gets each as the part of its name."""
+    """Models besides the policy, such as an opponent or a judge. A workflow receives each one as the parameter of its
+    name."""
     pipeline: list[OperatorConfig] = []
-    """Operators that verify, drop, change or make experiences before they are learned from, in order."""
+    """Operators that verify, drop, change or create experiences before the trainer sees them, in order."""
     buffer: BufferConfig = BufferConfig()
     experts: ExpertsConfig = ExpertsConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
     residency: OptionalOffloadConfig = None
-    """What leaves the device in phases that do not need it: `none`, `auto` (what has no room), or a section."""
+    """Offloading of models and optimizer states in phases that do not need them: `none`, `auto` (only what does not
+    fit), or a section."""
     evaluation: EvaluationConfig | None = None
     early_stop: EarlyStopConfig | None = None
 
@@ -112,23 +116,23 @@ class StageConfig(Section):
         return self
 
     def for_evaluation(self, by: EvaluationSet) -> StageConfig:
-        """This stage with the workflow, environment, rewards and sampling that a set of held-out tasks asks for."""
+        """Returns this stage with the workflow, environment, rewards and sampling of an evaluation set."""
         own = {key: value for key in ("workflow", "environment", "rewards") if (value := getattr(by, key)) is not None}
         return self.model_copy(update=own | {"rollout": by.sampling.over(self.rollout)})
 
     def with_engine(self, engine: EngineConfig | None) -> StageConfig:
-        """This stage with another engine; None: with its own."""
+        """Returns this stage with another engine; with None, the stage itself."""
         return self if engine is None else self.model_copy(update={"engine": engine})
 
     @property
     def workflows(self) -> list[WorkflowConfig]:
-        """The stage's workflow, and those of its held-out tasks."""
+        """The stage's workflow and those of its evaluation sets."""
         sets = [] if self.evaluation is None else self.evaluation.all_sets().values()
         return [self.workflow, *(each.workflow for each in sets if each.workflow is not None)]
 
     @property
     def uses_task_examples(self) -> bool:
-        """Whether a workflow is given worked examples of the training tasks."""
+        """Whether a workflow receives worked examples of the training tasks."""
         return any(
             each.takes("examples") or (isinstance(each, FewShotWorkflow) and not each.examples)
             for each in self.workflows
@@ -136,20 +140,20 @@ class StageConfig(Section):
 
     @property
     def needs_taskset(self) -> bool:
-        """Whether anything is rolled out, or taken from the taskset."""
+        """Whether the stage rolls out tasks or takes demonstrations from the taskset."""
         if self.algorithm.uses_rollouts and self.workflow.uses_tasks:
             return True
         return self.algorithm.uses_examples and "taskset" in self.experts.sources
 
     @property
     def persistent(self) -> bool:
-        """Whether it is asynchronous, learns from groups again, or makes experiences for later use."""
+        """Whether the stage is asynchronous, replays groups, or creates experiences for later use."""
         made = any(operator.creates_experiences for operator in self.pipeline)
         return self.max_staleness > 0 or self.buffer.replay is not None or made
 
     @property
     def evaluates_exclusively(self) -> bool:
-        """Whether nothing is rolled out beside an evaluation: it decides what comes next, or rollouts are cut short."""
+        """Whether evaluations run without concurrent rollouts: with early stopping, a token budget or over-sampling."""
         return self.early_stop is not None or self.rollout.token_budget is not None or self.rollout.oversample > 0
 
     @property
@@ -180,27 +184,29 @@ class RunConfig(StageConfig):
     seed: int = 0
     """Seed of a new model's weights, the order of tasks and all sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; auto takes a GPU where torch finds one."""
+    """Device of the model; auto uses a GPU if torch finds one."""
     threads: Annotated[int, Field(ge=1, le=2**12)] | Literal["auto"] = 1
     """CPU threads of this process; auto measures. Two threads are often slower than one for small models."""
     model: ModelConfig = ModelConfig()
     placement: PlacementConfig = InlinePlacement()
-    """In which processes components live: a name, or a section."""
+    """Assignment of components to processes: a name or a section."""
     mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
-    """What `rollmill run` does. `both`: explore and train in one process. `train`: train on what others put into the
-    buffer. `explore`: join a run whose trainer is another process. `bench`: evaluate the model. `serve`: serve it."""
+    """Mode of `rollmill run`. `both`: explore and train in one process. `train`: train on what other processes write to
+    the buffer. `explore`: join a run whose trainer is another process. `bench`: evaluate the model. `serve`: serve
+    it."""
     trainer_away_s: float = Field(600.0, gt=0)
-    """With mode `explore`: how long the trainer may say nothing, while it is started or resumed."""
+    """With mode `explore`: longest time without a sign of life from the trainer, for example while it starts or
+    resumes."""
     plugins: list[Path] = []
-    """Python files imported before the run file is checked; what they register (`@rollmill.reward`, `@rollmill.loss`,
-    `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`, `@rollmill.order`,
-    `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) is found by name."""
+    """Python files to import before the run file is checked. Components that they register (`@rollmill.reward`,
+    `@rollmill.loss`, `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,
+    `@rollmill.order`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []
-    """Stages run one after the other; each starts from the last one's weights, with a fresh optimizer."""
+    """Stages to run one after the other; each starts from the previous stage's weights, with a fresh optimizer."""
 
     @property
     def is_split(self) -> bool:
-        """Whether explorers and trainer are processes of their own."""
+        """Whether explorers and trainer run as separate processes."""
         return self.mode in ("train", "explore")

@@ -1,4 +1,4 @@
-"""The strict base of every section: an unknown key is an error, never ignored; and names that stand in paths."""
+"""Strict base of every section (unknown keys are errors), names used in paths, and components chosen by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from rollmill.errors import ConfigError
 
 _LONGEST_NAME = 100
-"""UTF-8 bytes. Files have names of at most 255, and names of folders and files are made of it."""
+"""UTF-8 bytes. Folder and file names derived from a name must stay below 255 bytes."""
 
 
 class Section(BaseModel):
@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 
 def _folder_name(value: str) -> str:
-    """A name that is one part of a path: spaces and all scripts may be in it."""
+    """Checks a name that is one part of a path: spaces and all scripts are allowed."""
     shown = f"found {value!r:.60}"
     if not value.strip() or value in (".", ".."):
         raise ValueError(f"expected a name, {shown}; it names a folder, too")
@@ -35,7 +35,7 @@ def _folder_name(value: str) -> str:
 
 
 def _plain_name(value: str) -> str:
-    """A name of letters, digits, `.`, `_` and `-`."""
+    """Checks a name of letters, digits, `.`, `_` and `-`."""
     if re.fullmatch(r"[\w.-]+", value) is None or value in (".", ".."):
         raise ValueError(f"expected letters, digits, `.`, `_` and `-`, found `{value!s:.60}`")
     return _short(value)
@@ -54,26 +54,25 @@ def _short(value: str) -> str:
 
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
-"""The base URL of a server."""
+"""Base URL of a server."""
 FolderName = Annotated[str, AfterValidator(_folder_name)]
-"""The name of a run or a stage: one part of a path."""
+"""Name of a run or a stage: one part of a path."""
 PlainName = Annotated[str, AfterValidator(_plain_name)]
-"""A name that is part of metrics' names and ids, too."""
+"""Name that is also part of metric names and ids."""
 
 
-# Parts of a run file that are chosen by name, built in or registered by a user's file.
+# Components chosen by name, built in or registered by a user's file
 
 
 class NamedSection(Section):
-    """A section chosen by its `name`; the other keys are keyword arguments of the function that the name stands for."""
+    """A section chosen by its `name`; the other keys are keyword arguments of the function with that name."""
 
-    function: ClassVar[Callable[..., Any] | None] = (
-        None  #: of a registered part; built-in ones are found by their class
-    )
+    #: Function of a registered component; None for built-in ones.
+    function: ClassVar[Callable[..., Any] | None] = None
     name: str
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments."""
+        """Returns the keyword arguments."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
 
 
@@ -83,23 +82,23 @@ _registered: dict[tuple[str, str], type[Section]] = {}
 
 
 def register_section(kind: str, name: str, section: type[Section]) -> None:
-    """Make `name` known as a part of `kind`; a later one of the same name replaces it.
+    """Registers `name` as a component of `kind`, replacing an earlier one of the same name.
 
-    The kind is the key under which such a part stands: advantage, loss, algorithm, pipeline.
+    The kind is the run-file key of such components, such as advantage, loss, algorithm or pipeline.
     """
     _registered[kind, name] = section
 
 
 def registered_sections(kind: str) -> list[type[Section]]:
-    """The sections that users' files have registered."""
+    """Returns the sections registered by users' files."""
     return [section for (of, _), section in _registered.items() if of == kind]
 
 
 def section_from_signature(target: Callable[..., Any], base: type[NamedSection]) -> type[NamedSection]:
-    """A section made from the keyword-only parameters of a function, or of a class's `__init__`.
+    """Builds a section from the keyword-only parameters of a function, or of a class's `__init__`.
 
-    Raises ConfigError naming file, line and parameter: one lacks a type or a default, has a default that is not of its
-    type, or the name of something that every section has.
+    Raises ConfigError naming file, line and parameter if a parameter lacks a type or a default, has a default of
+    another type, or has the name of a key that every section has.
     """
     name, where, hints, fields = target.__name__, source_location(target), _hints(target), {}
     for parameter in inspect.signature(target).parameters.values():
@@ -125,19 +124,19 @@ def section_from_signature(target: Callable[..., Any], base: type[NamedSection])
 
 
 def source_location(target: Callable[..., Any]) -> str:
-    """FILE:LINE of a function or a class."""
+    """Returns FILE:LINE of a function or a class."""
     if not inspect.isclass(target):
         code = inspect.unwrap(target).__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
     try:
         return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
-    except (OSError, TypeError):  # a class of text that was executed: its first method tells
+    except (OSError, TypeError):  # a class made by exec: use its first method
         codes = [each.__code__ for each in vars(target).values() if inspect.isfunction(each)]
         return f"{codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else target.__module__
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The types of a function's parameters, or of those of a class's `__init__`."""
+    """Returns the parameter types of a function, or of a class's `__init__`."""
     function = target.__init__ if inspect.isclass(target) else inspect.unwrap(target)
     try:
         return get_type_hints(function)
@@ -148,13 +147,13 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 class RegisteredUnion:
-    """Annotation of a union of sections told apart by `name`: names that users registered are accepted, too."""
+    """Annotation of a union of sections discriminated by `name`: names registered by users are accepted, too."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
     def __call__(self, value: Any, handler: Callable[[Any], Any]) -> Any:
-        """Validate `value` as the registered section it names, else by `handler`."""
+        """Validates `value` as the registered section that it names, else with `handler`."""
         name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
         section = _registered.get((self.kind, name)) if isinstance(name, str) else None
         if section is None or isinstance(value, section):
@@ -167,7 +166,7 @@ class RegisteredUnion:
 
 
 def _inside(name: str, details: Any) -> InitErrorDetails:
-    """An error of a registered section, located as those of built-in ones are: under its name."""
+    """Locates an error of a registered section under its name, like those of built-in sections."""
     kind: Any = details["type"]
     if kind == "value_error":
         kind = PydanticCustomError("value_error", "{error}", {"error": str(details["ctx"]["error"])})
@@ -178,14 +177,13 @@ def _inside(name: str, details: Any) -> InitErrorDetails:
 
 
 def expand_name(value: Any) -> Any:
-    """A name alone stands for a section without other keys."""
+    """Expands a name alone to a section without other keys."""
     return {"name": value} if isinstance(value, str) else value
 
 
 def merge_with_default(default: Any, value: Any) -> Any:
-    """What a run file says of a part, over its default: `NAME` alone, or a section; keys that are left out keep the
-    default's values as long as the part is the same.
-    """
+    """Merges a component of a run file (`NAME` alone, or a section) over its default. Keys that are not set keep the
+    default's values if the component is the same."""
     value = expand_name(value)
     if not isinstance(value, Mapping) or not isinstance(default, Section):
         return value

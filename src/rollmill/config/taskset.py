@@ -1,4 +1,4 @@
-"""`taskset`: rows of one source or a mix of several, operators that prepare the tasks, and their order."""
+"""`taskset`: one data source or a mix of several, operators that prepare the tasks, and their order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmill.config.order import OrderConfig, ShuffledOrder
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
 from rollmill.config.section import NamedSection, PlainName, RegisteredUnion, merge_with_default
 
-# `taskset.pipeline`: operators that prepare tasks when they are loaded.
+# Task operators
 
 TextField = Literal["prompt", "answer", "response", "rejected"]
 
@@ -23,44 +23,44 @@ class TaskOperatorSection(NamedSection):
 
 
 class CleanTasks(TaskOperatorSection):
-    """Writes texts in one way. A task whose prompt is empty afterwards is dropped."""
+    """Normalises texts. Drops tasks whose prompt is empty afterwards."""
 
     name: Literal["clean"] = "clean"
     fields: list[TextField] = Field(["prompt", "answer", "response", "rejected"], min_length=1)
-    """Which texts; answers that are no text are left alone."""
+    """Fields to clean; answers that are not text are left unchanged."""
     unicode: Literal["NFC", "NFKC"] | None = "NFC"
     """Unicode normal form. NFKC also replaces full-width letters, ligatures and superscripts (x² becomes x2)."""
     control: bool = True
     """Remove control characters, zero-width spaces, soft hyphens and marks of writing direction."""
     whitespace: Literal["lines", "all"] | None = "lines"
-    """`lines`: one kind of line end and of space, no spaces at line ends. `all`: also no indentation, no runs of spaces
-    or blank lines, and none around the text; not for code."""
+    """`lines`: one kind of line end and of space, no trailing spaces. `all`: also no indentation, no runs of spaces or
+    blank lines, and none around the text; not suitable for code."""
     html: bool = False
-    """Replace HTML entities such as `&lt;` by what they stand for."""
+    """Decode HTML entities such as `&lt;`."""
 
 
 class FilterTasks(TaskOperatorSection):
-    """Keeps tasks that meet all of its conditions on one field."""
+    """Keeps tasks whose field meets all conditions."""
 
     name: Literal["filter"] = "filter"
     field: str
     """`id`, `prompt`, `answer`, `response`, `rejected`, `taskset`, or a column of the task's metadata."""
     at_least: float | None = None
-    """Least number."""
+    """Minimum number."""
     at_most: float | None = None
-    """Greatest number."""
+    """Maximum number."""
     min_length: int | None = Field(None, ge=0)
-    """Least length of a text in characters, or of a list in entries."""
+    """Minimum length of a text in characters, or of a list in entries."""
     max_length: int | None = Field(None, ge=0)
-    """Greatest length."""
+    """Maximum length."""
     values: list[str | int | float | bool] | None = None
-    """It is one of these."""
+    """Allowed values."""
     matches: str | None = None
-    """A regular expression is found in it."""
+    """Regular expression that must match somewhere in the text."""
     present: bool | None = None
-    """true: there is something in it. false: there is nothing."""
+    """true: the field must not be empty. false: it must be empty."""
     exclude: bool = False
-    """Drop the tasks that meet the conditions instead, and keep all others."""
+    """Drop the tasks that meet the conditions and keep all others."""
 
     @model_validator(mode="after")
     def _some_condition(self) -> Self:
@@ -76,20 +76,19 @@ class FilterTasks(TaskOperatorSection):
 
 
 class DeduplicateTasks(TaskOperatorSection):
-    """Keeps the first of several tasks with the same prompt, or nearly the same."""
+    """Keeps the first of several tasks with the same or nearly the same prompt."""
 
     name: Literal["deduplicate"] = "deduplicate"
     by: Literal["exact", "near"] = "exact"
-    """`exact`: the same but for case, spaces and Unicode form. `near`: the same but for some words (extra `dedup`)."""
+    """`exact`: equal except for case, spaces and Unicode form. `near`: equal except for some words (extra `dedup`)."""
     threshold: float = Field(0.9, gt=0, le=1)
-    """Share of word sequences that two prompts have in common (Jaccard) from which on they are the same. Only with
-    `near`."""
+    """Minimum Jaccard similarity of the word n-grams of duplicates. Only with `near`."""
     ngram: int = Field(3, ge=1)
-    """Words in a sequence. Only with `near`."""
+    """Words per n-gram. Only with `near`."""
     permutations: int = Field(128, ge=16)
-    """Length of the MinHash signatures: longer ones overlook less. Only with `near`."""
+    """Length of the MinHash signatures; longer ones miss fewer duplicates. Only with `near`."""
     conflicting: Literal["first", "drop"] = "first"
-    """Of prompts with several answers keep the `first`, or `drop` all, because nobody knows which is right."""
+    """Same prompt with different answers: keep the `first`, or `drop` all, because the right answer is unknown."""
 
     @model_validator(mode="after")
     def _near_only(self) -> Self:
@@ -107,26 +106,26 @@ class DecontaminateTasks(TaskOperatorSection):
     against: list[RowsSection] = []
     """Held-out tasks: sections with the keys of a taskset's rows. Default: the stage's `evaluation.taskset`."""
     ngram: int = Field(13, ge=2)
-    """A task is dropped if its prompt has a sequence of this many words in common with a held-out prompt. Shorter
-    prompts are compared as a whole."""
+    """Drop a task if its prompt shares an n-gram of this many words with a held-out prompt. Shorter prompts are
+    compared as a whole."""
     common: float = Field(0.1, gt=0, le=1)
-    """Sequences that stand in more than this share of the held-out prompts (and in more than 2) are part of a
-    template, and do not count."""
+    """N-grams in more than this fraction of the held-out prompts (and in more than 2) are part of a template and are
+    ignored."""
 
 
 class RateTaskDifficulty(TaskOperatorSection):
-    """Gives each task a number in the column `difficulty`: what orders, filters and `sort` go by."""
+    """Writes each task's difficulty to the column `difficulty`, for orders, filters and `sort`."""
 
     name: Literal["difficulty"] = "difficulty"
     column: str = "difficulty"
-    """Column to read: numbers, or words that `values` translates."""
+    """Column to read: numbers, or words mapped by `values`."""
     scores: Path | None = None
-    """Instead of a column of the taskset: a file of `rollmill tasks score`, whose `difficulty` is found by the task's
-    id."""
+    """File of `rollmill tasks score` to read `difficulty` from, by task id, instead of a column of the taskset."""
     values: dict[str, float] = {}
     """Difficulty of each word of the column, such as {easy: 0, medium: 0.5, hard: 1}."""
     range: tuple[float, float] | None = None
-    """Numbers that become 0 and 1. The first may be the greater: [1, 0] makes a difficulty of a success rate."""
+    """Numbers that are mapped to 0 and 1. The first may be the larger one: [1, 0] turns a success rate into a
+    difficulty."""
     missing: float | None = None
     """Difficulty of tasks that have none. Default: an error that names them."""
 
@@ -140,23 +139,23 @@ class RateTaskDifficulty(TaskOperatorSection):
 
 
 class SortTasks(TaskOperatorSection):
-    """Puts tasks in order, easy to hard; for `order: sequential` and for `limit` of an evaluation."""
+    """Sorts tasks, easy to hard; for `order: sequential` and for `limit` of an evaluation."""
 
     name: Literal["sort"] = "sort"
     column: str = "difficulty"
-    """Column with the numbers that decide."""
+    """Column with the numbers to sort by."""
     descending: bool = False
-    """The greatest number first."""
+    """Sort from largest to smallest."""
 
 
 class SampleTasks(TaskOperatorSection):
-    """Keeps some of the tasks, chosen at random; they stay in order."""
+    """Keeps a random subset of the tasks, in their original order."""
 
     name: Literal["sample"] = "sample"
     n: int = Field(ge=1)
-    """How many. All, if there are no more."""
+    """Number of tasks to keep; all, if there are fewer."""
     seed: int = 0
-    """What is chosen."""
+    """Seed of the random choice."""
 
 
 TaskOperatorUnion = (
@@ -172,16 +171,16 @@ TaskOperatorConfig = Annotated[
 __all__ = ["FieldsConfig", "GeneratorConfig", "MixEntry", "Preset", "RowsSection", "TasksetConfig", "TasksetSection"]
 
 _OF_THE_WHOLE = {"pipeline", "on_bad_row", "mix"}
-"""Keys that a taskset with `mix` honours itself; all others stand in its entries."""
+"""Keys of a taskset with `mix` itself; all others belong in its entries."""
 
 
 class TasksetSection(RowsSection):
-    """Rows of one source, prepared and in order."""
+    """Tasks of one data source, prepared and ordered."""
 
     pipeline: list[TaskOperatorConfig] = []
-    """Operators that clean, leave out, rate or sort the tasks when they are loaded, one after the other."""
+    """Operators that clean, drop, rate or sort the tasks when they are loaded, in order."""
     order: OrderConfig = ShuffledOrder()
-    """In which order tasks are handed out: a name, or a section with `name` and options."""
+    """Order in which tasks are rolled out: a name, or a section with `name` and options."""
 
     @field_validator("order", mode="before")
     @classmethod
@@ -197,26 +196,26 @@ class TasksetSection(RowsSection):
 
 
 class MixEntry(TasksetSection):
-    """One of several tasksets that are drawn from in turn; all keys of a taskset but `mix`, and these."""
+    """One taskset of a mix: all keys of a taskset but `mix`, and these."""
 
     name: PlainName
-    """What the set is called: ids of its tasks begin with it, and metrics name it."""
+    """Name of the taskset: prefix of its task ids, and part of metric names."""
     weight: float = Field(1.0, gt=0)
-    """Its share of what is drawn, in proportion to the others' weights."""
+    """Relative sampling weight of the taskset."""
 
 
 class TasksetConfig(TasksetSection):
     """A taskset."""
 
     mix: list[MixEntry] = []
-    """Instead of one source: tasksets that are drawn from in proportion to their weights, each in its own order."""
+    """Tasksets to sample from in proportion to their weights, each in its own order, instead of one source."""
 
     def parts(self) -> list[TasksetSection]:
-        """The entries of a mix, else the taskset itself."""
+        """Returns the entries of a mix, or the taskset itself."""
         return [*self.mix] or [self]
 
     def sources(self) -> list[str]:
-        """See `RowsSection`."""
+        """See RowsSection.sources."""
         return [*super().sources(), *(["mix"] if self.mix else [])]
 
     def _choices(self) -> str:
@@ -235,13 +234,12 @@ class TasksetConfig(TasksetSection):
         return self
 
 
-# What `decontaminate` compares training tasks with, unless the run file says: the stage's held-out tasks.
-
 TasksetT = TypeVar("TasksetT", bound=TasksetSection)
 
 
 def fill_decontamination_sets(taskset: TasksetConfig, evaluation: Sequence[TasksetConfig]) -> TasksetConfig:
-    """The training taskset with `against` of every `decontaminate` filled in; the same object where none lacks it."""
+    """Returns the training taskset with `against` of every `decontaminate` operator filled in from the stage's held-out
+    tasks, unless the run file sets it; the same object if none lacks it."""
     if not any(_lacking(part) for part in [taskset, *taskset.mix]):
         return taskset
     keys = set(RowsSection.model_fields)

@@ -1,4 +1,4 @@
-"""`tools`: what a policy may call in a rollout."""
+"""`tools`: tools that a policy may call in a rollout."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class ToolSection(NamedSection):
     """A tool chosen by name; its other keys are its options."""
 
     called: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    """What the policy calls it by. Default: its name."""
+    """Tool name shown to the policy. Default: `name`."""
     description: str | None = None
-    """What the policy is told of it. Default: the tool's own."""
+    """Description shown to the policy. Default: the tool's own."""
     time_limit_s: float = Field(10.0, gt=0)
-    """Longest time for one call. The policy is told when it is over."""
+    """Timeout of one call, reported to the policy."""
     result_chars: int = Field(4000, ge=20)
-    """Longest result in characters; the middle of a longer one is left out."""
+    """Maximum length of a result in characters; longer results are truncated in the middle."""
 
     @property
     def policy_name(self) -> str:
-        """What the policy calls it by."""
+        """Tool name shown to the policy."""
         return self.called or self.name
 
     def arguments(self) -> dict[str, Any]:
-        """The options of the tool itself."""
+        """Returns the options of the tool itself."""
         common = ToolSection.model_fields
         return {key: value for key, value in super().arguments().items() if key not in common}
 
@@ -44,29 +44,29 @@ class PythonTool(ToolSection):
 
     name: Literal["python"] = "python"
     state: Literal["rollout", "call"] = "rollout"
-    """How long names live: all calls of a rollout share an interpreter, or each call has a fresh one."""
+    """Lifetime of variables: all calls of a rollout share an interpreter, or each call has a fresh one."""
     packages: list[str] = []
-    """Import names of packages that programs may use beside the standard library, with what they need themselves."""
+    """Import names of packages that programs may use besides the standard library, and their dependencies."""
     memory_mb: int = Field(512, ge=32)
     """Address space of each process, MiB."""
     jobs: int = Field(0, ge=0)
-    """Programs that run at the same time. 0: as many as there are processor cores."""
+    """Maximum number of concurrent programs. 0: one per CPU core."""
     sessions: int = Field(64, ge=1)
-    """Rollouts that have an interpreter at the same time; others wait. Only with `state: rollout`."""
+    """Maximum number of concurrent interpreters, one per rollout; other rollouts wait. Only with `state: rollout`."""
     sandbox: Literal["auto", "namespaces", "landlock", "plain"] = "auto"
-    """How programs are isolated; `auto` is the first that works on this machine. `plain` isolates nothing."""
+    """Isolation of programs; `auto` is the first backend that works on this machine. `plain` isolates nothing."""
 
 
 class SearchTool(ToolSection):
-    """Search for passages of local documents by their words (BM25; extra `search`)."""
+    """Keyword search over local documents (BM25; extra `search`)."""
 
     name: Literal["search"] = "search"
     path: Path
-    """A .jsonl file whose rows have `text`, perhaps `title`; or a folder of .txt and .md files."""
+    """A .jsonl file whose rows have `text` and optionally `title`, or a folder of .txt and .md files."""
     top_k: int = Field(3, ge=1)
-    """Passages that are found."""
+    """Number of passages to return."""
     passage_words: int = Field(200, ge=10)
-    """Longest passage in words. Longer documents are cut, between paragraphs where possible."""
+    """Maximum passage length in words. Longer documents are split, between paragraphs where possible."""
 
 
 ToolConfig = Annotated[

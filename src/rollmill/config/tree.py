@@ -1,4 +1,4 @@
-"""Raw configuration with origins: a tree in which every value knows the file and line it came from."""
+"""Raw configuration tree in which every value carries the file and line it came from."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _SHORT: dict[str, tuple[str, type | tuple[type, ...]]] = {
 }
 """Sections that may be written as one value, and the key of that value."""
 _LONG = 300
-"""Characters of a place or a key that a message shows."""
+"""Maximum characters of a place or key in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value was written: `FILE:LINE`, or the command-line option."""
+    """Source of a value: `FILE:LINE`, or the command-line option."""
 
     place: str
-    folder: Path  #: relative paths that are not in the current folder are looked up here
+    folder: Path  #: base of relative paths that do not exist in the current folder
     included: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A scalar, a mapping of nodes or a list of nodes. `path` is the key path under which it was written."""
+    """A scalar, a mapping of nodes or a list of nodes. `path` is the key path at which it was written."""
 
     value: Any
     origin: Origin
@@ -43,7 +43,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One thing that is wrong: printed as `PLACE: KEY: TEXT`."""
+    """A configuration error, printed as `PLACE: KEY: TEXT`."""
 
     place: str
     key: str
@@ -55,23 +55,23 @@ class ConfigProblem:
 
 
 def raise_problems(problems: Sequence[ConfigProblem]) -> None:
-    """Raise one ConfigError that lists every distinct problem; return when there is none."""
+    """Raises one ConfigError that lists every distinct problem, if there are any."""
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(str(problem) for problem in problems)))
 
 
 def truncate_text(text: str, longest: int = 100) -> str:
-    """A text for a message: of a long one the beginning, and how long it is."""
+    """Shortens a long text for a message and appends its length."""
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
 def format_key_path(path: KeyPath) -> str:
-    """`("rewards", 0, "weight")` as `rewards.0.weight`."""
+    """Formats `("rewards", 0, "weight")` as `rewards.0.weight`."""
     return ".".join(str(key) for key in path)
 
 
 def to_plain_data(node: Node) -> Any:
-    """The tree as ordinary dicts, lists and scalars."""
+    """Converts the tree to ordinary dicts, lists and scalars."""
     if isinstance(node.value, dict):
         return {key: to_plain_data(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -80,7 +80,7 @@ def to_plain_data(node: Node) -> Any:
 
 
 def child_node(node: Node, key: Key) -> Node | None:
-    """The node under `key`, or None."""
+    """Returns the node under `key`, or None."""
     if isinstance(node.value, dict):
         return node.value.get(key)
     if isinstance(node.value, list) and isinstance(key, int) and key < len(node.value):
@@ -89,7 +89,7 @@ def child_node(node: Node, key: Key) -> Node | None:
 
 
 def find(node: Node, path: KeyPath) -> Node | None:
-    """The node at `path`, or None; an explicit null counts as absent."""
+    """Returns the node at `path`, or None; an explicit null counts as absent."""
     current: Node | None = node
     for key in path:
         current = child_node(current, key) if current is not None else None
@@ -97,7 +97,7 @@ def find(node: Node, path: KeyPath) -> Node | None:
 
 
 def locate_key(node: Node, path: KeyPath) -> tuple[str, str]:
-    """Place and written key of `path`: of the deepest node that exists on the way there."""
+    """Returns place and written key of `path`, or of the deepest existing node on the way there."""
     for depth, key in enumerate(path):
         below = child_node(node, key)
         if below is None:
@@ -107,7 +107,7 @@ def locate_key(node: Node, path: KeyPath) -> tuple[str, str]:
 
 
 def iter_leaves(node: Node) -> Iterator[Node]:
-    """Every node without children."""
+    """Yields every node without children."""
     children = node.value.values() if isinstance(node.value, dict) else node.value
     if isinstance(node.value, dict | list) and node.value:
         for below in children:
@@ -117,7 +117,8 @@ def iter_leaves(node: Node) -> Iterator[Node]:
 
 
 def edit(node: Node, pattern: Sequence[str], change: Callable[[Node], Node]) -> Node:
-    """The tree with `change` applied to every node that `pattern` matches; `*` is every entry of a list or mapping."""
+    """Returns the tree with `change` applied to every node that matches `pattern`; `*` matches every entry of a list or
+    mapping."""
     if not pattern:
         return change(node)
     head, rest = pattern[0], pattern[1:]
@@ -131,11 +132,11 @@ def edit(node: Node, pattern: Sequence[str], change: Callable[[Node], Node]) -> 
 
 
 def merge_trees(base: Node, top: Node, key: str = "") -> Node:
-    """`top` over `base`: mappings merge, everything else replaces.
+    """Merges `top` over `base`: mappings merge, everything else replaces.
 
-    A mapping that names another component replaces as a whole, because the other one's keys mean nothing to it: an
-    `algorithm` or `generator` with another `name`, a `taskset` with another path, generator, function or mix. A name or
-    number that stands for a section (`loss: gspo`, `kl: 0.1`) merges as that section.
+    A mapping that names another component replaces the old one as a whole, because their keys differ: an `algorithm` or
+    `generator` with another `name`, a `taskset` with another path, generator, function or mix. A name or number that
+    stands for a section (`loss: gspo`, `kl: 0.1`) merges as that section.
     """
     if isinstance(base.value, dict) or isinstance(top.value, dict):
         base, top = expand_shorthand(key, base), expand_shorthand(key, top)
@@ -148,7 +149,7 @@ def merge_trees(base: Node, top: Node, key: str = "") -> Node:
 
 
 def expand_shorthand(key: Key, node: Node) -> Node:
-    """A name or number that stands for a section, as that section; every other node as it is."""
+    """Expands a name or number that stands for a section; returns every other node unchanged."""
     short = _SHORT.get(str(key))
     if short is None or not isinstance(node.value, short[1]) or isinstance(node.value, bool):
         return node

@@ -1,4 +1,4 @@
-"""Validation errors in words: where the value was written, what was expected, what to do."""
+"""Readable validation errors: location in the files, expected value and advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollmill.config.run import RunConfig
 from rollmill.config.section import Section, registered_sections
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, locate_key, truncate_text
 
-# What to say about an unknown key: the nearest valid one, and which component or section would honour it.
+# Unknown keys
 
 COMMON_KEY_ALIASES = {
     "batch_size": "rollout.batch",
@@ -36,7 +36,7 @@ COMMON_KEY_ALIASES = {
     "num_generations": "rollout.group_size",
     "total_steps": "steps",
 }
-"""Names that other tools give to our keys."""
+"""Names of rollmill's keys in other frameworks."""
 
 _NOUNS = {
     "rewards": "reward",
@@ -68,7 +68,7 @@ _LISTS = (
 
 @dataclass(frozen=True)
 class SectionLocation:
-    """One section class and where it stands in a run file; `tag` is the `name` that selects it among several."""
+    """A section class and its location in a run file; `tag` is the `name` that selects it among several."""
 
     section: type[Section]
     prefix: str
@@ -76,7 +76,7 @@ class SectionLocation:
 
 
 def unwrap_annotation(annotation: Any) -> Any:
-    """The annotation without Annotated and without None."""
+    """Returns the annotation without Annotated and None."""
     if get_origin(annotation) is Annotated:
         return unwrap_annotation(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -86,21 +86,21 @@ def unwrap_annotation(annotation: Any) -> Any:
 
 
 def section_classes(annotation: Any) -> list[type[Section]]:
-    """The section classes an annotation allows, in order; empty for scalars and lists."""
+    """Returns the section classes that an annotation allows, in order; empty for scalars and lists."""
     annotation = unwrap_annotation(annotation)
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return [member for member in members if isinstance(member, type) and issubclass(member, Section)]
 
 
 def section_tag(section: type[Section]) -> str:
-    """The `name` that selects a section class."""
+    """Returns the `name` that selects a section class."""
     tag: str = get_args(section.model_fields["name"].annotation)[0]
     return tag
 
 
 @cache
 def section_locations() -> tuple[SectionLocation, ...]:
-    """Every section class of a run file with its first place in it."""
+    """Returns every section class of a run file with its first location."""
     found: dict[type[Section], SectionLocation] = {}
     _collect(SectionLocation(RunConfig, ""), found)
     return tuple(found.values())
@@ -120,27 +120,27 @@ def _collect(home: SectionLocation, found: dict[type[Section], SectionLocation])
 
 
 def closest_match(word: str, words: list[str]) -> str | None:
-    """The most similar of `words`, or None when none is similar."""
+    """Returns the most similar of `words`, or None if none is similar."""
     lower = {candidate.lower(): candidate for candidate in words}
     close = get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
     return lower[close[0]] if close else None
 
 
 def suggest_match(word: str, words: list[str]) -> str:
-    """`; did you mean X?`, or nothing."""
+    """Returns `; did you mean X?`, or an empty string."""
     near = closest_match(word, words)
     return f"; did you mean `{near}`?" if near else ""
 
 
 def join_quoted(words: list[str]) -> str:
-    """Words as `a`, `b` and `c`."""
+    """Joins words as `a`, `b` and `c`."""
     *front, last = [f"`{word}`" for word in words]
     return f"{', '.join(front)} and {last}" if front else last
 
 
 def explain_unknown_key(key: str, owner: type[Section]) -> str:
-    """What is wrong with `key` in section `owner`, and what to do."""
-    if getattr(owner, "function", None) is not None:  # a part of a user's file
+    """Explains an unknown `key` of section `owner`: the nearest valid key, or the section that accepts it."""
+    if getattr(owner, "function", None) is not None:  # a user's component
         known = list(owner.model_fields)
         return f"unknown key{suggest_match(key, known) or f'; valid here: {join_quoted(known)}'}"
     here = next((home for home in section_locations() if home.section is owner), SectionLocation(owner, "a stage"))
@@ -164,7 +164,7 @@ def explain_unknown_key(key: str, owner: type[Section]) -> str:
 
 
 def _places(homes: list[SectionLocation], key: str) -> list[str]:
-    """Where a key stands, once for every section or list of sections."""
+    """Returns the locations of a key, once per section or list of sections."""
     tags: dict[str, list[str]] = {}
     for home in homes:
         tags.setdefault(home.prefix, []).extend([home.tag] if home.tag else [])
@@ -197,7 +197,7 @@ _EXPECTED: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
 def explain_validation_error(
     error: ValidationError, model: type[Section], tree: Node, skip: Collection[str] = ()
 ) -> list[ConfigProblem]:
-    """One problem per wrong value, located in the files it came from.
+    """Converts a ValidationError to one problem per wrong value, located in the files.
 
     `tree` is what `model` was validated with; errors under the top-level keys `skip` are left to another caller.
     """
@@ -219,7 +219,7 @@ def explain_validation_error(
 
 
 def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[KeyPath, type[Section]]:
-    """The key path without the labels of unions, and the section class of its last key."""
+    """Returns the key path without the labels of unions, and the section class of its last key."""
     path: list[int | str] = []
     owner, spot = model, model
     for segment in loc:
@@ -243,7 +243,7 @@ def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[KeyPath, ty
 
 
 def _kind(path: KeyPath) -> str:
-    """What users' parts that stand at `path` are registered as."""
+    """Returns the kind under which users' components at `path` are registered."""
     keys = [key for key in path if isinstance(key, str)]
     return "task_operator" if keys[-1] == "pipeline" and len(keys) > 1 else keys[-1]
 

@@ -1,4 +1,4 @@
-"""YAML with a line number for every key, `${env:NAME}` in text, and YAML 1.2 scalars (so 1e-4 is a number)."""
+"""YAML reader with a line number for every key, `${env:NAME}` in text, and YAML 1.2 scalars (so 1e-4 is a number)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from rollmill.files import MAX_YAML_BYTES, describe_non_file, format_size, read_
 _ENV = re.compile(r"\$\{env:(?:(?P<name>[A-Za-z_]\w*)(?::(?P<default>[^}]*))?\}|(?P<malformed>))")
 _TAG = "tag:yaml.org,2002:"
 _DEEPEST = 50
-"""Most sections and lists inside each other."""
+"""Maximum nesting of sections and lists."""
 _MOST_VALUES = 30_000
-"""Most values of a file, each counted as often as anchors repeat it."""
+"""Maximum number of values per file; values repeated by anchors count each time."""
 _LARGEST, _DIGITS = 2**63 - 1, 100
-"""Largest whole number, since what computes with them has 64 bits; longer texts are not even converted."""
+"""Largest integer (64 bits), and maximum digits of a number; longer texts are not converted."""
 
 
 class _TooDeepError(yaml.MarkedYAMLError):
-    """Sections inside each other without end."""
+    """Raised when sections are nested too deep."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuses what is nested too deep, before Python's stack ends."""
+        """Rejects nesting beyond the limit before Python's recursion limit is reached."""
         if self._depth > _DEEPEST:
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise _TooDeepError(problem=f"more than {_DEEPEST} levels inside each other", problem_mark=mark)
@@ -57,7 +57,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that also quotes text which our loader, unlike YAML 1.1, would take for a number."""
+    """SafeDumper that also quotes text which our loader, unlike YAML 1.1, would read as a number."""
 
 
 for _name, _pattern, _first in (
@@ -77,7 +77,7 @@ for _name, _pattern, _first in (
 
 @dataclass
 class _Reader:
-    """Turns yaml nodes into ours. `line_place` False: text from the command line, which has no lines."""
+    """Converts yaml nodes to ours. `line_place` is False for command-line text, which has no lines."""
 
     place: str
     folder: Path
@@ -196,9 +196,9 @@ class _Reader:
 
 
 def read_yaml(path: Path, problems: list[ConfigProblem], *, included: bool = False) -> Node:
-    """The tree of one YAML file. Duplicate keys and missing variables go to `problems`.
+    """Reads one YAML file as a tree. Duplicate keys and missing variables are appended to `problems`.
 
-    Raises ConfigError when the file cannot be read, is not YAML or holds no mapping.
+    Raises ConfigError if the file cannot be read, is not YAML or does not hold a mapping.
     """
     if describe_non_file(path) == "no such file":
         raise ConfigError(f"{path}: no such file; `rollmill init {path}` writes a first one")
@@ -212,7 +212,7 @@ def read_yaml(path: Path, problems: list[ConfigProblem], *, included: bool = Fal
 
 
 def read_plain_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file that rollmill wrote, as ordinary dicts, lists and scalars. Raises ConfigError."""
+    """Reads a YAML file written by rollmill as ordinary dicts, lists and scalars. Raises ConfigError."""
     problems: list[ConfigProblem] = []
     found = to_plain_data(read_yaml(path, problems))
     raise_problems(problems)
@@ -221,16 +221,16 @@ def read_plain_yaml(path: Path) -> dict[str, Any]:
 
 
 def write_yaml(data: dict[str, Any]) -> str:
-    """YAML that `read_yaml`, and any YAML 1.1 reader, reads as the same data."""
+    """Returns YAML that `read_yaml`, and any YAML 1.1 reader, reads as the same data."""
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
 def parse_override_value(text: str, option: str, folder: Path, path: KeyPath, problems: list[ConfigProblem]) -> Node:
-    """The value of a command-line override.
+    """Parses the value of a command-line override.
 
-    Text that starts with a bracket, a brace or a quote is YAML; anything else is one plain scalar, taken whole, so
-    that `#` and `: ` need no quoting.
+    Text that starts with a bracket, a brace or a quote is YAML; anything else is one plain scalar, so that `#` and `: `
+    need no quoting.
     """
     reader = _Reader(option, folder, problems, line_place=False)
     origin, text = Origin(option, folder), text.strip()

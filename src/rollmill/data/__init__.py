@@ -1,4 +1,4 @@
-"""Tasksets: reading rows, turning them into tasks, preparing these, their order, and prompts as tokens."""
+"""Tasksets: read rows, build and prepare tasks, sample them, and encode prompts."""
 
 from rollmill.data.encoding import (
     encode_demonstration,

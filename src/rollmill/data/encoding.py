@@ -1,4 +1,4 @@
-"""Prompts and demonstrations as tokens. A task's prompt has the same tokens in a rollout and in a demonstration."""
+"""Encodes prompts and demonstrations. A task's prompt has the same tokens in a rollout and in a demonstration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollmill.types import Experience, ExperienceSource, Message, Task, Turn, ex
 
 
 def render_prompt(task: Task, tokenizer: Any) -> str:
-    """The prompt as text: plain text as it is, chat messages through the tokenizer's chat template.
+    """Render the prompt as text: plain text unchanged, chat messages with the tokenizer's chat template.
 
     Raises:
-        TasksetError: the tokenizer has no chat template, or the template refuses the messages.
+        TasksetError: the tokenizer has no chat template, or the template rejects the messages.
     """
     if isinstance(task.prompt, str):
         return task.prompt
@@ -25,27 +25,27 @@ def render_prompt(task: Task, tokenizer: Any) -> str:
         )
     try:
         text: str = tokenizer.apply_chat_template(task.prompt, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates are programs: they raise Jinja's errors and Python's
+    except Exception as error:  # templates are programs: they raise Jinja and Python errors
         raise TasksetError(f"task {task.id}: the tokenizer's chat template refuses its messages: {error}") from error
     return text
 
 
 def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
-    """The prompt's token ids, with the special tokens the tokenizer itself puts in front (a chat template has its own).
+    """Token ids of the prompt, with the special tokens that the tokenizer prepends (a chat template has its own).
 
     Raises TasksetError, see `render_prompt`.
     """
     text = render_prompt(task, tokenizer)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=isinstance(task.prompt, str))
     if ids[-1:] == [tokenizer.eos_token_id] and tokenizer.encode(text, add_special_tokens=False)[-1:] != ids[-1:]:
-        return ids[:-1]  # a tokenizer set up to end every text: the completion must go on here
+        return ids[:-1]  # a tokenizer that appends EOS: the completion has to continue the prompt
     return ids
 
 
 def encode_privileged_prompt(task: Task, tokenizer: Any, template: PromptTemplate, context: str) -> list[int]:
-    """The prompt's token ids with more context in it: `template` filled with `prompt` and `context`.
+    """Token ids of the prompt with additional context: `template` filled with `prompt` and `context`.
 
-    Of a chat the last message becomes the filled template. Raises TasksetError, see `render_prompt`.
+    In a chat, the filled template replaces the last message. Raises TasksetError, see `render_prompt`.
     """
     prompt: str | list[Message]
     if isinstance(task.prompt, str):
@@ -58,7 +58,7 @@ def encode_privileged_prompt(task: Task, tokenizer: Any, template: PromptTemplat
 
 
 def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str | None = None) -> tuple[list[int], int]:
-    """Token ids of prompt, worked solution (or another one) and end, and how many of them are the prompt.
+    """Token ids of prompt, solution (default: the task's worked solution) and EOS, and the length of the prompt.
 
     Raises TasksetError when the task has no worked solution.
     """
@@ -74,7 +74,7 @@ def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str 
 
 
 def expert_experience(task: Task, tokenizer: Any, eos_id: int) -> Experience:
-    """The demonstration as an experience: its response and end count in the loss, log-probs 0 and versions -1."""
+    """The demonstration as an experience: its response and EOS count in the loss, log-probs 0 and versions -1."""
     return _demonstrated(
         task, task.response, tokenizer, eos_id, name="expert", group=task.id, source=ExperienceSource.EXPERT
     )
@@ -92,7 +92,7 @@ def preference_pair(task: Task, tokenizer: Any, eos_id: int, group: str) -> list
 
 
 def labelled_experience(task: Task, tokenizer: Any, eos_id: int, group: str) -> Experience:
-    """The task's only solution as a group of its own: reward 1 where it is desirable (`response`), else 0."""
+    """The task's only solution as a group of one: reward 1 if it is desirable (`response`), else 0."""
     desirable = task.response is not None
     name, text = ("desirable", task.response) if desirable else ("undesirable", task.rejected)
     made = _demonstrated(task, text, tokenizer, eos_id, name=name, group=group, source=ExperienceSource.PREFERENCE)

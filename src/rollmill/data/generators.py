@@ -1,4 +1,4 @@
-"""Rows that programs make: reasoning-gym generators and users' Python functions."""
+"""Generated rows: reasoning-gym generators and users' Python functions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rollmill.registry import import_object
 def generate_rows(config: GeneratorConfig) -> SourceRows:
     """Entries of a reasoning-gym generator, with the columns prompt (the question), question, answer and metadata.
 
-    The task's metadata keeps the entry and what made it: `reasoning_gym` = {name, options}, `entry` as generated.
+    The task's metadata keeps the generator and the entry: `reasoning_gym` = {name, options}, `entry` as generated.
 
     Raises:
-        TasksetError: there is no such generator, it does not take the options, or it fails.
+        TasksetError: the generator does not exist, rejects the options, or fails.
     """
     dataset = _create(config)
     made_by = {"name": config.name, "options": config.options}
@@ -58,8 +58,8 @@ def call_row_function(spec: str, options: dict[str, Any]) -> SourceRows:
     """Rows that a user's function returns or yields.
 
     Raises:
-        ConfigError: there is no such function.
-        TasksetError: it raised, or what it returned is not rows.
+        ConfigError: the function does not exist.
+        TasksetError: it raised, or did not return rows.
     """
     function = import_object(spec)
     if not callable(function):

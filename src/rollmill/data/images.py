@@ -1,7 +1,6 @@
-"""Pictures of a task, by reference: a path with the hash of what was there when the taskset was loaded.
+"""Images of a task, by reference: a path and the hash of the file when the taskset was loaded.
 
-A task's metadata holds the references under `images`; the pictures stay in their files. Who opens one gets the bytes
-that the hash is of, or an error.
+A task's metadata holds the references under `images`; the images stay in their files. Reading one checks the hash.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from rollmill.errors import ConfigError, TasksetError
 
 PILLOW_INSTALL = "pip install 'rollmill[vision]'"
 IMAGE_COLUMNS = ("images", "image")
-"""Columns that hold pictures where the run file names none."""
+"""Default columns for images, where the run file names none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """A picture in a file. `size` is in bytes, `width` and `height` in pixels; `sha256` is a hex digest."""
+    """Reference to an image file. `size` is in bytes, `width` and `height` in pixels; `sha256` is a hex digest."""
 
     path: str
     sha256: str
@@ -34,7 +33,7 @@ class ImageRef:
 
 
 def make_image_ref(path: Path) -> ImageRef:
-    """The reference of a picture. Raises ValueError where there is none, and ConfigError without Pillow."""
+    """Make the reference of an image file. Raises ValueError if it is no image, and ConfigError without Pillow."""
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
@@ -54,7 +53,7 @@ def make_image_ref(path: Path) -> ImageRef:
 
 
 def image_refs_of(metadata: Mapping[str, Any]) -> list[ImageRef]:
-    """The pictures of a task, from its metadata; none where its column `images` is something else."""
+    """References in a task's metadata; an empty list if its column `images` holds anything else."""
     images = metadata.get("images")
     entries = images if isinstance(images, list) else []
     names = {field.name for field in fields(ImageRef)}
@@ -62,7 +61,7 @@ def image_refs_of(metadata: Mapping[str, Any]) -> list[ImageRef]:
 
 
 def read_image(ref: ImageRef) -> bytes:
-    """The picture's bytes. Raises TasksetError where they are no longer those of the reference."""
+    """Read the image's bytes. Raises TasksetError if the file is missing or has changed."""
     try:
         content = Path(ref.path).read_bytes()
     except OSError as error:
@@ -77,18 +76,18 @@ def read_image(ref: ImageRef) -> bytes:
 
 
 def data_url(ref: ImageRef) -> str:
-    """The picture as a `data:` URL, which endpoints take for an address. Raises TasksetError like `read_image`."""
+    """The image as a `data:` URL for endpoints. Raises TasksetError like `read_image`."""
     return f"data:{ref.media_type};base64,{base64.b64encode(read_image(ref)).decode()}"
 
 
 def metadata_with_images(row: Mapping[str, Any], column: str | None, folder: Path) -> dict[str, Any]:
-    """A row with the references of its pictures under `images`, in place of the column that named their files.
+    """Replace a row's image column by the references of its images, under `images`.
 
     Args:
-        column: which one; None for `images` or `image`, where it holds paths; empty for none.
-        folder: what relative paths start from.
+        column: its name; None for `images` or `image`, if it holds paths; empty for none.
+        folder: base of relative paths.
 
-    Raises ValueError where a picture is missing or is none.
+    Raises ValueError if a file is missing or is no image.
     """
     if column is None:
         column = next((each for each in IMAGE_COLUMNS if _paths(row.get(each)) or _holds_pictures(row.get(each))), "")
@@ -111,14 +110,14 @@ def _references(value: Any, name: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def _holds_pictures(value: Any) -> bool:
-    """Whether a cell, or an entry of its list, is the picture itself, as `datasets` has it: decoded, or as bytes."""
+    """Whether a cell, or an entry of its list, is an embedded image of `datasets`: decoded, or as bytes."""
     entries = value if isinstance(value, list) else [value]
     contents = [each.get("bytes") if isinstance(each, Mapping) else each for each in entries]
     return any(isinstance(each, bytes) or type(each).__module__.startswith("PIL.") for each in contents)
 
 
 def _paths(value: Any) -> list[str] | None:
-    """Paths of a cell: text, a list of it, or what `datasets` has for a picture it has not decoded; None for others."""
+    """Paths in a cell: text, a list of texts, or undecoded images of `datasets`; None for anything else."""
     values = value if isinstance(value, list) else [value] if value is not None and value != "" else []
     paths = [each.get("path") if isinstance(each, Mapping) and each.get("bytes") is None else each for each in values]
     found = [path for path in paths if isinstance(path, str)]

@@ -1,4 +1,4 @@
-"""Known layouts: how published rows become prompt, answer and response columns."""
+"""Presets for published data sets: convert their rows to the columns prompt, answer and response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rollmill.data.readers import BadRowError, Row
 from rollmill.data.template import describe_type
 
-# Layouts of published school questions: each row becomes prompt, answer and the column `k12`.
+# School questions: each row becomes prompt, answer and the column `k12`.
 
 _UNIT = re.compile(
     r"(?:多少|几)个?(平方千米|平方公里|平方米|平方分米|平方厘米|平方毫米|立方米|立方分米|立方厘米|公顷|千米|公里|分米|厘米|毫米|米"
@@ -22,9 +22,9 @@ _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def cmath(row: Row) -> Row:
-    """A row of CMATH (Wei et al. 2023, arXiv:2306.16636): primary school word problems in Chinese, grades 1 to 6.
+    """Convert a row of CMATH (Wei et al. 2023, arXiv:2306.16636): Chinese word problems of grades 1 to 6.
 
-    The unit is the one that the question asks for last (`多少千克`), if it is a measure.
+    The unit is the last one in the question (`多少千克`), if it is a measure.
     """
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _UNIT.findall(question)
@@ -33,8 +33,8 @@ def cmath(row: Row) -> Row:
 
 
 def cn_middle_school(row: Row) -> Row:
-    """A row of CN Middle School 24: choices with their options in the question, and open questions with one or more
-    values, which a comma parts. `\\neq`, which the file has as a line break and `eq`, is put right."""
+    """Convert a row of CN Middle School 24: choices with their options in the question, and open questions with one
+    or more comma-separated values. Repairs `\\neq`, which the file has as a line break and `eq`."""
     question, answer = (_text(row, column).replace("\neq", "\\neq") for column in ("question", "answer"))
     letter = row.get("choice_answer") or ""
     column: dict[str, Any] = {"subject": "mathematics", "grade": "middle_school"}
@@ -46,8 +46,8 @@ def cn_middle_school(row: Row) -> Row:
 
 
 def gaokao_qa(row: Row) -> Row:
-    """A row of GAOKAO-Bench's choices in the layout of AGIEval (arXiv:2304.06364): options by letter, one or more of
-    them right. The prompt has the options below the question."""
+    """Convert a choice question of GAOKAO-Bench in the layout of AGIEval (arXiv:2304.06364): options by letter, one or
+    more of them correct. The prompt has the options below the question."""
     question, label = _text(row, "question"), _text(row, "label")
     options = _required(row, "options")
     if not isinstance(options, dict) or not options:
@@ -59,9 +59,9 @@ def gaokao_qa(row: Row) -> Row:
 
 
 def gaokao_cloze(row: Row) -> Row:
-    """A row of the blanks of the same layout: a semicolon parts the answers of several blanks.
+    """Convert a fill-in-the-blank question of the same layout; semicolons separate the answers of several blanks.
 
-    Blanks that nothing but a comma parts in the question may be filled in any order.
+    Blanks that are separated only by commas in the question may be filled in any order.
     """
     question, answer = _text(row, "question"), _text(row, "answer")
     if _CIRCLED.fullmatch(answer.strip("$")) and "依次" in question:
@@ -74,9 +74,9 @@ def gaokao_cloze(row: Row) -> Row:
 
 
 def mmlu(row: Row) -> Row:
-    """A row of MMLU (Hendrycks et al. 2021, arXiv:2009.03300): choices, the number of the right one from 0, a subject.
+    """Convert a row of MMLU (Hendrycks et al. 2021, arXiv:2009.03300): choices, index of the correct one, a subject.
 
-    The prompt has the options below the question; `high_school_physics` is of grade `high_school`.
+    The prompt has the options below the question; the grade of `high_school_physics` is `high_school`.
     """
     question, choices, right = _text(row, "question"), _required(row, "choices"), _required(row, "answer")
     if not isinstance(choices, list) or not choices:
@@ -112,7 +112,7 @@ def _with_options(question: str, options: dict[str, str]) -> str:
 
 
 def _options_in(question: str) -> dict[str, str]:
-    """The options A to D that end a question; none where they do not stand there once each, in order."""
+    """The options A to D that end a question; empty unless each appears once, in order."""
     marks = list(_OPTION.finditer(question))[-4:]
     if [mark[1] for mark in marks] != list("ABCD"):
         return {}
@@ -121,7 +121,7 @@ def _options_in(question: str) -> dict[str, str]:
 
 
 def _values(answer: str) -> list[str]:
-    """The values that commas outside brackets part; conditions that hold together are one."""
+    """Split at commas outside brackets; several conditions (`x > 1, x < 3`) stay one value."""
     parts, depth, start = [], 0, 0
     for at, sign in enumerate(answer):
         depth += _BRACKETS.get(sign, 0)
@@ -141,12 +141,14 @@ K12_PRESETS = {
 }
 
 
+# Mathematics and code
+
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 _MARK = "####"
 
 
 def gsm8k(row: Row) -> Row:
-    """A row of GSM8K (Cobbe et al. 2021, arXiv:2110.14168): question, and as answer a solution that ends in `#### N`.
+    """Convert a row of GSM8K (Cobbe et al. 2021, arXiv:2110.14168), whose answer is a solution that ends in `#### N`.
 
     Adds prompt (the question), answer (N without thousands separators), response (the solution with its `####` line and
     without calculator marks <<...>>) and solution (the same without the `####` line).
@@ -169,10 +171,10 @@ def gsm8k(row: Row) -> Row:
 
 
 def humaneval(row: Row) -> Row:
-    """A row of HumanEval (Chen et al. 2021, arXiv:2107.03374): prompt, entry_point, test and canonical_solution.
+    """Convert a row of HumanEval (Chen et al. 2021, arXiv:2107.03374).
 
-    Adds prefix (the prompt, which the code goes on from) and response (the solution): what the code reward and
-    demonstrations need.
+    Adds prefix (the prompt, which the code continues) for the code reward, and response (the solution) for
+    demonstrations.
     """
     for column in ("task_id", "prompt", "entry_point", "test", "canonical_solution"):
         if not isinstance(row.get(column), str):

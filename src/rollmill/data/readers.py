@@ -1,4 +1,4 @@
-"""Rows of files: .jsonl, .json, .parquet, .csv and folders written by `datasets`."""
+"""Source rows, and readers of .jsonl, .json, .parquet, .csv and folders written by `datasets`."""
 
 from __future__ import annotations
 
@@ -22,27 +22,25 @@ from rollmill.files import (
     parse_strict_json,
 )
 
-# What a source yields, one per row: the row, or why there is none.
-
 Row: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """One row of a source. `problem` says why `row` is empty, if it could not be read."""
+    """One row of a source; `problem` is the reason if it could not be read (`row` is then empty)."""
 
     where: str  #: file:line, or the source and the row's number
     row: Row = field(default_factory=dict)
     problem: str | None = None
-    metadata: dict[str, Any] | None = None  #: what the task remembers; default: the columns that play no part in it
+    metadata: dict[str, Any] | None = None  #: the task's metadata; default: the columns without another role
 
 
 class BadRowError(ValueError):
-    """A row cannot become a task; the message says why."""
+    """A row cannot become a task; the message is the reason."""
 
 
 def make_record(where: str, value: Any) -> SourceRow:
-    """The record of a value that should be a mapping with text keys."""
+    """Make the row of a value, which has to be a mapping with text keys."""
     if not isinstance(value, Mapping):
         return SourceRow(where, problem=f"expected an object, found {type(value).__name__}")
     strange = [key for key in value if not isinstance(key, str)]
@@ -52,7 +50,7 @@ def make_record(where: str, value: Any) -> SourceRow:
 
 
 def to_finite_number(value: Any) -> float | None:
-    """A finite number of a column, also one that is written as text (as CSV has it); None for anything else."""
+    """Convert a value to a finite number, also from text (as in CSV); None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -63,7 +61,7 @@ def to_finite_number(value: Any) -> float | None:
 
 
 def check_finite(value: Any, what: str) -> None:
-    """Raises BadRowError where a value is NaN or infinite, or holds such a number: nothing equals it."""
+    """Raises BadRowError if a value is or contains NaN or an infinity, which no answer equals."""
     parts = [value]
     while parts:
         part = parts.pop()
@@ -82,10 +80,10 @@ _INSTALL = "pip install 'rollmill[data]'"
 
 
 def read_path(path: Path, split: str | None) -> SourceRows:
-    """Records of a file or a `datasets` folder, read as they are asked for.
+    """Rows of a file or a `datasets` folder, read lazily.
 
     Raises:
-        TasksetError: the path does not exist, is of another kind or cannot be read.
+        TasksetError: the path does not exist, has an unsupported type or cannot be read.
     """
     if path.is_dir():
         return read_folder(path, split)
@@ -121,7 +119,7 @@ def _nearest(path: Path) -> str:
 
 
 def read_jsonl(path: Path) -> SourceRows:
-    """One JSON object per line, UTF-8; blank lines are no rows."""
+    """One JSON object per line, UTF-8; blank lines are skipped."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MAX_JSONL_LINE_BYTES + 1):
@@ -140,7 +138,7 @@ def read_jsonl(path: Path) -> SourceRows:
 
 
 def _require_utf8(path: Path, start: bytes) -> None:
-    """Raises TasksetError for a file in another encoding, none of whose lines could be read."""
+    """Raises TasksetError for a file in another encoding."""
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start[:1000]:
         raise TasksetError(f"taskset.path: {path} is not UTF-8 text; {encoding_advice(start)}")
 
@@ -175,7 +173,7 @@ def read_json(path: Path) -> SourceRows:
 
 
 def _json_rows(path: Path, text: str, count: int) -> SourceRows:
-    """The entries of a list that is known to be valid, each read again by itself, so that a bad one has a place."""
+    """Parse each entry of a valid list again by itself, so that a bad one is reported with its line."""
     decoder, at, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
     for number in range(count):
         while text[at] in " \t\r\n,":
@@ -190,7 +188,7 @@ def _json_rows(path: Path, text: str, count: int) -> SourceRows:
 
 
 def read_csv(path: Path) -> SourceRows:
-    """Comma-separated values, UTF-8, the first line with the columns' names; every value is text."""
+    """Comma-separated values, UTF-8, with the column names in the first line; every value is text."""
     csv.field_size_limit(1 << 30)
     with path.open("rb") as start:
         _require_utf8(path, start.readline(1000))
@@ -205,7 +203,7 @@ def read_csv(path: Path) -> SourceRows:
 
 
 def _require_different(where: str, columns: list[str]) -> None:
-    """Raises TasksetError where two columns have one name, since nothing says which of them counts."""
+    """Raises TasksetError if two columns have the same name."""
     twice = [column for number, column in enumerate(columns) if column in columns[:number]]
     if twice:
         raise TasksetError(f"taskset.path: {where}: two columns have the same name, {twice[0]!r:.80}; rename one")
@@ -244,7 +242,7 @@ def read_parquet(path: Path) -> SourceRows:
             rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
             for number, row in enumerate(rows):
                 yield make_record(f"{path}: row {number}", row)
-    except (pyarrow.ArrowException, ValueError) as error:  # ValueError: a column's own fields have one name twice
+    except (pyarrow.ArrowException, ValueError) as error:  # ValueError: duplicate field names inside a column
         if isinstance(error, TasksetError):
             raise
         raise TasksetError(f"taskset.path: {path} is not a readable Parquet file: {error}") from error

@@ -1,4 +1,4 @@
-"""Files of rated tasks: a row per task with its success rate and difficulty, as `rollmill tasks score` writes them."""
+"""Score files of `rollmill tasks score`: a row per task with its success rate and difficulty."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rollmill.files import explain_write_errors, to_jsonable
 from rollmill.types import Task
 
 SCORED = "scored"
-"""Column that says how a row was rated."""
+"""Column with the settings that a row was scored with."""
 _BEGINNING = b'{"id": '
 
 
 class ScoreFile:
-    """Rows that are added one after the other. A line that a killed process left unfinished is taken off.
+    """Append-only file of scored tasks. Removes the incomplete last line of a killed process.
 
     Args:
-        path: made if it does not exist.
-        how: what the ratings depend on: a file holds rows that were rated in one way.
+        path: created if it does not exist.
+        how: settings that the scores depend on; all rows of a file have the same.
 
-    Raises ConfigError: the file holds something else, or rows that were rated in another way.
+    Raises ConfigError: the file is no score file, or its rows were scored with other settings.
     """
 
     def __init__(self, path: Path, how: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ class ScoreFile:
             file.truncate(whole)
 
     def has(self, task: Task) -> bool:
-        """Whether the task is rated. Raises ConfigError where the file rates another task of that id."""
+        """Whether the task is scored. Raises ConfigError if the file has another task with that id."""
         row = self._known.get(task.id)
         if row is not None and row["prompt"] != task.prompt:
             raise ConfigError(
@@ -50,7 +50,7 @@ class ScoreFile:
         return row is not None
 
     def add(self, rated: list[tuple[Task, dict[str, Any]]]) -> None:
-        """Write rows: tasks with what they were rated. Each line is whole or absent."""
+        """Append tasks with their scores. Each line is whole or absent."""
         rows = [task_to_row(task) | to_jsonable(rating) | {SCORED: self._how} for task, rating in rated]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         with explain_write_errors(self._path), self._path.open("ab") as file:
@@ -58,7 +58,7 @@ class ScoreFile:
         self._known |= {row["id"]: row for row in rows}
 
     def _read(self, unfinished: bool) -> list[dict[str, Any]]:
-        """The rows; without the last one where it is `unfinished`."""
+        """Read the rows, except the last one if it is `unfinished`."""
         rows = []
         records = list(read_jsonl(self._path))
         for record in records[: len(records) - unfinished]:
@@ -74,7 +74,7 @@ class ScoreFile:
 
 
 def task_to_row(task: Task) -> dict[str, Any]:
-    """A task as a row that loads to it again (`fields: {id: id}`): texts, and the columns of its metadata."""
+    """Convert a task to a row that loads as the same task (`fields: {id: id}`): texts and metadata columns."""
     row: dict[str, Any] = {"id": task.id, "prompt": task.prompt}
     row |= {key: value for key in ("answer", "response", "rejected") if (value := getattr(task, key)) is not None}
     pictures = image_refs_of(task.metadata)

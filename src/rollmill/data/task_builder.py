@@ -1,4 +1,4 @@
-"""From a row to a task: which column plays which part, templates, chat messages."""
+"""Builds tasks from rows: columns, templates, chat messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rollmill.types import Message, Task
 
 
 class TaskBuilder:
-    """Makes tasks from records as a taskset section says.
+    """Builds tasks from source rows, as configured in a taskset section.
 
     Raises:
-        TasksetError: a template is not one, or two keys say what the prompt is.
+        TasksetError: a template is invalid, or two keys define the prompt or the response.
     """
 
     def __init__(self, config: RowsSection, name: str) -> None:
@@ -41,7 +41,7 @@ class TaskBuilder:
             )
 
     def task(self, record: SourceRow, number: int) -> Task:
-        """The task of a record; `number` is its row, from 0. Raises BadRowError when it cannot become one."""
+        """Build the task of a row; `number` is its index. Raises BadRowError if the row cannot become a task."""
         if record.problem is not None:
             raise BadRowError(record.problem)
         row = self._preset(record.row) if self._preset is not None else record.row
@@ -109,7 +109,7 @@ class TaskBuilder:
         return [Message(role="system", content=self._config.system), *messages]
 
     def _solutions(self, row: Row) -> tuple[str | None, str | None]:
-        """The better and the worse solution; of a labelled row the one that its label says."""
+        """The preferred and the rejected solution; a labelled row has one of them, depending on its label."""
         worked, rejected = self._worked(row), self._solution(row, self._config.fields.rejected, "rejected")
         label = self._label(row)
         if label is None:
@@ -128,8 +128,8 @@ class TaskBuilder:
         if column is not None:
             _column(row, column, "taskset.fields.label")
             return column
-        own = self._response is None and self._config.fields.response in (None, "completion")
-        return "label" if own and self._usual_response(row) == "completion" else None
+        is_default = self._response is None and self._config.fields.response in (None, "completion")
+        return "label" if is_default and self._usual_response(row) == "completion" else None
 
     def _worked(self, row: Row) -> str | None:
         if self._response is not None:
@@ -138,7 +138,7 @@ class TaskBuilder:
         return self._solution(row, column, "response" if column is not None else self._usual_response(row))
 
     def _usual_response(self, row: Row) -> str:
-        """Where a solution stands unless the run file says: preference sets call it `chosen`, labelled `completion`."""
+        """Default column of the solution: preference sets call it `chosen`, labelled sets `completion`."""
         if "response" in row:
             return "response"
         if "chosen" in row:
@@ -150,7 +150,7 @@ class TaskBuilder:
     def _solution(row: Row, column: str | None, default: str) -> str | None:
         value = _optional(row, column, default)
         match value:
-            case [{"role": "assistant", "content": str(text)}]:  # as chat sets have it
+            case [{"role": "assistant", "content": str(text)}]:  # as in chat data sets
                 value = text
         if value is not None and not isinstance(value, str):
             raise BadRowError(f"the {default} is {describe_type(value)}, not text or one message of the assistant")
@@ -164,12 +164,12 @@ def _column(row: Row, column: str, key: str) -> Any:
 
 
 def _optional(row: Row, column: str | None, default: str) -> Any:
-    """The value of a named column, which must exist, or of the default column, which need not."""
+    """The value of the configured column, which must exist, or of the default column, which need not exist."""
     return row.get(default) if column is None else _column(row, column, f"taskset.fields.{default}")
 
 
 def _desirable(value: Any, column: str) -> bool:
-    """What a label says: true or false, 1 or 0, or these words (CSV files know no other)."""
+    """Parse a label: true or false, 1 or 0, or the same as text (as in CSV)."""
     known = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
     label = known.get(str(value).strip().lower())
     if label is None:
@@ -208,7 +208,7 @@ def _messages(value: list[Any]) -> list[Message]:
 
 
 def _check_unicode(value: Any) -> None:
-    """Half of a surrogate pair is not text: no tokenizer takes it and no UTF-8 file holds it."""
+    """Raises BadRowError for a lone surrogate, which no tokenizer accepts and UTF-8 cannot encode."""
     if not isinstance(value, str):
         return
     try:

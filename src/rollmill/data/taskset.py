@@ -1,4 +1,4 @@
-"""A taskset: tasks in memory, and the rows and tasks that were left out."""
+"""Loads tasksets: tasks in memory, with the rows and tasks that were left out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RejectedRow:
 
 @dataclass(frozen=True, slots=True)
 class MixtureComponent:
-    """One of the tasksets of a mix; its tasks have its name as `task.taskset`."""
+    """One taskset of a mixture; its tasks have its name as `task.taskset`."""
 
     name: str
     weight: float
@@ -47,22 +47,22 @@ class MixtureComponent:
 
 @dataclass(frozen=True, slots=True)
 class Taskset:
-    """Tasks with different ids, in the source's order."""
+    """Tasks with unique ids, in the source's order."""
 
     name: str
     tasks: list[Task]
-    rejected: list[RejectedRow]  #: rows that became no tasks, and tasks that the pipeline dropped
-    reports: list[TaskOperatorReport] = field(default_factory=list)  #: what each operator of the pipeline did
-    mixed: tuple[MixtureComponent, ...] = ()  #: the sets of a mix; none elsewhere
+    rejected: list[RejectedRow]  #: rows that could not become tasks, and tasks that the pipeline dropped
+    reports: list[TaskOperatorReport] = field(default_factory=list)  #: one per operator of the pipeline
+    mixed: tuple[MixtureComponent, ...] = ()  #: empty unless the taskset is a mixture
 
     def with_tasks(self, tasks: list[Task], rejected: list[RejectedRow]) -> Taskset:
-        """The same taskset with some of its tasks only, and what was left out besides."""
+        """Copy of the taskset with only `tasks`, and `rejected` added to the rows left out."""
         return replace(self, tasks=tasks, rejected=[*self.rejected, *rejected])
 
     def fingerprint(self) -> str:
-        """Hex digest of ids, prompts, pictures, solutions and answers: equal for equal tasks, in any process.
+        """Hex digest of ids, prompts, images, solutions and answers: equal for equal tasks, in any process.
 
-        Of an answer that JSON does not hold only the type counts.
+        For an answer that is not JSON, only its type counts.
         """
         digest = hashlib.sha256()
         for task in self.tasks:
@@ -73,12 +73,12 @@ class Taskset:
 
 
 def load_taskset(config: TasksetConfig) -> Taskset:
-    """Read the taskset that a `taskset` section describes, and prepare it by its pipeline.
+    """Read the taskset of a `taskset` section, and run its pipeline.
 
     Raises:
         TasksetError: the source does not exist or cannot be read, there are no tasks, (on_bad_row: refuse) rows
-            cannot become tasks, or an operator fails or leaves none; the message names them.
-        ConfigError: taskset.function names nothing that can be imported.
+            cannot become tasks, or an operator fails or leaves no task; the message names them.
+        ConfigError: taskset.function cannot be imported.
     """
     if not config.mix:
         return _prepared(read_tasks(config), config)
@@ -111,12 +111,12 @@ def read_tasks(config: RowsSection) -> Taskset:
         tasks.append(task)
         if len(tasks) == config.limit:
             break
-    _judge(name, config, tasks, rejected)
+    _check_rows(name, config, tasks, rejected)
     return Taskset(name, tasks, rejected)
 
 
 def _entry(entry: MixEntry) -> Taskset:
-    """A set of a mix: its name is that of the entry, and begins the ids of its tasks."""
+    """Load one taskset of a mixture; the entry's name becomes the taskset's, and a prefix of its tasks' ids."""
     rows = read_tasks(entry)
     tasks = [replace(task, id=f"{entry.name}/{task.id}", taskset=entry.name) for task in rows.tasks]
     return _prepared(Taskset(entry.name, tasks, rows.rejected), entry)
@@ -164,7 +164,8 @@ def _name(config: RowsSection) -> str:
     return config.function.rpartition(":")[2]
 
 
-def _judge(name: str, config: RowsSection, tasks: list[Task], rejected: list[RejectedRow]) -> None:
+def _check_rows(name: str, config: RowsSection, tasks: list[Task], rejected: list[RejectedRow]) -> None:
+    """Log skipped rows. Raises TasksetError if there are no tasks, or bad rows that may not be skipped."""
     total = len(tasks) + len(rejected)
     if rejected and config.on_bad_row == "refuse":
         advice = "correct them, or skip them by taskset.on_bad_row: skip"

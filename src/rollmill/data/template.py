@@ -1,4 +1,4 @@
-"""Plain templates: text with `{column}` parts. No expressions, attributes, indexing or format codes."""
+"""Plain templates: text with `{column}` fields. No expressions, attributes, indexing or format codes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollmill.errors import TasksetError
 
 
 class PromptTemplate:
-    """A parsed template; `{{` and `}}` are literal braces. Values are put in as they are, braces included.
+    """A parsed template; `{{` and `}}` are literal braces. Values are inserted unchanged, braces included.
 
     Raises:
-        TasksetError: the text is not such a template; the message names `key`.
+        TasksetError: the template is invalid; the message names `key`.
     """
 
     def __init__(self, text: str, key: str) -> None:
@@ -30,11 +30,11 @@ class PromptTemplate:
 
     @property
     def columns(self) -> list[str]:
-        """Columns the template names."""
+        """Columns used by the template."""
         return [column for _, column in self._parts if column is not None]
 
     def fill(self, row: Mapping[str, Any]) -> str:
-        """The text for one row. Raises BadRowError when a column is missing or is not text or a number."""
+        """Fill the template with one row. Raises BadRowError if a column is missing or is not text or a number."""
         return "".join(
             before + (self._value(row, column) if column is not None else "") for before, column in self._parts
         )
@@ -61,7 +61,7 @@ class PromptTemplate:
 
 
 def describe_type(value: Any) -> str:
-    """A user's word for the type of a value."""
+    """Describe the type of a value for error messages."""
     if value is None:
         return "empty (null)"
     words = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}

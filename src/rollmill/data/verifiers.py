@@ -1,4 +1,4 @@
-"""Tasks of the library verifiers, which lives in a Python of its own (verifiers_program.py)."""
+"""Tasks of the library verifiers, which runs in a separate Python environment (verifiers_program.py)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from rollmill.errors import ConfigError
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 PYTHON = ".venv-verifiers/bin/python"
 TASK_INDEX = "verifiers"
-"""Key of a task's metadata: its place in the taskset."""
+"""Key of a task's metadata: its index in the taskset."""
 _LIMIT_S = 300.0
 
 
 def rows(
     taskset: str, size: int | None = None, python: str = PYTHON, options: dict[str, Any] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Rows for the tasks of a verifiers taskset; what workflow `verifiers` rolls out.
+    """Rows for the tasks of a verifiers taskset, for the workflow `verifiers`.
 
     Args:
         taskset: the id of an installed package, or FILE.py.
-        size: only the first so many.
-        python: the Python that has verifiers.
-        options: keys of the taskset's own configuration.
+        size: number of tasks; None for all.
+        python: interpreter of the environment that has verifiers.
+        options: keys of the taskset's configuration.
 
     Raises:
-        ConfigError: there is no such Python or taskset.
+        ConfigError: the interpreter or the taskset does not exist.
     """
     command = program_command(Path(python))
-    asked = f"{json.dumps(program_settings(taskset, options or {}))}\n{json.dumps({'id': 1, 'list': size})}\n"
+    requests = f"{json.dumps(program_settings(taskset, options or {}))}\n{json.dumps({'id': 1, 'list': size})}\n"
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -49,7 +49,7 @@ def rows(
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(asked)
+            process.stdin.write(requests)
             process.stdin.flush()
             replies = [json.loads(line) for line in (process.stdout.readline(), process.stdout.readline()) if line]
         except BrokenPipeError:
@@ -73,7 +73,7 @@ def program_settings(
     harness: str = "rollmill_chat",
     turns: int | None = None,
 ) -> dict[str, Any]:
-    """The first line for the program."""
+    """Settings for the program, sent as its first line."""
     file = Path(taskset).absolute() if taskset.endswith(".py") else None
     return {
         "taskset": taskset if file is None else file.stem,
@@ -86,15 +86,15 @@ def program_settings(
 
 
 def program_command(python: Path) -> list[str]:
-    """The command that starts the program. Raises ConfigError where there is no such Python."""
+    """The command that starts the program. Raises ConfigError if the interpreter does not exist."""
     if not python.is_file():
         raise ConfigError(f"{python}: there is no such Python; `make verifiers-setup` makes one that has verifiers")
     return [str(python.absolute()), "-P", str(PROGRAM)]
 
 
 def program_environment() -> dict[str, str]:
-    """Environment variables of the program: none that would let it import this Python's packages."""
-    own = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    """Environment variables of the program, without those that would let it import this environment's packages."""
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     for name in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine
-        own[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
-    return own
+        env[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+    return env

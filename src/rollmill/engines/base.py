@@ -1,4 +1,4 @@
-"""What every rollout engine offers."""
+"""The rollout engine protocol: requests, drafts and the methods every engine offers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rollmill.types import Completion, FloatArray, IntArray, RoutingArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompletionPrefix:
-    """What a completion begins with: tokens that were sampled earlier, perhaps with older weights. [T] each.
+    """Tokens a completion begins with, sampled earlier and perhaps by older weights. Arrays are [T].
 
-    `top_ids` and `top_probs` [T, K] are those of the Completion they come from, where it recorded them.
+    `top_ids` and `top_probs` [T, K] are copied from the original Completion, where it recorded them.
     """
 
     token_ids: IntArray
@@ -23,15 +23,15 @@ class CompletionPrefix:
     versions: IntArray
     top_ids: IntArray | None = None
     top_probs: FloatArray | None = None
-    routing: RoutingArray | None = None  #: of that Completion, prompt included
+    routing: RoutingArray | None = None  #: experts of that Completion, prompt included
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """Tokens that a completion may consist of, and the distribution each was drawn from, as far as it is known.
+    """Draft tokens of a completion, with the distributions they were drawn from, as far as known.
 
-    Shapes: token_ids [T]; top_ids and top_probs [T, K], the K tokens that were most probable and their probabilities
-    after temperature and truncation. K = 0 stands for tokens that were not sampled but guessed.
+    Shapes: token_ids [T]; top_ids and top_probs [T, K], the K most probable tokens and their probabilities after
+    temperature and truncation. K = 0 marks tokens that were guessed, not sampled.
     """
 
     token_ids: IntArray
@@ -41,23 +41,23 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token, the moment it was sampled.
+    """One sampled token, passed to a request's token callback.
 
-    `logprob` and those of `top` are at the request's temperature (1 where it is greedy), without truncation.
+    `logprob` and those of `top` are at the request's temperature (1 for greedy requests), without truncation.
     """
 
-    index: int  #: of the completion
+    index: int  #: index of the completion
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  #: the most probable tokens with their log-probs, as many as were asked for
+    top: tuple[tuple[int, float], ...] = ()  #: the request's `top` most probable tokens with their log-probs
 
 
 @dataclass(slots=True, eq=False)
 class GenerationRequest:
-    """Ask for `n` completions of one prompt.
+    """A request for `n` completions of one prompt.
 
-    A completion depends on the weights, the prompt, `seed`, its index and what it is begun with only, not on what
-    shares the batch; a draft changes how it is drawn, never its distribution. `id` names the request in error messages.
+    A completion depends only on the weights, the prompt, `seed`, its index and its prefix, not on other rows of the
+    batch; a draft changes how it is drawn, never its distribution. `id` names the request in error messages.
     """
 
     prompt_ids: Sequence[int]
@@ -65,35 +65,35 @@ class GenerationRequest:
     n: int = 1
     seed: int = 0
     id: str = "request"
-    begun: Sequence[CompletionPrefix | None] = ()  #: by index; the completion returned has these tokens, too
-    drafts: Sequence[Draft | None] = ()  #: by index
+    begun: Sequence[CompletionPrefix | None] = ()  #: prefixes by index; the returned completion includes them
+    drafts: Sequence[Draft | None] = ()  #: drafts by index
     on_token: Callable[[SampledToken], None] | None = None
-    """Told of every token as it is sampled, so that drafts are not used; the completion says which ones count."""
-    top: int = 0  #: how many of the most probable tokens it is told of
-    record_top: int = 0  #: note so many of the most probable tokens at every position, so that drafts can be made of it
+    """Callback for every sampled token; disables drafts. The completion decides which tokens count."""
+    top: int = 0  #: number of most probable tokens passed to `on_token`
+    record_top: int = 0  #: number of most probable tokens recorded per position, to build drafts from
 
 
 class RolloutEngine(Protocol):
-    """An engine. All methods are called from one asyncio event loop."""
+    """Protocol of a rollout engine. All methods are called from one asyncio event loop."""
 
     version: int
     """Version of the weights that the next token is sampled from."""
     tokens_generated: int
-    """Since it was made."""
+    """Tokens generated since the engine was created."""
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """All n completions, ordered by index. Cancelling the call aborts the request."""
+        """Return all n completions, ordered by index. Cancelling the call aborts the request."""
         ...
 
     def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
-        """The n completions one by one, as they end."""
+        """Yield the n completions as they finish."""
         ...
 
     def interrupt(self) -> None:
-        """End everything under way: what is unfinished is handed out as it is, with the stop reason `aborted`.
+        """Stop all requests: unfinished completions are returned as they are, with the stop reason `aborted`.
 
-        Completions that had not started have the tokens they were begun with, or none. Begun with its tokens and asked
-        for with the same seed, a completion goes on as if nothing had happened, apart from rounding.
+        Completions that had not started have the tokens of their prefix, or none. Requested again with its tokens as
+        prefix and the same seed, a completion continues as if never interrupted, apart from rounding.
         """
         ...
 
@@ -102,11 +102,11 @@ class RolloutEngine(Protocol):
         ...
 
     def resume(self) -> None:
-        """Go on decoding."""
+        """Resume decoding."""
         ...
 
     def weights_updated(self, version: int) -> None:
-        """The weights changed: later tokens carry `version`; nothing computed with the old weights is reused."""
+        """Report new weights: later tokens carry `version`; nothing computed with the old weights is reused."""
         ...
 
     async def drain(self) -> None:
@@ -114,13 +114,13 @@ class RolloutEngine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Hand back memory until new weights or requests come, where the engine can. Nothing may be under way."""
+        """Free memory until new weights or requests arrive, if the engine can. No request may be running."""
         ...
 
     def counters(self) -> dict[str, float]:
-        """What it has counted since it was made, for metrics; each engine has names of its own."""
+        """Return engine-specific counts since the engine was created, for metrics."""
         ...
 
     async def close(self) -> None:
-        """Abort what is running and free memory."""
+        """Abort all requests and free memory."""
         ...

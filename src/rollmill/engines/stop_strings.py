@@ -1,4 +1,4 @@
-"""Stop strings, found as tokens arrive."""
+"""Stop strings, token limits and texts of completions, for every engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from rollmill.errors import ContextLengthError, EngineError
 class StopStringMatcher:
     """Finds stop strings in growing token sequences.
 
-    Most tokens cannot complete a stop string: a token whose own text lacks the last character of every stop string is
-    passed over without decoding anything. Tokens that are not text on their own (bytes of a longer character) are
-    always checked.
+    Most tokens cannot complete a stop string: a token whose text lacks the last character of every stop string is
+    skipped without decoding anything. Tokens that are not text alone (bytes of a longer character) are always checked.
     """
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...]) -> None:
@@ -27,7 +26,7 @@ class StopStringMatcher:
 
     def _may_complete_uncached(self, token: int) -> bool:
         text = self._tokenizer.decode([token])
-        # a lone token may lose its leading space, so it says nothing of stop strings that end with one
+        # a lone token may lose its leading space, so stop strings that end with one are always checked
         vague = "\ufffd" in text or " " in self._last_characters
         return vague or any(character in text for character in self._last_characters)
 
@@ -40,22 +39,19 @@ class StopStringMatcher:
         return any(stop in tail for stop in self._stops)
 
     def cut(self, text: str) -> str:
-        """Text before the first stop string."""
+        """Return the text before the first stop string."""
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         return text[: min(found)] if found else text
 
 
 @lru_cache(maxsize=64)
 def cached_stop_matcher(tokenizer: Any, stops: tuple[str, ...]) -> StopStringMatcher:
-    """The finder for a tokenizer and a set of stop strings; kept, because it remembers what each token can do."""
+    """The matcher for a tokenizer and stop strings; cached, because it remembers which tokens can complete one."""
     return StopStringMatcher(tokenizer, stops)
 
 
-# What engines make of a request, whatever generates.
-
-
 def max_new_tokens_for(request: GenerationRequest, context: int) -> int:
-    """New tokens that each completion may have.
+    """Return the most new tokens that each completion may have.
 
     Raises:
         EngineError: the prompt is empty.
@@ -73,7 +69,7 @@ def max_new_tokens_for(request: GenerationRequest, context: int) -> int:
 
 
 def stop_matcher_for(request: GenerationRequest, tokenizer: Any) -> StopStringMatcher | None:
-    """What finds its stop strings, where it has some. Raises EngineError without a tokenizer."""
+    """The matcher of the request's stop strings, if any. Raises EngineError without a tokenizer."""
     if not request.sampling.stop:
         return None
     if tokenizer is None:
@@ -82,7 +78,7 @@ def stop_matcher_for(request: GenerationRequest, tokenizer: Any) -> StopStringMa
 
 
 def completion_text(tokens: Sequence[int], tokenizer: Any, stops: StopStringMatcher | None) -> str:
-    """The text of a completion without special tokens; `stops` of one that a stop string ended: what is before it."""
+    """The text of a completion without special tokens; with `stops`, only the text before the first stop string."""
     if stops is not None:
         text = stops.cut(tokenizer.decode(tokens))  # a stop string may hold special tokens
         for special in tokenizer.all_special_tokens:

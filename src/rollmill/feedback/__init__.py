@@ -1,4 +1,4 @@
-"""Feedback of people and programs about a run: acts become experiences in its store. No web library is needed here."""
+"""Feedback of people and programs on a run, stored as experiences. Importing it needs no web library."""
 
 from rollmill.feedback.app import open_feedback
 from rollmill.feedback.requests import FeedbackError, parse_request

@@ -1,4 +1,4 @@
-"""The web application: feedback as JSON for programs, and the pages."""
+"""The web application of `rollmill feedback`: a JSON API for programs, and the pages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 _MOST_AT_ONCE, _MOST_LISTED = 1000, 1000
 
 
-def make_app(desk: FeedbackService, guard: RequestGuard, author: str) -> FastAPI:
-    """The application for one run. `author` is who uses the page, until somebody gives another name there."""
+def make_app(service: FeedbackService, guard: RequestGuard, author: str) -> FastAPI:
+    """Builds the application for one run. `author` is the default name of the page's user."""
     app = FastAPI(title="rollmill feedback", openapi_url=None)
-    pages = FeedbackPages(desk, guard, author)
+    pages = FeedbackPages(service, guard, author)
 
     @app.middleware("http")
     async def guarded(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -45,7 +45,7 @@ def make_app(desk: FeedbackService, guard: RequestGuard, author: str) -> FastAPI
             else:
                 guard.check(request)
                 response = await call_next(request)
-        except FeedbackError as error:  # a page would hold the secret of its forms
+        except FeedbackError as error:  # not a page: it would contain the form secret
             text = str(error)
             response = (
                 JSONResponse({"error": text}, error.status)
@@ -56,13 +56,13 @@ def make_app(desk: FeedbackService, guard: RequestGuard, author: str) -> FastAPI
         return response
 
     _add_errors(app, pages)
-    _add_api(app, desk)
+    _add_api(app, service)
     pages.add_to(app)
     return app
 
 
 def _add_errors(app: FastAPI, pages: FeedbackPages) -> None:
-    """What is answered where a request fails: JSON to programs, a page to people."""
+    """Registers error handlers: JSON for programs, a page for people."""
 
     def _refusal(request: Request, status: int, message: str) -> Response:
         if _is_program(request):
@@ -84,38 +84,38 @@ def _add_errors(app: FastAPI, pages: FeedbackPages) -> None:
         return _refusal(request, 422, "; ".join(wrong))
 
 
-def _add_api(app: FastAPI, desk: FeedbackService) -> None:
-    """Feedback by programs."""
+def _add_api(app: FastAPI, service: FeedbackService) -> None:
+    """Registers the JSON API."""
 
     @app.get("/health")
     def health() -> dict[str, Any]:
-        """Whether the server works, and what it serves."""
-        steps = desk.stored.steps()
-        return {"status": "ok", "run": desk.stored.run_dir.name, "steps": len(steps)}
+        """Reports that the server works, and its run."""
+        steps = service.stored.steps()
+        return {"status": "ok", "run": service.stored.run_dir.name, "steps": len(steps)}
 
     @app.post("/feedback")
     async def post(request: Request) -> dict[str, Any]:
-        """Take feedback: one JSON object, or a list that is done as a whole."""
+        """Submits feedback: one JSON object, or a list that is applied as a whole."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise FeedbackError("send Content-Type: application/json", status=415)
         body, key = await read_body(request), request.headers.get("idempotency-key")
-        done = await run_in_threadpool(lambda: desk.submit(_requests(body, key)))
+        done = await run_in_threadpool(lambda: service.submit(_requests(body, key)))
         return {"ids": done.ids, "new": done.new}
 
     @app.get("/feedback")
     def listed(offset: int = 0, limit: int = 100, author: str | None = None) -> JSONResponse:
-        """What has been said, oldest first; `next` is the offset of the next page, or null."""
+        """Lists all feedback, oldest first; `next` is the offset of the next page, or null."""
         if offset < 0 or not 1 <= limit <= _MOST_LISTED:
             raise FeedbackError(f"offset is 0 or more, limit 1 to {_MOST_LISTED}")
-        acts = [act for act in desk.acts.all() if author in (None, act.author)]
+        acts = [act for act in service.acts.all() if author in (None, act.author)]
         page = [act.as_json() for act in acts[offset : offset + limit]]
         more = offset + limit if offset + limit < len(acts) else None
         return JSONResponse({"acts": to_jsonable(page), "next": more, "total": len(acts)})
 
     @app.delete("/feedback/{id}")
     def undo(id: str, author: str) -> dict[str, Any]:
-        """Take an act back; `author` is who does."""
-        if not desk.undo(id, parse_author(author)):
+        """Undoes feedback; `author` is the person or application that undoes it."""
+        if not service.undo(id, parse_author(author)):
             raise FeedbackError(f"{id} was undone before", status=409)
         return {"id": id, "undone_by": author}
 
@@ -141,26 +141,27 @@ def _requests(body: bytes, key: str | None) -> list[Feedback]:
     return requests
 
 
-# From a run directory to a server that people and programs reach.
+# Server
 
 _LAST_ANSWERS_S = 5
 
 
 def open_feedback(run_dir: Path) -> FeedbackService:
-    """The desk of a run; its database is made if the run has none (one whose buffer is in memory reads feedback there).
+    """Opens the feedback service of a run. Its database is created if the run has none (a run with its buffer in memory
+    reads feedback there).
 
     Raises:
         ConfigError: `run_dir` holds no run.
-        ModelError: the run has stored no tokenizer.
+        ModelError: the run has no stored tokenizer.
         StoreError: the database cannot be opened.
     """
     return FeedbackService(run_dir, create_run_store(check_run_dir(run_dir)))
 
 
-def build_server(desk: FeedbackService, guard: RequestGuard, author: str) -> uvicorn.Server:
-    """What answers requests, with `run(sockets=[...])` until SIGINT or SIGTERM.
+def build_server(service: FeedbackService, guard: RequestGuard, author: str) -> uvicorn.Server:
+    """Builds the server, with `run(sockets=[...])` until SIGINT or SIGTERM.
 
-    Raises ConfigError where the web libraries are missing.
+    Raises ConfigError if the web libraries are missing.
     """
     try:
         import uvicorn
@@ -170,7 +171,7 @@ def build_server(desk: FeedbackService, guard: RequestGuard, author: str) -> uvi
         raise ConfigError(
             "`rollmill feedback` needs the fastapi and uvicorn libraries: pip install 'rollmill[feedback]'"
         ) from error
-    app = make_app(desk, guard, author)
+    app = make_app(service, guard, author)
     quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
     return uvicorn.Server(
         uvicorn.Config(app, **quiet, lifespan="off", ws="none", timeout_graceful_shutdown=_LAST_ANSWERS_S)

@@ -1,4 +1,4 @@
-"""Feedback as groups of experiences. What refers to a stored completion keeps its exact tokens."""
+"""Builds groups of experiences from feedback. Feedback on a stored completion keeps its exact tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rollmill.types import Experience, ExperienceSource, Task, Turn, experience_
 
 
 def build_rated_group(original: Experience, rating: float, id: str) -> Group:
-    """A completion with a person's rating as its reward: one experience on the shelf of rated ones."""
+    """Builds a group of kind `rated`: a copy of the completion with the rating as its reward."""
     experience = _copy(original, f"{id}/0", id, rating)
     experience.reward_parts = {"rating": rating}
     return _group(id, ExperienceKind.RATED, [experience])
 
 
 def build_edited_group(original: Experience, text: str, encoded: list[int], id: str) -> Group:
-    """An expert answer in place of a completion: the same prompt tokens, then `encoded` (the text and the end).
+    """Builds an expert answer in place of a completion: the same prompt tokens, then `encoded` (text and end token).
 
-    Raises FeedbackError where the policy spoke more than once.
+    Raises FeedbackError if the completion has several turns.
     """
     start = find_answer_start(original)
     if not original.action_mask[start:].all():
@@ -42,7 +42,7 @@ def build_edited_group(original: Experience, text: str, encoded: list[int], id: 
 
 
 def build_comparison_group(better: Experience, worse: Experience, id: str) -> Group:
-    """A pair of completions: the better one with reward 1, the worse one with 0.
+    """Builds a preference pair of completions: the better one with reward 1, the worse one with 0.
 
     Raises FeedbackError unless both answer the same prompt, token for token, and differ.
     """
@@ -60,13 +60,14 @@ def build_comparison_group(better: Experience, worse: Experience, id: str) -> Gr
 
 
 def build_demonstration_group(task: Task, tokenizer: RunTokenizer, id: str) -> Group:
-    """A text to imitate: the task's response after its prompt."""
+    """Builds a demonstration: the task's response after its prompt."""
     assert task.response is not None
     return _group(id, ExperienceKind.EXPERT, [_written(task, task.response, tokenizer, f"{id}/0", id)])
 
 
 def build_preference_group(task: Task, tokenizer: RunTokenizer, id: str) -> Group:
-    """A pair of texts: the task's response, preferred to `rejected`. Raises FeedbackError where they are the same."""
+    """Builds a preference pair of texts: the task's `response` preferred to `rejected`. Raises FeedbackError if they
+    are equal."""
     assert task.response is not None
     assert task.rejected is not None
     if task.response == task.rejected:
@@ -81,7 +82,7 @@ def build_preference_group(task: Task, tokenizer: RunTokenizer, id: str) -> Grou
 
 
 def build_graded_group(task: Task, rating: float, tokenizer: RunTokenizer, id: str) -> Group:
-    """A text with a rating: encoded, so without log-probs (0) and versions (-1)."""
+    """Builds a rated text. It is encoded here, so log-probs are 0 and versions -1."""
     assert task.response is not None
     experience = _written(task, task.response, tokenizer, f"{id}/0", id)
     experience.source, experience.reward, experience.reward_parts = ExperienceSource.ROLLOUT, rating, {"rating": rating}
@@ -89,17 +90,17 @@ def build_graded_group(task: Task, rating: float, tokenizer: RunTokenizer, id: s
 
 
 def find_answer_start(experience: Experience) -> int:
-    """How many tokens stand before the first one of the policy. Raises FeedbackError where it produced none."""
+    """Returns the number of tokens before the policy's first one. Raises FeedbackError if it has produced none."""
     if not experience.action_mask.any():
         raise FeedbackError(f"{experience.id} has no tokens of the policy")
     return int(experience.action_mask.argmax())
 
 
 def encode_answer(text: str, tokenizer: RunTokenizer) -> list[int]:
-    """Token ids of an answer and its end.
+    """Encodes an answer and its end token.
 
-    Raises FeedbackError where the vocabulary lacks a character (the answer would be learned without it), or where the
-    text spells out the end.
+    Raises FeedbackError if the vocabulary lacks a character (which would be lost), or if the text contains the end
+    token.
     """
     ids: list[int] = tokenizer.tokenizer.encode(text, add_special_tokens=False)
     _check_known(text, ids, tokenizer.tokenizer)
@@ -109,7 +110,7 @@ def encode_answer(text: str, tokenizer: RunTokenizer) -> list[int]:
 
 
 def _written(task: Task, text: str, tokenizer: RunTokenizer, id: str, group: str) -> Experience:
-    """An answer to a task as an experience, encoded as worked solutions of a taskset are."""
+    """Builds an experience from an answer to a task, encoded like worked solutions of a taskset."""
     prompt_ids = encode_prompt(task, tokenizer.tokenizer)
     if not prompt_ids:
         raise FeedbackError("the prompt has no tokens")

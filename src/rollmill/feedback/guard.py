@@ -1,9 +1,9 @@
-"""Who may talk to the server: hosts, cross-site requests, tokens and sizes, and the headers of every answer.
+"""Request checks of the feedback server: hosts, cross-site requests, tokens and sizes, and security headers of
+responses.
 
-A page in the same browser may send requests to a server on this machine. Four things keep it out: the name in `Host`
-has to be this machine's (else a name of the attacker's could be pointed here: DNS rebinding), `Origin` and
-`Sec-Fetch-Site` have to be the page's own, forms carry a secret of the server, and JSON has a content type that other
-sites may not send without being asked first.
+A page in the same browser may send requests to a server on this machine. Four checks reject them: the name in `Host`
+must be this machine's (against DNS rebinding), `Origin` and `Sec-Fetch-Site` must be the page's own, forms carry a
+secret of the server, and JSON needs a content type that other sites may not send without a preflight request.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class RequestGuard:
-    """The rules of one server."""
+    """Access rules of one server."""
 
     host: str = "127.0.0.1"  #: the address it listens on
-    token: str | None = None  #: what every request has to show; needed where others can reach the server
+    token: str | None = None  #: required from every request; needed if others can reach the server
     form_secret: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
 
     def check(self, request: Request) -> None:
@@ -66,7 +66,7 @@ class RequestGuard:
             raise FeedbackError("the form is of another server or an earlier start of it: reload the page", status=403)
 
     def is_token(self, shown: str) -> bool:
-        """Whether `shown` is the server's token."""
+        """Returns whether `shown` is the server's token."""
         return self.token is not None and secrets.compare_digest(shown.encode(), self.token.encode())
 
     def _check_token(self, request: Request) -> None:
@@ -79,13 +79,13 @@ class RequestGuard:
 
 
 def add_headers(response: Response) -> None:
-    """What every answer says to browsers: run only this server's scripts, never inside a frame, keep nothing."""
+    """Adds security headers: run only this server's scripts, forbid frames, store nothing."""
     for name, value in _HEADERS.items():
         response.headers[name] = value
 
 
 async def read_body(request: Request) -> bytes:
-    """The body. Raises FeedbackError where it has not come after BODY_TIMEOUT_S."""
+    """Reads the body. Raises FeedbackError if it does not arrive within BODY_TIMEOUT_S."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.body()

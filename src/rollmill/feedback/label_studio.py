@@ -1,7 +1,8 @@
-"""Label Studio: completions as its tasks, and its annotations as feedback. Files only; nothing of it is installed.
+"""Label Studio: exports completions as tasks and imports annotations as feedback. Works on files; needs no Label
+Studio.
 
-Formats: tasks are `{"data": {...}}` (labelstud.io/guide/task_format); exports of the kind JSON add `annotations`, each
-with `result`, a list of what each control of the labelling configuration was set to (labelstud.io/guide/export).
+Formats: tasks are `{"data": {...}}` (labelstud.io/guide/task_format); JSON exports add `annotations`, each with
+`result`, a list of the values of the labelling configuration's controls (labelstud.io/guide/export).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ COMPLETIONS, PAIRS = "label-studio.xml", "label-studio-pairs.xml"
 
 
 def export_tasks(stored: RolloutIndex, path: Path, *, steps: Sequence[int] = (), pairs: bool = False) -> int:
-    """Write `path` to be imported into a project of Label Studio, and the project's labelling configuration to
-    `path` with the ending .xml.
+    """Writes tasks for a Label Studio project to `path`, and the labelling configuration to `path` with the ending
+    .xml.
 
     Args:
-        steps: whose completions; default: the newest stored step.
-        pairs: a task shows two completions of a group (the first two, the next two, ...) instead of one.
+        steps: steps whose completions are exported; default: the newest stored step.
+        pairs: show two completions of a group (the first two, the next two, ...) per task instead of one.
 
-    Returns how many tasks. Raises FeedbackError where a step is not stored.
+    Returns the number of tasks. Raises FeedbackError if a step is not stored.
     """
     chosen = steps or stored.steps()[-1:]
     if not chosen:
@@ -48,35 +49,35 @@ def export_tasks(stored: RolloutIndex, path: Path, *, steps: Sequence[int] = (),
 
 @dataclass(frozen=True, slots=True)
 class ImportResult:
-    """What an import came to."""
+    """Counts of an import."""
 
     new: int
     known: int  #: imported before
-    skipped: int  #: annotations that were cancelled, or say nothing
+    skipped: int  #: annotations that were cancelled or are empty
 
 
-def import_annotations(desk: FeedbackService, path: Path) -> ImportResult:
-    """Take the annotations of an export, all or none, with annotators as authors. The same ones are taken once; of one
-    that was changed since, the newer state counts.
+def import_annotations(service: FeedbackService, path: Path) -> ImportResult:
+    """Imports the annotations of an export, all or none, with annotators as authors. Known annotations are skipped;
+    changed ones replace the old state.
 
     Raises:
-        ConfigError: the file cannot be read or is no export of the kind JSON.
-        FeedbackError: a task is not of this run, or an annotation is not of our labelling configurations.
+        ConfigError: the file cannot be read or is not a JSON export.
+        FeedbackError: a task belongs to another run, or an annotation has another labelling configuration.
     """
-    orders: list[SubmittedRequest] = []
+    submitted: list[SubmittedRequest] = []
     skipped = 0
     for number, task in enumerate(_read(path), start=1):
         for annotation in task["annotations"]:
             try:
-                made = list(_annotation_requests(desk.stored, task, annotation))
+                made = list(_annotation_requests(service.stored, task, annotation))
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
                 raise FeedbackError(f"{path}: task {number}: no annotation of our configuration ({error!r})") from error
             except FeedbackError as error:
                 raise FeedbackError(f"{path}: task {number}: {error}", error.status) from error
-            orders += made
+            submitted += made
             skipped += not made
-    done = desk.submit_all(sorted(orders, key=lambda order: order.at or 0.0))
-    return ImportResult(done.new, len(orders) - done.new, skipped)
+    done = service.submit_all(sorted(submitted, key=lambda each: each.at or 0.0))
+    return ImportResult(done.new, len(submitted) - done.new, skipped)
 
 
 def _tasks(stored: RolloutIndex, step: int, pairs: bool) -> Iterator[dict[str, Any]]:
@@ -97,7 +98,7 @@ def _tasks(stored: RolloutIndex, step: int, pairs: bool) -> Iterator[dict[str, A
 
 
 def _mark(experience: Experience) -> dict[str, str]:
-    """Which completion it is: ids are the same in every run, tokens are not."""
+    """Identifies a completion by id and token hash, because ids are the same in every run."""
     return {"id": experience.id, "tokens": sha256(experience.token_ids.tobytes()).hexdigest()[:16]}
 
 
@@ -126,7 +127,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _annotation_requests(
     stored: RolloutIndex, task: dict[str, Any], annotation: dict[str, Any]
 ) -> Iterator[SubmittedRequest]:
-    """What an annotation asks for; nothing if it was cancelled."""
+    """Yields the requests of an annotation; none if it was cancelled."""
     if annotation.get("was_cancelled"):
         return
     about = task["data"]["rollmill"]
@@ -137,8 +138,8 @@ def _annotation_requests(
         row = _request(stored, about, result, task["data"])
         if row is None:
             continue
-        said = sha256(json.dumps([about, row], sort_keys=True).encode()).hexdigest()[:16]
-        request = parse_request(row | {"author": author, "key": f"{origin} {result['from_name']} {said}"})
+        digest = sha256(json.dumps([about, row], sort_keys=True).encode()).hexdigest()[:16]
+        request = parse_request(row | {"author": author, "key": f"{origin} {result['from_name']} {digest}"})
         yield SubmittedRequest(request, at, f"{origin} edit" if "text" in row else "")
 
 
@@ -156,7 +157,7 @@ def _request(
         case "textarea":
             text = value["text"] if isinstance(value["text"], str) else "\n".join(value["text"])
             if not text.strip() or text == data["response"]:
-                return None  # the field begins with the completion's text
+                return None  # the field starts with the completion's text
             return {"completion": _same(stored, step, about["completion"]), "step": step, "text": text}
         case "pairwise":
             sides = ("left", "right") if value["selected"] == "left" else ("right", "left")
@@ -167,7 +168,7 @@ def _request(
 
 
 def _same(stored: RolloutIndex, step: int, mark: dict[str, str]) -> str:
-    """The id of a completion. Raises FeedbackError where this run has another one of that id."""
+    """Returns the id of a completion. Raises FeedbackError if this run has another completion of that id."""
     _, experience = stored.find(mark["id"], step)
     if _mark(experience) != mark:
         raise FeedbackError(

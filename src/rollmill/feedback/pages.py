@@ -1,4 +1,5 @@
-"""The pages: lists of groups, a group side by side, what has been said. Forms work without scripts."""
+"""HTML pages: lists of groups, completions of a group side by side, and the feedback history. Forms work without
+scripts."""
 
 from __future__ import annotations
 
@@ -24,19 +25,20 @@ from rollmill.feedback.requests import FeedbackError, parse_author, parse_reques
 from rollmill.feedback.rollout_index import RolloutIndex, StoredGroup
 from rollmill.feedback.service import FeedbackService
 
-# Which groups a person looks at next: filters, order, and the neighbours of a group.
+# Lists of groups: filters, order and neighbours
 
 SORT_ORDERS = {
-    "stored": "as they were learned from",
+    "stored": "training order",
     "unrated": "without feedback first",
-    "disagreement": "greatest difference of rewards first",
+    "disagreement": "largest reward difference first",
 }
 _ENOUGH_GROUPS, _MOST_STEPS = 50, 100
 
 
 @dataclass(frozen=True)
 class GroupFilters:
-    """What is asked for; None is anything. A group passes if one of its rewards lies within the bounds."""
+    """Filters and order of the list; None matches everything. A group passes if one of its rewards lies within the
+    bounds."""
 
     step: int | None = None
     task: str | None = None
@@ -47,7 +49,7 @@ class GroupFilters:
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> GroupFilters:
-        """Raises FeedbackError for a value that makes no sense."""
+        """Parses a query. Raises FeedbackError for an invalid value."""
         given: dict[str, Any] = {name: query[name].strip() for name in cls.__dataclass_fields__ if query.get(name)}
         for name, convert in (("step", int), ("before", int), ("at_least", float), ("at_most", float)):
             if name in given:
@@ -60,11 +62,11 @@ class GroupFilters:
         return cls(**given)
 
     def query(self) -> dict[str, Any]:
-        """What `of` makes these filters from."""
+        """Returns the query that `of` parses to these filters."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def passes(self, group: StoredGroup) -> bool:
-        """Whether a group is asked for."""
+        """Returns whether a group matches."""
         if self.task is not None and self.task != group.task:
             return False
         if self.at_least is None and self.at_most is None:
@@ -80,34 +82,34 @@ class GroupRow:
 
     group: StoredGroup
     mean: float | None  #: reward
-    said: int  #: how many acts count
+    said: int  #: number of feedback records
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPage:
-    """A page of the list. `older` is what to give as `before` for the next one; None where nothing is left."""
+    """A page of the list. `older` is the `before` of the next page; None if this is the last one."""
 
     rows: list[GroupRow]
-    steps: list[int]  #: those looked at
+    steps: list[int]  #: steps read for this page
     older: int | None
 
 
-def list_groups(desk: FeedbackService, filters: GroupFilters) -> GroupPage:
-    """Groups of the newest steps, whole steps at a time, until there are about 50 or 100 steps were looked at."""
+def list_groups(service: FeedbackService, filters: GroupFilters) -> GroupPage:
+    """Lists groups of the newest steps, whole steps at a time, up to about 50 groups or 100 steps."""
     said: dict[tuple[int | None, str], int] = {}
-    for act in desk.acts.all():
+    for act in service.acts.all():
         if act.undone_by is None:
             said[act.step, act.group] = said.get((act.step, act.group), 0) + 1
-    wanted = [
+    matching = [
         step
-        for step in reversed(desk.stored.steps())
+        for step in reversed(service.stored.steps())
         if filters.step in (None, step) and (filters.before is None or step < filters.before)
     ]
     rows: list[GroupRow] = []
     looked: list[int] = []
-    for step in wanted[:_MOST_STEPS]:
+    for step in matching[:_MOST_STEPS]:
         looked.append(step)
-        for group in desk.stored.groups(step):
+        for group in service.stored.groups(step):
             if filters.passes(group):
                 mean = statistics.fmean(group.rewards) if group.rewards else None
                 rows.append(GroupRow(group, mean, said.get((step, group.name), 0)))
@@ -117,11 +119,11 @@ def list_groups(desk: FeedbackService, filters: GroupFilters) -> GroupPage:
         rows.sort(key=lambda row: row.said > 0)
     elif filters.order == "disagreement":
         rows.sort(key=lambda row: -row.group.spread)
-    return GroupPage(rows, looked, looked[-1] if len(looked) < len(wanted) else None)
+    return GroupPage(rows, looked, looked[-1] if len(looked) < len(matching) else None)
 
 
 def find_neighbours(stored: RolloutIndex, step: int, name: str) -> tuple[StoredGroup | None, StoredGroup | None]:
-    """The groups before and after one, across steps. Raises FeedbackError where there is none of this name."""
+    """Returns the previous and next group, across steps. Raises FeedbackError if `name` does not exist."""
     here = stored.groups(step)
     place = next((index for index, group in enumerate(here) if group.name == name), None)
     if place is None:
@@ -139,16 +141,18 @@ def _end(stored: RolloutIndex, steps: list[int], index: int) -> StoredGroup | No
     return groups[index] if groups else None
 
 
+# Pages
+
 AUTHOR_COOKIE = "rollmill-author"
 _STATIC = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _MOST_FIELDS, _HISTORY = 50, 100
 
 
 class FeedbackPages:
-    """The pages of one server. `author` is who uses them until somebody gives another name."""
+    """The pages of one server. `author` is the default name of their user."""
 
-    def __init__(self, desk: FeedbackService, guard: RequestGuard, author: str) -> None:
-        self._desk, self._guard, self._author = desk, guard, author
+    def __init__(self, service: FeedbackService, guard: RequestGuard, author: str) -> None:
+        self._service, self._guard, self._author = service, guard, author
         self._environment = Environment(
             loader=PackageLoader("rollmill.feedback"),
             autoescape=True,
@@ -160,7 +164,7 @@ class FeedbackPages:
         self._environment.globals |= {"group_link": group_link, "form_secret": guard.form_secret}
 
     def add_to(self, app: FastAPI) -> None:
-        """Register the pages, their forms and their files."""
+        """Registers the pages, their forms and their files."""
         for path, page in (("/", self.index), ("/group", self.group), ("/history", self.history)):
             app.get(path, include_in_schema=False)(page)
         for path, act in (
@@ -175,25 +179,25 @@ class FeedbackPages:
             app.get(f"/static/{name}", include_in_schema=False)(_file(name, kind))
 
     def error(self, request: Request, message: str, status: int, kept: str | None = None) -> Response:
-        """What went wrong, with the text that was typed."""
+        """Returns an error page that keeps the text that was typed."""
         return self._render("error.html.j2", request, status, message=message, kept=kept)
 
     def index(self, request: Request) -> Response:
-        """Groups, filtered."""
+        """Returns the filtered list of groups."""
         filters = GroupFilters.of(request.query_params)
-        found = list_groups(self._desk, filters)
+        found = list_groups(self._service, filters)
         older = urlencode(filters.query() | {"before": found.older}) if found.older is not None else None
-        steps = self._desk.stored.steps()
+        steps = self._service.stored.steps()
         return self._render("list.html.j2", request, filters=filters, found=found, older=older, steps=steps)
 
     def group(self, request: Request) -> Response:
-        """All completions of a prompt."""
+        """Returns the page with all completions of a prompt."""
         step, name = _whole(request.query_params.get("step", ""), "step"), request.query_params.get("group", "")
-        experiences = self._desk.stored.group(step, name)
+        experiences = self._service.stored.group(step, name)
         author = self._name(request)
-        shown: list[CompletionCard] = cards(experiences, self._desk.acts.all(), author)
-        said = self._desk.acts.get(request.query_params.get("said", ""))
-        before, after = find_neighbours(self._desk.stored, step, name)
+        shown: list[CompletionCard] = cards(experiences, self._service.acts.all(), author)
+        said = self._service.acts.get(request.query_params.get("said", ""))
+        before, after = find_neighbours(self._service.stored, step, name)
         return self._render(
             "group.html.j2",
             request,
@@ -210,9 +214,9 @@ class FeedbackPages:
         )
 
     def history(self, request: Request) -> Response:
-        """What has been said, newest first."""
+        """Returns the page of all feedback, newest first."""
         page = _whole(request.query_params.get("page") or "1", "page")
-        acts = self._desk.acts.all()[::-1]
+        acts = self._service.acts.all()[::-1]
         first = (max(1, page) - 1) * _HISTORY
         more = len(acts) > first + _HISTORY
         return self._render(
@@ -246,18 +250,18 @@ class FeedbackPages:
             row["step"] = _whole(row["step"], "step")
             if "rating" in row:
                 row["rating"] = _rating(row["rating"])
-            done = self._desk.submit([parse_request(row | {"author": self._name(request)})])
+            done = self._service.submit([parse_request(row | {"author": self._name(request)})])
             return _to_group(row["step"], form.get("group", ""), done.ids[0], form.get("at", ""))
 
         return act
 
     def _change_form(self, request: Request, form: dict[str, str]) -> Response:
-        """Undo or redo."""
+        """Undoes or redoes feedback."""
         id = form.get("id", "")
         if form.get("again"):
-            self._desk.redo(id)
+            self._service.redo(id)
         else:
-            self._desk.undo(id, self._name(request))
+            self._service.undo(id, self._name(request))
         if form.get("back") == "history":
             return RedirectResponse(f"/history?page={_whole(form.get('page', '1'), 'page')}", status_code=303)
         return _to_group(_whole(form.get("step", ""), "step"), form.get("group", ""), id, form.get("at", ""))
@@ -268,7 +272,7 @@ class FeedbackPages:
         response.set_cookie(AUTHOR_COOKIE, name, httponly=True, samesite="strict", max_age=365 * 86400)
         return response
 
-    # -- answers -----------------------------------------------------------------------------------------------
+    # -- responses ---------------------------------------------------------------------------------------------
 
     def _name(self, request: Request) -> str:
         return unquote(request.cookies.get(AUTHOR_COOKIE, "")) or self._author
@@ -276,7 +280,7 @@ class FeedbackPages:
     def _render(self, template: str, request: Request, status: int = 200, **context: Any) -> Response:
         here = request.url.path + ("?" + request.url.query).rstrip("?")
         context |= {
-            "run": self._desk.stored.run_dir.resolve().name,
+            "run": self._service.stored.run_dir.resolve().name,
             "author": self._name(request),
             "here": here if request.method == "GET" else "/",
         }
@@ -286,7 +290,7 @@ class FeedbackPages:
 
 
 def group_link(step: int, group: str, said: str = "", at: str = "") -> str:
-    """The address of a group's page."""
+    """Returns the address of a group's page."""
     return "/group?" + urlencode({"step": step, "group": group} | ({"said": said} if said else {})) + (at and f"#{at}")
 
 
@@ -296,7 +300,7 @@ def _to_group(step: int, group: str, said: str, at: str) -> Response:
 
 
 def _local(path: str) -> str:
-    """A path of this server: another one would send the reader elsewhere."""
+    """Returns a path of this server, to prevent redirects to other sites."""
     return path if path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable() else "/"
 
 

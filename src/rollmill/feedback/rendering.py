@@ -1,4 +1,4 @@
-"""Completions as a person sees them: nothing in a model's output may hide, pretend or reorder."""
+"""Rendering of completions for people: invisible and direction-changing characters are made visible."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rollmill.feedback.service import FeedbackRecord
 from rollmill.types import Experience
 
 MAX_SHOWN_CHARS = 200_000
-"""How many characters of a text a page shows."""
+"""Maximum characters of a text on a page."""
 _ODD = re.compile(
     "([\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ud800-\udfff\U000e0000-\U000e0fff]+)"
 )
-"""Control characters, text direction, and what has no width; joiners of scripts and emoji (200c, 200d) are left."""
+"""Control characters, text direction marks and zero-width characters, except joiners of scripts and emoji (200c,
+200d)."""
 
 
 def escape_text(text: str) -> Markup:
-    """Text for a page: markup escaped; what steers direction or is invisible spelled out and marked; the end of a very
-    long one left out.
-    """
+    """Escapes text for a page: markup is escaped, invisible and direction-changing characters are spelled out and
+    marked, and very long texts are truncated."""
     shown = Markup(
         ""
     ).join(
@@ -42,16 +42,16 @@ def _spelled(characters: str) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class CompletionCard:
-    """A completion and what was said about it."""
+    """A completion and the feedback on it."""
 
     place: str  #: its anchor on the page
     experience: Experience
     tokens: int
     versions: str  #: of the policy
-    level: str  #: the reward as 0 to 10, for its colour; empty where not judged
+    level: str  #: the reward as 0 to 10, for its colour; empty without a reward
     outcomes: dict[str, str]
     mine: float | None  #: the author's rating
-    acts: list[FeedbackRecord]  #: about this completion, oldest first, those undone left out
+    acts: list[FeedbackRecord]  #: feedback on this completion, oldest first, without undone records
 
     @property
     def parts(self) -> list[tuple[str, float | None, str]]:
@@ -61,7 +61,7 @@ class CompletionCard:
 
 
 def cards(experiences: Sequence[Experience], acts: Sequence[FeedbackRecord], author: str) -> list[CompletionCard]:
-    """The completions of a group."""
+    """Returns the cards of a group's completions."""
     return [_card(number, one, acts, author) for number, one in enumerate(experiences, start=1)]
 
 

@@ -1,4 +1,4 @@
-"""What can be asked for: six kinds of feedback, told apart by their keys."""
+"""Feedback requests: six kinds, distinguished by their keys."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 from rollmill.errors import RollmillError
 from rollmill.trackers.console import printable
 
-# What a person or program that gives feedback did wrong.
-
 
 class FeedbackError(RollmillError):
-    """An act that cannot be done; the message says why. `status` is what HTTP answers with: 404, 409 or 422."""
+    """Invalid feedback; the message gives the reason. `status` is the HTTP status: 403, 404, 409 or 422, for
+    example."""
 
     def __init__(self, message: str, status: int = 422) -> None:
         super().__init__(message)
@@ -25,14 +24,14 @@ class FeedbackError(RollmillError):
 
 
 class FeedbackKind(StrEnum):
-    """What an act is."""
+    """Kind of feedback."""
 
-    RATE = "rate"  #: a stored completion gets a number
+    RATE = "rate"  #: a number for a stored completion
     EDIT = "edit"  #: an expert answer to a stored completion's prompt
     COMPARE = "compare"  #: one of two stored completions is better
     DEMONSTRATE = "demonstrate"  #: an expert answer to any prompt
     PREFER = "prefer"  #: one of two texts is better
-    GRADE = "grade"  #: a text gets a number
+    GRADE = "grade"  #: a number for a text
 
 
 def _name(value: str) -> str:
@@ -58,31 +57,31 @@ Prompt = NonEmptyText | Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 class FeedbackRequest(BaseModel):
-    """What every request has."""
+    """Base of all requests."""
 
     model_config = ConfigDict(extra="forbid")
     kind: ClassVar[FeedbackKind]
     author: Author  #: the person or application
     key: str | None = Field(None, min_length=1, max_length=200)
-    """A request that is repeated with the same author and key is done once."""
+    """Idempotency key: a repeated request with the same author and key is applied once."""
 
     def digest(self) -> str:
-        """The same for requests that ask for the same."""
+        """Returns a hash of the content, equal for equal requests."""
         content = {"kind": self.kind} | self.model_dump(exclude={"key"})
         return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class RateRequest(FeedbackRequest):
-    """How good a stored completion is, from 0 to 1."""
+    """Rates a stored completion, from 0 to 1."""
 
     kind = FeedbackKind.RATE
     completion: str
-    step: int | None = None  #: where it is stored; without it, all steps are searched
+    step: int | None = None  #: step that stores it; without it, all steps are searched
     rating: Rating
 
 
 class EditRequest(FeedbackRequest):
-    """What a stored completion should have been."""
+    """Gives the correct answer in place of a stored completion."""
 
     kind = FeedbackKind.EDIT
     completion: str
@@ -91,7 +90,7 @@ class EditRequest(FeedbackRequest):
 
 
 class CompareRequest(FeedbackRequest):
-    """Which of two stored completions of one prompt is better."""
+    """Prefers one of two stored completions of the same prompt."""
 
     kind = FeedbackKind.COMPARE
     better: str
@@ -100,7 +99,7 @@ class CompareRequest(FeedbackRequest):
 
 
 class DemonstrateRequest(FeedbackRequest):
-    """An answer to imitate."""
+    """Gives an answer to imitate."""
 
     kind = FeedbackKind.DEMONSTRATE
     prompt: Prompt
@@ -109,7 +108,7 @@ class DemonstrateRequest(FeedbackRequest):
 
 
 class PreferRequest(FeedbackRequest):
-    """Which of two answers is better."""
+    """Prefers one of two answers to a prompt."""
 
     kind = FeedbackKind.PREFER
     prompt: Prompt
@@ -119,7 +118,7 @@ class PreferRequest(FeedbackRequest):
 
 
 class GradeRequest(FeedbackRequest):
-    """How good an answer is, from 0 to 1."""
+    """Rates an answer to a prompt, from 0 to 1."""
 
     kind = FeedbackKind.GRADE
     prompt: Prompt
@@ -144,9 +143,9 @@ _KNOWN = (
 
 
 def parse_request(row: Any, where: str = "") -> FeedbackRequest:
-    """The request that a JSON object makes; `messages` is another name of `prompt`.
+    """Parses a request from a JSON object; `messages` is an alias of `prompt`.
 
-    Raises FeedbackError naming the keys that are wrong, with `where` in front.
+    Raises FeedbackError naming the wrong keys, with `where` in front.
     """
     if not isinstance(row, dict):
         raise FeedbackError(f"{where}expected a JSON object, found {type(row).__name__}")
@@ -172,7 +171,7 @@ def _in_words(error: ValidationError) -> str:
 
 
 def parse_author(name: str) -> str:
-    """`name` as it is stored. Raises FeedbackError where it is no name."""
+    """Returns `name` as it is stored. Raises FeedbackError if it is not a valid name."""
     try:
         return _AUTHOR.validate_python(name)
     except ValidationError as error:

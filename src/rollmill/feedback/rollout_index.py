@@ -1,6 +1,5 @@
-"""The stored completions of a run, step by step: an index of a step is made when it is asked for, and tokens are read
-from the file only where a group is looked at.
-"""
+"""Index of a run's stored completions. A step is indexed on first use; tokens are read from the file only for requested
+groups."""
 
 from __future__ import annotations
 
@@ -23,12 +22,13 @@ from rollmill.types import Experience, ExperienceSource
 _INDEXED_STEPS, _BEGINNING = 200, 200
 _STEPS = 10**9
 _ARRAYS = re.compile(rb'"(token_ids|action_mask|logprobs|versions|advantage)": \[[^\]]*\]')
-"""Most of a line, and not needed for an index. Inside a text, quotes have a backslash: nothing there matches."""
+"""Arrays make up most of a line and are not needed for the index. Quotes inside texts are escaped, so they never
+match."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionEntry:
-    """A completion, and where it stands in its step's file (bytes)."""
+    """A completion and its byte offset in the step's file."""
 
     id: str
     reward: float | None
@@ -47,12 +47,12 @@ class StoredGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the judged ones."""
+        """Finite rewards of the group's completions."""
         return [entry.reward for entry in self.entries if entry.reward is not None and math.isfinite(entry.reward)]
 
     @property
     def spread(self) -> float:
-        """Greatest minus least reward: how much the completions disagree."""
+        """Difference between the largest and smallest reward."""
         return max(self.rewards) - min(self.rewards) if self.rewards else 0.0
 
 
@@ -61,25 +61,25 @@ _Signature = tuple[int, int, int]
 
 
 class RolloutIndex:
-    """Reads a run's completions; the run may still be writing. Demonstrations of the taskset are left out."""
+    """Reads a run's completions, also while the run is writing. Demonstrations of the taskset are left out."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises ConfigError when `run_dir` is no run directory."""
+        """Raises ConfigError if `run_dir` is not a run directory."""
         self.run_dir = check_run_dir(run_dir)
         self._indices: OrderedDict[int, tuple[_Signature, _Index]] = OrderedDict()
         self._lock = threading.Lock()
 
     def steps(self) -> list[int]:
-        """The stored steps, in order."""
+        """Returns the stored steps, in order."""
         return stored_steps(self.run_dir)
 
     def groups(self, step: int) -> list[StoredGroup]:
-        """The groups of a step, in the order they were learned from. Raises FeedbackError where it is not stored."""
+        """Returns the groups of a step, in training order. Raises FeedbackError if the step is not stored."""
         with self._open(step) as file:
             return list(self._index(step, file).values())
 
     def group(self, step: int, name: str) -> list[Experience]:
-        """The completions of a group. Raises FeedbackError when there is none of this name."""
+        """Returns the completions of a group. Raises FeedbackError if it does not exist."""
         with self._open(step) as file:
             found = self._index(step, file).get(name)
             if found is None:
@@ -87,9 +87,9 @@ class RolloutIndex:
             return [self._read(file, entry) for entry in found.entries]
 
     def find(self, completion: str, step: int | None = None) -> tuple[int, Experience]:
-        """A completion by its id, and its step: the newest that has it, unless `step` is given.
+        """Returns a completion by its id, and its step: the newest one that has it, unless `step` is given.
 
-        Without `step`, files are read from the newest on until it is found. Raises FeedbackError when there is none.
+        Without `step`, files are searched from the newest on. Raises FeedbackError if the completion does not exist.
         """
         for candidate in reversed(self.steps()) if step is None else [step]:
             with self._open(candidate) as file:
@@ -109,7 +109,7 @@ class RolloutIndex:
         raise FeedbackError(f"{self.run_dir} stores no completions of step {str(step)[:20]}", status=404)
 
     def _index(self, step: int, file: BinaryIO) -> _Index:
-        """The index of an open file: a resumed run may put another one in its place at any time."""
+        """Returns the index of an open file, since a resumed run may replace the file at any time."""
         signature = _signature(file.fileno())
         with self._lock:
             known = self._indices.get(step)

@@ -1,4 +1,4 @@
-"""Where feedback is taken: requests become groups in the run's store, once each, and can be undone."""
+"""Feedback service: requests become groups in the run's store, once each, and can be undone."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ from rollmill.feedback.rollout_index import RolloutIndex
 from rollmill.models.run_tokenizer import RunTokenizer, load_run_fingerprint, load_run_tokenizer
 from rollmill.types import Message, Task
 
-# The acts of a run: a view of the feedback on its store's shelves, with what was undone.
+# Feedback records: a view of the run's store, undone ones included
 
 FEEDBACK_SHELVES = (ExperienceKind.RATED, ExperienceKind.EXPERT, ExperienceKind.PREFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackRecord:
-    """What somebody said, without tokens."""
+    """One piece of feedback, without tokens."""
 
     id: str  #: the group's
     kind: FeedbackKind
     author: str
     at: float  #: seconds since the epoch
     of: list[str] = field(default_factory=list)  #: ids of stored completions; of a comparison the better one first
-    step: int | None = None  #: where they are stored
+    step: int | None = None  #: step that stores them
     group: str = ""  #: their group
     task: str = ""
     rating: float | None = None
-    texts: list[str] = field(default_factory=list)  #: the answers of an edit or of what was not stored
-    slot: str = ""  #: a later act of the same author and slot takes the place of an earlier one
+    texts: list[str] = field(default_factory=list)  #: answers given in the request
+    slot: str = ""  #: a later record of the same author and slot replaces an earlier one
     replaces: list[str] = field(default_factory=list)  #: ids
-    late: list[str] = field(default_factory=list)  #: ids of what was said after it, but imported before
+    late: list[str] = field(default_factory=list)  #: ids of newer records that were imported before
     digest: str = ""  #: of the request
     undone_by: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """As programs see it."""
+        """Returns the record as it is shown to programs."""
         shown: dict[str, Any] = {"id": self.id, "act": str(self.kind), "author": self.author, "at": self.at}
         optional = {"of": self.of, "step": self.step, "task": self.task, "rating": self.rating, "texts": self.texts}
         shown |= {key: value for key, value in optional.items() if value not in (None, "", [])}
@@ -71,7 +71,7 @@ class FeedbackRecord:
 
 
 class FeedbackLog:
-    """What has been said about a run, by whoever writes to its store. May be used from several threads."""
+    """All feedback on a run, from any process that writes to its store. Thread-safe."""
 
     def __init__(self, store: SqlStore) -> None:
         self._store = store
@@ -80,29 +80,29 @@ class FeedbackLog:
         self._lock = threading.Lock()
 
     def all(self) -> list[FeedbackRecord]:
-        """In the order they came, with those that were undone."""
+        """Returns all records in the order they came, undone ones included."""
         return list(self._read().values())
 
     def get(self, id: str) -> FeedbackRecord | None:
-        """The act of this id."""
+        """Returns the record of this id."""
         return self._read().get(id)
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Put feedback into the store, all or none."""
+        """Writes feedback to the store, all or none."""
         self._store.put(groups)
 
     def undo(self, ids: Sequence[str], by: str) -> None:
-        """Acts are no longer learned from."""
+        """Excludes records from training."""
         if ids:
             self._store.remove(ids, by=by)
 
     def redo(self, ids: Sequence[str]) -> None:
-        """Undone acts count again."""
+        """Restores undone records."""
         if ids:
             self._store.restore(ids)
 
     def _read(self) -> dict[str, FeedbackRecord]:
-        """Acts by id. They are read again only if the table has changed: tokens stay where they are."""
+        """Returns records by id. They are only read again if the table has changed, and without tokens."""
         with self._lock:
             state, acts = self._store.database.read(self._changed)
             if acts is not None:
@@ -126,7 +126,7 @@ class FeedbackLog:
 
 
 def _act(row: Any) -> FeedbackRecord | None:
-    """None for what others put there that this module did not make."""
+    """Returns the record of a row; None for groups that this module did not write."""
     body = json.loads(row.body)
     info = body["info"]
     if info.get("act") not in list(FeedbackKind):
@@ -142,26 +142,26 @@ _IN_INFO = ("of", "step", "group", "task", "rating", "texts", "slot", "replaces"
 
 @dataclass(frozen=True, slots=True)
 class SubmittedRequest:
-    """A request to be done."""
+    """A request with its time and slot."""
 
     request: FeedbackRequest
     at: float | None = None  #: when it was made (seconds since the epoch); None: now
-    slot: str = ""  #: an earlier act of the same author and slot is undone; ratings and comparisons have their own
+    slot: str = ""  #: an earlier record of the same author and slot is undone; ratings and comparisons set their own
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitResult:
-    """What became of requests, in their order."""
+    """Result of several requests, in their order."""
 
     ids: list[str]
-    new: int  #: how many were not done before
+    new: int  #: number of requests that were not applied before
 
 
 class FeedbackService:
-    """The feedback of one run. May be used from several threads."""
+    """The feedback of one run. Thread-safe."""
 
     def __init__(self, run_dir: Path, store: SqlStore) -> None:
-        """Raises ConfigError when `run_dir` holds no run, ModelError when it has no tokenizer."""
+        """Raises ConfigError if `run_dir` holds no run, ModelError if it has no tokenizer."""
         self.stored = RolloutIndex(run_dir)
         self.acts = FeedbackLog(store)
         self._fingerprint = load_run_fingerprint(self.stored.run_dir)
@@ -169,38 +169,39 @@ class FeedbackService:
 
     @cached_property
     def tokenizer(self) -> RunTokenizer:
-        """The run's; read when text has to be encoded for the first time."""
+        """The run's tokenizer, loaded on first use."""
         return load_run_tokenizer(self.stored.run_dir)
 
     def submit(self, requests: Sequence[FeedbackRequest]) -> SubmitResult:
-        """Do all of them or none. Raises FeedbackError where one cannot be done; with several, says which."""
+        """Applies all requests or none. Raises FeedbackError if one cannot be applied, naming it if there are
+        several."""
         return self.submit_all([SubmittedRequest(request) for request in requests])
 
-    def submit_all(self, orders: Sequence[SubmittedRequest]) -> SubmitResult:
-        """Like `perform`."""
+    def submit_all(self, submitted: Sequence[SubmittedRequest]) -> SubmitResult:
+        """Like `submit`, for requests with a time and slot."""
         with self._lock:
             made: dict[str, Group] = {}
             ids = []
-            for number, order in enumerate(orders, start=1):
-                where = f"request {number} of {len(orders)}: " if len(orders) > 1 else ""
-                id = _id(order.request)
+            for number, each in enumerate(submitted, start=1):
+                where = f"request {number} of {len(submitted)}: " if len(submitted) > 1 else ""
+                id = _id(each.request)
                 ids.append(id)
                 try:
-                    if not self._known(id, order.request, made):
-                        made[id] = self._made(order, id)
+                    if not self._known(id, each.request, made):
+                        made[id] = self._made(each, id)
                 except (FeedbackError, TasksetError) as error:
                     status = error.status if isinstance(error, FeedbackError) else 422
                     raise FeedbackError(f"{where}{error}", status) from error
             new = list(made.values())
-            self._mark_replaced(new, {_id(order.request) for order in orders if order.at is not None})
+            self._mark_replaced(new, {_id(each.request) for each in submitted if each.at is not None})
             self.acts.add(new)
             self._undo_replaced(ids)
             return SubmitResult(ids, len(new))
 
     def undo(self, id: str, by: str) -> bool:
-        """Take an act back; those it replaced count again. False where it was undone before.
+        """Undoes a record; the one it replaced is restored. Returns False if it was undone before.
 
-        Raises FeedbackError when there is no such act.
+        Raises FeedbackError if there is no such record.
         """
         with self._lock:
             act = self._act(id)
@@ -214,9 +215,9 @@ class FeedbackService:
             return True
 
     def redo(self, id: str) -> bool:
-        """Let an undone act count again; those in its place are undone. False where it counts already.
+        """Restores an undone record; those in its place are undone. Returns False if it was not undone.
 
-        Raises FeedbackError when there is no such act.
+        Raises FeedbackError if there is no such record.
         """
         with self._lock:
             act = self._act(id)
@@ -235,7 +236,7 @@ class FeedbackService:
         return act
 
     def _rivals(self, act: FeedbackRecord) -> list[FeedbackRecord]:
-        """Acts that count in the place of this one."""
+        """Returns active records with the same author and slot."""
         return [
             other
             for other in self.acts.all()
@@ -244,7 +245,7 @@ class FeedbackService:
         ]
 
     def _known(self, id: str, request: FeedbackRequest, made: dict[str, Group]) -> bool:
-        """Whether the request was done before. Raises FeedbackError where its key stands for another one."""
+        """Returns whether the request was applied before. Raises FeedbackError if its key was used for another one."""
         act = self.acts.get(id)
         digest = act.digest if act else made[id].info["digest"] if id in made else None
         if digest is not None and digest != request.digest():
@@ -253,17 +254,17 @@ class FeedbackService:
             )
         return digest is not None
 
-    def _made(self, order: SubmittedRequest, id: str) -> Group:
-        request = order.request
+    def _made(self, submitted: SubmittedRequest, id: str) -> Group:
+        request = submitted.request
         group, about = self._build(request, id)
         group.author = request.author
-        group.created_at = time.time() if order.at is None else order.at
-        group.info = {"act": str(request.kind), "slot": order.slot, **about, "task": group.experiences[0].task_id}
+        group.created_at = time.time() if submitted.at is None else submitted.at
+        group.info = {"act": str(request.kind), "slot": submitted.slot, **about, "task": group.experiences[0].task_id}
         group.info |= {"tokenizer": self._fingerprint, "digest": request.digest()}
         return group
 
     def _build(self, request: FeedbackRequest, id: str) -> tuple[Group, dict[str, object]]:
-        """The group, and what its info says of the request."""
+        """Returns the group and the fields of its info that describe the request."""
         match request:
             case RateRequest():
                 step, original = self.stored.find(request.completion, request.step)
@@ -295,17 +296,17 @@ class FeedbackService:
         raise AssertionError(request)
 
     def _undo_replaced(self, ids: Sequence[str]) -> None:
-        """Those in whose place these acts stand. A request repeated after an error in between comes by here, too."""
+        """Undoes records that these replace. This also completes a request repeated after an error."""
         acts = {act.id: act for act in self.acts.all() if act.undone_by is None}
         for act in (acts[id] for id in ids if id in acts):
             over = [act.id] if any(later in acts for later in act.late) else []
             self.acts.undo([old for old in act.replaces if old in acts] + over, act.author)
 
     def _mark_replaced(self, made: Sequence[Group], dated: set[str]) -> None:
-        """Note in each new group which act it takes the place of, or, if it was made earlier, which one stands.
+        """Marks in each new group which record it replaces, or, if it is older, which one stays active.
 
         Args:
-            dated: ids of groups that say when they were made; others are the newest.
+            dated: ids of groups with an explicit time; others are the newest.
         """
         acts = [act for act in self.acts.all() if act.slot and act.undone_by is None]
         standing = {(act.author, act.slot): (act.id, act.at) for act in acts}

@@ -1,9 +1,10 @@
 """One attention implementation for rollouts and training, plugged into transformers' attention interface.
 
-Inside `attending(model, context)` every attention layer of `model` calls `context.attend`, and every recurrent layer
-(`rollmill.models.recurrent`) calls `context.recur`. The context decides which tokens belong together: the engine's
-reads a KV cache, the trainer's a packed batch. The tokens of a forward pass are therefore always one flat row ([1, T]
-input ids), and no model code depends on how they are batched.
+Inside `use_attention_context(model, context)` every attention layer of `model` calls `context.attend`, and every
+recurrent layer (`rollmill.models.recurrent`) calls `context.recur`. The context decides which tokens belong together:
+the engine's reads a KV cache, the trainer's a packed batch. The tokens of a forward pass are therefore always one flat
+row ([1, T] input ids), and no model code depends on how they are batched. `build_forward_inputs` builds the inputs of
+such a pass, and `VarlenAttention` runs it by the GPU's variable-length kernel.
 
 Shapes: T tokens of the row, H query heads, K key-value heads (a divisor of H), D head size, V size of a value.
 """
@@ -29,7 +30,7 @@ from rollmill.models.recurrent import RecurrentCall, use_recurrent_handler
 ATTENTION_IMPLEMENTATION = "rollmill"
 
 _IGNORED = {
-    # Positions are in the queries and keys already, and what attends to what is the context's to say.
+    # Queries and keys include positions, and the context decides what attends to what.
     "position_ids",
     "position_embeddings",
     "cache_position",
@@ -40,48 +41,50 @@ _IGNORED = {
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
-    # What is returned besides the output.
+    # Selects further return values.
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
     "return_dict",
-    # Settings of the model's forward pass that have no influence on attention.
+    # Settings of the model's forward pass that do not affect attention.
     "logits_to_keep",
     "num_items_in_batch",
 }
-"""Arguments that transformers' layers hand to the attention interface and that do not change its result here."""
+"""Arguments that transformers' layers pass to the attention interface and that do not change its result here."""
 
 
 AttentionWindow = tuple[int | None, int | None]
-"""Window and chunk: what limits how far back a token sees."""
+"""(window, chunk): limits on how far back a token attends."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """The rule of one layer's attention besides queries, keys and values."""
+    """Options of one layer's attention."""
 
-    scaling: float  #: factor on the scores
-    sliding_window: int | None = None  #: the latest positions (own included) that a token sees; None: all
-    chunk: int | None = None  #: a token sees only its own block of this many positions (Llama 4); None: all
+    scaling: float  #: factor of the scores
+    sliding_window: int | None = (
+        None  #: number of latest positions (its own included) that a token attends to; None: all
+    )
+    chunk: int | None = None  #: a token attends only within its block of this many positions (Llama 4); None: all
     softcap: float | None = None  #: scores become softcap * tanh(scores / softcap)
     sinks: Tensor | None = None
-    """[H]: a score per head that takes part in the softmax and has no value (gpt-oss)."""
+    """[H]: a score per head that is part of the softmax but has no value (gpt-oss)."""
 
     @property
     def window(self) -> AttentionWindow:
-        """Window and chunk."""
+        """(sliding window, chunk)."""
         return self.sliding_window, self.chunk
 
 
 class AttentionContext(Protocol):
-    """Says what the tokens of one forward pass attend to.
+    """Defines what the tokens of one forward pass attend to.
 
-    Layers are told apart by the order of their calls, which is the same in every pass: some models run a layer several
+    Layers are identified by the order of their calls, which is the same in every pass: some models run a layer several
     times, with keys and values of each run.
     """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """Compute the attention of the next layer.
+        """Computes the attention of the next layer.
 
         Args:
             query: [1, H, T, D], rotary embedding applied.
@@ -93,15 +96,15 @@ class AttentionContext(Protocol):
         ...
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
-        """Run the next recurrent layer over the row's sequences: hidden states [1, T, d] -> [1, T, d]."""
+        """Runs the next recurrent layer over the row's sequences: hidden states [1, T, d] -> [1, T, d]."""
         ...
 
 
 def window_mask(at_query: Tensor, at_key: Tensor, reach: AttentionWindow) -> Tensor | None:
-    """Mark the keys that a window or a chunk hides from a query; the two position tensors are broadcast.
+    """Marks the keys that a window or chunk hides from a query; the two position tensors are broadcast.
 
     Returns:
-        bool, True where hidden; None where neither limits anything.
+        bool, True where hidden; None if neither limits anything.
     """
     window, chunk = reach
     hidden = None
@@ -121,16 +124,16 @@ def fits_window(length: int, reach: AttentionWindow) -> bool:
 def append_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turn sinks into one more key, so that any attention kernel takes account of them.
+    """Turns sinks into one more key, so that any attention kernel takes them into account.
 
-    Queries get one more component, sink / scaling, which is multiplied with 1 in the new key and with 0 in all others.
+    Queries get one more component, sink / scaling, which is multiplied by 1 in the new key and by 0 in all others.
 
     Args:
         query: [n, H, S, D]; key: [n, K, L, D]; value: [n, K, L, V].
         mask: additive, [n or 1, 1, S, L]
 
     Returns:
-        the same four for L + 1 keys, of which the last is the sink's.
+        the same four for L + 1 keys, the last of which is the sink's.
     """
     assert options.sinks is not None
     column = (options.sinks / options.scaling).to(query.dtype)[None, :, None, None]
@@ -144,8 +147,10 @@ def append_sinks(
 
 
 _active: dict[int, AttentionContext] = {}
-"""By id of the configuration that a model's layers share: two models may be at work in two threads (and a backward
-pass that recomputes activations runs in threads of its own)."""
+"""id of the configuration that a model's layers share -> context.
+
+Not thread-local: two models may run in two threads, and a backward pass that recomputes activations runs in others.
+"""
 
 
 def _attention(
@@ -162,7 +167,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     context = _active.get(id(module.config))
-    assert context is not None, "a forward pass outside attending()"
+    assert context is not None, "a forward pass outside use_attention_context()"
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _IGNORED)
     if attention_mask is not None:
         unknown.append("attention_mask")
@@ -183,7 +188,7 @@ def _attention(
 
 
 def _attention_window(module: torch.nn.Module, window: int | None) -> AttentionWindow:
-    """Window and chunk of a layer. Some models have them in their masks alone, which are not made here."""
+    """Window and chunk of a layer. Some models apply them only in their masks, which are not built here."""
     config: Any = module.config
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None and layer < len(kinds) else None
@@ -199,10 +204,10 @@ AttentionInterface.register(ATTENTION_IMPLEMENTATION, _attention)
 
 @contextmanager
 def use_attention_context(model: torch.nn.Module, context: AttentionContext) -> Iterator[None]:
-    """Route the attention and the recurrent layers of `model` through `context`.
+    """Routes the attention and the recurrent layers of `model` through `context`.
 
-    Outside, the model is an ordinary transformers model. Backward passes that recompute activations (gradient
-    checkpointing) must run inside as well.
+    Outside this context, the model is an ordinary transformers model. Backward passes that recompute activations
+    (gradient checkpointing) must run inside as well.
     """
     config: Any = model.config
     parts = [getattr(config, name) for name in config.sub_configs]
@@ -223,27 +228,23 @@ def use_attention_context(model: torch.nn.Module, context: AttentionContext) -> 
             each._attn_implementation = name
 
 
-# The forward pass of any transformers causal LM over a flat row of tokens: its inputs, and the parts it consists of.
-#
-# Shapes: T tokens of the row.
-
 _needs: WeakKeyDictionary[nn.Module, tuple[bool, bool]] = WeakKeyDictionary()
 
 
 def base_network(model: Any) -> Any:
-    """The network below the output layer: what gives the last hidden states."""
+    """Returns the network below the output layer, which computes the last hidden states."""
     base = model.base_model
     if base is not model:
         return base
-    embedding = model.get_input_embeddings()  # Llama 4's text model names no body
+    embedding = model.get_input_embeddings()  # Llama 4's text model has no base model attribute
     return next(child for child in model.children() if any(each is embedding for each in child.modules()))
 
 
 def build_forward_inputs(network: nn.Module, tokens: Tensor, positions: Tensor) -> dict[str, Any]:
-    """Arguments of a forward pass over a flat row: tokens and positions are [1, T].
+    """Builds the arguments of a forward pass over a flat row: tokens and positions are [1, T].
 
     Args:
-        network: a causal LM or the body of one.
+        network: a causal LM or its base network.
     """
     if network not in _needs:
         named = inspect.signature(network.forward).parameters
@@ -258,40 +259,39 @@ def build_forward_inputs(network: nn.Module, tokens: Tensor, positions: Tensor) 
 
 
 def _counts_positions(module: nn.Module) -> bool:
-    """Whether an attention layer counts positions by itself, from the length of the cache on (Llama 4)."""
+    """Whether an attention layer derives positions from the length of the cache (Llama 4)."""
     names = set(inspect.unwrap(type(module).forward).__code__.co_names)
     return {"ALL_ATTENTION_FUNCTIONS", "get_seq_length"} <= names
 
 
 class _RowPositions:
-    """Stands in for transformers' Cache where layers count positions: 0, 1, 2, ... plus the length of the cache."""
+    """Replaces transformers' Cache for layers that compute positions as 0, 1, 2, ... plus the length of the cache."""
 
     def __init__(self, positions: Tensor) -> None:
         self._before = positions[0] - torch.arange(positions.shape[1], device=positions.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """[T]: what makes each token's place in the row its position."""
+        """[T]: the offset from each token's row index to its position."""
         return self._before
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values are kept elsewhere."""
+        """Returns keys and values unchanged; the attention context stores them."""
         return key, value
 
-
-# Attention of segments of different lengths laid end to end, as one call of the GPU's variable-length kernel.
-#
-# Shapes: T tokens of the row, H query heads, K key heads, D head size.
 
 _NEEDED = {"scale", "window_size", "enable_gqa"}  # parameters that early versions of the function lack
 
 
 def varlen_available(device: torch.device) -> bool:
-    """Whether this torch has the kernel for this device."""
+    """Whether this torch version has the kernel for this device."""
     return device.type == "cuda" and set(inspect.signature(varlen_attn).parameters) >= _NEEDED
 
 
 class VarlenAttention:
-    """The same attention as one call of the GPU's variable-length kernel: keys of each segment are laid end to end."""
+    """Attention of concatenated segments in one call of the GPU's variable-length kernel.
+
+    The keys of a child segment are its parent's and its own, concatenated.
+    """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:
         starts = [0]

@@ -1,4 +1,4 @@
-"""Reward models as Hugging Face folders: sequence classifiers with one output, written and read."""
+"""Reads and writes reward models in Hugging Face format: sequence classifiers with one output."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ REWARD_MODEL_FOLDER = "reward_model"  #: folder inside a checkpoint
 
 
 def require_classifier_support(model: Any) -> None:
-    """Raises ModelError where transformers has no sequence classifier made like `model`, with a head without bias."""
+    """Checks that a reward model of this architecture can be saved.
+
+    Raises:
+        ModelError: transformers has no sequence classifier for `model` whose head has no bias.
+    """
     classifier = _empty_classifier(copy.deepcopy(model.config))
     head = getattr(classifier, "score", None)
-    like = classifier is not None and type(getattr(classifier, classifier.base_model_prefix)) is type(model.base_model)
-    if not like or not isinstance(head, nn.Linear) or head.bias is not None:
+    matches = classifier is not None and type(getattr(classifier, classifier.base_model_prefix)) is type(
+        model.base_model
+    )
+    if not matches or not isinstance(head, nn.Linear) or head.bias is not None:
         raise ModelError(
             f"algorithm `reward_model`: transformers has no sequence classifier for {type(model).__name__}, so no "
             "program could load the reward model; choose another architecture, for example Qwen, Llama, Mistral or "
@@ -34,15 +40,15 @@ def require_classifier_support(model: Any) -> None:
 def save_classifier(
     model: Any, network: nn.Module, head: nn.Linear, tokenizer: PreTrainedTokenizerBase, directory: Path, *, end_id: int
 ) -> None:
-    """Write a folder for AutoModelForSequenceClassification, with the tokenizer.
+    """Writes a folder for AutoModelForSequenceClassification, with the tokenizer.
 
-    transformers reads the score off the last token that is not padding. So a padding token that is also `end_id`, with
+    transformers takes the score at the last token that is not padding. So a padding token that is also `end_id`, with
     which completions end, is left out of the configuration: then sequences are scored one at a time.
 
     Args:
         model: the policy, for its architecture.
-        network: like `model.base_model`.
-        head: from hidden states to one score, without bias.
+        network: a network like `model.base_model`.
+        head: maps hidden states to one score, without bias.
 
     Raises:
         OSError: (or safetensors' own error) the folder cannot be written.
@@ -59,10 +65,10 @@ def save_classifier(
 
 
 def load_classifier(folder: Path, device: torch.device) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The classifier, ready to score, and its tokenizer: float32, on a GPU bfloat16.
+    """Loads a classifier, frozen and in evaluation mode, and its tokenizer: float32, on a GPU bfloat16.
 
     Raises:
-        ModelError: the folder holds no sequence classifier with one output, or something in it cannot be read.
+        ModelError: the folder holds no sequence classifier with one output, or a file cannot be read.
     """
     where = f"reward `model`: {folder}"
     if not (folder / "config.json").is_file():
@@ -103,7 +109,7 @@ def _check(config: Any, where: str) -> None:
 
 
 def _empty_classifier(config: Any) -> Any:
-    """A classifier without memory for its weights; None where transformers has none for the architecture."""
+    """Builds a classifier on the meta device; None if transformers has none for the architecture."""
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         return None
     with torch.device("meta"), torch.random.fork_rng(devices=[]):

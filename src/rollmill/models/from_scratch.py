@@ -1,4 +1,8 @@
-"""Making a model from scratch, and writing a model as a Hugging Face directory."""
+"""Builds new models and trains their tokenizers; saves models in Hugging Face format.
+
+Tokenizers are trained on the taskset's text. They do not normalise text, add a beginning-of-sequence token or prepend a
+space: decoding returns exactly the encoded characters.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,9 @@ _CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama":
 
 
 def init_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """A randomly initialised model in fp32 on the CPU for a tokenizer.
+    """Builds a randomly initialised model in fp32 on the CPU for a tokenizer.
 
-    The weights depend on `config`, the vocabulary's size and `seed` only; torch's random state is left as it was.
+    The weights depend on `config`, the vocabulary's size and `seed` only; torch's random state does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -40,14 +44,15 @@ def init_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed:
 
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write a Hugging Face directory (safetensors, generation_config.json, tokenizer), which any program can load.
+    """Writes a Hugging Face directory (safetensors, generation_config.json, tokenizer).
 
-    With LoRA the weights are the merged ones, and `adapter/` holds the adapters alone.
+    With LoRA the weights are the merged ones, and `adapter/` holds the adapters.
 
-    transformers' AutoTokenizer replaces a generic tokenizer (one we trained) by its own for architecture qwen2; there,
-    other programs load it as PreTrainedTokenizerFast.
+    transformers' AutoTokenizer replaces a generic tokenizer (one we trained) by its own for architecture qwen2; load it
+    as PreTrainedTokenizerFast there.
 
-    Raises OSError (or safetensors' own error) when the directory cannot be written.
+    Raises:
+        OSError: (or safetensors' own error) the directory cannot be written.
     """
     with silence_transformers():
         if has_lora(model):
@@ -59,7 +64,7 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dire
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """No progress bars and no reports from transformers; its exceptions pass."""
+    """Suppresses transformers' progress bars and logging below errors; exceptions still propagate."""
     level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -90,11 +95,6 @@ def _architecture(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase) ->
     return made
 
 
-# Tokenizers trained on the taskset's own text, for models made from scratch.
-#
-# Neither kind normalises text, adds a beginning-of-sequence token or puts a space in front: decoding gives back exactly
-# the characters that were encoded.
-
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 CHAT_TEMPLATE = """\
@@ -104,13 +104,13 @@ CHAT_TEMPLATE = """\
 {{ '\n\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ 'assistant:\n' }}{% endif -%}"""
-"""Roles as plain text; an assistant's turn ends with the end-of-sequence token."""
+"""Writes roles as plain text; an assistant's turn ends with the end-of-sequence token."""
 
 _CHAT_TEXT = "system: user: assistant:\n"
 
 
 def train_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer for `texts`; the same texts give the same tokenizer.
+    """Trains a tokenizer on `texts`, deterministically.
 
     `char` has one token per character of the texts (and of the chat template's role names); other characters become
     `<unk>`. `bpe` is byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) over single digits and words, and covers

@@ -1,4 +1,4 @@
-"""What a checkpoint computes by itself, in transformers' own forward pass: what engine and trainer are held against.
+"""Reference results from transformers' own forward pass, to verify engine and trainer against.
 
 Shapes: n sequences, S their length, L layers, d hidden size.
 """
@@ -13,31 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SHORT_WINDOW = 8  #: to which windows and chunks are narrowed, so that short sequences are longer
-_KEPT = 2  # layers of each kind
-_SMALL = 20_000_000  # parameters up to which all layers are run
+SHORT_WINDOW = 8  #: windows and chunks shrink to this, so that short sequences exceed them
+_KEPT = 2  # layers kept of each kind
+_SMALL = 20_000_000  # models with at most this many parameters run all layers
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """How far one way of computing is from the model's own forward pass."""
+    """Difference between one implementation and the model's own forward pass."""
 
     path: str
-    value: float  #: nats between the log-probs of a token, or relative, of gradients
+    value: float  #: nats between a token's log-probs, or relative error of a gradient
     tolerance: float
-    layer: str = ""  #: the first one whose output differs; "" where none does
+    layer: str = ""  #: first layer whose output differs; "" if none does
 
     @property
     def right(self) -> bool:
-        """Whether it is within the tolerance (NaN is not)."""
+        """Whether the value is within the tolerance (NaN is not)."""
         return self.value <= self.tolerance
 
 
 def logprob_tolerance(model: nn.Module) -> float:
-    """Nats by which the log-probs of two orders of summation may differ, by the type of the weights.
+    """Nats by which log-probs may differ between two orders of summation, by the type of the weights.
 
-    In float32 most architectures of docs/guide/models.md are below 1e-5; what is above 2e-4 is no rounding.
+    In float32 most architectures of docs/guide/models.md are below 1e-5; more than 2e-4 is not a rounding error.
     """
     dtype = next(model.parameters()).dtype
     return {torch.float64: 1e-7, torch.float32: 2e-4}.get(dtype, 0.5)
@@ -69,7 +69,7 @@ def hf_layer_outputs(model: Any, ids: list[int]) -> list[Tensor]:
 
 @contextmanager
 def record_layer_outputs(model: nn.Module) -> Iterator[list[list[Tensor]]]:
-    """By layer, the outputs [tokens, d] of the forward passes made inside."""
+    """Context that records the outputs [tokens, d] of each layer."""
     layers = decoder_layers(model)
     outputs: list[list[Tensor]] = [[] for _ in layers]
 
@@ -86,7 +86,7 @@ def record_layer_outputs(model: nn.Module) -> Iterator[list[list[Tensor]]]:
 
 
 def find_first_difference(model: nn.Module, own: list[Tensor], other: list[Tensor]) -> str:
-    """The name and class of the first layer whose outputs are clearly apart; "" where none is."""
+    """Returns name and class of the first layer whose outputs differ clearly; "" if none does."""
     names = {id(module): name for name, module in model.named_modules()}
     allowed = logprob_tolerance(model)
     for layer, a, b in zip(decoder_layers(model), own, other, strict=False):
@@ -96,16 +96,16 @@ def find_first_difference(model: nn.Module, own: list[Tensor], other: list[Tenso
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of the model's longest stack."""
+    """Returns the layers of the model's longest stack."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max((stack for stack in stacks if _is_stack(stack)), key=len, default=()))
 
 
 @contextmanager
 def shrink_model(model: Any) -> Iterator[None]:
-    """Inside, windows and chunks are narrow, and a model of many parameters has only two layers of each kind.
+    """Context with narrow windows and chunks and, for a large model, only two layers of each kind.
 
-    The weights stay where they are; nothing is copied. A model that does not run with fewer layers keeps all.
+    Nothing is copied. A model that does not run with fewer layers keeps all of them.
     """
     config = model.config.get_text_config()
     narrowed: list[tuple[Any, str, int]] = []
@@ -149,7 +149,7 @@ def _fewer_layers(model: Any, config: Any) -> Iterator[None]:
     try:
         with torch.no_grad():
             hf_logprobs(model, random_prompts(model, (4,)), 1)
-    except Exception:  # layers that need others, whatever they raise
+    except Exception:  # some layers depend on others and raise anything
         restore()
         yield
         return
@@ -178,13 +178,13 @@ def _stacks(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def _is_stack(modules: nn.ModuleList) -> bool:
-    """Whether these are layers of a network, and not the experts of one layer."""
+    """Whether these are layers of a network, not the experts of one layer."""
     return any(hasattr(each, "layer_idx") for module in modules for each in module.modules()) or len(modules) == 0
 
 
 @contextmanager
 def _use_eager_attention(model: Any) -> Iterator[None]:
-    """The model as transformers has it: eager attention, evaluation mode."""
+    """Context with transformers' eager attention in evaluation mode."""
     config, training = model.config, model.training
     parts = [config, *(getattr(config, name) for name in config.sub_configs)]
     before = [(part, part._attn_implementation) for part in parts if part is not None]

@@ -1,4 +1,4 @@
-"""Loading the model to train, or making it, together with its tokenizer and its end-of-sequence ids."""
+"""Loads or builds the policy with its tokenizer and its end-of-sequence ids; also loads teachers."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ log = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-_UNLIMITED = 1 << 20  # tokens: the context of models that name none and keep a state of fixed size
+_UNLIMITED = 1 << 20  # tokens: context of recurrent models that specify none
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyModel:
-    """A model ready to be trained: fp32 weights on `device`, no dropout."""
+    """A model ready for training: fp32 weights on `device`, no dropout."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    eos_ids: frozenset[int]  #: every id that ends a sequence; never empty
+    eos_ids: frozenset[int]  #: ids that end a sequence; never empty
     pad_id: int
     context: int  #: longest sequence in tokens
     device: torch.device
 
     @property
     def end_id(self) -> int:
-        """The end-of-sequence id that demonstrations end with."""
+        """End-of-sequence id appended to demonstrations."""
         own: int | None = self.tokenizer.eos_token_id
         return min(self.eos_ids) if own is None else own
 
@@ -55,16 +55,16 @@ class PolicyModel:
 def load_policy(
     config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
 ) -> PolicyModel:
-    """Read the checkpoint folder `config.path`, or make the model that `config.new` describes.
+    """Loads the checkpoint folder `config.path`, or builds the model described by `config.new`.
 
     Args:
         config: the `model` section.
-        texts: what a new model's tokenizer is trained on; not looked at for a checkpoint.
-        seed: of a new model's weights.
-        device: where the weights go.
+        texts: training text of a new model's tokenizer; ignored for a checkpoint.
+        seed: seed of a new model's weights.
+        device: device of the weights.
 
     Raises:
-        ModelError: the folder is not a causal language model with weights and a fitting tokenizer.
+        ModelError: the folder is not a causal language model with weights and a matching tokenizer.
     """
     if isinstance(config.path, Path):
         model, tokenizer = _read(config.path, config.trust_remote_code)
@@ -87,10 +87,10 @@ def load_policy(
 
 
 def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
-    """A frozen model whose next-token distributions can be compared with the policy's.
+    """Loads a frozen model whose next-token distributions can be compared with the policy's.
 
     Raises:
-        ModelError: the folder is no causal language model, or its tokens are not the policy's.
+        ModelError: the folder is no causal language model, or its vocabulary is not the policy's.
     """
     teacher, tokenizer = _read(folder, trust=False)
     rows = [model.get_output_embeddings().weight.shape[0] for model in (teacher, policy.model)]
@@ -104,7 +104,7 @@ def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
 
 
 def build_meta_model(folder: Path) -> PreTrainedModel:
-    """The model of a checkpoint folder without memory for its weights, for their sizes.
+    """Builds the model of a checkpoint folder on the meta device, to read its sizes.
 
     Raises:
         ModelError: the folder is no causal language model.
@@ -141,9 +141,9 @@ def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokeniz
 
 
 def read_tokenizer(folder: Path, options: dict[str, Any]) -> Any:
-    """AutoTokenizer, except that a generic tokenizer.json is taken as it is.
+    """Loads a tokenizer by AutoTokenizer, but a generic tokenizer.json unchanged.
 
-    For some architectures (qwen2 is one) AutoTokenizer replaces a generic tokenizer by the architecture's usual one.
+    For some architectures (such as qwen2) AutoTokenizer replaces a generic tokenizer by the architecture's usual one.
     """
     settings = folder / "tokenizer_config.json"
     name = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
@@ -182,7 +182,7 @@ def _check_config(config: Any, folder: Path) -> None:
 
 
 def _remove_dropout(config: Any, folder: Path) -> None:
-    """Dropout would make the trainer's probabilities differ from those the tokens were sampled with."""
+    """Sets dropout to 0: it would make the trainer's probabilities differ from those the tokens were sampled with."""
     names = [
         name
         for name, value in config.to_dict().items()
@@ -248,8 +248,11 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: 
 
 
 def _settle_generation(model: PreTrainedModel, eos_ids: frozenset[int], pad_id: int, where: str) -> None:
-    """Make `generate` of other programs end where rollmill ends, and the generation settings valid: invalid ones (some
-    published checkpoints have them) could not be saved with a checkpoint."""
+    """Makes generation settings consistent and valid.
+
+    Other programs' `generate` then ends at the same tokens. Invalid settings, which some published checkpoints have,
+    could not be saved with a checkpoint.
+    """
     generation: Any = model.generation_config
     generation.eos_token_id, generation.pad_token_id = sorted(eos_ids), pad_id
     generation._from_model_config = False
@@ -290,7 +293,7 @@ def _context(model: PreTrainedModel, where: str) -> int:
 def _short_context(rope: dict[str, Any]) -> int | None:
     """Longest sequence for which a longrope model's frequencies are the same for all sequences; None: any.
 
-    (Those of `dynamic` models change only past max_position_embeddings, which is the context anyway.)
+    (The frequencies of `dynamic` models change only past max_position_embeddings, which is the context anyway.)
     """
     kinds = [each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("rope_type") == "longrope"]
     limits = [int(each["original_max_position_embeddings"]) for each in kinds]

@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685) through peft: adapters inside the model, merged copies of it, and what a checkpoint keeps.
+"""LoRA (arXiv:2106.09685) through peft: adapters in the model, merged copies, and adapter checkpoints.
 
 The model keeps its class. Base weights are frozen, so a reference or a checkpoint needs the adapters only.
 """
@@ -20,10 +20,10 @@ _NAME = "default"
 
 
 def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
-    """Freeze the model and put adapters into it, which at first change nothing.
+    """Freezes the model and adds adapters, which initially change nothing.
 
     Raises:
-        ModelError: peft is not installed, finds no layer of the names in `targets`, or finds experts among them.
+        ModelError: peft is not installed, no layer matches `targets`, or experts are among them.
     """
     try:
         from peft import LoraConfig
@@ -67,7 +67,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def copy_without_adapters(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of the model without adapters, made by deepcopy with `memo`; base layers take the adapted ones' places."""
+    """Deep-copies the model with `memo`, replacing adapted layers with their base layers."""
     twin: Any = copy.deepcopy(model, memo)
     for name, layer in adapted_layers(twin).items():
         parent, _, child = name.rpartition(".")
@@ -81,13 +81,13 @@ def copy_without_adapters(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 @torch.no_grad()
 def merged_weight(layer: Any) -> Tensor:
-    """Base weight plus the adapter's product."""
+    """Returns base weight plus the adapter's product."""
     merged: Tensor = layer.base_layer.weight + layer.get_delta_weight(_NAME)
     return merged
 
 
 def merged_model(model: nn.Module) -> nn.Module:
-    """A model without adapters that computes the same. Weights that are not adapted are shared, not copied."""
+    """Returns an equivalent model without adapters. Weights that are not adapted are shared, not copied."""
     memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
     for layer in adapted_layers(model).values():
         memo[id(layer.base_layer.weight)] = nn.Parameter(merged_weight(layer), requires_grad=False)
@@ -95,7 +95,7 @@ def merged_model(model: nn.Module) -> nn.Module:
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by the names that a checkpoint has them under, adapters merged into what they adapt."""
+    """Returns the parameters by their checkpoint names, with adapters merged."""
     layers = adapted_layers(model)
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -108,12 +108,12 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter(model: Any, directory: Path) -> None:
-    """Write the adapters alone, in peft's format. Raises OSError (or safetensors' own error)."""
+    """Writes the adapters in peft's format. Raises OSError (or safetensors' own error)."""
     model.save_pretrained(directory)
 
 
 def load_adapter(model: Any, directory: Path) -> None:
-    """Give the adapters the weights that `save_adapter` wrote.
+    """Loads the weights that `save_adapter` wrote into the adapters.
 
     Raises:
         ModelError: a file is missing or damaged, or was written with another rank or other layers.

@@ -1,8 +1,8 @@
-"""Averaging the weights of checkpoints of one architecture, tensor by tensor.
+"""Averages the weights of checkpoints of one architecture, tensor by tensor.
 
-W = sum_i w_i W_i with sum_i w_i = 1: model soups (arXiv 2203.05482), and long-to-short by merging a long-CoT model with
-a short one (Kimi k1.5, arXiv 2501.12599, section 2.4). Sources are mapped into memory, and one file of the result is
-made at a time. Shape suffix: N elements of a tensor laid flat.
+W = sum_i w_i W_i with sum_i w_i = 1: model soups (arXiv:2203.05482), and long-to-short by merging a long-CoT model with
+a short one (Kimi k1.5, arXiv:2501.12599, section 2.4). Sources are memory-mapped and checked to have one architecture
+and vocabulary; files of the result are written one at a time. Shape suffix: N elements of a flattened tensor.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from transformers import AutoTokenizer
 
 from rollmill.errors import CheckpointError, ConfigError, ModelError
 
-# Checkpoints to be averaged: opened, and checked to be of one architecture and vocabulary.
-
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 VOCABULARIES = ("tokenizer.model*", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
-"""Files of tokenizers without tokenizer.json."""
+"""Files of tokenizers that have no tokenizer.json."""
 
 _SEMANTIC_KEYS = (
     *("model_type", "architectures", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -41,30 +39,31 @@ _SEMANTIC_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class MergeSource:
-    """An open checkpoint. Tensors stay on disk until they are asked for."""
+    """An open checkpoint. Tensors stay on disk until they are read."""
 
     folder: Path
     config: dict[str, Any]
     file_of: dict[str, str]  #: tensor -> file name
     files: dict[str, Any]  #: file name -> open file
-    tied_names: dict[str, str]  #: tensor of this checkpoint that another saves under a second name -> tensor here
+    tied_names: dict[str, str]  #: name in another checkpoint of a tied tensor -> its name here
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, mapped into memory."""
+        """Returns a tensor, memory-mapped."""
         name = self.tied_names.get(name, name)
         tensor: torch.Tensor = self.files[self.file_of[name]].get_tensor(name)
         return tensor
 
     def shape(self, name: str) -> list[int]:
-        """Its shape, without reading it."""
+        """Returns a tensor's shape without reading the tensor."""
         name = self.tied_names.get(name, name)
         return list(self.files[self.file_of[name]].get_slice(name).get_shape())
 
 
 def open_merge_source(folder: Path, stack: ExitStack) -> MergeSource:
-    """Open the weight files of a checkpoint until `stack` closes them.
+    """Opens the weight files of a checkpoint until `stack` closes them.
 
-    Raises ModelError unless the folder holds a whole, unquantised checkpoint with safetensors.
+    Raises:
+        ModelError: the folder holds no complete, unquantised checkpoint with safetensors.
     """
     try:
         _check_files(folder)
@@ -81,7 +80,9 @@ def open_merge_source(folder: Path, stack: ExitStack) -> MergeSource:
                 f"{folder} lacks the weight files {_shorten_names(lost)}; the download or copy is incomplete"
             )
         for name in names:
-            (folder / name).open("rb").close()  # Python says why it cannot be read; safetensors calls it missing
+            (folder / name).open(
+                "rb"
+            ).close()  # Python's error gives the reason; safetensors reports the file as missing
         files = {name: stack.enter_context(safe_open(folder / name, "pt")) for name in names}
         file_of = {tensor: name for name, file in files.items() for tensor in file.keys()}  # noqa: SIM118
         unsaved = sorted(set(listed or ()) - set(file_of))
@@ -114,7 +115,11 @@ def _check_files(folder: Path) -> None:
 
 
 def check_compatible(first: MergeSource, other: MergeSource) -> None:
-    """Raise ModelError unless both have the same tensors, in meaning and shape, and tokens; notes twins in `other`."""
+    """Checks that tensors, their meaning and the tokens are the same; records tied tensors in `other`.
+
+    Raises:
+        ModelError: they differ.
+    """
     ours, theirs = _weight_semantics(first.config), _weight_semantics(other.config)
     for key in sorted(ours.keys() & theirs.keys()):
         if ours[key] != theirs[key]:
@@ -134,7 +139,7 @@ def check_compatible(first: MergeSource, other: MergeSource) -> None:
 
 
 def _weight_semantics(config: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's tensors mean, as far as their names and shapes do not say it."""
+    """Settings that define the meaning of a checkpoint's tensors beyond their names and shapes."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = {key: config.get(key) for key in _SEMANTIC_KEYS} | {
         "rope_theta": config.get("rope_theta", rope.get("rope_theta")),
@@ -164,7 +169,7 @@ def _check_tensors(first: MergeSource, other: MergeSource) -> None:
 
 
 def _twin(source: MergeSource, name: str) -> str:
-    """Another matrix of the checkpoint that is equal bit for bit, or nothing.
+    """Name of another matrix of the checkpoint that is bit for bit equal, or "".
 
     Some programs save tied embeddings once, others twice.
     """
@@ -203,7 +208,7 @@ _COPIED = (
 def merge_checkpoints(
     folders: Sequence[Path], out: Path, shares: Sequence[float], *, method: str = "linear", dtype: str | None = None
 ) -> dict[str, Any]:
-    """Write the average of checkpoints as a Hugging Face folder that appears whole or not at all.
+    """Writes the average of checkpoints as a Hugging Face folder, atomically.
 
     Names of tensors and files, configuration and tokenizer are those of the first checkpoint. Sums are in float64.
 
@@ -211,16 +216,16 @@ def merge_checkpoints(
         folders: two or more Hugging Face folders with safetensors.
         out: the new folder; may exist if it is empty.
         shares: the w_i, one per folder, with sum 1. A negative one extrapolates.
-        method: `linear`, or `slerp` for two folders: each tensor moves along the arc between the two directions
-            (Shoemake 1985, doi:10.1145/325334.325242).
-        dtype: `fp32`, `bf16` or `fp16`; default the type of each tensor in the first checkpoint.
+        method: `linear`, or `slerp` for two folders: interpolates along the arc between the two directions of each
+            tensor (Shoemake 1985, doi:10.1145/325334.325242).
+        dtype: `fp32`, `bf16` or `fp16`; default: the type of each tensor in the first checkpoint.
 
     Returns:
         out, method, checkpoints, weights (the shares), tensors, parameters, dtypes.
 
     Raises:
-        ConfigError: `out` is taken.
-        ModelError: a folder is no whole checkpoint, does not fit the first, or holds values that are not finite.
+        ConfigError: `out` is not empty or is a file.
+        ModelError: a folder is no complete checkpoint, does not match the first, or holds values that are not finite.
         CheckpointError: the result cannot be written.
     """
     assert len(folders) == len(shares)
@@ -233,7 +238,7 @@ def merge_checkpoints(
                 check_compatible(sources[0], other)
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
             out.parent.mkdir(parents=True, exist_ok=True)
-            for left in out.parent.glob(f".{glob.escape(out.name)}.writing-*"):  # of merges that were killed
+            for left in out.parent.glob(f".{glob.escape(out.name)}.writing-*"):  # left by killed merges
                 shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir()
             _copy_settings(folders[0], temporary, dtype)
@@ -257,7 +262,11 @@ def merge_checkpoints(
 
 
 def _require_free_path(out: Path) -> Path:
-    """`out` without links. Raises ConfigError unless a new folder can take its name."""
+    """Returns `out` with links resolved.
+
+    Raises:
+        ConfigError: it is a file or a folder that is not empty.
+    """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; choose another folder with --out")
     if out.is_dir() and any(out.iterdir()):
@@ -273,7 +282,7 @@ def _copy_settings(folder: Path, target: Path, dtype: str | None) -> None:
             shutil.copyfile(path, copy)
     if dtype:
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)  # what transformers 4 called it
+        config.pop("torch_dtype", None)  # the key's name in transformers 4
         config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -281,7 +290,7 @@ def _copy_settings(folder: Path, target: Path, dtype: str | None) -> None:
 def _write_tensors(
     sources: list[MergeSource], shares: Sequence[float], method: str, dtype: torch.dtype | None, target: Path
 ) -> dict[str, Any]:
-    """Write the files of the first checkpoint with averaged tensors; counts for the summary."""
+    """Writes the files of the first checkpoint with averaged tensors; returns counts for the summary."""
     first = sources[0]
     size = parameters = 0
     dtypes: set[torch.dtype] = set()
@@ -334,7 +343,7 @@ def _merged(
 
 
 def _pieces(parts_N: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The same stretch of all tensors, in float64."""
+    """Yields the same slice of all tensors, in float64."""
     for pieces_N in zip(*(part_N.split(_PIECE) for part_N in parts_N), strict=True):
         yield [piece_N.double() for piece_N in pieces_N]
 
@@ -342,7 +351,7 @@ def _pieces(parts_N: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _slerp_factors(parts_N: list[torch.Tensor], t: float) -> list[float]:
     """Factors of two tensors at the fraction `t` of the arc between them: sin((1-t)a)/sin a and sin(ta)/sin a.
 
-    Where the two are parallel, opposite or zero there is no arc, and the factors are those of the line.
+    If the two are parallel, opposite or zero, interpolates linearly.
     """
     dot = squares_a = squares_b = 0.0
     for a_N, b_N in _pieces(parts_N):

@@ -1,7 +1,8 @@
-"""RMS norms in few passes over memory, put in place of a model's own while it computes in fp32 on a CPU.
+"""RMS norms with few passes over memory, which replace a model's own while it computes in fp32 on a CPU.
 
-transformers writes RMS norm as six elementwise operations with as many temporaries, and autograd doubles them; on a
-small model that is a tenth of a step. A module is replaced only if it computes the same function, which is measured.
+transformers computes RMS norm in six elementwise operations with as many temporaries, and autograd doubles them; on a
+small model that is a tenth of a step. A module is replaced only if a measurement shows that it computes the same
+function.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _scale(x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dimension of `x`, computed in the weight's type (float32 or float64), which it returns."""
+    """RMS norm over the last dimension of `x`, computed and returned in the weight's type (float32 or float64)."""
     if not torch.is_grad_enabled():
         wide = x.to(weight.dtype)
         return (wide * _scale(wide, eps)).mul_(weight)
@@ -58,19 +59,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def is_fp32_on_cpu(model: nn.Module) -> bool:
-    """Whether `rms_norm` is worth using: on a GPU other kernels are quicker, and lower precisions round elsewhere."""
+    """Whether `rms_norm` is worth using: GPUs have faster kernels, and lower precisions round at other places."""
     return all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
 
 
 def find_norms(*models: nn.Module) -> NormReplacements:
-    """RMS norms that multiply by `weight` or by `1 + weight`, each with a forward that runs through `rms_norm`."""
+    """Finds RMS norms that multiply by `weight` or by `1 + weight`; returns each with a replacement of its forward."""
     modules = [module for model in models for module in model.modules()]
     return [(module, forward) for module in modules if (forward := _replacement(module)) is not None]
 
 
 @contextmanager
 def use_fast_norms(replacements: NormReplacements) -> Iterator[None]:
-    """Inside, the modules found by `find_norms` use their replacement."""
+    """Context in which the modules found by `find_norms` use their replacement."""
     for module, forward in replacements:
         module.forward = forward
     try:
@@ -82,7 +83,7 @@ def use_fast_norms(replacements: NormReplacements) -> Iterator[None]:
 
 @torch.no_grad()
 def _replacement(module: Any) -> Any:
-    """A function equal to `module.forward`, or None if it is not an RMS norm of a known form."""
+    """Returns a function equal to `module.forward`, or None if it is not an RMS norm of a known form."""
     if not type(module).__name__.endswith("RMSNorm"):
         return None
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -98,7 +99,7 @@ def _replacement(module: Any) -> Any:
 
 
 def _through(form: Callable[[Tensor, Tensor, float], Tensor], module: Any, eps: float, x: Tensor) -> Tensor:
-    """(The weight is looked up at each call: a sharded model's is another tensor while it computes.)"""
+    """Calls `form` with the module's current weight: a sharded model's is another tensor while it computes."""
     return form(x, module.weight, eps)
 
 

@@ -1,10 +1,10 @@
 """Recurrent layers (linear attention, state-space layers, short convolutions) over flat rows of several sequences.
 
-Such a layer reads its input from left to right and keeps a state, so the sequences of a flat row must not run into each
-other. `recurring` takes over the calls of all recurrent layers of a transformers model: whoever knows the sequences of
-the row asks for the layer's own forward pass over each of them, from a state that was reached before or from none.
-States are plain tensors and are never written in place, so gradients flow through them and several sequences may go on
-from the same state. No layer is implemented here; all is transformers' own code.
+Such a layer reads its input from left to right and keeps a state, so the sequences of a flat row must be separated.
+`use_recurrent_handler` intercepts the calls of all recurrent layers of a transformers model: the handler, which knows
+the sequences of the row, runs the layer's own forward pass over each of them, from an earlier state or from none.
+States are plain tensors and are never written in place, so gradients flow through them and several sequences may
+continue from the same state. No layer is implemented here; all use transformers' code.
 
 Shapes: T tokens of the row, n sequences of a call, S their length, d hidden size.
 """
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 RecurrentState = dict[tuple[str, int], Tensor]
-"""The state of one layer after some tokens: by kind and number, each [n, ...]."""
+"""State of one layer after some tokens: (kind, index) -> tensor [n, ...]."""
 
 
 class RecurrentCall(Protocol):
     """Runs one recurrent layer over tokens of the row."""
 
     def __call__(self, places: Tensor, before: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
-        """Run it over the tokens at places [n, S].
+        """Runs the layer over the tokens at row indices `places` [n, S].
 
         Args:
             before: the state before them; None: they are the first of their sequences.
@@ -41,13 +41,14 @@ class RecurrentCall(Protocol):
 
     @property
     def continues(self) -> bool:
-        """Whether the layer can read several tokens at once from a state. Others (Mamba 1) read one by one, slowly and
-        without gradients."""
+        """Whether the layer can process several tokens at once from a state. Others (Mamba 1) go token by token, slowly
+        and without gradients.
+        """
         ...
 
 
 RecurrentHandler = Callable[[Tensor, RecurrentCall], Tensor]
-"""Runs a layer over the whole row: hidden states [1, T, d] and the call -> [1, T, d]."""
+"""Runs a layer over the whole row: (hidden states [1, T, d], call) -> [1, T, d]."""
 
 _READS_STATE = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
 _ATTENDS = {"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"}
@@ -58,7 +59,7 @@ _continues: dict[type[nn.Module], bool] = {}
 
 
 class StateCache:
-    """Stands in for transformers' Cache in one call of one layer: hands out a state and takes up the next one."""
+    """Replaces transformers' Cache in one call of one layer: provides a state and records the next one."""
 
     def __init__(self, before: RecurrentState | None) -> None:
         self._before = before or {}
@@ -73,7 +74,7 @@ class StateCache:
         return self._copy(("recurrent", state_idx))
 
     def _copy(self, name: tuple[str, int]) -> Tensor | None:
-        """A state that the layer may write into: some do so instead of handing in a new one."""
+        """A copy of a state, since some layers write into it instead of passing a new one."""
         if name in self._before:
             self.after[name] = self._before[name].clone()
         return self.after.get(name)
@@ -81,7 +82,7 @@ class StateCache:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Keep the latest inputs [n, c, S] of a convolution; returns all that it has to see."""
+        """Records the latest inputs [n, c, S] of a convolution; returns all inputs it needs."""
         before = self._before.get(("conv", state_idx))
         if before is not None:
             size, seen = before.shape[-1], torch.cat([before, conv_states], dim=-1)
@@ -92,29 +93,31 @@ class StateCache:
         return seen
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Keep the state of a recurrence."""
+        """Records the state of a recurrence."""
         self.after["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """`get_recurrent_state` under MiniMax's name."""
+        """MiniMax's name for `get_recurrent_state`."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """`update_recurrent_state` under MiniMax's name."""
+        """MiniMax's name for `update_recurrent_state`."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether tokens came before."""
+        """Whether there are earlier tokens."""
         return bool(self._before)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Layers that are told so do not write their state in place."""
+        """Returns True, which keeps layers from writing their state in place."""
         return True
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformers model that keep a state of fixed size, in place of keys and values of all tokens."""
+    """Returns the layers of a transformers model that keep a state of fixed size instead of keys and values of all
+    tokens.
+    """
     if model not in _found:
         _found[model] = [module for module in model.modules() if _is_recurrent(module)]
     return _found[model]
@@ -122,7 +125,7 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def use_recurrent_handler(model: nn.Module, recur: RecurrentHandler) -> Iterator[None]:
-    """Give all calls of the model's recurrent layers to `recur`. May be nested: the innermost one counts."""
+    """Passes all calls of the model's recurrent layers to `recur`. May be nested: the innermost one applies."""
     layers: list[Any] = recurrent_layers(model)
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
@@ -138,7 +141,7 @@ def use_recurrent_handler(model: nn.Module, recur: RecurrentHandler) -> Iterator
 
 
 class _PatchedForward:
-    """A layer's forward pass whose sequences are somebody else's to know."""
+    """Forward pass of a layer that delegates to a RecurrentHandler."""
 
     def __init__(self, layer: Any, recur: RecurrentHandler) -> None:
         forward = layer.forward
@@ -157,12 +160,12 @@ class _PatchedForward:
 
 
 class _LayerCall:
-    """See RecurrentCall."""
+    """The RecurrentCall of one call of a layer."""
 
     def __init__(self, layer: nn.Module, own: Callable[..., Any], hidden: Tensor, given: dict[str, Any]) -> None:
         self._layer, self._own, self._given = layer, own, given
         self.hidden = hidden
-        self.others: list[None] = []  #: what the layer returns besides its output
+        self.others: list[None] = []  #: placeholders for the layer's return values besides its output
 
     def __call__(self, places: Tensor, before: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         if before is None or places.shape[1] == 1 or self.continues:
@@ -175,7 +178,7 @@ class _LayerCall:
 
     @property
     def continues(self) -> bool:
-        """See RecurrentCall: tried out once, on numbers of no meaning."""
+        """See RecurrentCall; measured once per class, on random input."""
         kind = type(self._layer)
         if kind not in _continues:
             with torch.no_grad():
@@ -192,7 +195,7 @@ class _LayerCall:
     def _run(
         self, hidden: Tensor, places: Tensor, before: RecurrentState | None, at: Tensor | None = None
     ) -> tuple[Tensor, RecurrentState]:
-        """`at`: which of the hidden states are read, if not those at `places`."""
+        """Runs the layer once; `at` are indices of the hidden states to read, if not `places`."""
         cache = StateCache(before)
         picked = places if at is None else at.to(places.device)[None]
         inputs = hidden[0].index_select(0, picked.flatten()).view(*picked.shape, -1)
@@ -210,7 +213,7 @@ def _of_call(given: dict[str, Any], places: Tensor, cache: StateCache) -> dict[s
 
 
 def _picked(value: Any, places: Tensor) -> Any:
-    """What belongs to the tokens at `places`, of tensors [1, T, ...] or tuples of them."""
+    """Selects the tokens at `places` from tensors [1, T, ...] or tuples of them."""
     if isinstance(value, tuple):
         return tuple(_picked(each, places) for each in value)
     return value if value is None else value[0][places]

@@ -1,16 +1,16 @@
-"""Routing of mixture-of-experts models: the experts each token went to, recorded in one pass and replayed in another.
+"""Routing of mixture-of-experts models: records the experts chosen in one pass and replays them in another.
 
-Two passes over the same tokens with the same weights may choose different experts where the scores of two are close,
-because their roundings differ; a token's log-prob then jumps. Rollout routing replay (R3, arXiv:2510.11370) keeps the
-choice of the rollout and makes the trainer take the same experts. Only the choice is replayed: the experts' weights
-come from the trainer's own scores, so gradients flow into the router as before.
+Two passes over the same tokens with the same weights may choose different experts where two scores are close, because
+of rounding; a token's log-prob then jumps. Rollout routing replay (R3, arXiv:2510.11370) keeps the rollout's choice and
+makes the trainer use the same experts. Only the choice is replayed: the experts' weights come from the trainer's own
+scores, so gradients flow into the router as before.
 
 A router is a module that scores all experts and selects some with `topk` (PhiMoE: with `max`, one after the other). No
-router is implemented here: inside the contexts below, the selecting call within the router's own forward pass is noted
-or given other indices.
+router is implemented here: inside the contexts below, the selecting call within the router's own forward pass is
+recorded or given other indices.
 
 Shapes: T tokens of a flat row, L routers of the model in module order, k experts per token (the most of any router;
-unused places hold 0), E experts.
+unused entries are 0), E experts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _found: WeakKeyDictionary[nn.Module, list[Router]] = WeakKeyDictionary()
 
 
 def find_routers(model: nn.Module) -> list[Router]:
-    """The routers of a transformers model, in module order; none for a dense model."""
+    """Returns the routers of a transformers model, in module order; none for a dense model."""
     if model not in _found:
         routers = (_as_router(module) for module in model.modules())
         _found[model] = [router for router in routers if router is not None]
@@ -55,21 +55,21 @@ def find_routers(model: nn.Module) -> list[Router]:
 
 
 def routing_shape(model: nn.Module) -> tuple[int, int] | None:
-    """L and k of a model; None for a dense one."""
+    """Returns (L, k) of a model; None for a dense one."""
     routers = find_routers(model)
     return (len(routers), max(router.k for router in routers)) if routers else None
 
 
 class RecordedRouting:
-    """The experts chosen in the forward passes inside `capture_routing`."""
+    """Experts chosen in the forward passes inside `capture_routing`."""
 
     def __init__(self, routers: list[Router]) -> None:
         self._routers = routers
         self._width = max(router.experts for router in routers)
-        self._chosen: dict[int, Tensor] = {}  # by router, [T, k]
+        self._chosen: dict[int, Tensor] = {}  # router -> [T, k]
 
     def take(self) -> Tensor:
-        """Experts of the last pass's tokens, [T, L, k], and forget them; uint8 for up to 256 experts, else int16.
+        """Returns and clears the experts of the last pass's tokens, [T, L, k]; uint8 for up to 256 experts, else int16.
 
         Routers that did not run (those of an image encoder) have 0 everywhere.
         """
@@ -80,7 +80,7 @@ class RecordedRouting:
         routing_TLk = torch.stack([pad(each, (0, most - each.shape[1])) for each in columns], dim=1)
         return routing_TLk.to(torch.uint8 if self._width <= 256 else torch.int16)
 
-    def _note(self, number: int, parts: list[tuple[Tensor, int]]) -> None:
+    def _record(self, number: int, parts: list[tuple[Tensor, int]]) -> None:
         if number in self._chosen or not parts:
             what = "runs several times in one pass" if parts else "selects its experts in a way that is not known"
             raise ModelError(
@@ -93,7 +93,7 @@ class RecordedRouting:
 
 @contextmanager
 def capture_routing(model: nn.Module) -> Iterator[RecordedRouting]:
-    """Note which experts are chosen in the passes inside; `take` what was noted after every pass."""
+    """Records the experts chosen in the passes inside; call `take` after every pass."""
     recorded = RecordedRouting(find_routers(model))
 
     def record(number: int) -> _Selection:
@@ -105,9 +105,9 @@ def capture_routing(model: nn.Module) -> Iterator[RecordedRouting]:
 
 @contextmanager
 def replay_routing(model: nn.Module, routing_TLk: Tensor) -> Iterator[None]:
-    """Make every router choose the given experts for the T tokens of the passes inside; -1: its own choice.
+    """Makes every router use the given experts for the T tokens of the passes inside; -1: the router's own choice.
 
-    Backward passes that recompute activations must run inside as well. May be nested: the innermost one counts.
+    Backward passes that recompute activations must run inside as well. May be nested: the innermost one applies.
     """
     own = bool((routing_TLk < 0).any())
 
@@ -119,18 +119,18 @@ def replay_routing(model: nn.Module, routing_TLk: Tensor) -> Iterator[None]:
 
 
 class _Selection:
-    """The selecting calls of one forward pass of a router."""
+    """Handles the selecting calls of one forward pass of a router."""
 
     def select(self, call: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Select k experts by scores [..., E], T in all but the last axis; `call` gives the router's own choice.
+        """Selects k experts by scores [..., E], T in all but the last axis; `call` makes the router's own choice.
 
         Returns:
-            scores and indices of what is selected, [..., k].
+            scores and indices of the selected experts, [..., k].
         """
         raise NotImplementedError
 
     def end(self) -> None:
-        """The forward pass has ended."""
+        """Called at the end of the forward pass."""
 
 
 class _Recording(_Selection):
@@ -146,7 +146,7 @@ class _Recording(_Selection):
 
     def end(self) -> None:
         """See _Selection."""
-        self._recorded._note(self._number, self._parts)
+        self._recorded._record(self._number, self._parts)
 
 
 class _Replaying(_Selection):
@@ -163,7 +163,7 @@ class _Replaying(_Selection):
 
 
 class _PatchedRouterForward:
-    """A router's forward pass whose selecting calls are somebody else's to answer."""
+    """Forward pass of a router that delegates its selecting calls to a _Selection."""
 
     def __init__(self, router: Router, selection: Any) -> None:
         forward = router.module.forward
@@ -179,7 +179,7 @@ class _PatchedRouterForward:
 
 
 class _SelectionMode(TorchFunctionMode):
-    """Hands the selecting calls to a _Selection, and all others to torch."""
+    """Passes selecting calls to a _Selection, and all others to torch."""
 
     def __init__(self, router: Router, selection: _Selection) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class _SelectionMode(TorchFunctionMode):
         return (torch.return_types.max if self._router.sequential else torch.return_types.topk)(selected)
 
     def _selects(self, func: Any, args: Any, kwargs: Any) -> int:
-        """How many experts a call selects; 0: it selects none. (Groups of experts are fewer than experts.)"""
+        """Number of experts that a call selects; 0 if it selects none. (Groups of experts are fewer than experts.)"""
         if func not in (_MAX if self._router.sequential else _TOPK) or not args:
             return 0
         scores = args[0]
@@ -208,7 +208,7 @@ class _SelectionMode(TorchFunctionMode):
 
 @contextmanager
 def _patch_routers(model: nn.Module, selection: Any) -> Iterator[None]:
-    """All routers of a model with their selecting calls answered by `selection(number)`, made anew for every pass."""
+    """Delegates the selecting calls of all routers to `selection(number)`, created for every pass."""
     routers = find_routers(model)
     before = [router.module.__dict__.get("forward") for router in routers]
     for number, router in enumerate(routers):
@@ -234,7 +234,7 @@ def _as_router(module: nn.Module) -> Router | None:
     k = getattr(module, "top_k", None) or getattr(config, "top_k_experts", None)
     if not isinstance(experts, int) or not isinstance(k, int) or not names & {"topk", _SPARSEMIXER}:
         return None
-    # Doge composes experts of pairs of keys, each chosen on its own; whole models have topk in their sampling code
+    # Doge composes experts of pairs of keys, each chosen separately; whole models use topk in their sampling code
     if hasattr(module, "num_keys") or hasattr(module, "get_output_embeddings"):
         return None
     return Router(module, experts, k, _SPARSEMIXER in names)

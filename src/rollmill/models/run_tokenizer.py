@@ -1,7 +1,8 @@
-"""The tokenizer of a run, beside what the run wrote: who reads experiences later encodes text as the run did. No torch.
+"""The tokenizer saved with a run, so that later readers of its experiences encode text as the run did. Imports no
+torch.
 
 RUN/tokenizer/ is a Hugging Face folder with `run.json`: the id that ends a demonstration, a fingerprint of the
-vocabulary, and how a text was encoded when the folder was written.
+vocabulary, and the encoding of a probe text when the folder was written.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ _PROBE = "Ünï 12+34=46?\n\n  def f(x): return 'a'\t<b> 你好 🙂"
 
 
 class RunTokenizer(NamedTuple):
-    """What a run turned text into tokens with."""
+    """Tokenizer of a run."""
 
     tokenizer: Any
-    end_id: int  #: the end-of-sequence id that demonstrations end with
+    end_id: int  #: end-of-sequence id appended to demonstrations
     fingerprint: str
 
 
 def compute_fingerprint(tokenizer: Any) -> str:
-    """16 hexadecimal digits that are the same for the same tokens with the same ids, added tokens included."""
+    """16 hexadecimal digits, equal for the same tokens with the same ids, added tokens included."""
     tokens = sorted((index, str(token)) for token, index in tokenizer.get_vocab().items())
     return sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
 def save_run_tokenizer(run_dir: Path, tokenizer: Any, end_id: int) -> None:
-    """Write RUN/tokenizer whole or not at all; one of the same vocabulary and end is left as it is.
+    """Writes RUN/tokenizer atomically; keeps an existing one with the same vocabulary and end.
 
-    Raises RollmillError if the folder cannot be written.
+    Raises:
+        RollmillError: the folder cannot be written.
     """
     folder, mark = run_dir / TOKENIZER_FOLDER, compute_fingerprint(tokenizer)
     about = {"end_id": end_id, "fingerprint": mark, "probe": _encoded(tokenizer)}
@@ -55,15 +57,19 @@ def save_run_tokenizer(run_dir: Path, tokenizer: Any, end_id: int) -> None:
 
 
 def load_run_fingerprint(run_dir: Path) -> str:
-    """The fingerprint of the run's tokenizer, without loading it. Raises ModelError where there is none."""
+    """Returns the fingerprint of the run's tokenizer without loading it.
+
+    Raises:
+        ModelError: the run has none.
+    """
     return str(_about(run_dir)["fingerprint"])
 
 
 def load_run_tokenizer(run_dir: Path) -> RunTokenizer:
-    """The run's tokenizer, with the id that ends a demonstration.
+    """Loads the run's tokenizer, with the id that ends a demonstration.
 
     Raises:
-        ModelError: the run has stored none, or it no longer encodes as it did.
+        ModelError: the run has none, or it no longer encodes as it did.
     """
     about, folder = _about(run_dir), run_dir / TOKENIZER_FOLDER
     tokenizer = _read(folder, about)
@@ -76,12 +82,14 @@ def load_run_tokenizer(run_dir: Path) -> RunTokenizer:
 
 
 def _read(folder: Path, about: dict[str, Any]) -> Any:
-    """As the plain tokenizer.json where that encodes the same (no torch is imported), else as its own class."""
+    """Loads the plain tokenizer.json if that encodes the same (which imports no torch), else the tokenizer's
+    own class.
+    """
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # else: that the class is not the one the files name
+    logging.set_verbosity_error()  # suppresses a warning about the class
     try:
         if (folder / "tokenizer.json").is_file():
             plain = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)

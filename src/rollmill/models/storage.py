@@ -1,8 +1,8 @@
-"""Memory of tensors, handed back and taken again in place.
+"""Frees and refills the memory of tensors in place.
 
-A tensor looks at a storage; tied parameters, views, gradients' owners and an engine that decodes with the trainer's
-parameters all look at the same one. So it is the storage whose memory is freed and filled again: every tensor stays the
-object it was, and what was shared stays shared (FSDP frees its parameters in this way, arXiv:2304.11277).
+A tensor is a view of a storage; tied parameters, views, gradients' owners and an engine that decodes with the trainer's
+parameters all share one. So the storage's memory is freed and filled again: every tensor remains the same object, and
+shared memory stays shared (FSDP frees its parameters this way, arXiv:2304.11277).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 
 def collect_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """The storages that tensors look at, each once; those without memory are left out."""
+    """Returns the distinct storages of tensors that have memory."""
     found: dict[int, UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -24,13 +24,13 @@ def collect_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def ensure_own_memory(tensors: Iterable[Tensor]) -> None:
-    """Give memory of its own to what looks at memory that cannot be handed back, such as that of a file.
+    """Copies memory that cannot be freed, such as that of a mapped file, into new storages.
 
-    Tensors that shared a storage share the new one. Has to come before other tensors look at the storage. What was
-    read from a file lies where the file has it, and kernels round otherwise there: on aligned memory, which all else
-    has, a model computes the same bits before and after it was saved or moved.
+    Tensors that shared a storage share the new one. Call it before other tensors share the storage. Mapped tensors may
+    also be unaligned, and kernels round differently there: with aligned memory, a model computes the same bits before
+    and after it was saved or moved.
     """
-    made: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}  # with the old ones, whose addresses are the keys
+    made: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}  # holds the old ones too, whose addresses are the keys
     for tensor in tensors:
         old = tensor.untyped_storage()
         if old.resizable():
@@ -41,17 +41,17 @@ def ensure_own_memory(tensors: Iterable[Tensor]) -> None:
 
 
 def view_storage_like(storage: UntypedStorage, like: Tensor) -> Tensor:
-    """A tensor of the same type and shape that looks at the same place of another storage."""
+    """Returns a tensor of the same type, shape and offset in another storage."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def storage_bytes(storage: UntypedStorage) -> Tensor:
-    """The contents: uint8 [bytes], the same memory."""
+    """Returns the contents as uint8 [bytes], sharing memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def free_storages(storages: Sequence[UntypedStorage]) -> None:
-    """Hand their memory back. On a GPU, work that was queued before is done with it first: memory goes by stream."""
+    """Frees the memory. On a GPU, work queued earlier on the stream completes first."""
     for storage in storages:
         storage.resize_(0)

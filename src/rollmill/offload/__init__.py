@@ -1,4 +1,4 @@
-"""Residency: what is on the device, in host memory, on disk or destroyed in which phase of a step."""
+"""Offloading: moves components between device, host memory and disk, or destroys them, by phase of a step."""
 
 from rollmill.offload.components import Offloadable, OffloadableTensors, RebuildableComponent
 from rollmill.offload.manager import OffloadManager

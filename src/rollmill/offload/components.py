@@ -1,4 +1,4 @@
-"""Residents: components that can leave the device and come back."""
+"""Components that can leave the device and return."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Offloadable(Protocol):
     name: str
 
     def bytes(self) -> int:
-        """What it takes on the device now."""
+        """Bytes on the device now."""
         ...
 
     def move(self, place: StorageTier) -> int:
-        """Be there; the bytes that were copied, or freed where it is destroyed. Nothing happens where it is there."""
+        """Moves the component there, if it is elsewhere; returns the bytes copied, or freed if it is destroyed."""
         ...
 
     def copies(self) -> Mapping[int, UntypedStorage]:
-        """What is away: copies by the address (`_cdata`) of the storage they were taken from."""
+        """Copies of offloaded storages, by the address (`_cdata`) of the original storage."""
         ...
 
     def close(self) -> None:
-        """Free what is held off the device."""
+        """Frees copies off the device."""
         ...
 
 
@@ -39,9 +39,9 @@ class OffloadableTensors:
     """Weights or an optimizer's state.
 
     Args:
-        tensors: they, as they are when asked: an optimizer makes its state at its first step.
-        copies: by place, where it may be.
-        frozen: it is changed rarely, so that a copy stays good until then.
+        tensors: returns the current tensors; an optimizer creates its state in its first step.
+        copies: store of each tier that is allowed.
+        frozen: the tensors rarely change, so reuse a copy until they do.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class OffloadableTensors:
         return sum(storage.nbytes() for storage in collect_storages(self._tensors()))
 
     def move(self, place: StorageTier) -> int:
-        """See Offloadable. Raises OffloadError where there is no room; then it stays."""
+        """See Offloadable. Raises OffloadError if there is no room; then the component stays."""
         if place == self._place:
             return 0
         moved = self._come()
@@ -109,11 +109,11 @@ class OffloadableTensors:
 
 
 class RebuildableComponent:
-    """Something that is destroyed and made again from what else there is.
+    """A component that is destroyed and rebuilt from others.
 
     Args:
-        size: what it takes now, in bytes.
-        make: brings it up to date, whether it is there or not.
+        size: returns its current bytes.
+        make: builds or updates it.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RebuildableComponent:
 
 
 class ThreadBoundComponent:
-    """A resident that a thread uses: it is moved in that thread, when what it does now has ended."""
+    """A component used by a thread: it is moved in that thread, after the thread's current work."""
 
     def __init__(self, inner: Offloadable, thread: Executor) -> None:
         self.name, self._inner, self._thread = inner.name, inner, thread

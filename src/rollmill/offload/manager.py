@@ -1,4 +1,4 @@
-"""Moves what has to move before a phase begins."""
+"""Moves components as the offload plan requires before each phase, and measures the peak memory of phases."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from rollmill.offload.components import Offloadable
 from rollmill.offload.plan import GB, OffloadPlan, StorageTier
 from rollmill.trackers.host_memory import peak_rss, reset_peak_rss, trim_heap
 
-# The most memory that each phase takes: resident set of the process on a CPU, torch's allocations on a GPU.
-
 
 class PhasePeakMemory:
-    """Peaks by phase, in bytes. A phase lasts until the next one begins."""
+    """Peak memory by phase in bytes: the process's component set on a CPU, torch's allocations on a GPU.
+
+    A phase lasts until the next one begins.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,18 +29,18 @@ class PhasePeakMemory:
         self._peaks: dict[str, int] = {}
 
     def begin(self, phase: str) -> None:
-        """What is taken from now on is this phase's."""
-        self._note()
+        """Begins a phase."""
+        self._record()
         self._phase = phase
 
     def take(self) -> dict[str, int]:
-        """The peaks since the last call."""
-        self._note()
+        """Returns and clears the peaks since the last call."""
+        self._record()
         taken, self._peaks = self._peaks, {}
         return taken
 
-    def _note(self) -> None:
-        """Read the mark, and set it back to what is taken now."""
+    def _record(self) -> None:
+        """Records the peak and resets the counter."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -50,52 +51,54 @@ class PhasePeakMemory:
             self._peaks[self._phase] = max(peak, self._peaks.get(self._phase, 0))
 
 
-POLICY, CAST = "policy", "cast"  #: the engine's cast is made from the policy
-_SHARED_BY_STAGES = (POLICY, "rewards")  #: the next stage has the same ones
+POLICY, CAST = "policy", "cast"  #: the engine's cast is built from the policy
+_SHARED_BY_STAGES = (POLICY, "rewards")  #: used by the next stage as well
 
 
 class OffloadManager:
-    """Residents and the plan they follow. At first everything is on the device."""
+    """Moves components according to a plan. Initially everything is on the device."""
 
-    def __init__(self, residents: Sequence[Offloadable], plan: OffloadPlan, device: torch.device) -> None:
+    def __init__(self, components: Sequence[Offloadable], plan: OffloadPlan, device: torch.device) -> None:
         self.plan, self._device = plan, device
-        self._residents = residents
+        self._components = components
         self._peaks = PhasePeakMemory(device)
         self._phase: Phase | None = None
         self._seconds: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
 
     def enter(self, phase: Phase) -> bool:
-        """A phase begins: what it has no use for leaves, then what it needs comes. Whether anything was copied.
+        """Enters a phase: offloads what it does not need, then loads what it needs. Returns whether anything was
+        copied.
 
         Raises:
-            OffloadError: there is no room where something goes; it is where it was, and others may have left: what a
-                phase needs comes when one is entered again.
+            OffloadError: a target has no room. The component stays, others may have moved; entering a phase again loads
+                what it needs.
         """
         if phase == self._phase:
             return False
         self._phase = None
         places = self.plan.places[phase]
-        going = [each for each in self._residents if places[each.name] != "device" and each.name != POLICY]
-        others = [each for each in self._residents if each not in going]
-        left = sum(self._move(each, places[each.name]) for each in going)
+        leaving = [each for each in self._components if places[each.name] != "device" and each.name != POLICY]
+        others = [each for each in self._components if each not in leaving]
+        left = sum(self._move(each, places[each.name]) for each in leaving)
         if left:
-            self._give_back()
+            self._release_memory()
         self._peaks.begin(phase)
         stays = places[POLICY] == "device"
-        turns = {POLICY: 0 if stays else 2, CAST: 1}  # when the cast is made the policy may go, and there is room
+        turns = {POLICY: 0 if stays else 2, CAST: 1}  # once the cast is built the policy may leave, which makes room
         others.sort(key=lambda each: turns.get(each.name, 3))
-        came = sum(self._move(each, places[each.name]) for each in others)
+        loaded = sum(self._move(each, places[each.name]) for each in others)
         if not stays:
-            self._give_back()
+            self._release_memory()
         self._phase = phase
-        return left + came > 0
+        return left + loaded > 0
 
     def whole(self, state: Any) -> Any:
-        """`state` (dicts and lists of tensors) with copies in the place of tensors whose memory is away: what a
-        checkpoint keeps. The copies are read where they are, so nothing comes back for it.
+        """Replaces offloaded tensors in `state` (dicts and lists of tensors) with their copies, for a checkpoint.
+
+        The copies are used where they are, so nothing is loaded.
         """
-        copies = {address: copy for each in self._residents for address, copy in each.copies().items()}
+        copies = {address: copy for each in self._components for address, copy in each.copies().items()}
 
         def present(tensor: Tensor) -> Tensor:
             copy: UntypedStorage | None = copies.get(tensor.untyped_storage()._cdata)
@@ -104,7 +107,9 @@ class OffloadManager:
         return tree_map_only(Tensor, present, state)
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: memory/PHASE, the peak in GB, and of what was moved residency/NAME/gb and /seconds."""
+        """Metrics since the last call: memory/PHASE (peak in GB), and residency/NAME/gb and /seconds of what
+        was moved.
+        """
         found = {f"memory/{phase}": peak / GB for phase, peak in self._peaks.take().items()}
         for name, moved in self._bytes.items():
             found |= {f"residency/{name}/gb": moved / GB, f"residency/{name}/seconds": self._seconds[name]}
@@ -112,23 +117,23 @@ class OffloadManager:
         return found
 
     def close(self) -> None:
-        """Bring back what others go on with, and free what the rest has elsewhere."""
-        for each in self._residents:
+        """Loads what later stages use, and frees all copies."""
+        for each in self._components:
             if each.name in _SHARED_BY_STAGES:
                 each.move("device")
             each.close()
         self._phase = None
 
-    def _move(self, resident: Offloadable, place: StorageTier) -> int:
+    def _move(self, component: Offloadable, place: StorageTier) -> int:
         began = time.perf_counter()
-        moved = resident.move(place)
+        moved = component.move(place)
         if moved:
-            name = resident.name
+            name = component.name
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
             self._bytes[name] = self._bytes.get(name, 0) + moved
         return moved
 
-    def _give_back(self) -> None:
-        """To the system: glibc keeps what is freed, in case it is wanted again."""
+    def _release_memory(self) -> None:
+        """Returns freed memory to the system, since glibc keeps it."""
         if self._device.type == "cpu":
             trim_heap()

@@ -1,4 +1,4 @@
-"""The plan: where each component is in each phase, as the run file chooses it and as the budget asks for."""
+"""The offload plan: the tier of each component in each phase, from run file and memory budget; component sizes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rollmill.rewards.reward_model import loaded_reward_models
 StorageTier = Literal["device", "memory", "disk", "destroyed"]
 GB = 1e9
 GRADIENTS = "gradients"
-"""They exist inside an update only, so they take room and never move."""
+"""They exist only during an update, so they count but never move."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
     """A component: its size in bytes and the phases that need it on the device.
 
-    `choice` is the run file's: where it is in the other phases. `away` is where `auto` puts what has no room. One of
-    unknown size (`eager`) leaves whenever anything leaves.
+    `choice` is its tier in the other phases, from the run file. `away` is the tier that `auto` uses if there is no
+    room. An `eager` component has an unknown size and leaves whenever anything leaves.
     """
 
     name: str
@@ -44,13 +44,13 @@ class ComponentSpec:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """Where each component is, by phase, and how many bytes are on the device then."""
+    """Tier of each component by phase, and the bytes on the device."""
 
     places: Mapping[Phase, Mapping[str, StorageTier]]
     sizes: Mapping[Phase, int]
 
     def describe(self) -> str:
-        """One line: what leaves the device when, and the size of what stays."""
+        """Returns one line: which component leaves the device when, and the size of the rest."""
         left: dict[str, list[str]] = {}
         for phase, places in self.places.items():
             for name, place in places.items():
@@ -64,10 +64,11 @@ class OffloadPlan:
 def plan_offload(
     parts: Sequence[ComponentSpec], phases: Sequence[Phase], budget: float, where: str = ""
 ) -> OffloadPlan:
-    """The plan for a budget in bytes. In every phase what does not fit leaves, the largest idle component first.
+    """Builds the plan for a budget in bytes. In every phase components that do not fit leave, the largest idle one
+    first.
 
     Args:
-        where: what the error begins with, such as the stage.
+        where: prefix of the error message, such as the stage.
 
     Raises:
         ConfigError: a phase needs more than the budget; names the phase, its components and their sizes.
@@ -92,7 +93,7 @@ def plan_offload(
 
 
 def _components_that_fit(idle: Sequence[ComponentSpec], room: float) -> list[ComponentSpec]:
-    """Which of the idle components stay: those that `auto` leaves where they are, as far as there is room."""
+    """Returns the idle components with choice `auto` that fit and stay."""
     staying = sorted((part for part in idle if part.choice == "auto"), key=lambda part: part.size)
     all_of_them = len(staying)
     while staying and sum(part.size for part in staying) > room:
@@ -101,7 +102,7 @@ def _components_that_fit(idle: Sequence[ComponentSpec], room: float) -> list[Com
 
 
 def _offload_tier(part: ComponentSpec) -> StorageTier:
-    """Where it is when it is not on the device. What the user wants in memory is on disk where memory is the device."""
+    """Tier of a component off the device. Disk replaces memory where host memory is the device."""
     if part.choice == "auto" or part.choice == "device" or (part.choice == "memory" and part.away == "disk"):
         return part.away
     return part.choice
@@ -111,14 +112,14 @@ def _describe_tier(place: StorageTier) -> str:
     return {"memory": "in memory", "disk": "on disk"}.get(place, place)
 
 
-# How much the components of a stage take, before any of them is made.
-
 _SHARE = 0.8
 _MASTER = 4  # bytes of an fp32 master weight
 
 
 def estimate_component_sizes(stage: StageConfig, policy: PolicyModel, precision: str) -> dict[str, int]:
-    """Bytes of each component that the stage has, and of `gradients`; those of the engine's cache are not known: 0."""
+    """Bytes of each component of the stage, and of `gradients`, before any is built; 0 for the engine's cache
+    (unknown).
+    """
     model: Any = policy.model
     needs = component_phases(stage)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -150,14 +151,14 @@ def estimate_component_sizes(stage: StageConfig, policy: PolicyModel, precision:
 
 
 def default_memory_budget(device: torch.device) -> float:
-    """What a run may take where it says nothing: a share of the device's memory, in bytes."""
+    """Default budget: a share of the device's memory, in bytes."""
     if device.type == "cuda":
         return _SHARE * torch.cuda.get_device_properties(device).total_memory
     return _SHARE * psutil.virtual_memory().total
 
 
 def _cast_bytes(model: nn.Module, precision: str) -> int:
-    """The engine's twin (engines/native/weights.py): casts in bf16, merged weights in fp32."""
+    """Size of the engine's copy (engines/native/weights.py): cast weights in bf16, merged weights in fp32."""
     if precision == "bf16":
         return sum(2 * each.numel() for name, each in model.named_parameters() if ".lora_" not in name)
     return _weight_bytes(layer.base_layer.weight for layer in adapted_layers(model).values())
@@ -168,6 +169,6 @@ def _weight_bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _adam_state_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    """Two moments of each weight, and a step count of each tensor."""
+    """Size of two moments of each weight, and a step count of each tensor."""
     trained = list(parameters)
     return 2 * _weight_bytes(trained) + _MASTER * len(trained)

@@ -1,4 +1,4 @@
-"""Copies of storages off the device: in pinned host memory, or in a file without a name."""
+"""Stores for copies of storages off the device: pinned host memory, or an unnamed file."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from torch import Tensor, UntypedStorage
 from rollmill.errors import OffloadError
 from rollmill.models.storage import storage_bytes
 
-_ALIGNED = 64  # bytes: every type may begin there
+_ALIGNED = 64  # bytes, enough for every type
 
 
 class OffloadStore(Protocol):
     """Holds the contents of a list of storages."""
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """Copy them. The memory may be freed when this returns. Raises OffloadError where there is no room."""
+        """Copies the storages, whose memory may be freed afterwards. Raises OffloadError if there is no room."""
         ...
 
     def get(self, storages: Sequence[UntypedStorage]) -> None:
-        """Fill them; they have their size again."""
+        """Fills the storages, which have their size again."""
         ...
 
     def read(self) -> list[UntypedStorage]:
-        """The copies themselves, on the host, to be read."""
+        """Returns the copies on the host, for reading."""
         ...
 
     def close(self) -> None:
-        """Free what is held."""
+        """Frees the copies."""
         ...
 
 
 class PinnedMemoryStore:
-    """In pinned host memory, which a GPU copies to and from without the CPU. It is kept for the next time."""
+    """Stores copies in pinned host memory, which a GPU copies without the CPU. Allocations are reused."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
@@ -70,7 +70,7 @@ class PinnedMemoryStore:
 
 
 class TempFileStore:
-    """In a file of a folder. It has no name there, so nothing is left when the process ends, however it ends."""
+    """Stores copies in an unnamed file of a folder, so nothing remains when the process ends, however it ends."""
 
     def __init__(self, folder: Path, what: str) -> None:
         self._folder, self._what = folder, what
@@ -85,7 +85,7 @@ class TempFileStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
             self._file.truncate(self._ends()[-1])
-            if hasattr(os, "posix_fallocate"):  # a full disk shows at once
+            if hasattr(os, "posix_fallocate"):  # fails at once if the disk is full
                 os.posix_fallocate(self._file.fileno(), 0, self._ends()[-1])
             for start, storage in zip(self._starts(), storages, strict=True):
                 self._file.seek(start)
@@ -110,7 +110,7 @@ class TempFileStore:
                 inside.copy_(host)
 
     def read(self) -> list[UntypedStorage]:
-        """See Copies: the file, mapped into memory."""
+        """See OffloadStore. Maps the file into memory."""
         assert self._file is not None
         mapped = mmap.mmap(self._file.fileno(), self._ends()[-1], access=mmap.ACCESS_COPY)
         return [
@@ -135,11 +135,11 @@ class TempFileStore:
 
 
 def _buffer(host: Tensor) -> memoryview:
-    """The memory of a uint8 tensor [n] on the host; after `numpy()` its storage could no longer be freed."""
+    """Exposes the memory of a uint8 tensor [n] on the host. (After `numpy()` its storage could no longer be freed.)"""
     return memoryview((ctypes.c_ubyte * len(host)).from_address(host.data_ptr()) if len(host) else b"")
 
 
 def _synchronise(storages: Sequence[UntypedStorage]) -> None:
-    """Wait for copies that were queued."""
+    """Waits for queued copies."""
     for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""What a training step learns from: the oldest groups that wait in the store, each once, and older ones again."""
+"""Reads the batch of a training step from the store: the oldest fresh groups, and replayed ones."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ REPLAY_STREAM = 0x4E
 
 
 def oldest_allowed(config: StageConfig, version: int) -> int:
-    """The oldest version whose tokens weights of `version` may learn from, by max_staleness and buffer.max_age."""
+    """The oldest version whose tokens may be trained on at `version`, by max_staleness and buffer.max_age."""
     staleness, age = config.max_staleness, config.buffer.max_age
     return version - (staleness if age is None else min(age, staleness))
 
 
 class BatchReader:
-    """The store as the trainer of one stage sees it.
+    """Reads one stage's training batches from the store.
 
     Args:
-        first_version: of the weights when the stage began.
-        seed: what replay derives from.
+        first_version: version of the weights at the start of the stage.
+        seed: the seed of replay.
     """
 
     def __init__(
@@ -38,9 +38,7 @@ class BatchReader:
         self._replayed = 0
 
     def replay(self, version: int) -> list[Experience]:
-        """Experiences that the stage has learned from before, and that join the step after `version`; with the rewards
-        people have given them since.
-        """
+        """Return replayed experiences for the step after `version`, with the rewards people have given them since."""
         rule = self._config.buffer.replay
         self._taken = []
         if rule is None:
@@ -54,10 +52,10 @@ class BatchReader:
         return [experience for group in self._taken for experience in group.experiences]
 
     def take(self, version: int, min_version: int | None) -> list[Experience]:
-        """The oldest groups that wait, a batch of them, for the step after `version`.
+        """Take the oldest fresh groups, a batch of them, for the step after `version`.
 
         Args:
-            min_version: groups with older tokens are never learned from.
+            min_version: groups with older tokens are dropped.
 
         Raises:
             DeadlineError: there are too few.
@@ -70,7 +68,7 @@ class BatchReader:
         return [experience for group in fresh for experience in group.experiences]
 
     def learned(self, version: int) -> None:
-        """The trainer has learned from what was handed out for the step that made `version`."""
+        """Report that the batch has been trained on, in the step that made `version`."""
         rule = self._config.buffer.replay
         if rule is not None and rule.priority == "advantage":
             for group in self._taken:
@@ -79,10 +77,10 @@ class BatchReader:
         self._taken = []
 
     def metrics(self) -> dict[str, float]:
-        """What joined the last step again."""
+        """Count of replayed groups in the last step."""
         return {} if self._config.buffer.replay is None else {"replay/groups": float(self._replayed)}
 
 
 def _marked(experience: Experience) -> Experience:
-    """A copy that can be told from fresh ones."""
+    """Return a copy marked as replayed."""
     return replace(experience, info={**experience.info, REPLAYED: True}, advantage=None)

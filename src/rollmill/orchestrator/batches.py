@@ -1,9 +1,9 @@
-"""Batches of a stage: groups are rolled out, judged and verified, and wait in the buffer until a step takes them.
+"""Batches of a stage: groups are rolled out, rewarded and verified, then wait in the buffer until a step takes them.
 
     sampler -> scheduler (rollouts, rewards) -> pipeline -> buffer -> batch
 
-Groups pass the pipeline in the order their tasks were submitted, whatever finished first. For every group of which the
-pipeline leaves nothing another task is rolled out, so a batch is never short.
+Groups pass the pipeline in the order their tasks were submitted, whichever finished first. For every group that the
+pipeline drops entirely, another task is rolled out, so a batch is never short.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from rollmill.types import Experience, Task, first_per_rollout
 
 
 class BatchSource(Protocol):
-    """Where a stage's experiences come from."""
+    """Source of a stage's experiences."""
 
     async def roll_out(self, version: int, deadlines: int = 1) -> None:
-        """Start what the pacing rule admits while weights are at `version`, and wait for its tokens.
+        """Start the rollouts that the scheduler admits at weights `version`, and wait for their completions.
 
         Args:
             deadlines: how many times rollout.deadline_s they may take.
@@ -45,39 +45,39 @@ class BatchSource(Protocol):
         """See BatchReader."""
 
     def known(self) -> list[Experience] | None:
-        """What `collect` will give, judged or not; None where some tokens, or the pipeline's verdict, are missing."""
+        """The experiences that `collect` will return, perhaps without rewards; None while completions are missing."""
 
     async def collect(self, version: int) -> list[Experience]:
-        """The verified experiences of one batch of groups, once they are judged.
+        """Return the verified experiences of one batch of groups, once they have rewards.
 
         Raises:
-            PipelineError: operators leave nothing of too many groups; names those that dropped most.
-            DeadlineError: they do not come.
+            PipelineError: the pipeline drops too many groups entirely; names the operators that dropped most.
+            DeadlineError: they take too long.
         """
         ...
 
     def upcoming(self) -> list[list[Experience]]:
-        """Completions of later steps whose tokens are there, judged or not, batch by batch."""
+        """Finished completions of later steps, with or without rewards, batch by batch."""
         ...
 
     def learned(self, version: int) -> None:
         """See BatchReader."""
 
     def metrics(self) -> dict[str, float]:
-        """What was done since the last call."""
+        """Metrics since the last call."""
         ...
 
     def mark(self, state: StageState) -> None:
-        """Note a step boundary in the stage's state."""
+        """Record a step boundary in the stage's state."""
 
     async def snapshot(self, state: StageState) -> None:
-        """Put the groups of the last boundary into the state; waits for rewards of rollouts that have finished."""
+        """Store the groups of the last boundary in the state; waits for rewards of finished rollouts."""
 
     def restore(self, state: StageState) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
 
     async def close(self) -> None:
-        """Stop what is under way."""
+        """Stop all running work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,32 +98,32 @@ class RolloutComponents:
 class RolloutProducer:
     """The rollouts of one stage, from tasks to verified groups in the store."""
 
-    writer = EXPLORER  #: of the groups that are put into the store
+    writer = EXPLORER  #: writer of the groups stored
 
-    def __init__(self, config: StageConfig, line: RolloutComponents) -> None:
-        self._config, self._components, self._trace = config, line, line.trace
-        self._sampler = line.sampler
-        self._pipeline, self._store = line.pipeline, line.store
-        self._rollouts, self._queue = line.rollouts, line.rollouts.queue
+    def __init__(self, config: StageConfig, components: RolloutComponents) -> None:
+        self._config, self._components, self._trace = config, components, components.trace
+        self._sampler = components.sampler
+        self._pipeline, self._store = components.pipeline, components.store
+        self._rollouts, self._queue = components.rollouts, components.rollouts.queue
         self._observed = any(section.name == "success_rate" for section in config.pipeline)
         self._raw: list[list[float]] = []  # rewards by group, since the last step
-        self._rejected: list[list[str]] = []  # why rollouts were, by group of which nothing was left
+        self._rejected: list[list[str]] = []  # reasons by fully rejected group
         self._late = 0
 
     async def _verify_oldest(self, count: int, version: int) -> int:
-        """Verify the oldest `count` groups, once they are judged; of how many nothing is left to learn from."""
+        """Verify the oldest `count` groups, once they have rewards; return how many were dropped entirely."""
         wasted = 0
         for experiences in await self._queue.get(count, self._config.rollout.deadline_s):
             wasted += not await self._admit(experiences, version)
         return wasted
 
     def _require_some(self, wasted: int) -> None:
-        """Raises PipelineError where too many groups of one step came to nothing; names what dropped most."""
+        """Raise PipelineError if too many groups of one step were dropped; names what dropped most."""
         if wasted > self._config.rollout.refills * self._config.rollout.batch:
             raise PipelineError(self._nothing_left(wasted))
 
     async def _admit(self, group: Sequence[Experience], version: int) -> bool:
-        """Verify a group; whether anything is left of it. One that is too stale was not wasted: it is not counted."""
+        """Verify a group; return whether any of it is left. A group that is too stale counts as left, not as wasted."""
         experiences = accepted(group)
         if not experiences:
             self._rejected.append([each.info[REJECTION_REASON_KEY] for each in group])
@@ -135,20 +135,20 @@ class RolloutProducer:
         return await self._verify(experiences, version)
 
     def _observe(self, experiences: Sequence[Experience]) -> None:
-        """Take note of the rewards of a group's rollouts."""
+        """Record the rewards of a group's rollouts."""
         rewards = [each.reward for each in first_per_rollout(experiences) if each.reward is not None]
         self._raw.append(rewards)
         if rewards and not self._observed:
             self._sampler.observe(experiences[0].task_id, [min(max(reward, 0.0), 1.0) for reward in rewards])
 
     def _is_late(self, experiences: Sequence[Experience], version: int) -> bool:
-        """Whether a group is staler than the stage allows: others were put into the buffer before it meanwhile."""
+        """Whether a group is staler than the stage allows, because others entered the buffer before it."""
         return 0 <= oldest_version(experiences) < version - self._config.max_staleness
 
     async def _verify(self, experiences: Sequence[Experience], version: int) -> bool:
-        """One group through the pipeline into the store; whether anything of it is left to learn from."""
-        own = [_copied(each) for each in experiences] if len(self._pipeline) else experiences
-        left = await self._pipeline.process(own, self._context(version))
+        """Pass one group through the pipeline into the store; return whether anything is left to train on."""
+        copies = [_copied(each) for each in experiences] if len(self._pipeline) else experiences
+        left = await self._pipeline.process(copies, self._context(version))
         groups = split_by_kind(left, experiences[0].group, self._components.fingerprint)
         for group in groups:
             group.writer = self.writer if group.shelf is ExperienceKind.ROLLOUT else group.writer
@@ -172,22 +172,24 @@ class RolloutProducer:
         )
 
     def _nothing_left(self, wasted: int) -> str:
-        said = []
+        causes = []
         if self._rejected:
             reasons = Counter(reason for group in self._rejected for reason in group or ["the policy was never asked"])
             why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-            said.append(f"workflow `{self._config.workflow.name}` rejected all of {len(self._rejected)} groups ({why})")
+            causes.append(
+                f"workflow `{self._config.workflow.name}` rejected all of {len(self._rejected)} groups ({why})"
+            )
         for name, report in self._pipeline.reports().items():
             if report.dropped:
                 why = ", ".join(f"{count} {reason}" for reason, count in report.reasons.items())
-                said.append(f"`{name}` dropped {report.dropped} completions ({why})")
+                causes.append(f"`{name}` dropped {report.dropped} completions ({why})")
         return (
-            f"stage {self._config.name}: nothing was left of {wasted} groups in one step: {'; '.join(said)}. Loosen "
+            f"stage {self._config.name}: nothing was left of {wasted} groups in one step: {'; '.join(causes)}. Loosen "
             f"these, give other tasks, or raise rollout.refills ({self._config.rollout.refills})"
         )
 
     def metrics(self) -> dict[str, float]:
-        """What rollouts and pipeline did since the last call, and what the sampler knows."""
+        """Metrics of rollouts and pipeline since the last call, and of the sampler."""
         found = dict(self._sampler.metrics()) | self._rollouts.metrics()
         if self._rejected:
             found["rollout/empty_groups"] = float(len(self._rejected))
@@ -203,46 +205,52 @@ class RolloutProducer:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def mark(self, state: StageState) -> None:
-        """Note a step boundary in the stage's state."""
+        """Record a step boundary in the stage's state."""
         self._rollouts.mark(state)
         state.pipeline = self._pipeline.state_dict()
 
     async def snapshot(self, state: StageState) -> None:
-        """Put the groups of the last boundary into the state; waits for rewards of rollouts that have finished."""
+        """Store the groups of the last boundary in the state; waits for rewards of finished rollouts."""
         await self._rollouts.snapshot(state)
 
     def restore(self, state: StageState) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self._rollouts.restore(state)
         self._pipeline.load_state_dict(state.pipeline)
 
     async def close(self) -> None:
-        """Stop what is under way."""
+        """Stop all running work."""
         await self._rollouts.close()
         self._pipeline.close()
 
 
 def _copied(experience: Experience) -> Experience:
-    """A copy for operators to change: a checkpoint made while a step is under way holds what the explorer made."""
+    """Copy an experience for operators to change: a checkpoint made during a step holds the explorer's original."""
     arrays = {name: getattr(experience, name).copy() for name in ("token_ids", "action_mask", "logprobs", "versions")}
     parts, info = dict(experience.reward_parts), copy.deepcopy(experience.info)
     return replace(experience, **arrays, reward_parts=parts, info=info)
 
 
 class RolloutBatches(RolloutProducer):
-    """The rollouts of one stage, from tasks to batches; see Supplies.
+    """The rollouts of one stage, from tasks to batches; a BatchSource.
 
     Args:
-        first_version: of the weights when the stage began.
-        seed: what replay derives from.
+        first_version: version of the weights at the start of the stage.
+        seed: the seed of replay.
     """
 
     def __init__(
-        self, config: StageConfig, line: RolloutComponents, ratings: RatingOverrides, *, first_version: int, seed: int
+        self,
+        config: StageConfig,
+        components: RolloutComponents,
+        ratings: RatingOverrides,
+        *,
+        first_version: int,
+        seed: int,
     ) -> None:
-        super().__init__(config, line)
+        super().__init__(config, components)
         self._first_version = first_version
-        self._reader = BatchReader(config, line.store, ratings, first_version=first_version, seed=seed)
+        self._reader = BatchReader(config, components.store, ratings, first_version=first_version, seed=seed)
 
     async def roll_out(self, version: int, deadlines: int = 1) -> None:
         """See BatchSource."""
@@ -277,7 +285,7 @@ class RolloutBatches(RolloutProducer):
         return experiences
 
     def upcoming(self) -> list[list[Experience]]:
-        """See BatchSource; what the pipeline may still drop included."""
+        """See BatchSource. Includes groups that the pipeline may still drop."""
         groups = [accepted(group.known) for group in self._queue.all() if group.known]
         size = self._config.rollout.batch
         return [[each for group in groups[i : i + size] for each in group] for i in range(0, len(groups), size)]
@@ -294,5 +302,5 @@ class RolloutBatches(RolloutProducer):
         self._reader.learned(version)
 
     def metrics(self) -> dict[str, float]:
-        """What rollouts and pipeline did since the last call, what the sampler knows, and what joined again."""
+        """Metrics of rollouts, pipeline and replay since the last call, and of the sampler."""
         return super().metrics() | self._reader.metrics()

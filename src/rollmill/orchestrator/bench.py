@@ -1,4 +1,4 @@
-"""Models x sets of held-out tasks: every cell is evaluated once and stored, and not again."""
+"""Evaluates models x sets of held-out tasks. Results are stored by cell, and stored cells are not evaluated again."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ Progress = Callable[[str], None]
 def settings_of(
     config: Path | None, chosen: Sequence[EvalTarget], overrides: Sequence[str], samples: int | None, k: Sequence[int]
 ) -> tuple[LoadedRun, StageConfig]:
-    """The file that says what is evaluated (default: that of the first run), and its last stage with an evaluation.
+    """Load the run file with the evaluation (default: the first run's), and its last stage with an evaluation.
 
-    Raises ConfigError: there is no such file, nothing is evaluated in it, what is evaluated talks to a model that only
-    the run knows, or `samples` and `k` do not fit it.
+    Raises ConfigError: there is no such file or no evaluation in it, the evaluation uses a model that only the run
+    knows, or `samples` and `k` do not fit it.
     """
     runs = [each.run for each in chosen if each.run is not None]
     if config is None and not runs:
@@ -63,7 +63,7 @@ def settings_of(
     require_models(stage)
     changes: dict[str, Any] = {"evaluation": _with_samples(stage.evaluation, samples, k)}
     machine = loaded.path.parent / MACHINE
-    if stage.trainer.precision == "auto" and machine.is_file():  # the run's own, so that it finds what the run found
+    if stage.trainer.precision == "auto" and machine.is_file():  # the run's own, to reproduce its results
         precision = read_json_object(machine).get("precision", "auto")
         changes["trainer"] = stage.trainer.model_copy(update={"precision": precision})
     changed = stage.model_copy(update=changes)
@@ -74,7 +74,7 @@ def settings_of(
 
 
 def _overrides_of_last_stage(loaded: LoadedRun, overrides: Sequence[str]) -> Sequence[str]:
-    """Overrides as keys of the last stage with an evaluation."""
+    """Prefix overrides with the last stage that has an evaluation."""
     found = [index for index, stage in enumerate(loaded.stages) if stage.evaluation is not None]
     return stage_overrides(loaded, found[-1], overrides) if found else overrides
 
@@ -94,7 +94,7 @@ def _with_samples(evaluation: EvaluationConfig, samples: int | None, k: Sequence
 def bench(
     loaded: LoadedRun, stage: StageConfig, chosen: Sequence[EvalTarget], out: Path, progress: Progress
 ) -> Results:
-    """Evaluate every subject on every set; what `out` holds of the same weights and settings is taken from there.
+    """Evaluate every model on every set; results in `out` for the same weights and settings are reused.
 
     Raises RollmillError like an evaluation.
     """
@@ -112,14 +112,14 @@ def bench(
         todo = [name for name, found in stored.items() if found is None]
         if todo:
             progress(f"{subject.label}: {', '.join(name or 'held-out tasks' for name in todo)}")
-            asked, left = {name: tasksets[name] for name in todo}, _only_sets(stage, todo)
+            missing, todo_stage = {name: tasksets[name] for name in todo}, _only_sets(stage, todo)
             if isinstance(subject, ServedTarget):
-                evaluated = asyncio.run(_evaluate_served(loaded, left, subject, asked, out, marks, progress))
+                evaluated = asyncio.run(_evaluate_served(loaded, todo_stage, subject, missing, out, marks, progress))
             else:
                 policy = subject.load(loaded.config.seed, choose_device(loaded.config.device))
-                if precision is None:  # one for all, since a measurement may come out differently
+                if precision is None:  # one for all, since choosing again may give another result
                     precision = choose_precision(policy.model, policy.device)
-                found = _evaluate(loaded, left, subject, policy, precision, asked, examples, out, marks)
+                found = _evaluate(loaded, todo_stage, subject, policy, precision, missing, examples, out, marks)
                 evaluated = asyncio.run(found)
                 del policy, found
             stored |= {result.name: result for result in evaluated}
@@ -143,17 +143,17 @@ async def _evaluate(
     sync = build_publisher(policy, engine, precision)
     sync.publish(subject.step or 0)
 
-    def make_judge(rewards: Any) -> Any:
-        return build_reward_manager(rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+    def build_rewards(configs: Any) -> Any:
+        return build_reward_manager(configs, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
 
-    judge = make_judge(stage.rewards)
-    explorers = StageExplorers(stage, policy, engine, judge, precision=precision, tasks=examples)
+    rewards = build_rewards(stage.rewards)
+    explorers = StageExplorers(stage, policy, engine, rewards, precision=precision, tasks=examples)
     evaluator = Evaluator(
         stage,
         select_held_out(stage, policy, tasksets, []),
-        judge=judge,
+        rewards=rewards,
         explorers=explorers,
-        make_judge=make_judge,
+        build_rewards=build_rewards,
         seed=loaded.config.seed,
     )
     try:
@@ -163,7 +163,7 @@ async def _evaluate(
         await explorers.close()
         await engine.close()
         sync.close()
-        judge.close()
+        rewards.close()
 
 
 async def _evaluate_served(
@@ -175,30 +175,30 @@ async def _evaluate_served(
     marks: Mapping[str, str],
     progress: Progress,
 ) -> list[SetResult]:
-    """As `_evaluate`. What gets no reply earned nothing, and is told of."""
+    """Evaluate a served model, like `_evaluate`. Completions without a reply get no reward and are reported."""
     assert stage.evaluation is not None
 
     sets = stage.evaluation.all_sets()
     for each in sets.values():
         check_endpoint_support(stage.for_evaluation(each), str(subject.folder))
 
-    def make_judge(rewards: Any) -> Any:
-        return build_reward_manager(rewards, stage.judging, device=str(choose_device(loaded.config.device)))
+    def build_rewards(configs: Any) -> Any:
+        return build_reward_manager(configs, stage.judging, device=str(choose_device(loaded.config.device)))
 
     model = ServedModel(
         str(subject.folder), connect_endpoint(str(subject.folder), subject.model), completes=subject.model.completes
     )
-    judge = make_judge(stage.rewards)
+    rewards = build_rewards(stage.rewards)
     held_out = {name: tasksets[name].tasks[: each.limit] for name, each in sets.items()}
-    explorers = ServedExplorers(model, judge)
+    explorers = ServedExplorers(model, rewards)
     seed = loaded.config.seed
-    evaluator = Evaluator(stage, held_out, judge=judge, explorers=explorers, make_judge=make_judge, seed=seed)
+    evaluator = Evaluator(stage, held_out, rewards=rewards, explorers=explorers, build_rewards=build_rewards, seed=seed)
     try:
         results = await _all_sets(evaluator, tasksets, subject, out, marks)
     finally:
         await evaluator.close()
         model.close()
-        judge.close()
+        rewards.close()
     if model.unanswered:
         first = model.unanswered[0]
         progress(f"{subject.label}: {len(model.unanswered)} completions never came and earned nothing; {first}")
@@ -208,7 +208,7 @@ async def _evaluate_served(
 async def _all_sets(
     evaluator: Evaluator, names: Iterable[str], subject: EvalTarget, out: Path, marks: Mapping[str, str]
 ) -> list[SetResult]:
-    """One set after the other; each is written when it is there."""
+    """Evaluate one set after the other; each result is written at once."""
     results: list[SetResult] = []
     for name in names:
         [found] = (await evaluator.evaluate([name])).sets
@@ -219,7 +219,7 @@ async def _all_sets(
 
 
 def _only_sets(stage: StageConfig, names: Sequence[str]) -> StageConfig:
-    """The stage with an evaluation of these sets alone."""
+    """The stage with an evaluation of these sets only."""
     evaluation = stage.evaluation
     assert evaluation is not None
     sets = {name: each for name, each in evaluation.sets.items() if name in names}
@@ -228,28 +228,28 @@ def _only_sets(stage: StageConfig, names: Sequence[str]) -> StageConfig:
 
 
 def _file(out: Path, subject: EvalTarget, name: str) -> Path:
-    """One file per cell; a digest tells labels apart that are the same once they are plain."""
-    plainly = re.sub(r"[^\w.@-]+", "-", subject.label).strip("-")
+    """Path of a cell's file; a digest tells apart labels that are equal once simplified."""
+    simplified = re.sub(r"[^\w.@-]+", "-", subject.label).strip("-")
     digest = hashlib.sha256(subject.label.encode()).hexdigest()[:6]
-    return out / CELLS / f"{plainly}-{digest}" / f"{name or 'held-out'}{'.set' if name else ''}.json"
+    return out / CELLS / f"{simplified}-{digest}" / f"{name or 'held-out'}{'.set' if name else ''}.json"
 
 
 def _fingerprint(loaded: LoadedRun, stage: StageConfig, name: str, tasks: str, subject: EvalTarget) -> str:
-    """A digest of all that a cell's numbers depend on; `tasks` is one of the tasks themselves."""
+    """A digest of everything that a cell's numbers depend on; `tasks` is the digest of the tasks."""
     assert stage.evaluation is not None
     section = stage.evaluation.all_sets()[name]
-    asked = stage.for_evaluation(section)
+    evaluated = stage.for_evaluation(section)
     keys = {"workflow", "environment", "tools", "models", "rewards", "judging", "rollout"}
     own = section.model_dump(mode="json", exclude={"every", "at_start", "sets"})
-    settings = [name, own, asked.model_dump(mode="json", include=keys), loaded.config.seed, stage.trainer.precision]
+    settings = [name, own, evaluated.model_dump(mode="json", include=keys), loaded.config.seed, stage.trainer.precision]
     code = [file.read_text() for file in loaded.config.plugins]
     return _digest([json.dumps(settings, sort_keys=True), tasks, *code, subject.identity()])
 
 
 def _content(task: Task) -> str:
-    """What a task says, as text."""
-    said = [task.id, task.prompt, task.answer, task.response, task.metadata]
-    return json.dumps(said, sort_keys=True, default=lambda other: type(other).__name__)
+    """A task's content as text."""
+    content = [task.id, task.prompt, task.answer, task.response, task.metadata]
+    return json.dumps(content, sort_keys=True, default=lambda other: type(other).__name__)
 
 
 def _digest(texts: Sequence[str]) -> str:

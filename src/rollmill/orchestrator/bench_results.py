@@ -1,4 +1,4 @@
-"""What a bench found: estimates of every cell, and differences between subjects on the same tasks."""
+"""Results of a bench: estimates of every cell, and differences between models on the same tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = ("subject", "run", "step", "set", "measure", "value", "low", "high", "
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One subject on one set."""
+    """Result of one model on one set."""
 
     subject: EvalTarget
     result: SetResult
@@ -27,7 +27,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How much better the second subject is than the first, on the tasks that both have answered."""
+    """Paired difference of two models (second minus first), on the tasks that both have answered."""
 
     set: str
     measure: str
@@ -49,7 +49,7 @@ class Results:
         return list(dict.fromkeys(cell.result.name for cell in self.cells))
 
     def rows(self) -> Iterator[tuple[Cell, str, IntervalEstimate]]:
-        """Every estimate; `mean@N` is `sampled` by another name and left out."""
+        """Every estimate; `mean@N` is another name for `sampled` and left out."""
         for cell in self.cells:
             for measure, estimate in cell.result.estimates().items():
                 if not measure.startswith("mean@"):
@@ -57,7 +57,7 @@ class Results:
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """All pairs of subjects, set by set and measure by measure."""
+        """Comparisons of all pairs of models, by set and measure."""
         found: list[Comparison] = []
         for name in self.sets:
             cells = [cell for cell in self.cells if cell.result.name == name]
@@ -66,7 +66,7 @@ class Results:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """All results as JSON."""
         return {
             "results": [_row(*each) for each in self.rows()],
             "comparisons": [
@@ -77,7 +77,7 @@ class Results:
         }
 
     def to_csv(self) -> str:
-        """The estimates, one a line."""
+        """The estimates, one per line."""
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()

@@ -1,4 +1,4 @@
-"""The stores that a run opens: its own, people's feedback on it, and what other runs hold."""
+"""Opens the experience stores of a run: its own, its feedback, and those of other runs."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Buffers:
     """Opens stores and closes all of them at the end.
 
     Args:
-        run_id: what a database that several runs share knows the run by.
-        read_only: the run is looked at, not continued: nothing is opened, and nothing is kept.
-        shared: other processes put groups and take them, so `auto` stands for a database.
+        run_id: identifies the run in a database that several runs share.
+        read_only: the run is only read, not continued: nothing is opened or stored.
+        shared: other processes put and take groups, so `auto` means a database.
     """
 
     def __init__(self, run_dir: Path, run_id: str, *, read_only: bool = False, shared: bool = False) -> None:
         self.run_dir, self._run_id, self._read_only, self._shared = run_dir, run_id, read_only, shared
-        self._open: dict[str, ExperienceStore] = {}  # by what was asked for
+        self._open: dict[str, ExperienceStore] = {}  # by name
 
     def open_all(self, stages: Sequence[StageConfig]) -> None:
-        """Open what the stages will ask for, so that what is missing shows before the first has run."""
+        """Open all stores of the stages, so that missing ones show before the first stage runs."""
         for stage in stages:
             self.of_stage(stage)
             if stage.algorithm.uses_examples:
@@ -43,7 +43,7 @@ class Buffers:
                     self.of_others(source)
 
     def of_stage(self, config: StageConfig) -> ExperienceStore:
-        """Where a stage keeps its experiences."""
+        """Open the store of a stage's experiences."""
         options, persistent = config.buffer, config.persistent or self._shared
         if self._read_only or not options.in_database(persistent):
             return MemoryStore(keep=0 if options.replay is None else options.replay.capacity)
@@ -54,14 +54,14 @@ class Buffers:
         return self._kept(f"the run's {options.url}", opened)
 
     def of_run(self, store: ExperienceStore) -> list[StoreReader]:
-        """What has been put on the run's shelves: in the stage's own store, and by feedback beside it."""
+        """Readers of the run's experiences: the stage's own store, and the feedback stored beside it."""
         own = StoreReader("this run", lambda: store)
         if not isinstance(store, MemoryStore):
             return [own]
         return [own, StoreReader("the run's feedback", self._feedback)]
 
     def of_others(self, source: Path) -> StoreReader:
-        """What another run, or a Parquet file, holds."""
+        """Reader of another run's store or of a Parquet file."""
         if self._read_only:
             return StoreReader(str(source), MemoryStore)
         store = self._kept(
@@ -70,7 +70,7 @@ class Buffers:
         return StoreReader(str(source), lambda: store)
 
     def close(self) -> None:
-        """Close everything that was opened; who writes last, since only that one tidies up beside a SQLite file."""
+        """Close all stores; the writer last, since only it cleans up beside a SQLite file."""
         for store in reversed(self._open.values()):
             store.close()
         self._open.clear()
@@ -81,9 +81,9 @@ class Buffers:
         return self._open[name]
 
     def _feedback(self) -> ExperienceStore | None:
-        """Where feedback is put on a run that keeps nothing there itself; None while nobody has said anything.
+        """Store of feedback on a run that keeps its experiences in memory; None before the first feedback.
 
-        Opened for writing: the file may be there before its tables are.
+        Opened for writing: the file may exist before its tables do.
         """
         if not (self._has_url or (self.run_dir / DATABASE_FILE).is_file()):
             return None
@@ -95,7 +95,7 @@ class Buffers:
 
 
 def _read(file: Path) -> MemoryStore:
-    """A Parquet file's demonstrations, pairs and ratings."""
+    """Read a Parquet file's demonstrations, pairs and ratings."""
     store = MemoryStore()
     store.put(
         [

@@ -1,8 +1,8 @@
 """Checkpoints: atomic, complete, retained by policy.
 
-`RUN/checkpoints/step-000012/` is a Hugging Face checkpoint directory (any program loads it) with two files more:
-`state.json` (where the run is) and `trainer.pt` (optimizer, schedule, random state). It is written under another name
-and renamed, so a directory named step-N is whole, whenever the process was killed.
+`RUN/checkpoints/step-000012/` is a Hugging Face checkpoint directory (any program loads it) with two more files:
+`state.json` (the run's progress) and `trainer.pt` (optimizer, schedule, random state). It is written under another name
+and renamed, so a directory named step-N is complete, even if the process was killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Checkpoints:
         self.folder = run_dir / FOLDER
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint, in order."""
+        """Steps that have a complete checkpoint, in order."""
         if not self.folder.is_dir():
             return []
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
@@ -55,7 +55,7 @@ class Checkpoints:
         """Write the checkpoint of a step that has none.
 
         Args:
-            export: writes into the folder what a stage makes besides the policy.
+            export: writes what a stage produces besides the policy into the folder.
 
         Raises:
             CheckpointError: the disk is full or not writable; older checkpoints are untouched.
@@ -69,13 +69,13 @@ class Checkpoints:
             save_policy(model, tokenizer, temporary)
             if export is not None:
                 export(temporary)
-            with (temporary / TRAINER).open("wb") as file:  # Python's files say why they cannot be written
+            with (temporary / TRAINER).open("wb") as file:  # Python's files report why a write fails
                 torch.save(trainer, file)
             (temporary / STATE).write_text(json.dumps(state, allow_nan=False) + "\n")
             _flush(temporary)
             temporary.rename(final)
             _flush_directory(self.folder)
-        except Exception as error:  # libraries wrap the operating system's error in types of their own
+        except Exception as error:  # libraries wrap the operating system's error
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"cannot write the checkpoint {final}: {_reason(error)}. Earlier checkpoints are whole; free some "
@@ -84,7 +84,7 @@ class Checkpoints:
         return final
 
     def read(self, step: int) -> tuple[RunState, dict[str, Any]]:
-        """state and trainer as they were written.
+        """Read state and trainer state.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -98,7 +98,7 @@ class Checkpoints:
         return state, trainer
 
     def prune(self, keep_last: int, also: Iterable[int]) -> None:
-        """Remove all but the newest `keep_last` and the steps in `also`, and what killed writers left behind."""
+        """Remove all but the newest `keep_last` and the steps in `also`, and leftovers of killed writers."""
         steps = self.steps()
         for step in set(steps[:-keep_last]) - set(also):
             self.path(step).rename(self.folder / f".removing-{step:06d}")  # half of a checkpoint must not look whole
@@ -111,14 +111,14 @@ class Checkpoints:
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """What to say of a checkpoint whose files are missing or damaged."""
+    """Build the CheckpointError for missing or damaged files."""
     return CheckpointError(
         f"cannot read the checkpoint {path}: {error}. Remove that folder to resume from the one before it."
     )
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's reason where there is one: torch and safetensors put errors of their own on top of it."""
+    """The operating system's reason, if there is one: torch and safetensors wrap it in their own errors."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__

@@ -1,4 +1,4 @@
-"""Components of a stage, built as its configuration says: rewards, trainer, rollouts, evaluator."""
+"""Builds the components of a stage from its configuration: rewards, trainer, rollouts, evaluator."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def build_stage_rewards(config: StageConfig, policy: PolicyModel, rewards: Seque
 def build_trainer(
     config: StageConfig,
     policy: PolicyModel,
-    judge: RewardManager | None,
+    rewards: RewardManager | None,
     context: RunContext,
     *,
     seed: int,
     kept_versions: int,
 ) -> Trainer | RewardTrainer | DistributedTrainer:
-    """Build what learns: the policy, or a reward model that begins as the policy."""
+    """Build the trainer of the policy, or of a reward model initialized from the policy."""
     algorithm = config.algorithm
     plan = TrainerSpec(
         algorithm,
@@ -59,7 +59,7 @@ def build_trainer(
         total_steps=config.steps,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=seed,
-        reward_weights=None if judge is None else dict(judge.weights),
+        reward_weights=None if rewards is None else dict(rewards.weights),
         plugins=tuple(context.plugins),
         kept_versions=kept_versions,
     )
@@ -76,10 +76,10 @@ def build_trainer(
 def build_rollouts(
     stage: Stage, explorers: StageExplorers | RemoteExplorers, counter: TokenCounter
 ) -> tuple[BatchSource | None, Evaluator | None]:
-    """Build the source of a stage's batches, as far as its algorithm rolls out, and its evaluator, if it has one.
+    """Build the source of a stage's batches, if its algorithm rolls out, and its evaluator, if it has one.
 
     Args:
-        counter: counts the tokens that are generated.
+        counter: counts the generated tokens.
     """
     config, policy, batches, evaluator = stage.config, stage.policy, None, None
     assert stage.rewards is not None
@@ -102,9 +102,9 @@ def build_rollouts(
         evaluator = Evaluator(
             config,
             stage.tasks.held_out,
-            judge=stage.rewards,
+            rewards=stage.rewards,
             explorers=explorers,
-            make_judge=partial(build_stage_rewards, config, policy),
+            build_rewards=partial(build_stage_rewards, config, policy),
             seed=stage.context.seed,
         )
     return batches, evaluator
@@ -123,7 +123,7 @@ def build_rollout_components(
     seed: int,
     prefix: str | None = None,
 ) -> RolloutComponents:
-    """Build what groups pass through; `prefix` begins their names (default: the stage's)."""
+    """Build the components that groups pass through; `prefix` starts their names (default: the stage's)."""
     advantage = getattr(config.algorithm, "advantage", None)
     by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
     batch = config.rollout.batch
@@ -143,13 +143,13 @@ def build_rollout_components(
         prefix=prefix,
     )
 
-    def make_judge(rewards: Sequence[RewardConfig]) -> RewardManager:
+    def build_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
         return build_stage_rewards(config, policy, rewards)
 
     return RolloutComponents(
         sampler,
         rollouts,
-        build_pipeline(config.pipeline, PipelineResources(make_judge, seed)),
+        build_pipeline(config.pipeline, PipelineResources(build_rewards, seed)),
         store,
         trace,
         policy.tokenizer,

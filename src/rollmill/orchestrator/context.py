@@ -1,4 +1,4 @@
-"""What all stages of a run share."""
+"""Settings and resources that all stages of a run share."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rollmill.trackers.heartbeat import HeartbeatWriter
 
 @dataclass(frozen=True)
 class RunContext:
-    """Settings of a run that its components need, wherever they are."""
+    """Settings of a run that its components need, in every process."""
 
     run_dir: Path
-    run_id: str  #: what a database and shared memory know the run by
+    run_id: str  #: identifies the run in a database and in shared memory
     seed: int
     precision: str  #: bf16 or fp32
-    threads: int  #: of each process
+    threads: int  #: threads of each process
     buffers: Buffers
-    plugins: Sequence[Path] = ()  #: files that processes import
+    plugins: Sequence[Path] = ()  #: plugin files that every process imports
     placement: PlacementConfig = field(default_factory=InlinePlacement)
-    heartbeat: HeartbeatWriter | None = None  #: of this process, where it works on a run
-    explorers: ActorPool | None = None  #: those of the run, on Ray; without, a stage starts its own
-    ranks: Sequence[dict[str, Any]] = ()  #: how Ray starts the trainer's other ones; without, child processes
+    heartbeat: HeartbeatWriter | None = None  #: of this process, while it works on a run
+    explorers: ActorPool | None = None  #: the run's explorers on Ray; None: a stage starts its own
+    ranks: Sequence[dict[str, Any]] = ()  #: how Ray starts the other ranks; empty: child processes
 
     def set_activity(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
-        """What this process does from now on, and what it waits for; see `rollmill status`."""
+        """Set what this process is doing and waiting for, as shown by `rollmill status`."""
         if self.heartbeat is not None:
             self.heartbeat.set_activity(doing, waits_for, version=version)

@@ -1,4 +1,4 @@
-"""Waits of the master, each with a deadline."""
+"""Waits of the orchestrator, each with a deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 async def wait_with_deadline(work: Awaitable[Result], seconds: float, waiter: str, owner: str) -> Result:
-    """What `work` gives. Raises DeadlineError after `seconds`, naming who waited for whom."""
+    """Return the result of `work`. Raises DeadlineError after `seconds`, naming the waiter and the work's owner."""
     try:
         async with asyncio.timeout(seconds):
             return await work

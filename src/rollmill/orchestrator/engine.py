@@ -1,4 +1,4 @@
-"""The rollout engine of a stage, and how the trainer's weights get there."""
+"""Builds the rollout engine of a stage, and the publisher that sends it the trainer's weights."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from rollmill.weights.layout import CRC32, XXH3
 def build_engine(
     policy: PolicyModel, config: StageConfig, precision: str, weights: Path | None = None, *, trained_on: bool = True
 ) -> RolloutEngine:
-    """The engine that `config.engine` names; it computes in `precision` (bf16 or fp32).
+    """Build the engine that `config.engine` names; it computes in `precision` (bf16 or fp32).
 
     Args:
-        weights: where vLLM's process finds shared weights that somebody else sends; None: `build_publisher` sends them.
-        trained_on: somebody learns from what it generates.
+        weights: where vLLM's process finds weights that another process shares; None: `build_publisher` shares them.
+        trained_on: its completions are trained on.
 
     Raises:
-        ConfigError: engine.python is no Python with vLLM; it shall sleep, and there is no GPU.
-        ModelError: vLLM cannot be given this model's weights.
+        ConfigError: engine.python is no Python with vLLM; sleep mode is configured without a GPU.
+        ModelError: vLLM cannot load this model's weights.
     """
     if isinstance(config.engine, VLLMEngineConfig) and uses_engine(config):
         return build_vllm_engine(policy, config.engine, config.rollout, precision, weights)
@@ -55,7 +55,7 @@ def replays_routing(config: StageConfig, model: nn.Module) -> bool:
     """Whether a stage trains tokens through the experts that their rollouts chose.
 
     Raises:
-        ConfigError: it shall, and the model is no mixture of experts.
+        ConfigError: it is configured, and the model is no mixture of experts.
     """
     wanted, native = config.trainer.router_replay, isinstance(config.engine, NativeEngineConfig)
     if not wanted or not native or not config.algorithm.uses_rollouts:
@@ -69,7 +69,7 @@ def replays_routing(config: StageConfig, model: nn.Module) -> bool:
 
 
 def build_publisher(policy: PolicyModel, engine: RolloutEngine, precision: str) -> WeightPublisher:
-    """What brings the trainer's weights to an engine that `build_engine` has made."""
+    """Build the publisher of the trainer's weights for an engine from `build_engine`."""
     if not isinstance(engine, VLLMEngine):
         return InPlacePublisher(engine)
 
@@ -89,7 +89,7 @@ def build_publisher(policy: PolicyModel, engine: RolloutEngine, precision: str) 
 def build_native_engine(
     policy: PolicyModel, rollout: RolloutConfig, precision: str, *, keep: bool = False, record_routing: bool = False
 ) -> NativeEngine:
-    """The native engine, with the policy's own parameters."""
+    """Build the native engine, with the policy's own parameters."""
     return NativeEngine(
         policy.model,
         policy.tokenizer,
@@ -104,7 +104,7 @@ def build_native_engine(
 
 
 def shared_checksum(configs: Iterable[StageConfig]) -> str:
-    """What shared weights are verified by that the engines of all of these may read themselves."""
+    """The checksum of shared weights that the engines of all these stages can verify."""
     engines = [config.engine for config in configs if uses_engine(config)]
     pythons = {engine.python or current_python() for engine in engines if isinstance(engine, VLLMEngineConfig)}
     return CRC32 if CRC32 in [_checksum(probe_python(python)) for python in pythons] else XXH3
@@ -113,7 +113,7 @@ def shared_checksum(configs: Iterable[StageConfig]) -> str:
 def build_vllm_engine(
     policy: PolicyModel, engine: VLLMEngineConfig, rollout: RolloutConfig, precision: str, weights: Path | None = None
 ) -> VLLMEngine:
-    """vLLM, whose process starts with the first request."""
+    """Build the vLLM engine, whose process starts with the first request."""
     if any(weight.ndim > 2 for weight in policy.model.parameters()):
         raise ModelError(
             "engine `vllm` cannot be given this model's weights: it is a mixture of experts, whose weights have other "
@@ -135,7 +135,7 @@ def build_vllm_engine(
         "dtype": "bfloat16" if precision == "bf16" else "float32",
         "max_model_len": policy.context,
         "max_num_seqs": rollout.max_sequences,
-        # a prompt in parts has a sampled token discarded, and its generator set back, which CPUs' cannot be: vLLM dies
+        # chunked prompts reset the generator after a discarded token, which fails on CPUs: vLLM dies
         "enable_chunked_prefill": gpu,
         "max_num_batched_tokens": at_once if gpu else max(at_once, policy.context),
         "kv_cache_memory_bytes": int(engine.cache_gb * 2**30),

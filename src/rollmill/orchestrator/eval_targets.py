@@ -1,4 +1,4 @@
-"""What `rollmill bench` compares: checkpoints of runs, folders of models, and models that others serve."""
+"""Models that `rollmill bench` compares: checkpoints of runs, model folders, and served models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILES = (".yaml", ".yml")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTarget:
-    """A model to be evaluated. `run` and `step` are those of a checkpoint."""
+    """A model to evaluate. `run` and `step` are set for a run's checkpoint."""
 
     label: str
     folder: Path
@@ -33,7 +33,7 @@ class CheckpointTarget:
     step: int | None = None
 
     def load(self, seed: int, device: torch.device) -> PolicyModel:
-        """The model. Raises CheckpointError or ModelError where it is not there, or not whole."""
+        """Load the model. Raises CheckpointError or ModelError if it is missing or incomplete."""
         if not self.folder.is_dir():
             advice = "a run that goes on keeps its newest and best ones; name one that is there, or raise checkpoint."
             raise CheckpointError(f"{self.label}: {self.folder} is not there any more; {advice}keep_last")
@@ -54,7 +54,7 @@ class CheckpointTarget:
         return policy
 
     def identity(self) -> str:
-        """What changes when the weights are replaced: the folder, and when its weights were written."""
+        """A text that changes when the weights are replaced: the folder, and the weights' modification times."""
         weights = sorted([*self.folder.rglob("*.safetensors"), *self.folder.glob("pytorch_model*.bin")])
         return "|".join([str(self.folder.resolve()), *(str(each.stat().st_mtime_ns) for each in weights)])
 
@@ -70,7 +70,7 @@ class ServedTarget:
     step: None = None
 
     def identity(self) -> str:
-        """What is asked. Whether the server changes its weights is not known."""
+        """The endpoint's settings. Changes of the served weights cannot be detected."""
         return self.model.model_dump_json(include={"endpoint", "model", "completes", "options"})
 
 
@@ -78,13 +78,13 @@ EvalTarget = CheckpointTarget | ServedTarget
 
 
 def find_eval_targets(paths: Sequence[Path], steps: str = "last") -> list[EvalTarget]:
-    """The checkpoints of run directories, chosen by `steps`, and the model folders and served models among `paths`.
+    """Find the run directories' checkpoints, chosen by `steps`, and the model folders and served models among `paths`.
 
     Args:
-        steps: `last`, `all`, `best` (of the run's own evaluations), or numbers with commas between them.
+        steps: `last`, `all`, `best` (of the run's own evaluations), or comma-separated numbers.
 
     Raises:
-        ConfigError: a path is neither a run directory nor a model's folder, or `steps` means nothing.
+        ConfigError: a path is neither a run directory nor a model, or `steps` cannot be read.
         CheckpointError: a run has no such checkpoint.
     """
     found = [each for path in paths for each in _of_path(path, steps)]
@@ -119,7 +119,7 @@ def _full(subject: EvalTarget) -> str:
 
 
 def _best_so_far(run: Path, newest: int) -> int | None:
-    """The best step by the newest checkpoint, of a run that is going on."""
+    """The best step of an unfinished run, by its newest checkpoint."""
     try:
         best: int | None = json.loads((Checkpoints(run).path(newest) / STATE).read_text())["best_step"]
     except (OSError, ValueError, KeyError):

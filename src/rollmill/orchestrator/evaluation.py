@@ -1,6 +1,6 @@
-"""Accuracy on held-out tasks: every set of a stage's evaluation, by the weights as they are.
+"""Evaluates the current weights on every set of held-out tasks of a stage.
 
-An evaluation may be under way while a training step rolls out: both need the same weights. Its tokens have to be there
+An evaluation may run while a training step rolls out, as both need the same weights. Its completions must be finished
 before the next update; its rewards may come later.
 """
 
@@ -28,14 +28,14 @@ HeldOut = Mapping[str, Sequence[Task]]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What an evaluation came to. `experiences` are the greedy ones of each set, else the sampled ones."""
+    """Results of an evaluation. `experiences` are the greedy ones of each set, else the sampled ones."""
 
     sets: list[SetResult]
     experiences: list[Experience]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """eval/... of all sets."""
+        """eval/... metrics of all sets."""
         return merged_metrics(self.sets)
 
     def to_json(self, **about: Any) -> Mapping[str, Any]:
@@ -44,14 +44,14 @@ class EvaluationResult:
 
 
 class Evaluation:
-    """An evaluation under way; it has begun when it is made."""
+    """A running evaluation; it starts on construction."""
 
-    def __init__(self, examiners: Sequence[SetEvaluator], deadline_s: float) -> None:
+    def __init__(self, set_evaluators: Sequence[SetEvaluator], deadline_s: float) -> None:
         self._queue, self._deadline_s = GroupQueue(), deadline_s
-        self._examiners = [(each, each.start(self._queue)) for each in examiners]
+        self._set_evaluators = [(each, each.start(self._queue)) for each in set_evaluators]
 
     async def generated(self) -> None:
-        """Wait for all tokens: afterwards the weights may change. Raises DeadlineError."""
+        """Wait for all completions: afterwards the weights may change. Raises DeadlineError."""
         await self._in_time(self._queue.wait_all_generated())
 
     async def result(self) -> EvaluationResult:
@@ -67,17 +67,17 @@ class Evaluation:
             await self.cancel()
             raise
         results, shown, start = [], [], 0
-        for examiner, count in self._examiners:
+        for evaluator, count in self._set_evaluators:
             own, start = groups[start : start + count], start + count
-            where = f"the evaluation of {examiner.name}" if examiner.name else "the evaluation"
+            where = f"the evaluation of {evaluator.name}" if evaluator.name else "the evaluation"
             require_rewards([one for group in own for one in group], where)
-            found, experiences = examiner.result(own)
+            found, experiences = evaluator.result(own)
             results.append(found)
             shown += experiences
         return EvaluationResult(results, shown)
 
     async def cancel(self) -> None:
-        """Stop what is under way."""
+        """Cancel the evaluation."""
         await self._queue.cancel()
 
     async def _in_time(self, work: Awaitable[Any]) -> Any:
@@ -87,7 +87,7 @@ class Evaluation:
         except TimeoutError:
             raise DeadlineError(
                 "the evaluation",
-                f"the explorer on {sum(len(each.tasks) for each, _ in self._examiners)} held-out tasks",
+                f"the explorer on {sum(len(each.tasks) for each, _ in self._set_evaluators)} held-out tasks",
                 self._deadline_s,
                 "Raise rollout.deadline_s, or lower evaluation.limit or rollout.max_new_tokens.",
             ) from None
@@ -98,8 +98,8 @@ class Evaluator:
 
     Args:
         config: the stage.
-        judge: of the stage's rewards; sets with rewards of their own get another one by `make_judge`.
-        explorers: of the stage; sets that are rolled out otherwise get others.
+        rewards: the stage's rewards; sets with other rewards get theirs from `build_rewards`.
+        explorers: the stage's explorers; sets with another workflow or environment get variants of them.
     """
 
     def __init__(
@@ -107,47 +107,48 @@ class Evaluator:
         config: StageConfig,
         held_out: HeldOut,
         *,
-        judge: RewardManager,
+        rewards: RewardManager,
         explorers: ExplorerSource,
-        make_judge: BuildRewards,
+        build_rewards: BuildRewards,
         seed: int,
     ) -> None:
         assert config.evaluation is not None
         self._deadline_s = config.rollout.deadline_s
-        self._judges: list[RewardManager] = []
+        self._rewards: list[RewardManager] = []
         self._explorers: list[ExplorerSource] = []
-        self.examiners: list[SetEvaluator] = []
+        self.set_evaluators: list[SetEvaluator] = []
         for name, section in config.evaluation.all_sets().items():
-            asked, own = config.for_evaluation(section), judge
-            if asked.rewards != config.rewards:
-                own = make_judge(asked.rewards)
-                self._judges.append(own)
-            used = explorers
-            if own is not judge or (asked.workflow, asked.environment) != (config.workflow, config.environment):
-                used = explorers.variant(asked, own)
+            stage, used_rewards, used = config.for_evaluation(section), rewards, explorers
+            if stage.rewards != config.rewards:
+                used_rewards = build_rewards(stage.rewards)
+                self._rewards.append(used_rewards)
+            same = (stage.workflow, stage.environment) == (config.workflow, config.environment)
+            if used_rewards is not rewards or not same:
+                used = explorers.variant(stage, used_rewards)
                 self._explorers.append(used)
-            self.examiners.append(SetEvaluator(name, used.explorer(), held_out[name], section, asked.rollout, seed))
+            evaluator = SetEvaluator(name, used.explorer(), held_out[name], section, stage.rollout, seed)
+            self.set_evaluators.append(evaluator)
 
     def begin(self, names: Sequence[str] | None = None) -> Evaluation:
-        """Begin an evaluation by the weights as they are, of the sets of these names or of all."""
-        chosen = [each for each in self.examiners if names is None or each.name in names]
+        """Start an evaluation of the current weights, on the sets of these names or on all."""
+        chosen = [each for each in self.set_evaluators if names is None or each.name in names]
         return Evaluation(chosen, self._deadline_s)
 
     async def evaluate(self, names: Sequence[str] | None = None) -> EvaluationResult:
-        """Evaluate, and wait for it. Raises like `Evaluation.result`."""
+        """Evaluate and return the result. Raises like `Evaluation.result`."""
         return await self.begin(names).result()
 
     def metrics(self) -> list[dict[str, float]]:
-        """What has happened in environments and tools of its own since the last call."""
+        """Metrics of the evaluation's own environments and tools since the last call."""
         return [each.metrics() for each in self._explorers]
 
     def counters(self) -> list[dict[str, float]]:
-        """What rewards of its own count so far."""
-        return [each.counters() for each in self._judges]
+        """Counts of the evaluation's own rewards so far."""
+        return [each.counters() for each in self._rewards]
 
     async def close(self) -> None:
-        """End what only the evaluation needs; may be called twice."""
+        """Close the evaluation's own components; may be called twice."""
         for explorers in self._explorers:
             await explorers.close()
-        for judge in self._judges:
-            judge.close()
+        for rewards in self._rewards:
+            rewards.close()

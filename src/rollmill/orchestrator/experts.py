@@ -1,4 +1,4 @@
-"""The pool of demonstrations or pairs that a stage's section `experts` describes."""
+"""Builds the pool of demonstrations or pairs that a stage's section `experts` describes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_expert_pool(
     *,
     seed: int,
 ) -> DemonstrationPool:
-    """What the stage imitates or prefers. `worked` are the tasks with solutions, where `taskset` is a source."""
+    """Build the pool of demonstrations or pairs. `worked` are the tasks with solutions, where `taskset` is a source."""
     algorithm = config.algorithm
 
     def render(task: Task, place: int) -> list[Experience]:
@@ -40,11 +40,11 @@ def build_expert_pool(
         tasks = TasksetDemonstrations(
             build_sampler(worked, config.required_taskset.order, stream, batch=batch, observed=False), render
         )
-    shelves = buffers.of_run(store) if "run" in config.experts.sources else []
-    shelves += [buffers.of_others(source) for source in config.experts.others]
+    readers = buffers.of_run(store) if "run" in config.experts.sources else []
+    readers += [buffers.of_others(source) for source in config.experts.others]
     return DemonstrationPool(
         tasks,
-        shelves,
+        readers,
         pairs=algorithm.uses_pairs,
         labels=algorithm.uses_labels,
         rated_at_least=config.experts.rated_at_least,

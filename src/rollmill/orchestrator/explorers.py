@@ -1,4 +1,4 @@
-"""Explorers of a stage: the engine and the judge, with the stage's workflow and its parts."""
+"""Builds a stage's explorers: engine, rewards, workflow, and the workflow's resources."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rollmill.types import Task
 
 
 class StageExplorers:
-    """Makes the explorers of one stage, which share what workflows need; `close` ends it.
+    """Builds the explorers of one stage, which share the workflow's resources; `close` frees them.
 
     Args:
-        precision: bf16 or fp32, what other models than the policy compute in.
-        tasks: what worked examples are chosen from.
-        models: other models that somebody else closes; None: those of the stage are made.
+        precision: bf16 or fp32, the compute type of models other than the policy.
+        tasks: candidates for worked examples.
+        models: other models, closed by their owner; None: the stage's are loaded.
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class StageExplorers:
         config: StageConfig,
         policy: PolicyModel,
         engine: RolloutEngine,
-        judge: RewardManager,
+        rewards: RewardManager,
         *,
         precision: str = "fp32",
         tasks: Sequence[Task] = (),
         models: AuxiliaryModels | None = None,
     ) -> None:
-        self._config, self._policy, self._engine, self._judge = config, policy, engine, judge
+        self._config, self._policy, self._engine, self._rewards = config, policy, engine, rewards
         self._tasks, self._owns_models = tasks, models is None
         chat = ChatRenderer(policy.tokenizer, policy.eos_ids)
-        asked = config.models if config.algorithm.uses_rollouts or config.evaluation is not None else {}
-        self._models = AuxiliaryModels(asked, policy, config.rollout, precision) if models is None else models
+        models_config = config.models if config.algorithm.uses_rollouts or config.evaluation is not None else {}
+        self._models = AuxiliaryModels(models_config, policy, config.rollout, precision) if models is None else models
         self._resources = WorkflowResources(
-            judge,
+            rewards,
             config.environment,
             PolicyEndpoint(engine, chat, policy.context, config.rollout.deadline_s),
             tools=config.tools,
@@ -54,36 +54,36 @@ class StageExplorers:
             examples=[task for task in tasks if task.response is not None],
         )
 
-    def variant(self, config: StageConfig, judge: RewardManager) -> StageExplorers:
-        """Others for the same policy, with the same worked examples and the same other models: frozen ones stay what
-        they were at the start of the stage, on resume as well."""
-        return StageExplorers(config, self._policy, self._engine, judge, tasks=self._tasks, models=self._models)
+    def variant(self, config: StageConfig, rewards: RewardManager) -> StageExplorers:
+        """Explorers of another stage configuration for the same policy, worked examples and other models: frozen models
+        stay as they were at the start of the stage, on resume as well."""
+        return StageExplorers(config, self._policy, self._engine, rewards, tasks=self._tasks, models=self._models)
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> Explorer:
-        """One that rolls out as the stage's `workflow` says."""
+        """Build an explorer with the stage's `workflow`."""
         workflow = build_workflow(self._config.workflow, self._resources)
         runner = None
         if workflow is not None:
             chat = ChatRenderer(self._policy.tokenizer, self._policy.eos_ids)
             needs_reward = self._config.algorithm.needs_rewards
             attempts = RetryingWorkflow(workflow, self._config.rollout, needs_reward=needs_reward)
-            runner = WorkflowRunner(attempts, self._engine, chat, self._judge, trace)
-        return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner, drafts)
+            runner = WorkflowRunner(attempts, self._engine, chat, self._rewards, trace)
+        return Explorer(self._engine, self._rewards, self._policy.tokenizer, trace, runner, drafts)
 
     def metrics(self) -> dict[str, float]:
-        """What has happened in environments and tools since the last call."""
+        """Metrics of environments and tools since the last call."""
         return self._resources.metrics()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps: frozen weights, where a workflow has them."""
+        """State for a checkpoint: frozen weights, if a workflow has them."""
         return self._models.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restore a state from `state_dict`."""
         self._models.load_state_dict(state)
 
     async def close(self) -> None:
-        """End environments, tools and other models; may be called twice."""
+        """Close environments, tools and other models; may be called twice."""
         await self._resources.close()
         if self._owns_models:
             await self._models.close()

@@ -1,4 +1,4 @@
-"""Tasks answered by a served model: what it solves becomes demonstrations, which `sft` and others imitate."""
+"""Has a served model answer tasks; its successes become demonstrations for `sft` and others."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ def generate_demonstrations(
 ) -> tuple[DifficultyScores, int]:
     """Have the model that the file `served` describes answer every task `samples` times, with the stage's sampling.
 
-    Each row of `out` is a task with `success_rate` and, as `response`, the best answer of those that were successes;
-    null where there was none. Tasks in `out` are not asked again. Returns what came of it, and how many are solved.
+    Each row of `out` is a task with `success_rate` and, as `response`, the best successful answer, or null. Tasks
+    already in `out` are skipped. Returns the scores, and how many tasks are solved.
 
     Raises:
-        ConfigError: there are no rewards, the file or the stage asks for what cannot be had, or `out` cannot be gone on
-            with.
+        ConfigError: there are no rewards, the endpoint does not support the stage, or `out` cannot be continued.
         RewardError: the server answers nothing.
         DeadlineError: a wave of answers took longer than rollout.deadline_s.
     """
@@ -54,9 +53,9 @@ def generate_demonstrations(
     tasks = load_taskset(stage.required_taskset).tasks
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
     tally = ScoreProgress(file, len(tasks), len(tasks) - len(todo), progress)
-    judge = build_reward_manager(stage.rewards, stage.judging, device=str(choose_device(loaded.config.device)))
+    rewards = build_reward_manager(stage.rewards, stage.judging, device=str(choose_device(loaded.config.device)))
     model = ServedModel(str(served), connect_endpoint(str(served), section), completes=section.completes)
-    explorer = ServedExplorers(model, judge).explorer()
+    explorer = ServedExplorers(model, rewards).explorer()
 
     async def rating(number: int, task: Task) -> Rating | None:
         seed = derive_seed(loaded.config.seed, DEMONSTRATION_STREAM, number)
@@ -72,12 +71,12 @@ def generate_demonstrations(
         asyncio.run(in_waves(todo, at_once, rating, stage.rollout.deadline_s, tally))
     finally:
         model.close()
-        judge.close()
+        rewards.close()
     return tally.scored(), _count_solved(out)
 
 
 def _best(solved: Sequence[Experience]) -> str | None:
-    """The answer with the highest reward; of several the shortest."""
+    """The answer with the highest reward; among equals the shortest."""
     best = min(solved, key=lambda each: (-_reward(each), len(each.response)), default=None)
     return None if best is None else best.response
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for a clean end with a checkpoint, the second ends at once."""
+"""Handles Ctrl-C and SIGTERM: the first stops the run cleanly with a checkpoint, the second at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDING = b"\nending after this step, with a checkpoint; press Ctrl-C again to e
 
 
 class Interrupted(Exception):  # noqa: N818  not an error
-    """The user asked the run to end."""
+    """The user asked the run to stop."""
 
 
 class Interrupts:
@@ -30,7 +30,7 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM inside; off the main thread, where Python takes no signals, only requests."""
+        """Handle SIGINT and SIGTERM inside; off the main thread, where Python receives no signals, only requests."""
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -49,7 +49,7 @@ class Interrupts:
         self.request()
 
     def request(self) -> bool:
-        """Ask for a clean end, from any thread; False if nothing has begun that could end so."""
+        """Request a clean stop, from any thread; False if nothing is running yet that could stop so."""
         self.requested = True
         if self._loop is None:
             return False
@@ -58,18 +58,17 @@ class Interrupts:
         return True
 
     async def wait(self) -> None:
-        """Until a signal or a request comes."""
+        """Wait for a signal or a request."""
         await self._event.wait()
 
     def check(self) -> None:
-        """Raises Interrupted if a signal came."""
+        """Raise Interrupted if a signal came."""
         if self.requested:
             raise Interrupted
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """The result of `work`, unless a signal comes first: then `work` is cancelled and Interrupted raised. What does
-        not let itself be cancelled ends.
-        """
+        """Return the result of `work`, unless a signal comes first: then `work` is cancelled and Interrupted raised.
+        Work that ignores the cancellation is finished and its result returned."""
         task = asyncio.ensure_future(work)
         signalled = asyncio.ensure_future(self._event.wait())
         try:

@@ -1,4 +1,4 @@
-"""The trainer of a stage, in this process or shared with other ranks, and the thread it can work in."""
+"""The trainer of a stage, alone or with other ranks, and the thread it can run in."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rollmill.types import Experience, Task
 
 
 class Learner:
-    """Updates the weights of `policy`, or of a reward model that begins as the policy.
+    """Updates the weights of `policy`, or of a reward model initialized from the policy.
 
     Args:
-        tasks: those that are rolled out.
+        tasks: the training tasks.
         kept_versions: see MismatchProbe.
     """
 
@@ -31,7 +31,7 @@ class Learner:
         self,
         config: StageConfig,
         policy: PolicyModel,
-        judge: RewardManager | None,
+        rewards: RewardManager | None,
         context: RunContext,
         tasks: Sequence[Task],
         *,
@@ -43,12 +43,12 @@ class Learner:
         if isinstance(config.algorithm, SelfDistill):
             by_id = {task.id: task for task in tasks}
             self._privileged = PrivilegedContext(config.algorithm, by_id, policy.tokenizer, policy.context)
-        self.trainer = build_trainer(config, policy, judge, context, seed=seed, kept_versions=kept_versions)
+        self.trainer = build_trainer(config, policy, rewards, context, seed=seed, kept_versions=kept_versions)
         threads = (torch.get_num_threads(),)
         self._thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
 
     def start(self) -> None:
-        """Start the trainer's other ranks, where there are some."""
+        """Start the trainer's other ranks, if any."""
         self.trainer.start()
 
     def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
@@ -70,9 +70,9 @@ class Learner:
     async def step_beside(
         self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
     ) -> dict[str, float]:
-        """`step` in a thread, so that requests are taken and explorers are answered meanwhile.
+        """Run `step` in a thread, so that requests and explorers are served meanwhile.
 
-        Once begun it is not cancelled: weights that have changed belong to the step.
+        Once started it is not cancelled: changed weights belong to the step.
         """
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._thread, self.step, experiences, version, upcoming)
@@ -86,10 +86,10 @@ class Learner:
         return work.result()
 
     def export(self, folder: Path) -> None:
-        """Write a reward model into a checkpoint's folder, where one is trained."""
+        """Write the reward model into a checkpoint's folder, if one is trained."""
         self.trainer.export(folder, self._policy)
 
     def close(self) -> None:
-        """End other ranks and the thread."""
+        """Stop other ranks and the thread."""
         self.trainer.close()
         self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""Metrics of a batch of experiences."""
+"""Metrics of a training step: batch, engine, drafts, rewards and environments."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
 from rollmill.trackers.trace import REWARD, Span, max_queue_depth
 from rollmill.types import Experience, ExperienceSource, StopReason, first_per_rollout
 
-REPLAYED = "replayed"  #: key of `info` of a completion that an earlier step has learned from
+REPLAYED = "replayed"  #: key of `info` of replayed completions
 STEPS, SECONDS = "environment/steps", "environment/step_seconds"
 PHASES = ("rollout", "inference", "reward", "train", "eval")
-"""What the process of a step does, one after the other."""
+"""Phases of a step, in order."""
 _ENGINE = ("updates", "update_seconds", "sleeps", "restarts")
-"""What engines in other processes count."""
+"""Counters of engines in other processes."""
 
 
 def require_rewards(experiences: list[Experience], where: str) -> None:
-    """Raises RewardError when completions were judged and no reward applied to any of them."""
+    """Raise RewardError if no reward applied to any of the completions."""
     usual = [e for e in experiences if e.source is ExperienceSource.ROLLOUT and e.reward_parts]
     if usual and all(e.reward is None for e in usual):
         names = ", ".join(dict.fromkeys(part for e in usual for part in e.reward_parts))
@@ -34,9 +34,9 @@ def require_rewards(experiences: list[Experience], where: str) -> None:
 
 
 def batch_metrics(experiences: list[Experience], version: int) -> dict[str, float]:
-    """Rewards, lengths and staleness of a batch that weights of `version` are about to learn from.
+    """Rewards, lengths and staleness of a batch about to be trained on at weights `version`.
 
-    Replayed completions count as experiences and tokens only: rewards are those of fresh ones.
+    Replayed completions count as experiences and tokens only; rewards are those of fresh ones.
     """
     usual = [e for e in experiences if e.source is ExperienceSource.ROLLOUT and REPLAYED not in e.info]
     metrics: dict[str, float] = {
@@ -84,12 +84,12 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
 
 
 def engine_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What an engine in another process has counted."""
+    """Counts of an engine in another process, between two readings."""
     return {f"engine/{key}": value for key in _ENGINE if (value := after.get(key, 0) - before.get(key, 0))}
 
 
 def drafting_metrics(before: Mapping[str, float], after: Mapping[str, float], generated: int) -> dict[str, float]:
-    """Of drafts and guesses that were looked at: the share accepted, and what share of all new tokens that is."""
+    """For drafts and guesses: the share accepted of those tested, and the accepted share of all new tokens."""
     metrics: dict[str, float] = {}
     for name in ("reuse", "guess"):
         tested, accepted = (
@@ -102,23 +102,23 @@ def drafting_metrics(before: Mapping[str, float], after: Mapping[str, float], ge
 
 
 def rewards_without_verdict(experiences: list[Experience]) -> dict[str, str]:
-    """Rewards of which most judgements of a batch took too long, or got none, each with a sentence on it."""
+    """Rewards that mostly timed out or got no verdict in this batch, each with a warning."""
     outcomes: dict[str, list[str]] = {}
     for experience in experiences:
         for name, outcome in experience.info.get("outcomes", {}).items():
             outcomes.setdefault(name, []).append(outcome)
     found = {}
-    for name, own in outcomes.items():
-        late = sum(outcome in (TIMEOUT, LATE) for outcome in own)
-        if 2 * late > len(own):
+    for name, results in outcomes.items():
+        late = sum(outcome in (TIMEOUT, LATE) for outcome in results)
+        if 2 * late > len(results):
             found[name] = (
-                f"warning: {late} of {len(own)} judgements of reward `{name}` took too long and earned its "
+                f"warning: {late} of {len(results)} judgements of reward `{name}` took too long and earned its "
                 "timeout_reward; raise its time_limit_s (or judging.deadline_s), or make it faster"
             )
-        unread = sum(outcome in (UNPARSABLE, REFUSED) for outcome in own)
-        if 2 * unread > len(own):
+        unread = sum(outcome in (UNPARSABLE, REFUSED) for outcome in results)
+        if 2 * unread > len(results):
             found[name] = (
-                f"warning: {unread} of {len(own)} judgements of reward `{name}` got no verdict from its model and "
+                f"warning: {unread} of {len(results)} judgements of reward `{name}` got no verdict from its model and "
                 "earned its unparsable_reward; raise its max_tokens, or take another model"
             )
     return found
@@ -130,22 +130,22 @@ def seconds_of(spans: list[Span], kind: str) -> float:
 
 
 def judging_metrics(spans: list[Span]) -> dict[str, float]:
-    """Of every reward: mean seconds of a judgement and of waiting for a worker, and how many waited at most."""
+    """For every reward: mean seconds of scoring and of waiting for a worker, and the longest queue."""
     metrics: dict[str, float] = {}
     for kind in dict.fromkeys(span.kind for span in spans if span.kind.startswith(REWARD)):
-        name, own = kind.removeprefix(REWARD), [span for span in spans if span.kind == kind]
-        metrics[f"judging/{name}/seconds"] = float(np.mean([span.ended - span.started for span in own]))
-        metrics[f"judging/{name}/queued"] = float(np.mean([span.started - span.asked for span in own]))
-        metrics[f"judging/{name}/waiting"] = float(max_queue_depth(own))
+        name, own_spans = kind.removeprefix(REWARD), [span for span in spans if span.kind == kind]
+        metrics[f"judging/{name}/seconds"] = float(np.mean([span.ended - span.started for span in own_spans]))
+        metrics[f"judging/{name}/queued"] = float(np.mean([span.started - span.asked for span in own_spans]))
+        metrics[f"judging/{name}/waiting"] = float(max_queue_depth(own_spans))
     return metrics
 
 
-def sum_metrics(happened: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What has happened in several sets of environments and tools, as if in one; seconds of a step are their mean."""
+def sum_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Sum the metrics of several sets of environments and tools; seconds of a step are averaged."""
     total: Counter[str] = Counter()
-    for each in happened:
+    for each in metrics:
         total.update(each)
     if SECONDS in total:
-        seconds = sum(each.get(SECONDS, 0.0) * each.get(STEPS, 0.0) for each in happened)
+        seconds = sum(each.get(SECONDS, 0.0) * each.get(STEPS, 0.0) for each in metrics)
         total[SECONDS] = seconds / max(total[STEPS], 1)  # type: ignore[assignment]
     return dict(total)

@@ -1,4 +1,4 @@
-"""Everything that watches a run, behind one object for the master."""
+"""Trackers and views of a run, behind one object for the orchestrator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Monitor:
         view.start(run_name, stages)
 
     def resume_at(self, step: int) -> None:
-        """Go on after `step`: whatever was written for later steps is dropped, for the run will make it again."""
+        """Resume after `step`: records of later steps are dropped, as the run repeats these steps."""
         self._log.truncate_after(step)
         self._store.drop_after(step)
         drop_steps_after(self._run_dir, step)
@@ -46,13 +46,13 @@ class Monitor:
         self._view.resume(read_metrics(self._run_dir))
 
     def message(self, text: str) -> None:
-        """Tell the user something."""
+        """Show the user a message."""
         self._view.message(text)
 
     def step(
         self, metrics: Metrics, experiences: Sequence[Experience], began: float = 0.0, spans: Sequence[Span] = ()
     ) -> None:
-        """A training step ended. `experiences` are those it learned from, `spans` what happened since it `began`."""
+        """Record a training step: the `experiences` it trained on, and the `spans` since it `began`."""
         step = metrics["step"]
         assert isinstance(step, int)
         self._log.append(metrics)
@@ -65,14 +65,14 @@ class Monitor:
         self._view.step(metrics, experiences)
 
     def evaluation(self, metrics: Metrics) -> None:
-        """An evaluation ended. Its metrics join the line of their step, whichever comes first."""
+        """Record an evaluation. Its metrics are merged into those of its step, in either order."""
         self._log.append(metrics)
         if self._tensorboard is not None:
             self._tensorboard.write(metrics)
         self._view.evaluation(metrics)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Close all files. With a `summary`, write it, and the report unless the configuration says no.
+        """Close all files. With a `summary`, write it, and the report unless disabled.
 
         Without one (a run that failed) the terminal and the files are only released.
         """

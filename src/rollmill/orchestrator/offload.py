@@ -1,4 +1,4 @@
-"""The residency of a stage: its plan, and what follows it."""
+"""Builds the offload plan of a stage (section `residency`) and the manager that follows it."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _FROZEN = ("reference", "teacher", "rewards")
 
 
 def build_offload_plan(stage: StageConfig, policy: PolicyModel, precision: str) -> OffloadPlan:
-    """The plan of a stage whose `residency` is not `none`.
+    """Build the offload plan of a stage whose `residency` is not `none`.
 
     Raises:
-        ConfigError: what a phase needs is more than the budget.
+        ConfigError: a phase needs more than the budget.
     """
     chosen, device = stage.residency, policy.device
     assert chosen is not None
@@ -62,10 +62,10 @@ def build_offload_plan(stage: StageConfig, policy: PolicyModel, precision: str) 
 
 
 def build_offloader(stage: Stage) -> OffloadManager:
-    """Build what moves the components of a stage whose `residency` is not `none`; all of them are on the device."""
+    """Build the offload manager of a stage whose `residency` is not `none`; all components are on the device."""
     config, policy, context = stage.config, stage.policy, stage.context
     assert config.residency is not None
-    trainer, engine = cast(Trainer, stage.learner.trainer), cast(NativeEngine, stage.engine)  # others are refused
+    trainer, engine = cast(Trainer, stage.learner.trainer), cast(NativeEngine, stage.engine)  # the only ones allowed
     plan, folder = build_offload_plan(config, policy, context.precision), config.residency.folder or context.run_dir
     known = plan.places[stage_phases(config)[0]]
 
@@ -73,7 +73,7 @@ def build_offloader(stage: Stage) -> OffloadManager:
         file: Mapping[StorageTier, OffloadStore] = {"disk": TempFileStore(folder, name.replace("_", " "))}
         return file if policy.device.type == "cpu" else {**file, "memory": PinnedMemoryStore()}
 
-    residents: list[Offloadable] = [
+    components: list[Offloadable] = [
         OffloadableTensors(name, tensors, copies(name), frozen=name in _FROZEN)
         for name, tensors in trainer.offloadable_tensors().items()
         if name in known
@@ -81,13 +81,13 @@ def build_offloader(stage: Stage) -> OffloadManager:
     for scorer in loaded_reward_models(reward_models(config), str(policy.device)):
         weights = OffloadableTensors("rewards", scorer.model.parameters, copies("rewards"), frozen=True)
         scorer.wake = partial(weights.move, "device")
-        residents.append(ThreadBoundComponent(weights, scorer.thread))
+        components.append(ThreadBoundComponent(weights, scorer.thread))
     if "cast" in known:
-        residents.append(
+        components.append(
             RebuildableComponent(
                 "cast", engine.weights.bytes, destroy=engine.destroy_weights, make=engine.weights.refresh
             )
         )
     if "cache" in known:
-        residents.append(RebuildableComponent("cache", engine.cache_bytes, destroy=engine.destroy_cache))
-    return OffloadManager(residents, plan, policy.device)
+        components.append(RebuildableComponent("cache", engine.cache_bytes, destroy=engine.destroy_cache))
+    return OffloadManager(components, plan, policy.device)

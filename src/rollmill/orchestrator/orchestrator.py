@@ -1,6 +1,6 @@
-"""The master: makes the components of each stage, paces them, evaluates, checkpoints, resumes.
+"""The orchestrator: builds the components of each stage, runs its training loop, evaluates, checkpoints, resumes.
 
-Components never call the master.
+Components never call the orchestrator.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from rollmill.trackers.rollout_log import RolloutLog
 
 EVALUATIONS = "evaluations"
 Note = Callable[[], Awaitable[None]]
-
-
+"""Waits for a running evaluation and records it."""
 Serving = Callable[[Stage], AbstractAsyncContextManager[None]]
 """Serves a stage's policy to an application while it is trained."""
 
@@ -66,10 +65,10 @@ class Orchestrator:
         self.state = RunState()
 
     async def run(self, resumed: tuple[RunState, dict[str, Any]] | None = None) -> dict[str, Any]:
-        """Run what is left and return the summary. `resumed` is a checkpoint's state and trainer state.
+        """Run the remaining steps and return the summary. `resumed` is a checkpoint's state and trainer state.
 
         Raises:
-            Interrupted: the user asked to end; a checkpoint of the last step is written.
+            Interrupted: the user asked to stop; a checkpoint of the last step is written.
             RollmillError: whatever stopped the run.
         """
         self._warned: set[tuple[str, str]] = set()
@@ -97,11 +96,11 @@ class Orchestrator:
         try:
             if trainer:
                 stage.restore(self.state.current, trainer)
-                trainer.clear()  # copies of what the stage has now
+                trainer.clear()  # copies of the stage's new state
             else:
                 stage.begin(self.state.current.stores)
-                for line in stage.describe():
-                    self._monitor.message(line)
+                for text in stage.describe():
+                    self._monitor.message(text)
             self.state.current = stage.state
             async with nullcontext() if self._serving is None else self._serving(stage):
                 await self._train(config, TrainingLoop(stage))
@@ -115,7 +114,7 @@ class Orchestrator:
             and self.state.stage
             and _evaluation_key(self._stages[self.state.stage - 1]) != _evaluation_key(config)
         ):
-            self.state.best_value = self.state.best_step = None  # another measure: not comparable
+            self.state.best_value = self.state.best_step = None  # another metric: not comparable
         try:
             if config.evaluates_exclusively and state.step == 0 and config.evaluation and config.evaluation.at_start:
                 await self._evaluate_at_start(config, stage)
@@ -132,15 +131,15 @@ class Orchestrator:
         self._write({}, stage)  # the next stage starts from these weights, with a fresh optimizer
 
     async def _evaluate_at_start(self, config: StageConfig, stage: Stage) -> None:
-        """Evaluate before the first step, unless the stage before has just done the same."""
+        """Evaluate before the first step, unless the stage before has just run the same evaluation."""
         done = [(each["step"], each["stage"]) for each in self.state.evaluations]
         if (self.state.step, config.name) in done or self._already_evaluated(config):
-            return  # also where the run was interrupted between the evaluation and the first step
+            return  # also if the run was interrupted between the evaluation and the first step
         metrics = await self._interrupts.guard(self._evaluate(config, stage))
         self._monitor.evaluation({"step": self.state.step, **metrics})
 
     def _already_evaluated(self, config: StageConfig) -> bool:
-        """Whether the last evaluation of the stage before says the same; it is noted as one of this stage, too."""
+        """Whether the previous stage's last evaluation was the same; it is then recorded for this stage, too."""
         before = self._stages[self.state.stage - 1] if self.state.stage else None
         if before is None or _evaluation_key(before) != _evaluation_key(config):
             return False
@@ -150,10 +149,10 @@ class Orchestrator:
         return bool(done)
 
     def _is_due(self, config: StageConfig, stage: Stage) -> bool:
-        """Whether the weights as they are shall be evaluated while the next step rolls out.
+        """Whether to evaluate the current weights while the next step rolls out.
 
-        A run that goes on from a checkpoint evaluates again what it was written with, beside the same rollouts: so it
-        computes the same as a run that was not stopped. Some stages are evaluated alone, before the next step.
+        A resumed run repeats the evaluation that was due at its checkpoint, beside the same rollouts, so it computes
+        the same as an uninterrupted run. Some stages are evaluated alone, before the next step.
         """
         if config.evaluation is None or config.evaluates_exclusively:
             return False
@@ -162,10 +161,10 @@ class Orchestrator:
         return stage.state.step % config.evaluation.every == 0
 
     async def _step(self, config: StageConfig, loop: TrainingLoop) -> tuple[TrainingStepResult, Note | None]:
-        """The next step of the stage; the weights as they are are evaluated beside it where that is due.
+        """Make the next step of the stage, with an evaluation of the current weights beside it if one is due.
 
-        Nothing is awaited after the update, so that an interrupted step is either made or not. What has to be noted of
-        an evaluation by then comes second.
+        Nothing is awaited after the update, so an interrupted step is either made or not. Also returns the coroutine
+        function that records the evaluation, if that is still to be done.
         """
         stage = loop.stage
         if not self._is_due(config, stage):
@@ -214,7 +213,7 @@ class Orchestrator:
             began = time.perf_counter()
             metrics |= await self._evaluate(config, stage)
             metrics["seconds/eval"] = time.perf_counter() - began
-        # metrics before the checkpoint: a run killed in between makes the step again and drops this line
+        # metrics before the checkpoint: a run killed in between repeats the step and drops these metrics
         self._monitor.step(metrics, result.experiences, result.began, result.spans)
         for reward, warning in rewards_without_verdict(result.experiences).items():
             if (config.name, reward) not in self._warned:
@@ -225,7 +224,7 @@ class Orchestrator:
             await self._timed_checkpoint(stage)
 
     def _is_best(self) -> bool:
-        """Whether the weights as they are have the best evaluation so far, and are to be kept for it."""
+        """Whether the current weights have the best evaluation so far, and checkpoint.keep_best is set."""
         return bool(self._config.checkpoint.keep_best) and self.state.best_step == self.state.step
 
     async def _timed_checkpoint(self, stage: Stage) -> None:
@@ -235,13 +234,13 @@ class Orchestrator:
             self._checkpoint_seconds += time.perf_counter() - began
 
     async def _evaluate(self, config: StageConfig, stage: Stage) -> dict[str, float]:
-        """Evaluate alone, and wait for it; the metrics."""
+        """Evaluate without a step beside it; return the metrics."""
         found = await stage.evaluate()
         self._note(config, stage, found)
         return found.metrics
 
     def _note(self, config: StageConfig, stage: Stage, found: EvaluationResult) -> None:
-        """Store an evaluation, note the best, decide on early stopping. A run that was stopped may do it again."""
+        """Store an evaluation, update the best one, decide on early stopping. A resumed run may record it again."""
         step, metrics, earlier = self.state.step, found.metrics, self.state.evaluations
         self._evaluations.write(step, found.experiences)
         results = json.dumps(to_jsonable(dict(found.to_json(step=step, stage=config.name))), allow_nan=False) + "\n"
@@ -271,25 +270,26 @@ class Orchestrator:
         self._prune()
 
     def _prune(self) -> None:
-        """Remove checkpoints that are not to be kept; a run killed between writing and this does it on resuming."""
+        """Remove checkpoints that are not kept; a run killed between writing and pruning does it when resumed."""
         config = self._config.checkpoint
         best = self.state.best_step if config.keep_best else None
         self._checkpoints.prune(config.keep_last, [] if best is None else [best])
 
 
 def _evaluation_key(stage: StageConfig) -> Any:
-    """What an evaluation of this stage depends on, besides the weights."""
+    """Everything that an evaluation of this stage depends on, besides the weights."""
     if stage.evaluation is None:
         return None
-    asked = stage.evaluation.model_dump(exclude={"every", "at_start"})
-    own = stage.name if any(each.policy is not None for each in stage.models.values()) else ""  # frozen at its start
+    settings = stage.evaluation.model_dump(exclude={"every", "at_start"})
+    # models frozen at the stage's start
+    frozen_at = stage.name if any(each.policy is not None for each in stage.models.values()) else ""
     examples = stage.taskset if stage.uses_task_examples else None
     parts = stage.workflow, stage.environment, stage.tools, stage.models, stage.judging
-    return asked, stage.rollout.model_dump(), stage.rewards, *parts, own, examples
+    return settings, stage.rollout.model_dump(), stage.rewards, *parts, frozen_at, examples
 
 
 def _best_metric(config: RunConfig, stage: StageConfig) -> str:
-    """The metric by which the best checkpoint of a stage is chosen."""
+    """The metric that selects a stage's best checkpoint."""
     assert stage.evaluation is not None
     chosen = config.checkpoint.keep_best
     return chosen if isinstance(chosen, str) else stage.evaluation.watched()[0]

@@ -1,4 +1,4 @@
-"""The one pacing rule: synchronous, one-step-off and asynchronous runs differ in one number."""
+"""The pacing rule, which makes runs synchronous, one-step-off or asynchronous by one number."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """Admission of rollouts (AReaL, arXiv:2505.24298): one may start only if
-    floor(submitted / batch) <= version + max_staleness.
+    """Admits rollouts (AReaL, arXiv:2505.24298), by floor(submitted / batch) <= version + max_staleness.
 
-    What counts as submitted is what has a place in a step: groups that were learned from or may still be. Those that
-    the pipeline dropped have none, and groups that others have put into the buffer have one.
+    Groups count as submitted if they have a place in a step: those that were trained on or may still be. Groups that
+    the pipeline dropped do not count; groups that other processes put into the buffer do.
     """
 
     batch: int  #: groups per training step
@@ -22,8 +21,8 @@ class Pacing:
         """The step (of the stage, from 0) that the next group is for.
 
         Args:
-            done: training steps of the stage that are over: the `version` of the rule.
-            ahead: groups that come before it in the next steps.
+            done: finished training steps of the stage: the `version` of the rule.
+            ahead: groups before it in the next steps.
         """
         return done + ahead // self.batch
 

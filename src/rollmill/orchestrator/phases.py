@@ -1,4 +1,4 @@
-"""Phases of a step: when one begins, what it needs comes to the device, and its time is noted."""
+"""Phases of a step: at the start of each, its components are moved to the device, and its time is recorded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _PHASES: dict[str, Phase] = {"rollout": "rollout", "eval": "rollout", "inference
 
 
 class PhaseTrace(Trace):
-    """A trace whose kinds of work are phases, too, where there is a residency. An evaluation needs what rollouts do.
+    """A trace whose span kinds are also offload phases, if the stage has an offload plan; `eval` is the phase
+    `rollout`.
 
     Args:
-        says: is told the kind of what begins, and what it waits for.
+        says: called with the kind of each new span, and what it waits for.
     """
 
     def __init__(self, says: Callable[[str, str], None]) -> None:
@@ -28,7 +29,7 @@ class PhaseTrace(Trace):
 
     @contextmanager
     def record_span(self, kind: str, waits_for: str = "") -> Iterator[None]:
-        """See Trace. Raises OffloadError where what has to leave has no room."""
+        """See Trace. Raises OffloadError if there is no room for offloaded components."""
         self._says(kind, waits_for)
         if kind in _PHASES:
             self.enter(_PHASES[kind])
@@ -36,7 +37,7 @@ class PhaseTrace(Trace):
             yield
 
     def enter(self, phase: Phase) -> None:
-        """What the phase needs is on the device afterwards."""
+        """Move the components that the phase needs to the device."""
         began = time.perf_counter()
         if self.offloader is not None and self.offloader.enter(phase):
             self.add(MOVE, began, began, time.perf_counter())

@@ -1,4 +1,4 @@
-"""The prompts that the teacher of algorithm `self_distill` reads: the task's, with what the policy does not see."""
+"""Builds the teacher's prompts of algorithm `self_distill`: the task's prompt with context hidden from the policy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from rollmill.types import Experience, IntArray, Task
 
 
 class PrivilegedContext:
-    """Gives experiences their `teacher_prompt`.
+    """Sets `teacher_prompt` of experiences.
 
     Args:
-        tasks: by their ids. An experience of a task that is not among them gets none.
-        longest: longest sequence of the model in tokens. A completion that does not fit after its teacher's prompt gets
-            none.
+        tasks: by their ids. Experiences of other tasks get no prompt.
+        longest: longest sequence of the model in tokens. A completion too long for its teacher's prompt gets none.
 
     Raises:
         TasksetError: `algorithm.template` is no template.
@@ -30,7 +29,7 @@ class PrivilegedContext:
         self._template = PromptTemplate(options.template, "algorithm.template")
 
     def give(self, experiences: Sequence[Experience]) -> dict[str, float]:
-        """Set `teacher_prompt` of all experiences for which there is a context.
+        """Set `teacher_prompt` of all experiences that have a context.
 
         Returns:
             teacher/context, the share of them; teacher/prompt_tokens, the mean length of their prompts.

@@ -1,4 +1,4 @@
-"""A run directory belongs to one process at a time: two that continue a run would overwrite each other's steps."""
+"""Locks a run directory for one process: two that continue a run would overwrite each other's steps."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rollmill.files import explain_write_errors
 from rollmill.remote.run_state import is_locked, try_lock
 
 LOCK, TRAINER_LOCK = "run.lock", "trainer.lock"
-"""The second is for a trainer that is another process than the command; it may outlive it by a moment."""
+"""The second is for a trainer in another process than the command; it may outlive the command briefly."""
 _LOOK_S = 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def hold_run_lock(run_dir: Path, lock: str = LOCK, patience_s: float = 0.0) -> Iterator[None]:
-    """Inside, no other process runs or resumes what is in this directory; on a disk without locks nobody knows.
+    """Inside, no other process runs or resumes the run in this directory; on a disk without locks this is not checked.
 
     Args:
         lock: TRAINER_LOCK: no other process trains.
-        patience_s: how long to wait for one that does.
+        patience_s: how long to wait for the lock.
 
     Raises:
-        ConfigError: another process does; says which.
+        ConfigError: another process holds the lock; names it.
         RollmillError: the directory cannot be written.
     """
     path = run_dir / lock
@@ -50,7 +50,7 @@ def hold_run_lock(run_dir: Path, lock: str = LOCK, patience_s: float = 0.0) -> I
 
 
 def is_run_locked(run_dir: Path) -> bool:
-    """Whether a process runs or resumes what is in this directory."""
+    """Whether a process runs or resumes the run in this directory."""
     return is_locked(run_dir / LOCK)
 
 

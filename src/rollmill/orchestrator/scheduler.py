@@ -1,9 +1,10 @@
-"""Rollouts of one stage: which task is started when, how long its completions go on, and what is put away or stopped.
+"""Schedules the rollouts of one stage: which task starts when, and which completions are interrupted or stopped.
 
     sampler -> explorer -> queue
 
-Three rules for the end of a step's rollouts: everything that was started has its tokens; with `rollout.oversample`, as
-many groups as are needed; with `rollout.token_budget`, the step's groups, and that many tokens were generated.
+A step's rollouts end by one of three rules: all started groups have their tokens; with `rollout.oversample`, as many
+groups as needed have them; with `rollout.token_budget`, the step's groups have them and that many tokens were
+generated.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ from rollmill.types import Experience, Task
 
 
 class TokenCounter(Protocol):
-    """What rollouts ask of engines."""
+    """Counter of generated tokens, as engines have."""
 
     tokens_generated: int
 
 
 @runtime_checkable
 class Interruptible(TokenCounter, Protocol):
-    """And of one whose completions are cut into parts."""
+    """An engine whose completions can be interrupted."""
 
     def interrupt(self) -> None:
         """See RolloutEngine."""
 
 
 class RolloutScheduler:
-    """Groups of completions from their tasks until their tokens are there.
+    """Starts groups of completions from tasks and tracks them until their tokens are generated.
 
     Args:
-        task: by id.
-        first_version: of the weights when the stage began.
-        seed: what completions' seeds derive from.
-        uses_greedy: the algorithm compares with one greedy completion per task.
-        prefix: begins the names of groups; None: the stage's name.
+        task: returns a task by id.
+        first_version: version of the weights at the start of the stage.
+        seed: completions' seeds derive from it.
+        uses_greedy: the algorithm needs one greedy completion per task.
+        prefix: starts the names of groups; None: the stage's name.
     """
 
     def __init__(
@@ -84,10 +85,10 @@ class RolloutScheduler:
         self._roll = partial(explorer.rollout, with_greedy=uses_greedy)
         self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps)
         self._submitted = 0
-        self._unfinished: list[tuple[int, str]] = []  # what is started again, first of all
+        self._unfinished: list[tuple[int, str]] = []  # to start again before anything else
         self._stopped = StoppedTasks(config.rollout.oversample)
         self._partials = PartialRollouts(store, config.name)
-        self._put_away: dict[int, list[Experience]] = {}  # by number
+        self._interrupted: dict[int, list[Experience]] = {}  # partial groups by number
         self._step, self._budget_ends = -1, 0
         self._counted: Counter[str] = Counter()
         self._lengths = LengthBias()
@@ -95,10 +96,10 @@ class RolloutScheduler:
         self.queue = GroupQueue()
 
     async def run(self, version: int, waiting: int, deadlines: int = 1) -> None:
-        """Start what the pacing rule admits while weights are at `version`, and wait for its tokens.
+        """Start the rollouts that the pacing rule admits at weights `version`, and wait for their tokens.
 
         Args:
-            waiting: groups that wait in the buffer for a step.
+            waiting: groups in the buffer that wait for a step.
             deadlines: how many times rollout.deadline_s it may take.
 
         Raises:
@@ -111,44 +112,44 @@ class RolloutScheduler:
         admitted = len(started)
         for _ in range(self._stopped.extra(admitted)):
             started.append(self._start_next(self._pacing.step_of(done, ahead + admitted - 1)))
-        await asyncio.sleep(0)  # lets what was admitted reach the engine
+        await asyncio.sleep(0)  # lets the requests reach the engine
         if self._rollout.token_budget is not None:
             work = self._until_spent(max(self._rollout.batch - waiting, 0))
         elif len(started) > admitted:
             work = self._until_admitted(started, admitted, before)
         elif self._explorer.elsewhere:
-            work = self.queue.wait_all_generated(max(self._rollout.batch - waiting, 0))  # others go on while we train
+            work = self.queue.wait_all_generated(max(self._rollout.batch - waiting, 0))  # others run on while we train
         else:
             work = self.queue.wait_all_generated()
         deadline = deadlines * self._rollout.deadline_s
-        await wait_with_deadline(work, deadline, "the master", "the engine to finish its completions")
+        await wait_with_deadline(work, deadline, "the orchestrator", "the engine to finish its completions")
         self.queue.raise_failure()
 
     def start(self, version: int, others: int) -> int:
-        """Start what the pacing rule admits while weights are at `version`, and wait for nothing; how many.
+        """Start the rollouts that the pacing rule admits at weights `version`, without waiting; return how many.
 
         Args:
-            others: groups besides those under way here that come before in the next steps.
+            others: groups ahead in the next steps besides those running here.
         """
         self._begin_step(version)
         return len(self._admit(version - self._first_version, others + len(self.queue)))
 
     def ready(self, count: int) -> bool:
-        """Whether a step can take groups: there are some, and none of the `count` oldest has been put away."""
+        """Whether a step can take groups: there are some, and none of the `count` oldest was interrupted."""
         taken = self.queue.first(count)
-        return bool(taken) and all(number > taken[-1].number for number in self._put_away)
+        return bool(taken) and all(number > taken[-1].number for number in self._interrupted)
 
     def _begin_step(self, version: int) -> None:
-        """Go on with what was put away: before this step or, if it had to begin again, within it."""
-        continued, is_new = self._put_away, version != self._step
+        """Continue interrupted groups: of earlier steps or, when a step is repeated, of the same one."""
+        continued, is_new = self._interrupted, version != self._step
         if is_new and self._rollout.token_budget is not None:
             continued = self._partials.take(step=version + 1)
             self._budget_ends = self._engine.tokens_generated + self._rollout.token_budget
-        self._step, self._put_away = version, {}
+        self._step, self._interrupted = version, {}
         for number, begun in continued.items():
             oldest = oldest_version(begun)
             if 0 <= oldest < version - self._config.max_staleness:
-                begun = []  # others were put into the buffer before it meanwhile: its tokens are too old
+                begun = []  # other groups entered the buffer first: its tokens are too old
                 self._counted["partial/late"] += 1
             self._counted["continued"] += count_unfinished(begun) if is_new else 0
             self._start(number, self._task(continued[number][0].task_id), begun)
@@ -156,18 +157,18 @@ class RolloutScheduler:
     # -- starting ----------------------------------------------------------------------------------------------
 
     def name_of(self, number: int) -> str:
-        """The name of a group."""
+        """Name of a group."""
         return f"{self._prefix}-{number:06d}"
 
     def _admit(self, done: int, ahead: int) -> list[_StartedGroup]:
-        """Start what the pacing rule admits."""
+        """Start the rollouts that the pacing rule admits."""
         started: list[_StartedGroup] = []
         while self._pacing.may_start(done, ahead + len(started)):
             started.append(self._start_next(self._pacing.step_of(done, ahead + len(started))))
         return started
 
     def _start_next(self, step: int) -> _StartedGroup:
-        """Start the next task, which is for a step of the stage."""
+        """Start the next task, for a step of the stage."""
         if self._unfinished:
             number, id = self._unfinished.pop(0)
             self._start(number, self._task(id))
@@ -193,12 +194,12 @@ class RolloutScheduler:
     async def _in_parts(
         self, number: int, task: Task, group: str, seed: int, begun: Sequence[Experience]
     ) -> list[Experience]:
-        """The judged experiences of a group; if it is interrupted, it leaves the queue and is put away."""
+        """Return a group's experiences with rewards; an interrupted group leaves the queue and is kept for later."""
         sampling = self._rollout
         assert isinstance(self._explorer, Explorer)
         part = await self._explorer.part(task, sampling, n=sampling.group_size, seed=seed, group=group, begun=begun)
         if count_unfinished(part.experiences):
-            self._put_away[number] = part.experiences
+            self._interrupted[number] = part.experiences
             self.queue.withdraw(number)
             return []
         newest = sampling.partial.learn == "newest"
@@ -212,26 +213,27 @@ class RolloutScheduler:
     # -- ending ------------------------------------------------------------------------------------------------
 
     async def _until_spent(self, needed: int) -> None:
-        """Until the oldest `needed` groups are whole and the budget is spent, or nothing is left; then put away."""
+        """Wait until the oldest `needed` groups are finished and the budget is spent, or nothing is left; then
+        interrupt."""
 
         def enough() -> bool:
             spent = self._engine.tokens_generated >= self._budget_ends
             return self.queue.all_have_tokens(needed if spent else None)
 
         while not (enough() or self.queue.failed()):
-            await asyncio.sleep(0)  # the engine makes one step meanwhile
+            await asyncio.sleep(0)  # the engine makes one step
         assert isinstance(self._engine, Interruptible)
         self._engine.interrupt()
         await self.queue.wait_all_generated()
         groups = [group.known or [] for group in self.queue.all()]
-        taken, everything = groups[:needed], [*groups, *self._put_away.values()]
+        taken, everything = groups[:needed], [*groups, *self._interrupted.values()]
         self._lengths = LengthBias()
         self._lengths.add(*_count_tokens(taken), *_count_tokens(everything))
 
     async def _until_admitted(self, started: Sequence[_StartedGroup], admitted: int, before: int) -> None:
-        """Until as many of the groups have their tokens as the pacing rule admits; then stop the others.
+        """Wait until as many groups have their tokens as the pacing rule admits; then stop the others.
 
-        Rejected groups leave nothing to learn from, and end early where something has failed: they are not counted.
+        Rejected groups do not count: they leave nothing to train on, and end early on failures.
         """
         numbers = [each.number for each in started]
         impatient = sorted((each for each in started if each.stopped >= MAX_STOPS), key=lambda each: -each.stopped)
@@ -251,13 +253,13 @@ class RolloutScheduler:
         self._lengths.add(taken, len(chosen) * size, tokens, len(started) * size)
 
     def end_step(self) -> None:
-        """The step's groups are taken: what is unfinished goes to the buffer."""
-        self._partials.put(self._put_away, self._step)
-        self._counted["partial"] += sum(count_unfinished(each) for each in self._put_away.values())
-        self._put_away = {}
+        """Store unfinished groups in the buffer, once the step has taken its groups."""
+        self._partials.put(self._interrupted, self._step)
+        self._counted["partial"] += sum(count_unfinished(each) for each in self._interrupted.values())
+        self._interrupted = {}
 
     def metrics(self) -> dict[str, float]:
-        """What has become of rollouts since the last call."""
+        """Metrics of rollouts since the last call."""
         counted, self._counted = self._counted, Counter()
         lengths, self._lengths = self._lengths, LengthBias()
         found = self._explorer.take_counts()
@@ -274,22 +276,22 @@ class RolloutScheduler:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def unfinished(self) -> list[tuple[int, str]]:
-        """Number and task of every group that is under way, or that is to be started again."""
+        """Number and task of every group that is running or to be started again."""
         under_way = [(group.number, group.task) for group in self.queue.all()]
         return sorted([*under_way, *self._unfinished])
 
     def start_again(self, unfinished: Sequence[tuple[int, str]]) -> None:
-        """Groups that were under way when the process ended come first, under the same names."""
+        """Start these groups first, under the same names; they were running when the process ended."""
         self._unfinished = list(unfinished)
 
     def mark(self, state: StageState) -> None:
-        """Note a step boundary in the stage's state."""
+        """Record a step boundary in the stage's state."""
         state.submitted, state.again = self._submitted, self._stopped.state()
         state.tasks = self._sampler.state_dict()
         self._at_boundary = self.queue.all()
 
     async def snapshot(self, state: StageState) -> None:
-        """Put the groups of the last boundary into the state; waits for rewards of rollouts that have finished."""
+        """Store the groups of the last boundary in the state; waits for rewards of finished rollouts."""
         waiting = self._at_boundary
         rewards = asyncio.gather(*(group.future for group in waiting))
         await wait_with_deadline(
@@ -299,28 +301,28 @@ class RolloutScheduler:
         state.numbers = [group.number for group in waiting]
 
     def restore(self, state: StageState) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self._submitted = state.submitted
         self._stopped.restore([(self._task(id), times) for id, times in state.again])
         assert state.tasks is not None
         self._sampler.load_state_dict(state.tasks)
-        numbers = state.numbers or range(len(state.groups))  # an older version noted none
+        numbers = state.numbers or range(len(state.groups))  # older versions stored none
         groups = [[decode_experience(row) for row in group] for group in state.groups]
         self.queue.restore(dict(zip(numbers, groups, strict=True)))
 
     async def close(self) -> None:
-        """Stop what is under way."""
+        """Cancel running rollouts."""
         await self.queue.cancel()
 
 
 class _StartedGroup(NamedTuple):
     number: int
     task: Task
-    stopped: int  # how often it was stopped before
+    stopped: int  # earlier stops of the task
 
 
 def accepted(group: Sequence[Experience]) -> list[Experience]:
-    """The experiences of a group without those of rejected rollouts."""
+    """The experiences of a group, without rejected rollouts."""
     return [each for each in group if REJECTION_REASON_KEY not in each.info]
 
 

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: data, the model, and what is measured of the machine once."""
+"""Sets up a run before its first step: data, model, and machine settings measured once."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ MACHINE = "machine.json"
 
 
 def prepare_first_stage(loaded: LoadedRun, folder: Path) -> tuple[PolicyModel, list[StageTasks], RunContext]:
-    """What the stages of a run are made of, in one process and without a run, for measurements; writes into `folder`
-    what a run keeps of its machine. Raises like `run`.
+    """Set up a run's stages for measurements, in one process and without a run. Raises like `run`.
+
+    The machine settings are written into `folder`.
     """
     setup = set_up_run(loaded, folder, None)
     buffers = Buffers(folder, setup.run_id, read_only=True)
@@ -55,15 +56,17 @@ def prepare_first_stage(loaded: LoadedRun, folder: Path) -> tuple[PolicyModel, l
 
 @dataclass(frozen=True)
 class RunSetup:
+    """Policy, tasks and machine settings of a run."""
+
     policy: PolicyModel
     tasks: list[StageTasks]
     precision: str
     threads: int
     run_id: str
-    judges: list[RewardManager]  #: closed; they keep the reward models that the stages share in memory
+    judges: list[RewardManager]  #: closed; keep the stages' shared reward models in memory
 
     def context(self, loaded: LoadedRun, run_dir: Path, buffers: Buffers, placement: PlacementConfig) -> RunContext:
-        """What the stages share."""
+        """Build the context that the stages share."""
         config = loaded.config
         return RunContext(
             run_dir,
@@ -77,6 +80,7 @@ class RunSetup:
         )
 
     def describe(self, run_dir: Path) -> str:
+        """One line on model, precision, device and run directory."""
         count = sum(parameter.numel() for parameter in self.policy.model.parameters())
         return (
             f"{type(self.policy.model).__name__}, {count / 1e6:.2f}M parameters, {self.precision} on "
@@ -85,16 +89,16 @@ class RunSetup:
 
 
 def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool = False) -> RunSetup:
-    """Data, model and machine settings; the model is the checkpoint's where there is one.
+    """Load data, model and machine settings; the model is the checkpoint's, if there is one.
 
     Args:
-        joined: another process of the run has written what is the run's own.
+        joined: another process of the run writes the run's own files.
     """
     config = loaded.config
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     device = choose_device(config.device)
-    # what is missing in the last stage's rewards shows before the first has run
+    # errors in the last stage's rewards show before the first stage runs
     wanted = [(rewards, stage.judging) for stage in loaded.stages for rewards in _rewards(stage)]
     judges = [build_reward_manager(rewards, judging, device=str(device)) for rewards, judging in wanted]
     for judge in judges:
@@ -116,7 +120,7 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     for stage in loaded.stages:
         if isinstance(stage.engine, NativeEngineConfig) and recurrent_layers(policy.model):
             _refuse_drafts(stage, type(policy.model).__name__)
-        replays_routing(stage, policy.model)  # refuses what cannot be replayed
+        replays_routing(stage, policy.model)  # raises if routing cannot be replayed
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
     machine = _machine_settings(run_dir, loaded, policy)
     if joined and config.threads != "auto":
@@ -124,16 +128,14 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     torch.set_num_threads(machine["threads"])
     for stage in loaded.stages:
         if stage.residency is not None:
-            build_offload_plan(
-                stage, policy, machine["precision"]
-            )  # what does not fit shows before the first stage has run
+            build_offload_plan(stage, policy, machine["precision"])  # a plan that does not fit fails here
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return RunSetup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
 
 
 def _refuse_drafts(stage: StageConfig, model: str) -> None:
-    """Raises ConfigError where a stage has drafts checked: the state of recurrent layers cannot be cut back."""
+    """Raise ConfigError if a stage uses drafts: the state of recurrent layers cannot be cut back."""
     rollouts = {"rollout": stage.rollout}
     for name, each in ({} if stage.evaluation is None else stage.evaluation.all_sets()).items():
         rollouts[evaluation_key(name)] = stage.for_evaluation(each).rollout
@@ -147,7 +149,7 @@ def _refuse_drafts(stage: StageConfig, model: str) -> None:
 
 
 def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:
-    """The rewards of a stage, and those that sets of held-out tasks have of their own."""
+    """The stage's rewards, and those of held-out sets with other rewards."""
     sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
     return [stage.rewards, *(each.rewards for each in sets if each.rewards is not None)]
 
@@ -164,15 +166,13 @@ def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset
 
 
 def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> dict[str, Any]:
-    """Thread count and precision, measured once per run and stored, so that a resumed run computes the same; and what
-    a database knows the run by.
-    """
+    """Thread count, precision and run id, chosen once per run and stored, so that a resumed run computes the same."""
     path = run_dir / MACHINE
     if path.is_file():
         stored = read_json_object(path)
         if missing := [key for key in ("threads", "precision") if key not in stored]:
             raise CorruptFileError(f"{path} is damaged: it has no {missing[0]}; put the file back")
-        if "run_id" not in stored:  # an older version made the run
+        if "run_id" not in stored:  # made by an older version
             stored["run_id"] = uuid.uuid4().hex
             atomic_write(path, (json.dumps(stored) + "\n").encode())
         return stored
@@ -204,7 +204,7 @@ def _key(config: TasksetConfig) -> str:
 
 
 def _texts(tasksets: list[Taskset]) -> Iterator[str]:
-    """All text of the training tasks: what a new tokenizer is trained on."""
+    """All text of the training tasks, to train a new tokenizer on."""
     for taskset in tasksets:
         for task in taskset.tasks:
             yield from _task_texts(task)
@@ -222,7 +222,7 @@ def _task_texts(task: Task) -> Iterator[str]:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device of the key `device`. Raises ConfigError where there is none."""
+    """The device of the key `device`. Raises ConfigError if it is not available."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Where a run is: what a checkpoint stores besides weights and the optimizer, and what a summary is made from."""
+"""Progress of a run: the part of a checkpoint besides weights and optimizer, and the basis of the summary."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class StageState:
     submitted: int = 0  #: tasks handed to the explorer
     tasks: dict[str, Any] | None = None  #: the sampler's state
     experts: dict[str, Any] | None = None  #: the demonstration sampler's state
-    pipeline: dict[str, Any] = field(default_factory=dict)  #: what its operators remember
-    stores: dict[str, dict[str, Any]] = field(default_factory=dict)  #: where buffers are, by their kind
-    groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet learned from
-    numbers: list[int] = field(default_factory=list)  #: when their tasks were submitted
-    again: list[tuple[str, int]] = field(default_factory=list)  #: tasks that were stopped, with how often
+    pipeline: dict[str, Any] = field(default_factory=dict)  #: the pipeline operators' states
+    stores: dict[str, dict[str, Any]] = field(default_factory=dict)  #: positions of buffers, by their kind
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet trained on
+    numbers: list[int] = field(default_factory=list)  #: numbers of these groups, in order of submission
+    again: list[tuple[str, int]] = field(default_factory=list)  #: stopped tasks, with their numbers of stops
     best: float | None = None  #: best evaluation of this stage, for early stopping
-    since_best: int = 0  #: evaluations since then
+    since_best: int = 0  #: evaluations since the best one
     stopped: bool = False  #: ended early
 
     def consider_stopping(self, rule: EarlyStopConfig, value: float) -> None:
-        """Take in an evaluation: stop when it is good enough, or when there were too many without improvement."""
+        """Apply early stopping to an evaluation: stop when it is good enough, or after too many without improvement."""
         improved = self.best is None or value > self.best
         self.best = value if improved else self.best
         self.since_best = 0 if improved else self.since_best + 1
@@ -50,7 +50,7 @@ class RunState:
     generation_seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Convert to plain JSON."""
         return asdict(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""Builds the summary of a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rollmill.trackers.metrics_log import peak_rss_mb
 
 
 def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, status: str = "done") -> dict[str, Any]:
-    """The contents of summary.json.
+    """Build the contents of summary.json.
 
     accuracy_before and accuracy_after are the first and the last evaluation of the last stage that was evaluated:
-    greedy accuracy, or sampled where greedy is off, of the first set; null where there was none.
+    greedy accuracy, or sampled accuracy without greedy, of the first set; null if there was none.
     """
     evaluated = state.evaluations[-1]["stage"] if state.evaluations else None
     of_stage = [record for record in state.evaluations if record["stage"] == evaluated]

@@ -1,4 +1,4 @@
-"""How difficult tasks are, before a run: by a policy's success rate, or by a judge who sees the prompts."""
+"""Scores the difficulty of tasks before a run: by a policy's success rate, or by an LLM judge that sees the prompts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _AT_ONCE = 64
 
 Rating = dict[str, Any]
 Progress = Callable[[int, int], None]
-"""Is told how many tasks are rated, and how many there are."""
+"""Called with the number of rated tasks and of all tasks."""
 
 
 @dataclass(slots=True)
 class DifficultyScores:
-    """What came of it: tasks in the taskset, in the file now, and those for which there was no verdict."""
+    """Counts of a scoring: tasks in the taskset, tasks rated in the file, and ids of tasks without a verdict."""
 
     tasks: int
     rated: int
@@ -50,14 +50,14 @@ class DifficultyScores:
 
 
 class ScoreProgress:
-    """Writes ratings, wave by wave, and says how many tasks are rated."""
+    """Writes ratings, wave by wave, and reports progress."""
 
     def __init__(self, file: ScoreFile, tasks: int, rated: int, progress: Progress) -> None:
         self._file, self._progress = file, progress
         self._found = DifficultyScores(tasks, rated, [])
 
     def add(self, ratings: Sequence[tuple[Task, Rating | None]]) -> None:
-        """Take in a wave; None: there was no verdict on the task."""
+        """Add the ratings of a wave; None: no verdict on the task."""
         rated = [(task, rating) for task, rating in ratings if rating is not None]
         self._file.add(rated)
         self._found.without.extend(task.id for task, rating in ratings if rating is None)
@@ -65,7 +65,7 @@ class ScoreProgress:
         self._progress(self._found.rated, self._found.tasks)
 
     def scored(self) -> DifficultyScores:
-        """What came of it all."""
+        """The counts so far."""
         return self._found
 
 
@@ -84,10 +84,10 @@ def score_by_policy(
 ) -> DifficultyScores:
     """Roll out `samples` completions of every task with the run's model, sampling and rewards.
 
-    A completion is a success where its reward is at least `evaluation.threshold`, or 1 without an evaluation.
+    A completion is a success if its reward is at least `evaluation.threshold`, or 1 without an evaluation.
 
     Raises:
-        ConfigError: the model is a new one, there are no rewards, or `out` cannot be gone on with.
+        ConfigError: the model is a new one, there are no rewards, or `out` cannot be continued.
         DeadlineError: a wave of completions took longer than rollout.deadline_s.
     """
     if loaded.config.model.path == "new":
@@ -111,18 +111,18 @@ def score_by_policy(
 
 
 def success_threshold(stage: StageConfig) -> float:
-    """The reward from which a completion is a success."""
+    """The lowest reward of a success."""
     return 1.0 if stage.evaluation is None else stage.evaluation.threshold
 
 
 def _describe_scoring(loaded: LoadedRun, stage: StageConfig, samples: int, threshold: float) -> dict[str, Any]:
-    """What success rates depend on."""
+    """Everything that a policy's success rates depend on."""
     by = {"by": "policy", "model": str(loaded.config.model.path), "samples": samples}
     return {**by, "threshold": threshold, "seed": loaded.config.seed, **scoring_settings(stage)}
 
 
 def scoring_settings(stage: StageConfig) -> dict[str, Any]:
-    """What success rates depend on, whoever answers."""
+    """The part that success rates depend on for any model."""
     rewards = json.dumps([each.model_dump(mode="json") for each in stage.rewards])
     return {
         "rewards": hashlib.sha256(rewards.encode()).hexdigest()[:8],
@@ -131,11 +131,11 @@ def scoring_settings(stage: StageConfig) -> dict[str, Any]:
 
 
 def score_by_judge(stage: StageConfig, judge: JudgeSection | None, out: Path, progress: Progress) -> DifficultyScores:
-    """Ask a judge to rate the difficulty of every prompt: `judge`, or the stage's first reward that is one.
+    """Have an LLM judge rate the difficulty of every prompt: `judge`, or the first judge among the stage's rewards.
 
     Raises:
-        ConfigError: there is no judge, or `out` cannot be gone on with.
-        RewardError: the judge cannot be asked.
+        ConfigError: there is no judge, or `out` cannot be continued.
+        RewardError: the judge cannot be reached.
     """
     judges = [judge] if judge is not None else [each for each in stage.rewards if isinstance(each, JudgeSection)]
     if not judges:
@@ -172,7 +172,7 @@ async def in_waves(
     deadline_s: float,
     tally: ScoreProgress,
 ) -> None:
-    """Rate so many tasks at a time. Raises DeadlineError where a wave takes longer."""
+    """Rate `size` tasks at a time. Raises DeadlineError if a wave takes too long."""
     for start in range(0, len(tasks), size):
         wave = tasks[start : start + size]
         try:
@@ -200,19 +200,19 @@ async def _roll_out(
     engine = build_engine(policy, stage, precision, trained_on=False)
     sync = build_publisher(policy, engine, precision)
     sync.publish(0)
-    judge = build_reward_manager(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
-    explorers = StageExplorers(stage, policy, engine, judge, tasks=[task for _, task in tasks])
+    rewards = build_reward_manager(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+    explorers = StageExplorers(stage, policy, engine, rewards, tasks=[task for _, task in tasks])
     explorer = explorers.explorer()
     size = max(1, rollout.max_sequences // samples)
 
     async def rating(number: int, task: Task) -> Rating | None:
         stream = derive_seed(seed, SCORING_STREAM, number)
         group = await explorer.rollout(task, rollout, n=samples, seed=stream, group=f"score/{task.id}")
-        rewards = [each.reward for each in first_per_rollout(group) if each.reward is not None]
-        if not rewards:
+        values = [each.reward for each in first_per_rollout(group) if each.reward is not None]
+        if not values:
             return None
-        rate = sum(reward >= threshold for reward in rewards) / len(rewards)
-        return {"success_rate": rate, "difficulty": 1 - rate, "mean_reward": sum(rewards) / len(rewards)}
+        rate = sum(reward >= threshold for reward in values) / len(values)
+        return {"success_rate": rate, "difficulty": 1 - rate, "mean_reward": sum(values) / len(values)}
 
     try:
         await in_waves(tasks, size, rating, rollout.deadline_s, tally)
@@ -220,4 +220,4 @@ async def _roll_out(
         await explorers.close()
         await engine.close()
         sync.close()
-        judge.close()
+        rewards.close()

@@ -1,4 +1,4 @@
-"""The tasks of a stage that fit the model: what it rolls out, imitates and is evaluated on."""
+"""Selects the tasks of a stage that fit the model: for rollouts, demonstrations and evaluation."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _ADDED = 16
 class StageTasks:
     """Tasks of one stage; every prompt and demonstration fits the model's context."""
 
-    training: Taskset  #: what training draws from; `rejected` has the rows and tasks that were left out
-    experts: Taskset | None  #: demonstrations, where the algorithm imitates
-    held_out: dict[str, list[Task]]  #: what is evaluated, by the name of its set
-    notes: list[str]  #: what the pipeline did, and what was left out because it is too long
+    training: Taskset  #: training tasks; `rejected` has the rows and tasks left out
+    experts: Taskset | None  #: demonstrations, if the algorithm imitates
+    held_out: dict[str, list[Task]]  #: evaluated tasks, by the name of their set
+    notes: list[str]  #: messages on the pipeline and on tasks left out
 
 
 def select_tasks(
     config: StageConfig, policy: PolicyModel, training: Taskset, held_out: Mapping[str, Taskset]
 ) -> StageTasks:
-    """Choose a stage's tasks from its loaded tasksets.
+    """Select a stage's tasks from its loaded tasksets.
 
-    A prompt has to leave room for one new token, a demonstration has to fit as a whole. Those that do not are left
-    out and noted (on_bad_row: skip).
+    A prompt must leave room for one new token, a demonstration must fit as a whole. Others are left out and reported
+    (on_bad_row: skip).
 
     Raises:
         TasksetError: prompts or demonstrations are too long (on_bad_row: refuse), or nothing is left.
@@ -63,7 +63,7 @@ def select_tasks(
 def select_held_out(
     config: StageConfig, policy: PolicyModel, held_out: Mapping[str, Taskset], notes: list[str]
 ) -> dict[str, list[Task]]:
-    """The tasks of every set that is evaluated, by its name; `notes` gets what was left out. Raises TasksetError."""
+    """Select the tasks of every evaluated set, by its name; adds to `notes` what was left out. Raises TasksetError."""
     evaluated: dict[str, list[Task]] = {}
     for name, each in (config.evaluation.all_sets() if config.evaluation is not None else {}).items():
         first = held_out[name].with_tasks(held_out[name].tasks[: each.limit], [])
@@ -72,7 +72,7 @@ def select_held_out(
 
 
 _Measure = Callable[[Task, PolicyModel], tuple[str, int, int]]
-"""What of a task is measured, its tokens, and how many there may be."""
+"""Measures a task: which text, its tokens, and how many may be."""
 
 
 def _prompt(task: Task, policy: PolicyModel) -> tuple[str, int, int]:
@@ -84,7 +84,7 @@ def _demonstration(task: Task, policy: PolicyModel) -> tuple[str, int, int]:
 
 
 def _pair(task: Task, policy: PolicyModel) -> tuple[str, int, int]:
-    """The longer one of its solutions, of which a labelled completion has one only."""
+    """Measure the longer of its solutions; a labelled completion has only one."""
     solutions = [each for each in (task.response, task.rejected) if each is not None]
     longer = max(len(encode_demonstration(task, policy.tokenizer, 0, each)[0]) for each in solutions)
     return "pair" if len(solutions) == 2 else "completion", longer, policy.context
@@ -122,7 +122,7 @@ def _keep_fitting(
 
 
 def _surely_fits(task: Task, context: int) -> bool:
-    """Whether there are too few bytes for too many tokens, which saves encoding most tasks.
+    """Whether it has too few bytes to be too long, which saves encoding most tasks.
 
     A token stands for at least one byte, apart from the few that tokenizers add at the ends.
     """
@@ -143,7 +143,7 @@ def _with_pairs(tasks: Taskset) -> Taskset:
 
 
 def _with_labels(tasks: Taskset) -> Taskset:
-    """Completions one by one: a task with a better and a worse solution becomes two."""
+    """Split tasks into single completions: a task with a better and a worse solution becomes two."""
     found: list[Task] = []
     for task in tasks.tasks:
         if task.response is not None and task.rejected is not None:
@@ -155,7 +155,7 @@ def _with_labels(tasks: Taskset) -> Taskset:
 
 
 def _with_context(taskset: Taskset, algorithm: SelfDistill, config: TasksetConfig, notes: list[str]) -> Taskset:
-    """The tasks that have what a teacher is to see besides the prompt."""
+    """Keep the tasks that have the context shown to the teacher."""
     field = {"solution": "response", "answer": "answer"}.get(algorithm.context)
     if field is None:
         return taskset
@@ -175,7 +175,7 @@ def _with_context(taskset: Taskset, algorithm: SelfDistill, config: TasksetConfi
 
 
 def _imbalance(tasks: Taskset, algorithm: KTO) -> list[str]:
-    """A note where the two kinds of completions do not weigh alike (KTO, arXiv:2402.01306, eq. 9)."""
+    """Note an imbalance between the weights of the two kinds of completions (KTO, arXiv:2402.01306, eq. 9)."""
     desirable = sum(task.response is not None for task in tasks.tasks)
     undesirable = len(tasks.tasks) - desirable
     if not desirable or not undesirable:

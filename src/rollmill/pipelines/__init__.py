@@ -1,4 +1,4 @@
-"""Operators between explorer and buffer: raw experiences in, verified ones out."""
+"""Experience pipeline: operators that filter, change and add experiences between explorer and buffer."""
 
 from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
 from rollmill.pipelines.pipeline import Operator, Pipeline

@@ -1,4 +1,4 @@
-"""What an operator sees and reports to: experiences of whole groups, and what became of each."""
+"""Input and report of an operator: experiences of whole groups, and helpers to read them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from rollmill.types import Completion, Experience, ExperienceSource, StopReason,
 
 @dataclass(frozen=True, slots=True)
 class PipelineContext:
-    """What operators may know about the run."""
+    """State of the run that operators may use."""
 
-    step: int  #: the training step that is being collected, from 1
+    step: int  #: the training step that rollouts are collected for, from 1
     version: int  #: of the weights
     tokenizer: Any
-    end_id: int  #: what demonstrations end with
+    end_id: int  #: last token of demonstrations
     max_new_tokens: int
-    deadline_s: float  #: how long an operator may take for one batch
-    task: Callable[[str], Task]  #: by id; KeyError where the taskset has none
-    observe: Callable[[str, Sequence[float]], None]  #: tells the sampler the success (0 to 1) of a task's completions
+    deadline_s: float  #: timeout of an operator for one batch
+    task: Callable[[str], Task]  #: finds a task by id; raises KeyError
+    observe: Callable[
+        [str, Sequence[float]], None
+    ]  #: reports successes (0 to 1) of a task's completions to the sampler
 
 
 @dataclass(slots=True)
 class OperatorReport:
-    """What one operator did, in experiences; `reasons` counts dropped ones."""
+    """Result of one operator, in experiences; `reasons` counts dropped ones, `changes` changed ones and notes."""
 
     seen: int = 0
     changed: int = 0
@@ -42,16 +44,16 @@ class OperatorReport:
 
     @property
     def kept(self) -> int:
-        """Experiences that were there before and still are."""
+        """Number of original experiences that remain."""
         return self.seen - self.dropped
 
     def numbers(self) -> dict[str, int]:
-        """As metrics: kept, changed, dropped, added, and every reason."""
+        """Metrics: kept, changed, dropped, added, and every reason."""
         counts = {"kept": self.kept, "changed": self.changed, "dropped": self.dropped, "added": self.added}
         return counts | {why.replace(" ", "_"): count for why, count in (*self.reasons.items(), *self.changes.items())}
 
     def add(self, other: OperatorReport) -> None:
-        """Sum up."""
+        """Add the counts of another report."""
         self.seen += other.seen
         self.changed += other.changed
         self.dropped += other.dropped
@@ -61,10 +63,10 @@ class OperatorReport:
 
 
 class Batch:
-    """Experiences on their way through a pipeline. An operator changes them in place and says so.
+    """Experiences in a pipeline. An operator changes them in place and records each change.
 
-    Reasons are short constant words such as `too long`: they become names of metrics. `operator` is the name that the
-    operator has in its pipeline.
+    Reasons are short constant texts such as `too long`, because they become names of metrics. `operator` is the
+    operator's name in its pipeline.
     """
 
     def __init__(self, experiences: Sequence[Experience], context: PipelineContext, operator: str = "") -> None:
@@ -77,7 +79,7 @@ class Batch:
 
     @property
     def experiences(self) -> list[Experience]:
-        """Those that are still there, added ones last. A copy: dropping while looping is fine."""
+        """Remaining experiences, added ones last, as a copy: they may be dropped while looping over it."""
         return list(self._experiences.values())
 
     def groups(self, source: ExperienceSource = ExperienceSource.ROLLOUT) -> dict[str, list[Experience]]:
@@ -89,7 +91,7 @@ class Batch:
         return found
 
     def drop(self, experience: Experience, why: str) -> None:
-        """Take an experience out; the others of its group stay. Raises ValueError for one that is not there."""
+        """Drop an experience; the others of its group stay. Raises ValueError if it is not in the batch."""
         if self._experiences.get(experience.id) is not experience:
             raise ValueError(f"experience {experience.id} is dropped, and it is not there")
         del self._experiences[experience.id]
@@ -100,21 +102,21 @@ class Batch:
         self.report.reasons[why] += 1
 
     def change(self, experience: Experience, why: str) -> None:
-        """Note that an experience was changed; counted once per operator."""
+        """Record that an experience was changed; `changed` counts it once per operator."""
         self.report.changes[why] += 1
         if experience.id not in self._changed:
             self._changed.add(experience.id)
             self.report.changed += 1
 
     def note(self, why: str) -> None:
-        """Count something that is worth knowing and changes no experience."""
+        """Count an event that changes no experience."""
         self.report.changes[why] += 1
 
     def add(self, experience: Experience, why: str) -> None:
-        """Put a new experience in: an expert one, one of a pair (a group of two), or a usual one.
+        """Add a new experience: a demonstration, one of a pair (a group of two), or a rollout.
 
-        Raises ValueError where its id is known (a store would take it for the same experience), or where its arrays
-        are not of one length.
+        Raises ValueError if its id is known (a store would take it for the same experience), or if its arrays differ
+        in length.
         """
         arrays = (experience.token_ids, experience.action_mask, experience.logprobs, experience.versions)
         if len({len(array) for array in arrays}) > 1:
@@ -128,7 +130,7 @@ class Batch:
         self.report.changes[why] += 1
 
 
-# What operators read off experiences: the reward or a part of it, success, the completion, its tokens.
+# Helpers to read experiences
 
 
 def rollouts_of(batch: Batch) -> list[Experience]:
@@ -137,15 +139,15 @@ def rollouts_of(batch: Batch) -> list[Experience]:
 
 
 def reward_value(experience: Experience, part: str | None) -> float | None:
-    """The reward, or a part of it; None where there is none, or no finite one."""
+    """The reward, or a part of it; None if it is missing or not finite."""
     value = experience.reward if part is None else experience.reward_parts.get(part)
     return value if value is not None and math.isfinite(value) else None
 
 
 def is_success(experience: Experience, part: str | None, threshold: float) -> bool | None:
-    """Whether the reward (or a part) is at least `threshold`; None where it was not judged.
+    """Whether the reward (or a part) is at least `threshold`; None if it was not scored.
 
-    A part that is missing because a gate was closed, or because judging took too long, is a failure.
+    A part that is missing because of a gate or a timeout is a failure.
     """
     value = reward_value(experience, part)
     if value is not None:
@@ -157,22 +159,22 @@ def is_success(experience: Experience, part: str | None, threshold: float) -> bo
 
 
 def is_finished(experience: Experience) -> bool:
-    """Whether the completion came to an end of its own."""
+    """Whether the completion ended with an end-of-sequence token or a stop string."""
     return experience.stop_reason in (StopReason.EOS, StopReason.STOP)
 
 
 def response_length(experience: Experience) -> int:
-    """Tokens of the policy; where all are masked, tokens after the prompt."""
+    """Number of policy tokens; of tokens after the prompt if all are masked."""
     return experience.action_tokens or len(response_ids(experience))
 
 
 def response_ids(experience: Experience) -> npt.NDArray[np.int64]:
-    """The tokens after the prompt, whoever produced them."""
+    """All tokens after the prompt, including those of tools."""
     return experience.token_ids[prompt_length(experience) :].astype(np.int64)
 
 
 def prompt_length(experience: Experience) -> int:
-    """How many tokens precede the first turn of the policy."""
+    """Number of tokens before the first turn of the policy."""
     starts = [turn.start for turn in experience.turns if turn.role == "assistant"]
     if starts:
         return starts[0]
@@ -181,9 +183,9 @@ def prompt_length(experience: Experience) -> int:
 
 
 def to_completion(experience: Experience, index: int = 0) -> Completion:
-    """An experience as rewards see it. All turns after the prompt count as the completion's tokens.
+    """Convert an experience for rewards. All turns after the prompt count as the completion's tokens.
 
-    A masked one keeps the version of its oldest token, by which rewards with `after_steps` go.
+    A masked one keeps the version of its oldest token, which rewards with `after_steps` use.
     """
     start = prompt_length(experience)
     rest = slice(start, None)

@@ -1,4 +1,4 @@
-"""From the run file's `pipeline` to operators."""
+"""Builds the operators of the run file's `pipeline`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from dataclasses import dataclass
 from rollmill.config import operators as config
 from rollmill.config.rewards import RewardConfig
 from rollmill.pipelines import filters, shaping, synthesis
-from rollmill.pipelines import shaping as signals
 from rollmill.pipelines.pipeline import Operator, Pipeline, build_custom_operator
 from rollmill.rewards import RewardManager
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineResources:
-    """What operators need that only the run can give."""
+    """Resources of the run that operators need."""
 
-    build_reward_manager: Callable[
-        [Sequence[RewardConfig]], RewardManager
-    ]  #: a judge of further rewards; the operator closes it
+    build_reward_manager: Callable[[Sequence[RewardConfig]], RewardManager]
+    """Builds further rewards; the operator closes them."""
     seed: int
 
 
 def build_pipeline(sections: Sequence[config.OperatorSection], resources: PipelineResources) -> Pipeline:
-    """The pipeline of a stage.
+    """Build the pipeline of a stage.
 
-    Raises ConfigError where an operator needs a package that is not installed, and what building a judge raises.
+    Raises ConfigError if an operator needs a package that is not installed, and errors of building rewards.
     """
     with ExitStack() as made_so_far:
         operators = []
@@ -41,7 +39,7 @@ def build_pipeline(sections: Sequence[config.OperatorSection], resources: Pipeli
 
 
 def build_operator(section: config.OperatorSection, resources: PipelineResources) -> Operator:
-    """The operator that a section describes. Libraries are imported here, so that a run pays for those it uses only."""
+    """Build the operator of a section. Imports libraries here, so that a run loads only those it uses."""
     if type(section).function is not None:
         operator: Operator = build_custom_operator(section)
         return operator
@@ -67,18 +65,18 @@ def build_operator(section: config.OperatorSection, resources: PipelineResources
         case config.RewardScaling():
             return shaping.scale(section)
         case config.ReplayPriority():
-            return signals.priority(section)
+            return shaping.priority(section)
         case config.SuccessRateOperator():
-            return signals.success_rate(section)
+            return shaping.success_rate(section)
         case config.DemonstrationOperator():
             return synthesis.DemonstrationMaker(section)
         case config.PreferencePairOperator():
             return synthesis.preference_pairs(section)
-    return _costly(section, resources)
+    return _build_heavy(section, resources)
 
 
-def _costly(section: config.OperatorSection, resources: PipelineResources) -> Operator:
-    """Operators with judges or libraries of their own."""
+def _build_heavy(section: config.OperatorSection, resources: PipelineResources) -> Operator:
+    """Build an operator that needs rewards or further libraries."""
     match section:
         case config.VerifyOperator():
             from rollmill.pipelines.verification import RewardVerifier

@@ -1,4 +1,4 @@
-"""Operators of Data-Juicer (arXiv:2309.02033) on the text of completions."""
+"""Runs operators of Data-Juicer (arXiv:2309.02033) on the text of completions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_leng
 from rollmill.types import Experience, Turn, experience_from_demonstration
 
 _OWN = frozenset({"skip_op_error", "text_key"})
-"""Options of all operators that are ours to set."""
+"""Options that rollmill sets for all operators."""
 
 
 class DataJuicerOperators:
-    """Runs filters, which drop completions, and mappers, whose texts of successes become expert experiences.
+    """Runs filters, which drop completions, and mappers, whose rewritten successes become demonstrations.
 
-    A mapper's text goes on to the operators behind it; a completion that one of these refuses is dropped, whatever the
-    mappers made of it.
+    Later operators see a mapper's text; if a filter refuses it, the completion is dropped.
 
-    Raises ConfigError where Data-Juicer is not installed, or an operator is not known or cannot be used.
+    Raises ConfigError if Data-Juicer is not installed, or an operator is unknown or cannot be used.
     """
 
     def __init__(self, options: DataJuicerFilter) -> None:
@@ -52,7 +51,7 @@ class DataJuicerOperators:
                 self._add(batch, experience, texts[experience.id])
 
     def _apply(self, operator: Any, texts: Sequence[str]) -> list[Any]:
-        """Per text whether it is kept, or what it became."""
+        """Per text, whether a filter keeps it, or the mapped text."""
         key = self._base.text_key
         samples: dict[str, list[Any]] = {key: list(texts), self._base.meta: [{} for _ in texts]}
         if isinstance(operator, self._base.Filter):
@@ -109,7 +108,7 @@ class DataJuicerOperators:
 
 
 class _Base:
-    """What is used of the package."""
+    """The parts of the package in use."""
 
     def __init__(self) -> None:
         from data_juicer.ops.base_op import OPERATORS, Filter, Mapper
@@ -121,7 +120,7 @@ class _Base:
 
 
 def _base() -> _Base:
-    """The package, which is kept from installing others while a run is under way."""
+    """Import the package, and prevent it from installing others during a run."""
     try:
         import data_juicer.ops  # registers the operators
         from data_juicer.utils import lazy_loader

@@ -1,4 +1,4 @@
-"""Near duplicates: texts with nearly the same n-grams (Broder 1997), found by MinHash and LSH of datasketch."""
+"""Operators that drop duplicate completions: exact ones, and near duplicates by MinHash and LSH of datasketch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from rollmill.pipelines.batch import Batch
 from rollmill.rewards.text.parsing import split_words
 from rollmill.types import Experience
 
-# What operators remember about earlier groups: the latest so many entries.
-
 Value = TypeVar("Value")
 
 
 class LRUCache(Generic[Value]):
-    """A mapping from texts that holds at most `size` entries. What was not touched for longest goes first."""
+    """A mapping from texts that holds at most `size` entries and evicts the least recently used one."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -36,33 +34,30 @@ class LRUCache(Generic[Value]):
         return iter(self._entries)
 
     def get(self, key: str) -> Value | None:
-        """The value of a key, which is touched; None where it is not known."""
+        """The value of a key, which becomes the most recently used; None if unknown."""
         if key not in self._entries:
             return None
         self._entries[key] = self._entries.pop(key)
         return self._entries[key]
 
     def peek(self, key: str) -> Value:
-        """The value of a known key, which is not touched."""
+        """The value of a known key, without marking it as used."""
         return self._entries[key]
 
     def put(self, key: str, value: Value) -> list[tuple[str, Value]]:
-        """Set the value of a key, which is touched. Returns what had to be forgotten."""
+        """Set the value of a key, which becomes the most recently used. Returns evicted entries."""
         self._entries.pop(key, None)
         self._entries[key] = value
         too_many = len(self._entries) - self._size
         return [(old, self._entries.pop(old)) for old in list(self._entries)[: max(too_many, 0)]]
 
     def items(self) -> list[tuple[str, Value]]:
-        """All entries, from the one that goes first."""
+        """All entries, least recently used first."""
         return list(self._entries.items())
 
 
-# Exact duplicates: texts that are the same but for white space.
-
-
 class DuplicateFilter:
-    """Drops completions whose text was there before. Digests of the texts are remembered, not the texts."""
+    """Drops completions whose text, except for white space, occurred before. Stores digests, not texts."""
 
     def __init__(self, options: DuplicatesOperator) -> None:
         self._options = options
@@ -84,33 +79,33 @@ class DuplicateFilter:
         return blake2b((task + text).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """The digests, from the one that is forgotten first."""
+        """The digests, least recently used first."""
         return {"seen": list(self._memory)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self._memory = LRUCache(self._options.memory)
         for key in state["seen"]:
             self._memory.put(key, True)
 
 
 def normalize_whitespace(text: str, *, ignore_case: bool = False) -> str:
-    """The text in Unicode's composed form (NFC), with single blanks for white space."""
+    """Normalise a text: Unicode NFC, single spaces for white space."""
     text = " ".join(unicodedata.normalize("NFC", text).split())
     return text.casefold() if ignore_case else text
 
 
 _SEED, _SCHEME = 1, "affine32"
 _MISSES = (0.1, 0.9)
-"""How much false finds and misses of the LSH weigh: finds are compared again, misses are not."""
+"""Weights of the LSH's false positives and false negatives; positives are compared again, negatives are not."""
 _LONGEST = 200_000
-"""Characters of a text that are looked at."""
+"""Maximum number of characters of a text that are compared."""
 
 
 class NearDuplicateFilter:
-    """Drops completions whose estimated similarity to an earlier one is at least the threshold.
+    """Drops completions whose estimated n-gram similarity (Broder 1997) to an earlier one is at least the threshold.
 
-    Raises ConfigError where datasketch is not installed.
+    Raises ConfigError if datasketch is not installed.
     """
 
     def __init__(self, options: NearDuplicatesOperator) -> None:
@@ -134,7 +129,7 @@ class NearDuplicateFilter:
         return {"seen": [[space, _packed(minhash)] for space, minhash in self._known.entries()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self._known = self._index(self._options.memory)
         for space, packed in state["seen"]:
             self._known.add(self._made(_unpacked(packed)), space)
@@ -155,19 +150,19 @@ class NearDuplicateFilter:
 
 
 class _Index:
-    """The newest `size` signatures, each in a space of its own task or in one for all."""
+    """The newest `size` signatures, each in the space of its task or in a common one."""
 
     def __init__(self, lsh: Any, size: int) -> None:
         self._lsh, self._count = lsh, 0
         self._kept: LRUCache[tuple[str, Any]] = LRUCache(size)
 
     def find(self, minhash: Any, space: str, threshold: float) -> bool:
-        """Whether there is a similar one."""
+        """Whether there is a similar signature in the space."""
         near = [self._kept.peek(key) for key in self._lsh.query(minhash)]
         return any(where == space and minhash.jaccard(other) >= threshold for where, other in near)
 
     def add(self, minhash: Any, space: str) -> None:
-        """Remember one."""
+        """Add a signature."""
         key = str(self._count)
         self._count += 1
         self._lsh.insert(key, minhash)
@@ -180,7 +175,7 @@ class _Index:
 
 
 def text_ngrams(text: str, unit: str, n: int) -> set[bytes]:
-    """The n-grams of a text; the whole text where it is shorter than one."""
+    """The n-grams of a text; the whole text if it is shorter than one."""
     text = normalize_whitespace(text[:_LONGEST])
     units = split_words(text) if unit == "words" else list(text)
     joint = "\0" if unit == "words" else ""
@@ -198,7 +193,7 @@ def _unpacked(text: str) -> Any:
 
 @cache
 def _bands(threshold: float, permutations: int) -> tuple[int, int]:
-    """Bands and rows of the LSH; finding them takes longer than a group."""
+    """Bands and rows of the LSH; cached, because their computation takes longer than a group."""
     lsh = _datasketch().MinHashLSH(threshold=threshold, num_perm=permutations, weights=_MISSES)
     return lsh.b, lsh.r
 

@@ -1,4 +1,4 @@
-"""Operators that leave experiences out, or out of the loss."""
+"""Operators that drop experiences or mask them in the loss."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rollmill.pipelines.reward_updates import init_reward_part, set_reward
 from rollmill.types import Experience, StopReason, first_per_rollout
 
 _EQUAL = 1e-9
-"""Rewards that differ by less are equal: sums of parts are off by rounding."""
+"""Tolerance for equal rewards, because sums of parts have rounding errors."""
 
 
 def reward_filter(options: RewardFilter) -> Operator:
-    """Drops usual experiences whose reward lies outside the bounds; those without one are kept."""
+    """Drops rollouts whose reward is outside the bounds; keeps those without a reward."""
 
     def apply(batch: Batch) -> None:
         for experience in rollouts_of(batch):
@@ -40,7 +40,7 @@ def reward_filter(options: RewardFilter) -> Operator:
 
 
 def length_filter(options: LengthFilter) -> Operator:
-    """Drops usual experiences with too few or too many tokens of the policy."""
+    """Drops rollouts with too few or too many policy tokens."""
 
     def apply(batch: Batch) -> None:
         for experience in rollouts_of(batch):
@@ -54,11 +54,11 @@ def length_filter(options: LengthFilter) -> Operator:
 
 
 def group_variance(options: GroupVarianceFilter) -> Operator:
-    """Drops groups with nothing to learn from: dynamic sampling of DAPO (arXiv:2503.14476, eq. 11)."""
+    """Drops groups without a training signal: dynamic sampling of DAPO (arXiv:2503.14476, eq. 11)."""
 
     def apply(batch: Batch) -> None:
         for group in batch.groups().values():
-            why = _unwanted(options, group)
+            why = _drop_reason(options, group)
             if why is not None:
                 for experience in group:
                     batch.drop(experience, why)
@@ -66,8 +66,8 @@ def group_variance(options: GroupVarianceFilter) -> Operator:
     return apply
 
 
-def _unwanted(options: GroupVarianceFilter, group: Sequence[Experience]) -> str | None:
-    """Why a group is dropped. The bounds on the mean come first, because they say more."""
+def _drop_reason(options: GroupVarianceFilter, group: Sequence[Experience]) -> str | None:
+    """Reason to drop a group, or None. Bounds on the mean come first, because they are more specific."""
     values = [value for each in first_per_rollout(group) if (value := _value(options, each)) is not None]
     if not values:
         return "not judged"
@@ -89,7 +89,7 @@ def _value(options: GroupVarianceFilter, experience: Experience) -> float | None
 
 
 def invalid_reward(options: InvalidRewardFilter) -> Operator:
-    """Drops usual experiences whose reward cannot be learned from."""
+    """Drops rollouts without a finite reward, or with an unwanted outcome."""
     unwanted = set(options.outcomes)
 
     def apply(batch: Batch) -> None:
@@ -105,7 +105,7 @@ def invalid_reward(options: InvalidRewardFilter) -> Operator:
 
 
 def truncated(options: TruncationOperator) -> Operator:
-    """Masks, drops or re-rewards usual experiences that were cut off at the length limit."""
+    """Masks or drops rollouts that were truncated at the length limit, or changes their reward."""
 
     def apply(batch: Batch) -> None:
         if options.then == "reward":
@@ -125,7 +125,7 @@ def truncated(options: TruncationOperator) -> Operator:
 
 
 def mask_tokens(experience: Experience) -> None:
-    """Take all tokens of an experience out of the loss. Its reward stays in the group's baseline.
+    """Mask all tokens of an experience in the loss. Its reward still counts in the group's baseline.
 
     `info["masked"]` keeps the version of its oldest token.
     """

@@ -1,4 +1,4 @@
-"""Tests made from a run's own successes by Kimi k1.5's rules (arXiv:2501.12599), which later successes have to pass."""
+"""Generates tests from a run's successes by Kimi k1.5's rules (arXiv:2501.12599); later successes have to pass them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from rollmill.types import Experience, Task
 
 @dataclass(slots=True)
 class _TaskTests:
-    """Of one task: different successes so far, and the tests made of them; None: not made yet, []: none were sound."""
+    """Distinct successes of a task, and its generated tests; None: not generated yet, []: none were sound."""
 
     programs: list[str] = field(default_factory=list)
     tests: list[dict[str, Any]] | None = None
 
 
 class TestGenerator:
-    """Collects successes of tasks that have a generator, makes tests once, and holds successes against them."""
+    """Collects successes of tasks that have a generator, generates tests once, and tests later successes."""
 
-    def __init__(self, options: GeneratedTestsOperator, judge: RewardManager) -> None:
+    def __init__(self, options: GeneratedTestsOperator, rewards: RewardManager) -> None:
         code = options.code
-        self._options, self._judge = options, judge
+        self._options, self._rewards = options, rewards
         self._sandbox = Sandbox(packages=tuple(sorted(code.packages)), jobs=code.jobs, backend=code.sandbox)
-        self._demands = ValidationCriteria(options.cases, options.submissions, options.agree, options.solve)
+        self._criteria = ValidationCriteria(options.cases, options.submissions, options.agree, options.solve)
         self._memory: LRUCache[_TaskTests] = LRUCache(options.memory)
 
     async def __call__(self, batch: Batch) -> None:
@@ -58,8 +58,8 @@ class TestGenerator:
     async def _collect(
         self, batch: Batch, task: Task, generator: str, known: _TaskTests, successes: Sequence[Experience]
     ) -> None:
-        """Take note of successes; make the tests once there are enough."""
-        name, prefix = _asked_for(task)
+        """Record successes; generate the tests once there are enough."""
+        name, prefix = _function_and_prefix(task)
         for experience in successes:
             code = extract_code(experience.response, self._options.code.extract, name)
             source = None if code is None else join_prefix(prefix, code, name) if prefix else code
@@ -72,8 +72,8 @@ class TestGenerator:
         rules, limits = output_match_options(code_options), sandbox_limits(code_options)
         known.tests, known.programs = [], []
         try:
-            async with asyncio.timeout(batch.context.deadline_s / 2):  # slow programs do not end a run
-                made = await generate_tests(problem, self._sandbox, self._demands, rules, limits)
+            async with asyncio.timeout(batch.context.deadline_s / 2):  # slow programs must not end a run
+                made = await generate_tests(problem, self._sandbox, self._criteria, rules, limits)
         except TimeoutError:
             batch.note("tests too slow")
             return
@@ -85,34 +85,33 @@ class TestGenerator:
     ) -> None:
         columns = {key: value for key, value in task.metadata.items() if key in ("entry_point", "prefix", "checker")}
         harder = replace(task, metadata=columns | {"tests": tests})
-        for experience, judgement in zip(
-            successes, await score_group(self._judge, batch, successes, task=harder), strict=True
-        ):
-            if judgement.reward is None or is_undecided(judgement, [self._options.code]):
+        results = await score_group(self._rewards, batch, successes, task=harder)
+        for experience, result in zip(successes, results, strict=True):
+            if result.reward is None or is_undecided(result, [self._options.code]):
                 batch.note("not tested")
-            elif judgement.reward < 1:
+            elif result.reward < 1:
                 set_reward(batch, experience, self._options.reward, "failed generated tests")
             else:
                 batch.note("passed")
 
     def close(self) -> None:
-        """End the processes of sandbox and judge."""
+        """Stop the processes of the sandbox and the rewards."""
         self._sandbox.close()
-        self._judge.close()
+        self._rewards.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Programs and tests of every task, from the one that is forgotten first."""
+        """Programs and tests of every task, least recently used first."""
         return {"tasks": [[task, known.programs, known.tests] for task, known in self._memory.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self._memory = LRUCache(self._options.memory)
         for task, programs, tests in state["tasks"]:
             self._memory.put(task, _TaskTests(list(programs), tests))
 
 
-def _asked_for(task: Task) -> tuple[str | None, str]:
-    """The function that a task asks for (None: a program) and the text that code goes on from."""
+def _function_and_prefix(task: Task) -> tuple[str | None, str]:
+    """The function that a task requires (None: a program) and the text that the code continues."""
     suite = read_suite(task.metadata)
     if suite is None:
         return task.metadata.get("entry_point"), ""

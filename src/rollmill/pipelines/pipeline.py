@@ -1,4 +1,4 @@
-"""Experiences through a list of operators, one after the other: raw in, verified out."""
+"""Runs experiences through a list of operators, and registers users' operators."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
 from rollmill.types import Experience
 
 Operator = Callable[[Batch], Any]
-"""Changes a batch, reports to it and returns nothing, or something to await. One that remembers something is an object
-with `state_dict` and `load_state_dict`; one that holds processes or connections has `close`."""
+"""Changes a batch, reports to it and returns None or an awaitable. An operator with state has `state_dict` and
+`load_state_dict`; one with processes or connections has `close`."""
 
 
 class Pipeline:
@@ -36,11 +36,11 @@ class Pipeline:
         return len(self._operators)
 
     async def process(self, experiences: Sequence[Experience], context: PipelineContext) -> list[Experience]:
-        """What comes out for whole groups. Experiences are changed in place.
+        """Process whole groups; returns the remaining and new experiences. Changes experiences in place.
 
         Raises:
             PipelineError: an operator raised; names it and the first experience's task.
-            DeadlineError: an operator took longer than `context.deadline_s`.
+            DeadlineError: an operator exceeded `context.deadline_s`.
         """
         current = list(experiences)
         for name, operator in self._operators.items():
@@ -65,28 +65,28 @@ class Pipeline:
         return current
 
     def reports(self) -> dict[str, OperatorReport]:
-        """What each operator did since `take_reports`."""
+        """Report of each operator since `take_reports`."""
         return dict(self._reports)
 
     def take_reports(self) -> dict[str, OperatorReport]:
-        """What each operator did since the last call."""
+        """Report of each operator since the last call; resets them."""
         found, self._reports = self._reports, {name: OperatorReport() for name in self._operators}
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What operators remember, as plain JSON: a copy that later batches do not change.
+        """State of the operators as plain JSON: a copy that later batches do not change.
 
-        Raises PipelineError naming the operator whose state JSON cannot hold.
+        Raises PipelineError naming an operator whose state is not JSON.
         """
         return {name: _copied(name, each) for name, each in self._operators.items() if hasattr(each, "state_dict")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
-        for name, own in state.items():
-            self._operators[name].load_state_dict(own)  # type: ignore[attr-defined]
+        """Restore `state`."""
+        for name, each in state.items():
+            self._operators[name].load_state_dict(each)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Release what operators hold, even where one of them fails to."""
+        """Close all operators, even if one of them fails."""
         with ExitStack() as stack:
             for operator in self._operators.values():
                 if hasattr(operator, "close"):
@@ -94,7 +94,7 @@ class Pipeline:
 
 
 async def _in_time(work: Awaitable[Any], operator: str, task: str, deadline_s: float) -> Any:
-    """The result of an operator that is awaited. Raises DeadlineError."""
+    """Await an operator. Raises DeadlineError."""
     limit = asyncio.timeout(deadline_s)
     try:
         async with limit:
@@ -115,12 +115,10 @@ def _copied(name: str, operator: Any) -> Any:
 
 
 def _place(error: Exception) -> str:
-    """Where it was raised, as ` (FILE:LINE)`."""
+    """Location where an error was raised, as ` (FILE:LINE)`."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
-
-# The decorator that makes a user's function or class an operator of run files.
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -128,10 +126,9 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 def operator(target: Target) -> Target:
     """Register an operator under its name: `pipeline: [{name: NAME, ...}]`.
 
-    A function takes one `rollmill.pipelines.Batch` and returns nothing; it may be `async`. A class is made once per
-    stage and called with batches; `state_dict` and `load_state_dict`, where it has them, put what it remembers into
-    checkpoints. Keyword-only parameters (of the function, or of `__init__`) with a type and a default are keys of the
-    run file.
+    A function takes one `rollmill.pipelines.Batch` and returns nothing; it may be `async`. A class is instantiated once
+    per stage and called with batches; if it has `state_dict` and `load_state_dict`, checkpoints contain its state.
+    Keyword-only parameters (of the function, or of `__init__`) with a type and a default are keys of the run file.
 
     Raises ConfigError naming file and line: a parameter lacks a type or a default, or the operator cannot be called
     with a batch.
@@ -142,7 +139,7 @@ def operator(target: Target) -> Target:
 
 
 def build_custom_operator(section: OperatorSection) -> Any:
-    """The operator of a registered section."""
+    """Build the operator of a registered section."""
     target = type(section).function
     assert target is not None
     options = section.arguments()
@@ -162,7 +159,7 @@ def _check_calls(target: Callable[..., Any]) -> None:
 
 
 def _check_takes(signature: inspect.Signature, count: int, otherwise: str) -> None:
-    """Whether exactly so many positional arguments have to be given."""
+    """Raises ConfigError unless the signature has exactly `count` positional parameters."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = [each for each in signature.parameters.values() if each.kind in positional]
     if len(taken) != count:

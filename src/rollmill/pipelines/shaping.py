@@ -1,4 +1,4 @@
-"""Operators that add to rewards."""
+"""Operators that shape rewards, set replay priorities and report success rates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollmill.types import Experience, first_per_rollout
 
 
 def length_reward(options: LengthShaping) -> Operator:
-    """Kimi k1.5's length reward within each group (`kimi_length_scores`); what was not judged is not compared."""
+    """Adds Kimi k1.5's length reward within each group (`kimi_length_scores`); ignores experiences without a reward."""
 
     def apply(batch: Batch) -> None:
         if batch.context.version < options.warmup_steps:
@@ -44,13 +44,13 @@ def length_reward(options: LengthShaping) -> Operator:
 
 
 def overlong_penalty(options: OverlongPenalty) -> Operator:
-    """DAPO's soft overlong punishment (`overlong`)."""
+    """Adds DAPO's soft overlong punishment (`soft_overlong_penalty`)."""
 
     def apply(batch: Batch) -> None:
         longest = options.longest or batch.context.max_new_tokens
         buffer = options.buffer or max(longest // 5, 1)
         init_reward_part(batch)
-        for experience in _judged(batch):
+        for experience in _scored(batch):
             add_reward(
                 batch,
                 experience,
@@ -62,11 +62,11 @@ def overlong_penalty(options: OverlongPenalty) -> Operator:
 
 
 def repetition_penalty(options: RepetitionPenalty) -> Operator:
-    """Minus the share of text that is repeated (`repetition`)."""
+    """Subtracts the share of repeated text (`repetition_share`)."""
 
     def apply(batch: Batch) -> None:
         init_reward_part(batch)
-        for experience in _judged(batch):
+        for experience in _scored(batch):
             penalty, _ = repetition_share(
                 response_ids(experience), options.ngram, options.free, options.loop_times, options.loop_tokens
             )
@@ -76,15 +76,15 @@ def repetition_penalty(options: RepetitionPenalty) -> Operator:
 
 
 def diversity(options: DiversityBonus) -> Operator:
-    """A bonus for successes by their mean distance to each other completion of the group."""
+    """Adds a bonus to successes for their mean distance to the other completions of the group."""
 
     def apply(batch: Batch) -> None:
         init_reward_part(batch)
         for group in batch.groups().values():
             distances = _distances(options, group)
             for experience, distance in zip(group, distances, strict=True):
-                judged = reward_value(experience, None) is not None
-                good = judged and is_success(experience, options.part, options.threshold)
+                scored = reward_value(experience, None) is not None
+                good = scored and is_success(experience, options.part, options.threshold)
                 add_reward(batch, experience, options.weight * distance if good else 0.0, "shaped")
 
     return apply
@@ -103,13 +103,13 @@ def _distances(options: DiversityBonus, group: Sequence[Experience]) -> list[flo
 
 
 def _answer(text: str, after: str | None) -> str:
-    """What counts as the answer. Completions without one are alike."""
+    """The answer for comparison; empty if there is none."""
     found = text_after(text, after)
     return "" if found is None else normalize_whitespace(found)
 
 
 def _ngrams(ids: list[int], n: int) -> set[tuple[int, ...]]:
-    """The n-grams; all tokens as one where there are fewer than n."""
+    """The n-grams; all tokens as one if there are fewer than n."""
     return {tuple(ids[start : start + n]) for start in range(max(len(ids) - n, 0) + 1)}
 
 
@@ -118,11 +118,11 @@ def _jaccard_distance(one: set[tuple[int, ...]], other: set[tuple[int, ...]]) ->
 
 
 def scale(options: RewardScaling) -> Operator:
-    """reward * factor + offset, within bounds."""
+    """Rescales rewards: reward * factor + offset, clipped to the bounds."""
 
     def apply(batch: Batch) -> None:
         init_reward_part(batch)
-        for experience in _judged(batch):
+        for experience in _scored(batch):
             assert experience.reward is not None
             value = experience.reward * options.factor + options.offset
             if options.clip is not None:
@@ -132,15 +132,12 @@ def scale(options: RewardScaling) -> Operator:
     return apply
 
 
-def _judged(batch: Batch) -> list[Experience]:
+def _scored(batch: Batch) -> list[Experience]:
     return [experience for experience in rollouts_of(batch) if reward_value(experience, None) is not None]
 
 
-# Operators that tell other components about a group: how soon to learn from it again, how hard its task is.
-
-
 def priority(options: ReplayPriority) -> Operator:
-    """Writes `info["priority"]` of every rollout: that of its group."""
+    """Sets `info["priority"]` of every rollout to the replay priority of its group."""
 
     def apply(batch: Batch) -> None:
         for group in batch.groups().values():
@@ -178,7 +175,7 @@ def _reward(options: ReplayPriority, experience: Experience) -> float | None:
 
 
 def success_rate(options: SuccessRateOperator) -> Operator:
-    """Tells the sampler which rollouts of a task succeeded; those that were not judged are left out."""
+    """Reports the successes of a task's rollouts to the sampler, except those without a reward."""
 
     def apply(batch: Batch) -> None:
         for group in batch.groups().values():

@@ -1,4 +1,7 @@
-"""New experiences from rollouts: demonstrations and pairs. Their tokens are those that the policy produced."""
+"""Operators that make new experiences from rollouts: demonstrations, preference pairs and reflections.
+
+They reuse the tokens that the policy produced.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from rollmill.types import Experience, ExperienceSource, IntArray, StopReason, T
 
 
 class DemonstrationMaker:
-    """Makes expert experiences of a group's successes that came to an end of their own."""
+    """Makes demonstrations of a group's finished successes."""
 
     def __init__(self, options: DemonstrationOperator) -> None:
         self._options = options
@@ -41,18 +44,18 @@ class DemonstrationMaker:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """How many of each task were made, from the task that is forgotten first."""
+        """Number of demonstrations of each task, least recently used task first."""
         return {"made": [list(each) for each in self._made.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Restore `state`."""
         self._made = LRUCache(self._options.memory)
         for task, made in state["made"]:
             self._made.put(task, made)
 
 
 def preference_pairs(options: PreferencePairOperator) -> Operator:
-    """Makes pairs of a group's completions; the chosen one has reward 1, the rejected one 0."""
+    """Makes preference pairs of a group's completions; the chosen one has reward 1, the rejected one 0."""
 
     def apply(batch: Batch) -> None:
         for name, group in batch.groups().items():
@@ -68,7 +71,7 @@ def preference_pairs(options: PreferencePairOperator) -> Operator:
 
 
 def _by_reward(options: PreferencePairOperator, group: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
-    """Best against worst, second best against second worst, ... as long as the rewards differ enough."""
+    """Pair the best with the worst, the second best with the second worst, and so on, while rewards differ enough."""
     known = [each for each in group if each.action_tokens and reward_value(each, options.part) is not None]
     order = sorted(known, key=lambda each: -_measure(each, options.part))
     couples = zip(order[: len(order) // 2], reversed(order), strict=False)
@@ -80,8 +83,10 @@ def _by_reward(options: PreferencePairOperator, group: Sequence[Experience]) -> 
 
 
 def _by_length(options: PreferencePairOperator, group: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
-    """Kimi k1.5 (arXiv:2501.12599, 2.4): the shortest success, preferred to each longer failure and to each success of
-    at least `longer` times its length; the longest of them first.
+    """Pair by length (Kimi k1.5, arXiv:2501.12599, 2.4).
+
+    The shortest success is preferred to each longer failure and to each success of at least `longer` times its length,
+    longest first.
     """
     successes = _successes(options.part, options.threshold, group)
     if not successes:
@@ -97,7 +102,7 @@ def _by_length(options: PreferencePairOperator, group: Sequence[Experience]) -> 
 
 
 def rollout_as_demonstration(experience: Experience, operator: str) -> Experience:
-    """A rollout as a demonstration: the same tokens, of which those of the policy are imitated."""
+    """Convert a rollout to a demonstration: the same tokens, of which those of the policy are imitated."""
     name = f"{experience.id}/{operator}"
     return _derived(experience, id=name, group=name, source=ExperienceSource.EXPERT)
 
@@ -121,7 +126,7 @@ def _derived(experience: Experience, *, id: str, group: str, source: ExperienceS
 
 
 def _successes(part: str | None, threshold: float, group: Sequence[Experience]) -> list[Experience]:
-    """Those that ended by themselves, were not masked and succeeded, in order."""
+    """Finished, unmasked successes, in order."""
     return [each for each in group if is_finished(each) and each.action_tokens and is_success(each, part, threshold)]
 
 
@@ -131,14 +136,11 @@ def _measure(experience: Experience, part: str | None) -> float:
     return value
 
 
-# Failed attempts with a second thought and a correct solution, as demonstrations.
-
-
 def reflection(options: ReflectionOperator) -> Operator:
-    """Adds expert experiences: prompt and attempt (masked), cue, solution.
+    """Adds demonstrations from failed attempts: prompt and attempt (masked), cue, correct solution.
 
-    Prompt, attempt and a sibling's solution are the recorded tokens. The attempt's end-of-sequence token is left out,
-    because there the text goes on. What would be longer than max_new_tokens after the prompt is left out, too.
+    Prompt, attempt and a sibling's solution are the recorded tokens. The attempt's end-of-sequence token is removed,
+    because the text continues there. Demonstrations longer than max_new_tokens after the prompt are left out.
     """
 
     def apply(batch: Batch) -> None:
@@ -166,7 +168,7 @@ def reflection(options: ReflectionOperator) -> Operator:
 def _solution(
     options: ReflectionOperator, batch: Batch, group: Sequence[Experience]
 ) -> tuple[IntArray, str, str] | None:
-    """Tokens, text and origin of a correct solution; None where there is none."""
+    """Tokens, text and origin of a correct solution; None if there is none."""
     if options.solution != "task":
         single = [each for each in group if sum(turn.role == "assistant" for turn in each.turns) == 1]
         good = [each for each in single if is_finished(each) and is_success(each, options.part, options.threshold)]
@@ -185,7 +187,7 @@ def _solution(
 def _reflected(
     options: ReflectionOperator, batch: Batch, attempt: Experience, solution: IntArray, text: str, origin: str
 ) -> Experience | None:
-    """The demonstration; None where it is longer than what the policy may write."""
+    """Build the demonstration; None if it exceeds max_new_tokens."""
     start = prompt_length(attempt)
     tried = attempt.token_ids if attempt.stop_reason is not StopReason.EOS else attempt.token_ids[:-1]
     cue = np.array(batch.context.tokenizer.encode(options.cue, add_special_tokens=False), np.int32)

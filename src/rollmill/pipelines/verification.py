@@ -1,4 +1,4 @@
-"""Operators that judge completions again, by further rewards."""
+"""Operators that score completions with further rewards."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rollmill.types import Experience, Task
 
 
 class RewardVerifier:
-    """Acts where independent rewards disagree with what a completion earned.
+    """Replaces, penalises or drops completions whose reward disagrees with independent rewards.
 
-    What they cannot judge stays as it is, and so does what a closed gate kept from being judged.
+    Completions that these cannot score, and those that a gate excluded, do not change.
     """
 
-    def __init__(self, options: VerifyOperator, judge: RewardManager, seed: int) -> None:
-        self._options, self._judge, self._seed = options, judge, seed
+    def __init__(self, options: VerifyOperator, rewards: RewardManager, seed: int) -> None:
+        self._options, self._rewards, self._seed = options, rewards, seed
 
     async def __call__(self, batch: Batch) -> None:
-        added = {"replace": self._options.part is None, "penalty": True, "drop": False}
-        if added[self._options.otherwise]:
+        adds_part = {"replace": self._options.part is None, "penalty": True, "drop": False}
+        if adds_part[self._options.otherwise]:
             init_reward_part(batch)
         for group in batch.groups().values():
             chosen = [each for each in group if self._is_chosen(each)]
-            for experience, judgement in zip(chosen, await score_group(self._judge, batch, chosen), strict=True):
-                self._compare(batch, experience, judgement)
+            for experience, result in zip(chosen, await score_group(self._rewards, batch, chosen), strict=True):
+                self._compare(batch, experience, result)
 
     def close(self) -> None:
-        """End the processes of its judge."""
-        self._judge.close()
+        """Stop the processes of its rewards."""
+        self._rewards.close()
 
     def _is_chosen(self, experience: Experience) -> bool:
         options, value = self._options, reward_value(experience, self._options.part)
@@ -48,57 +48,57 @@ class RewardVerifier:
             return False
         if value is not None and options.at_most is not None and value > options.at_most:
             return False
-        return _place(f"{self._seed}:{experience.id}") < options.share
+        return _hash_uniform(f"{self._seed}:{experience.id}") < options.share
 
-    def _compare(self, batch: Batch, experience: Experience, judgement: RewardResult) -> None:
-        verdict, before = judgement.reward, reward_value(experience, self._options.part)
-        for name, value in judgement.parts.items():
+    def _compare(self, batch: Batch, experience: Experience, result: RewardResult) -> None:
+        score, before = result.reward, reward_value(experience, self._options.part)
+        for name, value in result.parts.items():
             log_reward_detail(experience, f"pipeline/{batch.operator}/{name}", value)
-        if verdict is None or is_undecided(judgement, self._options.rewards):
+        if score is None or is_undecided(result, self._options.rewards):
             batch.note("not verified")
-        elif before is not None and abs(verdict - before) <= self._options.tolerance:
+        elif before is not None and abs(score - before) <= self._options.tolerance:
             batch.note("confirmed")
         elif self._options.otherwise == "drop":
             batch.drop(experience, "refuted")
         elif self._options.otherwise == "penalty":
             add_reward(batch, experience, -self._options.penalty, "penalised")
         else:
-            self._replace(batch, experience, before, verdict)
+            self._replace(batch, experience, before, score)
 
-    def _replace(self, batch: Batch, experience: Experience, before: float | None, verdict: float) -> None:
+    def _replace(self, batch: Batch, experience: Experience, before: float | None, score: float) -> None:
         part = self._options.part
         if part is None:
-            set_reward(batch, experience, verdict, "replaced")
+            set_reward(batch, experience, score, "replaced")
             return
         experience.info.setdefault(RAW_REWARD, experience.reward)
         experience.info.setdefault("raw_parts", {})[part] = before
-        experience.reward_parts[part] = verdict
-        if experience.reward is not None or before is None:  # a part may be there and not count yet
-            experience.reward = (experience.reward or 0.0) + self._options.weight * (verdict - (before or 0.0))
+        experience.reward_parts[part] = score
+        if experience.reward is not None or before is None:  # a part may exist that does not count yet
+            experience.reward = (experience.reward or 0.0) + self._options.weight * (score - (before or 0.0))
         batch.change(experience, "replaced")
 
 
 class RewardChecker:
-    """Drops or penalises completions that a reward does not find good enough."""
+    """Drops or penalises completions below a minimum of a further reward."""
 
-    def __init__(self, options: CheckOperator, judge: RewardManager) -> None:
-        self._options, self._judge = options, judge
+    def __init__(self, options: CheckOperator, rewards: RewardManager) -> None:
+        self._options, self._rewards = options, rewards
 
     async def __call__(self, batch: Batch) -> None:
         if self._options.otherwise == "penalty":
             init_reward_part(batch)
         for group in batch.groups().values():
-            for experience, judgement in zip(group, await score_group(self._judge, batch, group), strict=True):
-                value = judgement.reward
+            for experience, result in zip(group, await score_group(self._rewards, batch, group), strict=True):
+                value = result.reward
                 log_reward_detail(experience, f"pipeline/{batch.operator}/value", value)
-                if value is None or is_undecided(judgement, [self._options.reward]):
+                if value is None or is_undecided(result, [self._options.reward]):
                     batch.note("not checked")
                 elif value < self._options.at_least:
                     self._refuse(batch, experience)
 
     def close(self) -> None:
-        """End the processes of its judge."""
-        self._judge.close()
+        """Stop the processes of its rewards."""
+        self._rewards.close()
 
     def _refuse(self, batch: Batch, experience: Experience) -> None:
         if self._options.otherwise == "drop":
@@ -108,25 +108,25 @@ class RewardChecker:
 
 
 async def score_group(
-    judge: RewardManager, batch: Batch, experiences: Sequence[Experience], *, task: Task | None = None
+    rewards: RewardManager, batch: Batch, experiences: Sequence[Experience], *, task: Task | None = None
 ) -> list[RewardResult]:
-    """Judgements of experiences of one group, by their task or another one."""
+    """Score experiences of one group, with their task or with `task`."""
     if not experiences:
         return []
     task = task or batch.context.task(experiences[0].task_id)
-    return await judge.judge_group(task, [to_completion(each, index) for index, each in enumerate(experiences)])
+    return await rewards.judge_group(task, [to_completion(each, index) for index, each in enumerate(experiences)])
 
 
-def is_undecided(judgement: RewardResult, rewards: Sequence[RewardSection]) -> bool:
-    """Whether some reward took too long, so that what it gave is no verdict. Code that is too slow is one."""
+def is_undecided(result: RewardResult, rewards: Sequence[RewardSection]) -> bool:
+    """Whether some reward timed out, so that the result is not valid. A timeout of the completion's code is valid."""
     programs = {
         name for name, each in zip(reward_part_names(rewards), rewards, strict=True) if isinstance(each, CodeReward)
     }
     return any(
-        outcome == LATE or (outcome == TIMEOUT and name not in programs) for name, outcome in judgement.outcomes.items()
+        outcome == LATE or (outcome == TIMEOUT and name not in programs) for name, outcome in result.outcomes.items()
     )
 
 
-def _place(text: str) -> float:
-    """A number from 0 to 1 that only depends on the text."""
+def _hash_uniform(text: str) -> float:
+    """A pseudo-random number from 0 to 1 that depends only on the text."""
     return int.from_bytes(sha256(text.encode(errors="surrogatepass")).digest()[:8]) / 2**64

@@ -1,1 +1,1 @@
-"""What a run will take, before it runs: measured in short, fitted, and put together for its sizes."""
+"""Predicts time and memory of a run from short measurements of its stages."""

@@ -1,4 +1,4 @@
-"""Short measurements of a stage: a few steps of its own components, with fewer groups than the run file asks for."""
+"""Short measurements of a stage: a few steps of its own components with fewer groups, and its weight transfer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ from rollmill.remote.explorer_worker import trainable_parameters
 from rollmill.trackers.host_memory import trim_heap
 from rollmill.weights import SharedMemoryReceiver, SharedMemorySender, shared_memory_folder
 
-# What it takes to send new weights to explorers of this host.
-
 
 def measure_weight_transfer(policy: PolicyModel, precision: str) -> tuple[float, float]:
     """Seconds to send all trained weights through shared memory, and to receive them; medians of three."""
@@ -55,28 +53,28 @@ def measure_weight_transfer(policy: PolicyModel, precision: str) -> tuple[float,
     return statistics.median(each for each, _ in times[1:]), statistics.median(each for _, each in times[1:])
 
 
-_SHARES = 8, 4, 2  # of the batch, as divisors
+_SHARES = 8, 4, 2  # divisors of the batch
 _ENOUGH_S = 30.0
-"""More groups are measured only if that takes no longer, once two numbers of them were."""
-_UNLIMITED_BUDGET = OffloadConfig(budget_gb=1e6)  # nothing moves, and peaks are measured by phase
+"""Once two group counts are measured, larger ones are measured only if expected to take at most this long."""
+_UNLIMITED_BUDGET = OffloadConfig(budget_gb=1e6)  # moves nothing, but measures peaks by phase
 _ENDLESS = 10**6
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured of a stage, and what is known of its components."""
+    """Measurements of a stage, and sizes of its components."""
 
     stage: StageConfig
     samples: list[StepMeasurement]
-    sizes: dict[str, int]  #: bytes of components, see offload/plan.py
-    present: dict[str, int]  #: of these, what was on the device while memory was measured, by phase
-    longest: int  #: new tokens of a completion at most, while measuring
-    publish_s: float  #: sending new weights through shared memory
-    receive_s: float  #: receiving them
+    sizes: dict[str, int]  #: bytes by component, see offload/plan.py
+    present: dict[str, int]  #: bytes of components on the device during the measurement, by phase
+    longest: int  #: maximum new tokens of a completion in the measurement
+    publish_s: float  #: seconds to send new weights through shared memory
+    receive_s: float  #: seconds to receive them
     device: torch.device
     precision: str
     threads: int
-    seconds: float = field(default=0.0)  #: what the measurements took
+    seconds: float = field(default=0.0)  #: duration of the measurements
 
     @property
     def rolls_out(self) -> bool:
@@ -85,32 +83,32 @@ class Calibration:
 
     @property
     def cores_each(self) -> int:
-        """Cores that a process takes to be as fast as this one was; 1 GPU where the run computes on one."""
+        """Cores per process, as in the measurement; 1 GPU if the run computes on one."""
         return 1 if self.device.type == "cuda" else self.threads
 
 
 def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calibration]:
-    """Measure every stage of a run, each with the model as the run file gives it.
+    """Measures every stage of a run, each with the model of the run file.
 
     Args:
-        folder: for what the components write.
-        max_tokens: completions are ended at so many new tokens.
+        folder: folder for the components' files.
+        max_tokens: completions end after this many new tokens.
 
     Raises:
         ConfigError: a stage cannot be measured in one process.
-        RollmillError: its components raise; the message says what to do.
+        RollmillError: a component failed; the message gives advice.
     """
     for stage in loaded.stages:
-        _refuse(stage)
-    _refuse_kinds(loaded.config.placement)
+        _check_stage(stage)
+    _check_placement(loaded.config.placement)
     policy, tasks, context = prepare_first_stage(loaded, folder)
     return [
-        asyncio.run(_calibrated(stage, policy, tasks[index], context, index, max_tokens))
+        asyncio.run(_calibrate_stage(stage, policy, tasks[index], context, index, max_tokens))
         for index, stage in enumerate(loaded.stages)
     ]
 
 
-def _refuse(stage: StageConfig) -> None:
+def _check_stage(stage: StageConfig) -> None:
     if isinstance(stage.workflow, TrafficWorkflow):
         raise ConfigError(
             f"stage {stage.name}: workflow `traffic` rolls out nothing by itself, so nothing can be measured; "
@@ -123,7 +121,7 @@ def _refuse(stage: StageConfig) -> None:
         )
 
 
-def _refuse_kinds(placement: PlacementConfig) -> None:
+def _check_placement(placement: PlacementConfig) -> None:
     for number, kind in enumerate(placement.explorers if isinstance(placement, RayPlacement) else []):
         if kind.engine is not None and kind.engine.name != "native":
             raise ConfigError(
@@ -132,7 +130,7 @@ def _refuse_kinds(placement: PlacementConfig) -> None:
             )
 
 
-async def _calibrated(
+async def _calibrate_stage(
     stage: StageConfig, policy: PolicyModel, tasks: StageTasks, context: RunContext, index: int, max_tokens: int
 ) -> Calibration:
     began = time.perf_counter()
@@ -145,9 +143,9 @@ async def _calibrated(
             break
         measured = _smaller(stage, groups, longest)
         samples += await measure_steps(measured, policy, tasks, context, index, groups)
-        gc.collect()  # what these steps have left would pass for memory of the next ones
+        gc.collect()  # else leftovers would count as memory of the next steps
         trim_heap()
-    publish_s, take_s = measure_weight_transfer(policy, context.precision)
+    publish_s, receive_s = measure_weight_transfer(policy, context.precision)
     sizes = estimate_component_sizes(measured, policy, context.precision)
     return Calibration(
         stage,
@@ -156,7 +154,7 @@ async def _calibrated(
         _present(measured, policy, sizes, context),
         longest,
         publish_s,
-        take_s,
+        receive_s,
         policy.device,
         context.precision,
         context.threads,
@@ -165,7 +163,7 @@ async def _calibrated(
 
 
 def _expected_s(last: StepMeasurement, groups: int) -> float:
-    """Seconds of the fewest steps with so many groups, each with a training step for `full_s`."""
+    """Expected seconds of the minimum number of steps with this many groups, each with a full training step."""
     return (1 + MIN_STEPS) * (last.seconds["total"] + last.full_s) * groups / last.groups
 
 
@@ -176,7 +174,7 @@ def groups_per_step(stage: StageConfig) -> int:
 
 
 def _smaller(stage: StageConfig, groups: int, longest: int) -> StageConfig:
-    """The stage with fewer groups, in one process, without a change of the weights, evaluations and staleness."""
+    """The stage with fewer groups in one process, with learning rate 0 and without evaluation and staleness."""
     algorithm = stage.algorithm
     if isinstance(algorithm, OfflineAlgorithmOptions):
         algorithm = algorithm.model_copy(update={"batch": groups})

@@ -1,4 +1,4 @@
-"""Measured steps of a stage: what each phase, and each pass of the engine, took and held."""
+"""Measures steps of a stage: time and memory of each phase, and of each engine step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_STEPS, _STEPS_S = 16, 5.0
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """One step of the engine: tokens it gave, tokens it attended to, prompt tokens it read."""
+    """One step of the engine: tokens sampled, tokens attended to, prompt tokens processed."""
 
     seconds: float
     tokens: int
@@ -40,26 +40,26 @@ class StepMeasurement:
     """One measured step."""
 
     groups: int
-    seconds: dict[str, float]  #: by phase, and `total`
+    seconds: dict[str, float]  #: by phase, with `total`
     memory: dict[str, float]  #: peak in bytes, by phase
-    idle: float  #: bytes taken before the step
-    cache_bytes: int  #: afterwards
+    idle: float  #: bytes in use before the step
+    cache_bytes: int  #: after the step
     passes: list[EngineStep]
     lengths: list[list[int]]  #: new tokens of each completion of each group
-    cut: int  #: completions that ended because the calibration ends them
+    cut: int  #: completions truncated by the calibration's limit
     prompts: list[int]  #: prompt tokens of each group
-    generated: int  #: new tokens, dropped ones included
-    trained: int  #: tokens in the trainer's rows, where a prompt counts once for its group
-    acted: int  #: tokens that are learned from
-    largest: int  #: tokens of the largest group
+    generated: int  #: new tokens, including those of dropped completions
+    trained: int  #: tokens in the trainer's rows; a prompt counts once per group
+    acted: int  #: tokens trained on
+    largest: int  #: trainer tokens of the largest group
     learned: float  #: share of completions with an advantage
-    full_s: float  #: of a training step in which all have one
+    full_s: float  #: seconds of a training step in which all completions have an advantage
 
 
 async def measure_steps(
     stage: StageConfig, policy: PolicyModel, tasks: StageTasks, context: RunContext, index: int, groups: int
 ) -> list[StepMeasurement]:
-    """Some steps with so many groups, with the stage's own components; the first is not counted."""
+    """Runs some steps with this many groups, with the stage's own components; the first is not counted."""
     running = Stage(stage, policy, tasks, context, index=index, first_version=0)
     loop = TrainingLoop(running)
     samples: list[StepMeasurement] = []
@@ -75,7 +75,7 @@ async def measure_steps(
 
 
 async def _measure_step(loop: TrainingLoop, groups: int) -> StepMeasurement:
-    peaks, idle = PhasePeakMemory(loop.stage.policy.device), _taken(loop.stage.policy.device)
+    peaks, idle = PhasePeakMemory(loop.stage.policy.device), _memory_in_use(loop.stage.policy.device)
     peaks.begin("train")
     with record_engine_steps(loop.stage.engine) as passes:
         result = await loop.step()
@@ -83,8 +83,8 @@ async def _measure_step(loop: TrainingLoop, groups: int) -> StepMeasurement:
     memory = {phase: peak for phase, peak in memory.items() if peak} or dict(peaks.take())
     engine, found = loop.stage.engine, result.experiences
     cache = engine.cache_bytes() if isinstance(engine, NativeEngine) else 0
-    usual = [each for each in found if each.source is ExperienceSource.ROLLOUT]
-    by_group = _by_group(usual)
+    rollouts = [each for each in found if each.source is ExperienceSource.ROLLOUT]
+    by_group = _by_group(rollouts)
     learned = _share_learned(found)
     tokens = [_trained_tokens(each) for each in _by_group(found).values()]
     return StepMeasurement(
@@ -95,7 +95,7 @@ async def _measure_step(loop: TrainingLoop, groups: int) -> StepMeasurement:
         cache,
         passes,
         [[each.action_tokens for each in first_per_rollout(group)] for group in by_group.values()],
-        sum(each.stop_reason is StopReason.LENGTH for each in usual),
+        sum(each.stop_reason is StopReason.LENGTH for each in rollouts),
         [_prefix(group[0]) for group in by_group.values()],
         result.generated_tokens,
         sum(tokens),
@@ -106,8 +106,8 @@ async def _measure_step(loop: TrainingLoop, groups: int) -> StepMeasurement:
     )
 
 
-def _taken(device: torch.device) -> float:
-    """Bytes taken now: the process's resident set on a CPU, torch's allocations on a GPU."""
+def _memory_in_use(device: torch.device) -> float:
+    """Bytes in use: the process's resident set on a CPU, torch's allocations on a GPU."""
     if device.type == "cuda":
         return float(torch.cuda.memory_allocated(device))
     return float(psutil.Process().memory_info().rss)
@@ -115,7 +115,7 @@ def _taken(device: torch.device) -> float:
 
 @contextmanager
 def record_engine_steps(engine: Any) -> Iterator[list[EngineStep]]:
-    """Notes each step of a native engine inside."""
+    """Context that records each step of a native engine."""
     passes: list[EngineStep] = []
     if not isinstance(engine, NativeEngine):
         yield passes
@@ -143,20 +143,20 @@ def _by_group(experiences: Sequence[Experience]) -> dict[str, list[Experience]]:
 
 
 def _prefix(experience: Experience) -> int:
-    """Tokens before the first that the policy wrote."""
+    """Number of tokens before the policy's first one."""
     return int(experience.action_mask.argmax())
 
 
 def _trained_tokens(group: Sequence[Experience]) -> int:
-    """Tokens of the trainer's rows for a group: the prompt counts once."""
+    """Tokens of the trainer's rows for a group; the prompt counts once."""
     prefixes = {each.token_ids[: _prefix(each)].tobytes(): _prefix(each) for each in group}
     return sum(prefixes.values()) + sum(len(each.token_ids) - _prefix(each) for each in group)
 
 
 def _share_learned(experiences: Sequence[Experience]) -> float:
-    usual = [each for each in experiences if each.source is ExperienceSource.ROLLOUT]
-    silent = sum(each.advantage is not None and not each.advantage.any() for each in usual)
-    return 1 - silent / max(len(usual), 1)
+    rollouts = [each for each in experiences if each.source is ExperienceSource.ROLLOUT]
+    silent = sum(each.advantage is not None and not each.advantage.any() for each in rollouts)
+    return 1 - silent / max(len(rollouts), 1)
 
 
 def _time_train_step(loop: TrainingLoop, experiences: Sequence[Experience]) -> float:

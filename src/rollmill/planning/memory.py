@@ -1,4 +1,4 @@
-"""What each phase takes on the device, with and without residency, on each rank, and in processes of explorers."""
+"""Predicts the device memory of each phase: with and without offloading, per rank, and per explorer process."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from rollmill.planning.calibration import Calibration, groups_per_step
 from rollmill.planning.measurement import StepMeasurement
 from rollmill.planning.rollouts import GroupLengths, fit_line, reserved_cache_tokens
 
-_CPU_ROW = 2048  # trainer/batch.py: rows end there on a CPU
+_CPU_ROW = 2048  # row limit on a CPU, see trainer/batch.py
 _GRADIENTS, _CACHE = "gradients", "cache"
 _TRAINED = ("policy", "optimizer", _GRADIENTS, "critic", "critic_optimizer", "reference")
-"""What ranks have, and shards are made of."""
+"""Components that every rank has, and that shards split."""
 _ROLLS_OUT = ("policy", "cast", "rewards")
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """Bytes that a phase takes at its peak."""
+    """Peak memory of a phase, in bytes."""
 
     parts: dict[str, float]  #: components, `cache`, `work` (activations and the like) and `process`
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
 
@@ -34,7 +34,7 @@ MemoryByPhase = dict[str, PhaseMemory]
 
 
 class MemoryModel:
-    """What was fitted to the measured peaks of a stage."""
+    """Memory model fitted to the measured peaks of a stage."""
 
     def __init__(self, found: Calibration) -> None:
         self._found, self._stage = found, found.stage
@@ -42,15 +42,15 @@ class MemoryModel:
         self._base = max(self._base_of(sample) for sample in found.samples)
 
     def of_run(self, groups: list[GroupLengths]) -> MemoryByPhase:
-        """Everything stays where it is."""
+        """Memory without offloading."""
         return {phase: self._memory(phase, self._everything(phase), groups) for phase in self._phases}
 
     def with_offload(self, groups: list[GroupLengths]) -> MemoryByPhase:
-        """In each phase only what it needs is on the device: the least that `residency` reaches."""
+        """Memory with only the needed components on the device in each phase: the minimum that `residency` achieves."""
         return {phase: self._memory(phase, self._needed(phase), groups) for phase in self._phases}
 
     def for_rank(self, groups: list[GroupLengths], ranks: int, sharding: str, *, first: bool) -> PhaseMemory:
-        """The phase `train` on one of several ranks; only the first rolls out."""
+        """Memory of phase `train` on one of several ranks; only the first rolls out."""
         here = self._everything("train")
         if not first:
             here = {name: size for name, size in here.items() if name in _TRAINED}
@@ -61,12 +61,12 @@ class MemoryModel:
         return self._memory("train", here, groups if first else [])
 
     def for_explorer(self, groups: list[GroupLengths]) -> PhaseMemory:
-        """A process that only rolls out."""
+        """Memory of a process that only rolls out."""
         everything = self._everything("rollout")
         return self._memory("rollout", {name: everything[name] for name in _ROLLS_OUT if name in everything}, groups)
 
     def for_trainer(self, groups: list[GroupLengths]) -> PhaseMemory:
-        """A trainer whose explorers are elsewhere."""
+        """Memory of a trainer with remote explorers."""
         here = {name: size for name, size in self._everything("train").items() if name not in ("cast", "rewards")}
         return self._memory("train", here, [])
 
@@ -76,7 +76,7 @@ class MemoryModel:
 
     def _needed(self, phase: str) -> dict[str, float]:
         needs = {name: set(phases) for name, phases in component_phases(self._stage).items()}
-        if self._found.precision == "bf16":  # the cast is all that rollouts decode with
+        if self._found.precision == "bf16":  # rollouts decode with the cast only
             needs["policy"].discard("rollout")
         needs[_GRADIENTS] = {"train"}
         found = {name: size for name, size in self._everything(phase).items() if phase in needs.get(name, ())}
@@ -90,7 +90,7 @@ class MemoryModel:
         return PhaseMemory({name: size for name, size in parts.items() if size > 0})
 
     def _cache(self, groups: list[GroupLengths]) -> float:
-        """Bytes of keys and values: tokens for which the engine keeps room, times the bytes measured of one."""
+        """Bytes of the KV cache: tokens that the engine reserves, times the measured bytes per token."""
         measured = [
             (reserved_cache_tokens(_groups_of(sample), self._stage.rollout.max_sequences), sample.cache_bytes)
             for sample in self._found.samples
@@ -102,25 +102,25 @@ class MemoryModel:
         return per_token * reserved_cache_tokens(groups, self._stage.rollout.max_sequences)
 
     def _base_of(self, sample: StepMeasurement) -> float:
-        """What is taken between two steps, besides components and cache."""
+        """Memory in use between two steps, besides components and cache."""
         gradients = self._found.sizes.get(_GRADIENTS, 0)
         return max(sample.idle - (self._found.present["train"] - gradients) - sample.cache_bytes, 0.0)
 
     def _work(self, phase: str) -> float:
-        """Activations, logits and the like: a line over the completions decoded together, or the tokens of a row."""
+        """Activations, logits and the like: linear in the completions decoded together, or in the tokens of a row."""
         pairs = []
         for sample in self._found.samples:
             known = self._found.present[phase] + sample.cache_bytes + self._base_of(sample)
             pairs.append((self._measure(phase, sample), max(sample.memory[phase] - known, 0.0)))
         constant, slope = fit_line([x for x, _ in pairs], [y for _, y in pairs])
-        return constant + slope * self._asked(phase)
+        return constant + slope * self._run_measure(phase)
 
     def _measure(self, phase: str, sample: StepMeasurement) -> float:
         if phase == "rollout":
             return min(sum(map(len, sample.lengths)), self._stage.rollout.max_sequences)
         return self._row(sample.trained, sample.largest)
 
-    def _asked(self, phase: str) -> float:
+    def _run_measure(self, phase: str) -> float:
         stage, samples = self._stage, self._found.samples
         if phase == "rollout":
             return min(groups_per_step(stage) * stage.rollout.group_size, stage.rollout.max_sequences)
@@ -128,39 +128,37 @@ class MemoryModel:
         return self._row(groups_per_step(stage) * per_group, max(sample.largest for sample in samples))
 
     def _row(self, tokens: float, largest: float) -> float:
-        """Tokens of the longest micro-batch; a group is cut only where it is longer than a micro-batch."""
+        """Tokens of the longest micro-batch; a group is split only if it is longer than a micro-batch."""
         budget = self._stage.trainer.micro_batch_tokens
-        usual = min(budget, _CPU_ROW) if self._found.device.type == "cpu" else budget
-        return min(tokens, max(usual, min(largest, budget)))
+        limit = min(budget, _CPU_ROW) if self._found.device.type == "cpu" else budget
+        return min(tokens, max(limit, min(largest, budget)))
 
 
 def _groups_of(sample: StepMeasurement) -> list[GroupLengths]:
     return [GroupLengths(prompt, lengths) for prompt, lengths in zip(sample.prompts, sample.lengths, strict=True)]
 
 
-# What would not fit into memory, and which keys change that.
-
 GB = 1e9
 
 
 def too_large(stage: StageConfig, phases: MemoryByPhase, least: MemoryByPhase, limit: float) -> Iterator[str]:
-    """A sentence for each phase that takes more than `limit` bytes.
+    """Yields a sentence for each phase that takes more than `limit` bytes, with the keys that would reduce it.
 
     Args:
-        phases: as the run file has it.
-        least: with everything moved out that a phase does not need.
+        phases: memory as configured.
+        least: memory with everything offloaded that a phase does not need.
     """
     for phase, memory in phases.items():
         if memory.total <= limit:
             continue
-        ways = list(_ways(stage, phase, memory, least[phase], limit))
+        remedies = list(_remedies(stage, phase, memory, least[phase], limit))
         yield (
             f"stage {stage.name}: phase `{phase}` takes {memory.total / GB:.3g} GB of {limit / GB:.3g} GB "
-            f"({_largest(memory)}): {'; or '.join(ways)}"
+            f"({_largest(memory)}): {'; or '.join(remedies)}"
         )
 
 
-def _ways(stage: StageConfig, phase: str, memory: PhaseMemory, least: PhaseMemory, limit: float) -> Iterator[str]:
+def _remedies(stage: StageConfig, phase: str, memory: PhaseMemory, least: PhaseMemory, limit: float) -> Iterator[str]:
     honoured = ("residency",) not in unused_offload_keys(stage)
     if stage.residency is None and honoured and least.total <= limit:
         yield f"residency: {{budget_gb: {limit / GB:.3g}}} leaves {least.total / GB:.3g} GB"

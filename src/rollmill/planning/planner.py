@@ -1,4 +1,4 @@
-"""The plan of a run: what each stage takes on this machine, or another one, and how to split it."""
+"""Plans a run: time and memory of each stage on this machine or another, and the split into processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DEFAULT_TOKENS = 512
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """What a run may use."""
+    """Resources that a run may use."""
 
-    cores: int  #: or GPUs, where the run computes on one
+    cores: int  #: or GPUs, if the run computes on one
     memory: float  #: bytes of the device
 
 
@@ -38,16 +38,16 @@ class StagePlan:
     stage: StageConfig
     found: Calibration
     prediction: StepPrediction
-    memory: MemoryByPhase  #: everything stays where it is
-    least: MemoryByPhase  #: with `residency`, where each phase has only what it needs
-    ranks: dict[str, PhaseMemory]  #: the phase `train` by rank and sharding
-    processes: dict[str, PhaseMemory]  #: a trainer, and an explorer, that are apart
+    memory: MemoryByPhase  #: without offloading
+    least: MemoryByPhase  #: with `residency`: only the components that each phase needs
+    ranks: dict[str, PhaseMemory]  #: phase `train` by rank and sharding
+    processes: dict[str, PhaseMemory]  #: trainer and explorer in separate processes
     splits: list[ProcessSplit]
     best: ProcessSplit
     too_large: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON: seconds, tokens and bytes."""
+        """Converts to plain JSON, in seconds, tokens and bytes."""
         memory = {"memory": self.memory, "memory_with_residency": self.least, "memory_by_rank": self.ranks}
         bytes_of = {
             name: {key: each.parts | {"total": each.total} for key, each in of.items()} for name, of in memory.items()
@@ -83,18 +83,18 @@ def plan_run(
     memory_gb: float | None = None,
     max_tokens: int = DEFAULT_TOKENS,
 ) -> list[StagePlan]:
-    """Measure a run's stages for a moment and say what they will take.
+    """Measures a run's stages briefly and predicts their time and memory.
 
     Args:
         path: the run file.
         overrides: `section.key=value` strings.
-        cores: to split, or GPUs, where the run computes on one; default those of this machine.
-        memory_gb: of the device; default this machine's.
-        max_tokens: completions are ended at so many new tokens while measuring.
+        cores: cores to split, or GPUs if the run computes on one; default: those of this machine.
+        memory_gb: memory of the device; default: this machine's.
+        max_tokens: completions end after this many new tokens during the measurement.
 
     Raises:
         ConfigError: the run file is wrong, or cannot be measured in one process.
-        RollmillError: a component failed; the message says what to do.
+        RollmillError: a component failed; the message gives advice.
     """
     loaded = load_run(path, overrides)
     with tempfile.TemporaryDirectory(prefix="rollmill-plan-") as folder:
@@ -106,7 +106,7 @@ def plan_run(
 
 
 def plan_stage(found: Calibration, machine: MachineSpec) -> StagePlan:
-    """The plan of a stage that was measured."""
+    """Plans a measured stage."""
     model, stage = StepTimeModel(found), found.stage
     prediction = predict_step(model)
     groups = draw_groups(found, prediction.groups, seed=0) if found.rolls_out else []
@@ -130,7 +130,7 @@ def plan_stage(found: Calibration, machine: MachineSpec) -> StagePlan:
 
 
 def _fits(split: ProcessSplit, apart: dict[str, PhaseMemory], machine: MachineSpec, device: torch.device) -> bool:
-    """Whether the processes have room: together in the memory of a CPU, or each on a GPU of its own."""
+    """Whether the processes fit: together into a CPU's memory, or each onto its own GPU."""
     if not split.explorers:
         return True
     if device.type == "cuda":

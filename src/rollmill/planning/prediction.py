@@ -1,4 +1,4 @@
-"""What a step of a stage takes in one process: seconds by phase and tokens a second, from what was measured."""
+"""Predicts a stage's step in one process from measurements: seconds by phase and tokens per second."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _PHASES = ("rollout", "inference", "reward", "train", "move")
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """One stage, as its run file has it. Seconds are means of a step; `other` is what is in no phase."""
+    """Prediction for one stage, as configured. Seconds are means per step; `other` is time outside all phases."""
 
     groups: int
     completions: int
     mean_tokens: float  #: new tokens of a completion
     max_tokens: int
-    cut: float  #: share of measured completions that only the calibration ended
+    cut: float  #: share of measured completions truncated by the calibration's limit
     seconds: dict[str, float]  #: by phase, with `other` and `total`
-    full_train_s: float  #: training, if every group teaches something
-    learned: float  #: share of measured completions that did
+    full_train_s: float  #: training, if every completion has an advantage
+    learned: float  #: share of measured completions with an advantage
     generated: float  #: new tokens of a step
     trained: float  #: tokens of the trainer's rows
-    acted: float  #: tokens that are learned from
+    acted: float  #: tokens trained on
 
     @property
     def tokens_per_second(self) -> float:
-        """As in metrics.jsonl: new tokens, or those learned from, over the whole step."""
+        """New tokens, or tokens trained on, over the whole step, as in metrics.jsonl."""
         return (self.generated or self.acted) / self.seconds["total"]
 
     @property
@@ -45,7 +45,7 @@ class StepPrediction:
 
 
 class StepTimeModel:
-    """What was fitted to a stage's samples; says what any number of groups takes."""
+    """Time model fitted to a stage's samples, for any number of groups."""
 
     def __init__(self, found: Calibration) -> None:
         self.found = found
@@ -58,7 +58,9 @@ class StepTimeModel:
         self.refill = _refill(found.samples)
 
     def by_groups(self, value: Callable[[StepMeasurement], float], groups: float) -> float:
-        """A quantity that grows with the number of groups: a line through the medians of each measured number."""
+        """Predicts a quantity that grows with the number of groups, by a line through the medians of each measured
+        number.
+        """
         constant, slope = fit_line(self.sizes, [self._median(value, size) for size in self.sizes])
         return constant + slope * groups
 
@@ -73,7 +75,7 @@ class StepTimeModel:
         return self.refill * decoding + self.overhead_s(len(groups))
 
     def overhead_s(self, groups: float) -> float:
-        """Seconds of the rollout phase that the engine's steps do not take."""
+        """Seconds of the rollout phase outside engine steps."""
         return self.by_groups(_around_passes, groups)
 
     def phase_s(self, phase: str, groups: float) -> float:
@@ -83,12 +85,12 @@ class StepTimeModel:
         return self.by_groups(lambda sample: sample.seconds.get(phase, 0.0), groups)
 
     def other_s(self, groups: float) -> float:
-        """Seconds in no phase."""
+        """Seconds outside all phases."""
         return self.by_groups(unattributed_seconds, groups)
 
 
 def predict_step(model: StepTimeModel) -> StepPrediction:
-    """What a step of the stage takes."""
+    """Predicts a step of the stage."""
     found = model.found
     stage, groups = found.stage, groups_per_step(found.stage)
     seconds, drawn = {}, []
@@ -124,22 +126,24 @@ def predict_step(model: StepTimeModel) -> StepPrediction:
 
 
 def _faster_half(samples: Sequence[StepMeasurement], size: int) -> list[StepMeasurement]:
-    """Of the steps with so many groups: in the first ones, kernels are compiled for new shapes and memory is taken."""
+    """Selects the faster half of the steps with this many groups: the first ones compile kernels and allocate
+    memory.
+    """
     own = sorted((sample for sample in samples if sample.groups == size), key=lambda sample: sample.seconds["total"])
     return own[: (len(own) + 1) // 2]
 
 
 def _around_passes(sample: StepMeasurement) -> float:
-    """Of the rollout phase, what the engine's steps do not take."""
+    """Seconds of the rollout phase outside engine steps."""
     return max(sample.seconds["rollout"] - sum(each.seconds for each in sample.passes), 0.0)
 
 
 def unattributed_seconds(sample: StepMeasurement) -> float:
-    """Seconds of a step that are in no phase."""
+    """Seconds of a step outside all phases."""
     return max(sample.seconds["total"] - sum(sample.seconds.get(phase, 0.0) for phase in _PHASES), 0.0)
 
 
 def _refill(samples: Sequence[StepMeasurement]) -> float:
-    """New tokens over those that were learned from: pipelines and workflows drop some."""
+    """New tokens divided by tokens trained on: pipelines and workflows drop some."""
     kept = sum(sum(lengths) for sample in samples for lengths in sample.lengths)
     return max(1.0, sum(sample.generated for sample in samples) / kept) if kept else 1.0

@@ -1,4 +1,7 @@
-"""Rollouts put together from passes of the engine: how many, how long each takes, and what keys and values take."""
+"""Predicts rollouts from engine steps: their number, their time, and the size of the KV cache.
+
+Fits use least squares with non-negative coefficients, since more work cannot take less time.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,11 @@ from rollmill.engines.native.kv_cache import MIN_CAPACITY, bucket_capacity_for
 from rollmill.planning.calibration import Calibration
 from rollmill.planning.measurement import EngineStep
 
-# Least squares with coefficients that are not negative: what work takes cannot fall when there is more of it.
-
 
 def fit_nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Coefficients c >= 0 that minimise sum_i (rows_i . c - values_i)^2 / values_i^2, relative errors.
 
-    With few columns all sets of them are tried; the set is exact (Lawson and Hanson 1974 search among the same sets).
+    Tries all subsets of the few columns, so the result is exact (Lawson and Hanson 1974 search the same subsets).
     """
     x, y = np.asarray(rows, np.float64), np.asarray(values, np.float64)
     weights = 1 / np.maximum(y, 1e-9 + 1e-3 * y.max(initial=0.0))
@@ -37,7 +38,7 @@ def fit_nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) ->
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope of `fit`, neither below 0; through the origin where all x are the same and not 0."""
+    """Intercept and slope by `fit_nonnegative`, neither below 0; through the origin if all x are equal and not 0."""
     if len(set(x)) == 1:
         return (0.0, sum(y) / sum(x)) if x[0] else (sum(y) / len(y), 0.0)
     constant, slope = fit_nonnegative([(1.0, each) for each in x], y)
@@ -49,7 +50,7 @@ _OUTLIER = 3.0
 
 @dataclass(frozen=True, slots=True)
 class GroupLengths:
-    """A task's prompt and the new tokens of each of its completions."""
+    """Prompt tokens of a task, and new tokens of each of its completions."""
 
     prompt: int
     lengths: Sequence[int]
@@ -57,7 +58,7 @@ class GroupLengths:
 
 @dataclass(frozen=True, slots=True)
 class EngineStepCosts:
-    """Seconds of an engine's step, and of everything in it: a sampled token, a token attended to, one of a prompt."""
+    """Seconds of an engine step, plus seconds per sampled token, per token attended to, and per prompt token."""
 
     step: float
     token: float
@@ -66,7 +67,7 @@ class EngineStepCosts:
 
     @classmethod
     def fitted(cls, passes: Sequence[EngineStep]) -> EngineStepCosts:
-        """To measured passes. Those that took far longer than the rest explains were disturbed: they are left out."""
+        """Fits the costs to measured steps, without outliers far above the fit, which were disturbed."""
         rows = [(1.0, one.tokens, one.attended, one.prompt) for one in passes]
         values = [one.seconds for one in passes]
         first = fit_nonnegative(rows, values)
@@ -75,7 +76,7 @@ class EngineStepCosts:
         return cls(*fit_nonnegative([rows[n] for n in kept], [values[n] for n in kept]))
 
     def seconds(self, groups: Sequence[GroupLengths], max_sequences: int) -> float:
-        """Of rolling these groups out."""
+        """Seconds to roll these groups out."""
         lengths = [length for group in groups for length in group.lengths]
         attended = sum(group.prompt * length + length**2 / 2 for group in groups for length in group.lengths)
         prompts = sum(group.prompt for group in groups)
@@ -84,7 +85,7 @@ class EngineStepCosts:
 
 
 def count_decode_steps(lengths: Sequence[int], max_sequences: int) -> int:
-    """Passes that completions take if at most `max_sequences` are decoded together, first come first served."""
+    """Number of decode steps if at most `max_sequences` completions are decoded together, first come first served."""
     running: list[int] = []
     for length in lengths:
         began = heapq.heappop(running) if len(running) == max_sequences else 0
@@ -93,10 +94,10 @@ def count_decode_steps(lengths: Sequence[int], max_sequences: int) -> int:
 
 
 def draw_groups(found: Calibration, count: int, seed: int) -> list[GroupLengths]:
-    """Groups as they were measured, drawn with replacement.
+    """Draws measured groups, with replacement.
 
-    A completion that only the calibration ended goes on: at every token it ends with the probability with which one
-    did, and at `max_new_tokens` at the latest.
+    A completion truncated by the calibration's limit is extended: at every token it ends with the measured probability,
+    at the latest at `max_new_tokens`.
     """
     source, longest = random.Random(seed), found.stage.rollout.max_new_tokens
     measured = [
@@ -118,8 +119,10 @@ def draw_groups(found: Calibration, count: int, seed: int) -> list[GroupLengths]
 
 
 def reserved_cache_tokens(groups: Sequence[GroupLengths], max_sequences: int) -> int:
-    """Tokens for which the engine keeps room: every bucket stays as large as it was at its fullest (engines/native/
-    cache.py). Completions move to larger buckets as they grow."""
+    """Number of tokens that the engine reserves cache for.
+
+    Every bucket keeps its maximum size (engines/native/kv_cache.py). Completions move to larger buckets as they grow.
+    """
     lengths = sorted((length for group in groups for length in group.lengths), reverse=True)[:max_sequences]
     together = max(1, max_sequences // max((len(group.lengths) for group in groups), default=1))
     prompts: dict[int, int] = {}
@@ -135,7 +138,7 @@ def reserved_cache_tokens(groups: Sequence[GroupLengths], max_sequences: int) ->
 
 
 def _reserved(count: int) -> int:
-    """Prompts are added one by one: room doubles when it is full."""
+    """Slots of a bucket: they double when full, since prompts are added one by one."""
     room = 8
     while room < count:
         room *= 2

@@ -1,8 +1,8 @@
-"""The steps of a run with explorers in other processes, event by event: the pacing rule, rollouts, training, weights.
+"""Simulates the steps of a run with remote explorers, event by event, and chooses the fastest split into processes.
 
-The trainer admits groups by the pacing rule, each to the explorer that has the least to do, waits for the oldest
-batch, trains and publishes; explorers go on meanwhile. An explorer decodes all of its completions together: a pass
-gives each of them a token, and takes longer the more there are.
+The trainer admits groups by the pacing rule, each to the explorer with the least work, waits for the oldest batch,
+trains and publishes; explorers continue meanwhile. An explorer decodes all of its completions together: a pass gives
+each of them a token, and takes longer the more there are.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from rollmill.planning.rollouts import draw_groups
 
 @dataclass(frozen=True, slots=True)
 class SimulationCosts:
-    """What work takes, in seconds. Groups and training times are drawn from what was measured."""
+    """Costs in seconds. Groups and training times are drawn from measurements."""
 
-    groups: Sequence[Sequence[int]]  #: tokens of each completion of a group
+    groups: Sequence[Sequence[int]]  #: tokens of each completion, by group
     train_s: Sequence[float]  #: a training step, without publishing
-    pass_s: float  #: of a decode pass, whatever it decodes
-    row_s: float  #: of a decode pass, for every completion in it
-    group_s: float = 0.0  #: to begin and to hand over a group; its explorer decodes nothing meanwhile
+    pass_s: float  #: constant cost of a decode pass
+    row_s: float  #: cost of a decode pass per completion in it
+    group_s: float = 0.0  #: to start and deliver a group; its explorer does not decode meanwhile
     judge_s: float = 0.0  #: from a group's last token to its rewards
-    publish_s: float = 0.0  #: of the trainer, to send new weights
-    receive_s: float = 0.0  #: of an explorer, to take them over
-    recompute_s: float = 0.0  #: for every completion under way then: its keys and values are computed anew
+    publish_s: float = 0.0  #: for the trainer to send new weights
+    receive_s: float = 0.0  #: for an explorer to receive them
+    recompute_s: float = 0.0  #: per running completion then, to recompute its keys and values
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What happened in each step: when it ended, how stale its stalest group was, how long the trainer waited for it,
-    how long it trained."""
+    """Per step: end time, staleness of its stalest group, waiting time and training time of the trainer."""
 
     ends: list[float]
     staleness: list[int]
@@ -46,7 +45,7 @@ class SimulationResult:
     trained: list[float]
 
     def step_s(self) -> float:
-        """Mean seconds of a step in the second half, when the beginning no longer counts."""
+        """Mean seconds of a step over the second half, without the start-up."""
         half = len(self.ends) // 2
         return (self.ends[-1] - self.ends[half - 1]) / (len(self.ends) - half)
 
@@ -61,16 +60,16 @@ def simulate_stage(
     seed: int = 0,
     beside: bool = True,
 ) -> SimulationResult:
-    """The steps of a stage.
+    """Simulates the steps of a stage.
 
     Args:
-        pacing: the rule.
-        explorers: how many there are.
-        steps: how many steps are looked at; default all. The last ones of a stage are short, since nothing is rolled
-            out for later ones.
-        max_sequences: completions that an explorer decodes at the same time.
-        seed: of what is drawn.
-        beside: explorers have processes of their own; else there is one, which rests while the trainer works.
+        pacing: the pacing rule.
+        explorers: number of explorers.
+        steps: number of steps to simulate; default: all. The last steps of a stage are short, since no later rollouts
+            start.
+        max_sequences: completions that an explorer decodes at a time.
+        seed: seed of the draws.
+        beside: explorers have their own processes; otherwise there is one, which pauses while the trainer works.
     """
     source, times, found = random.Random(seed), random.Random(seed), SimulationResult([], [], [], [])
     pool = [_SimulatedExplorer(costs, max_sequences) for _ in range(explorers if beside else 1)]
@@ -105,14 +104,14 @@ class _SimulatedGroup:
 
 @dataclass(slots=True)
 class _SimulatedExplorer:
-    """Its completions under way. `now` is how far it has been looked at, `passes` how many it has made until then."""
+    """An explorer's running completions. `now` is its simulated time, `passes` the number of passes until then."""
 
     costs: SimulationCosts
     max_sequences: int
     now: float = 0.0
     passes: float = 0.0
-    busy_s: float = 0.0  #: of other work, which comes before the next pass
-    groups: int = 0  #: that are under way
+    busy_s: float = 0.0  #: other work, done before the next pass
+    groups: int = 0  #: running groups
     _rows: list[tuple[float, int, _SimulatedGroup]] = field(
         default_factory=list
     )  # the pass that ends it, a number, its group
@@ -120,7 +119,7 @@ class _SimulatedExplorer:
     _number: int = 0
 
     def start(self, lengths: Sequence[int], version: int) -> _SimulatedGroup:
-        """Begin a group now."""
+        """Starts a group now."""
         group = _SimulatedGroup(self, version, len(lengths))
         self.busy_s += self.costs.group_s
         self.groups += 1
@@ -129,13 +128,13 @@ class _SimulatedExplorer:
         return group
 
     def finish(self, group: _SimulatedGroup) -> float:
-        """Go on until the group has all its tokens; when that was."""
+        """Runs until the group has all its tokens; returns that time."""
         while group.left:
             self._to_next_end()
         return group.ended
 
     def advance(self, until: float, *, rests: bool = False) -> None:
-        """Go on until that time, or do nothing until then."""
+        """Runs until that time, or pauses until then."""
         if rests:
             self.now = until
         while self._rows and self.now + self._next_s() <= until:
@@ -148,7 +147,7 @@ class _SimulatedExplorer:
         self.now = max(self.now, until)
 
     def take_weights(self) -> None:
-        """Go on with new weights."""
+        """Receives new weights."""
         self.busy_s += self.costs.receive_s + self.costs.recompute_s * len(self._rows)
 
     def _pass_s(self) -> float:
@@ -174,15 +173,13 @@ class _SimulatedExplorer:
             heapq.heappush(self._rows, (self.passes + length, self._number, group))
 
 
-# Which split of a machine's cores is fastest: one process, or a trainer and some explorers, by simulation.
-
 _STEPS, _GROUPS = 120, 64
 _ENDLESS = 10**6
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSplit:
-    """A way to run a stage. No explorers: everything is in one process."""
+    """A split of a stage into processes. No explorers: everything runs in one process."""
 
     explorers: int
     max_staleness: int
@@ -192,12 +189,12 @@ class ProcessSplit:
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return 1 + self.explorers
 
 
 def simulation_costs(model: StepTimeModel, prediction: StepPrediction) -> SimulationCosts:
-    """What the simulation takes from measurements. Training times are spread as those of the largest measured batch."""
+    """Derives the simulation's costs from measurements. Training times vary as in the largest measured batch."""
     found, groups = model.found, draw_groups(model.found, _GROUPS, seed=0)
     lengths = [length for group in groups for length in group.lengths]
     tokens, prompt = statistics.mean(lengths), statistics.mean(group.prompt for group in groups)
@@ -223,7 +220,7 @@ def simulation_costs(model: StepTimeModel, prediction: StepPrediction) -> Simula
 
 
 def enumerate_splits(model: StepTimeModel, prediction: StepPrediction, processes: int) -> list[ProcessSplit]:
-    """One process, and the trainer with one to `processes` - 1 explorers, for staleness 0, 1, 4 and the run file's."""
+    """Simulates one process, and 1 to `processes` - 1 explorers, with staleness 0, 1, 4 and the run file's."""
     stage = model.found.stage
     alone = prediction.seconds["total"]
     found = [ProcessSplit(0, stage.max_staleness, alone, prediction.tokens_per_second, 0.0)]
@@ -241,7 +238,9 @@ def enumerate_splits(model: StepTimeModel, prediction: StepPrediction, processes
 
 
 def choose_split(splits: Sequence[ProcessSplit], max_staleness: int) -> ProcessSplit:
-    """The fastest with at most this staleness; of those within 2 % of it, the one with the fewest processes."""
+    """Returns the fastest split with at most this staleness; of those within 2 % of it, the one with the fewest
+    processes.
+    """
     allowed = [split for split in splits if split.max_staleness <= max_staleness]
     fastest = min(split.step_s for split in allowed)
     return min(
@@ -251,10 +250,10 @@ def choose_split(splits: Sequence[ProcessSplit], max_staleness: int) -> ProcessS
 
 
 def _counts(most: int, groups: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 ... up to `most`; more explorers than the groups of some steps have nothing to do."""
+    """1, 2, 3, 4, 6, 8, 12, 16 ... up to `most`, at most 8 explorers per group."""
     most = min(most, 8 * groups)
-    usual = {power * factor // 2 for power in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) for factor in (2, 3)}
-    return sorted({count for count in usual if count <= most} | ({most} if most > 0 else set()))
+    counts = {power * factor // 2 for power in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) for factor in (2, 3)}
+    return sorted({count for count in counts if count <= most} | ({most} if most > 0 else set()))
 
 
 def _spread(samples: Sequence[StepMeasurement]) -> list[float]:

@@ -1,1 +1,1 @@
-"""The first run: a task small enough for a laptop, and a story that shows what RL does."""
+"""The quickstart: a task small enough for a laptop CPU, with explanations of what RL does."""

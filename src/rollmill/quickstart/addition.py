@@ -1,10 +1,10 @@
-"""Three-digit addition by columns, taught by a teacher who forgets most carries.
+"""Three-digit addition by columns, with traces of a teacher that forgets most carries.
 
     347+285    ->    7+5+0=12 4+8+1=13 3+2+1=06 #632
 
-Each column reads digit + digit + carry = two digits; the answer stands after `#`. The forgetful teacher writes carry 0
-where it should be 1 with probability `forget`, and goes on from there, so its answers are wrong whenever it forgot.
-A model that imitates it forgets as often; reinforcement learning keeps the traces that lead to right answers.
+Each column reads digit + digit + carry = two digits; the answer follows `#`. The teacher writes carry 0 instead of 1
+with probability `forget`, and continues from there, so its answers are wrong whenever it forgot. A model that imitates
+it forgets as often; reinforcement learning keeps the traces that lead to right answers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zlib import crc32
 def rows(
     size: int, seed: int = 0, forget: float = 0.0, digits: int = 3, held_out: bool = False
 ) -> Iterator[dict[str, str]]:
-    """Rows with prompt, answer (the true sum) and response (the teacher's trace).
+    """Yields rows with prompt, answer (the true sum) and response (the teacher's trace).
 
     Args:
-        size: how many; all prompts are different.
-        seed: what to draw.
+        size: number of rows; all prompts are different.
+        seed: seed of the draw.
         forget: probability of forgetting a carry.
         digits: digits of each number, leading zeros not written.
-        held_out: draw from the tenth of all pairs that is never drawn otherwise.
+        held_out: draw from the held-out tenth of all pairs.
     """
     generator = random.Random(seed)
     limit = 10**digits
@@ -45,12 +45,12 @@ def rows(
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Whether the pair belongs to the held-out tenth, whatever the seed; no digit tells it."""
+    """Returns whether the pair belongs to the held-out tenth, by a hash that does not depend on the seed."""
     return crc32(f"{a}+{b}".encode()) % 10 == 0
 
 
 def trace(a: int, b: int, *, forget: float, generator: random.Random, digits: int = 3) -> str:
-    """The teacher's working, column by column from the right."""
+    """Returns the teacher's working, column by column from the right."""
     columns, result, carry = [], "", 0
     for place in range(digits):
         x, y = a // 10**place % 10, b // 10**place % 10

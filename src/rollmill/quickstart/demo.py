@@ -1,4 +1,4 @@
-"""The quickstart: two runs, told step by step."""
+"""The quickstart: two runs with an explanation of each step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SHOWN = 3
 
 
 class SparseView(PlainView):
-    """Plain lines, but of long stages only every 60th step."""
+    """Plain view that prints only every 60th step of long stages."""
 
     def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
-        """Print the step if it is one of a short stage, evaluated, or a 60th."""
+        """Prints the step if its stage is short, if it was evaluated, or if it is a 60th."""
         self._progress.update(metrics)
         step = metrics["step"]
         assert isinstance(step, int)
@@ -35,7 +35,7 @@ class SparseView(PlainView):
 
 
 def run_quickstart(out: Path, seed: int, stream: TextIO) -> dict[str, Any]:
-    """Run the quickstart into `out` and tell its story on `stream`; the summary of the main run.
+    """Runs the quickstart in `out`, explains it on `stream`, and returns the summary of the main run.
 
     Raises:
         ConfigError: `out` already holds a run.
@@ -73,7 +73,7 @@ def _view(stream: TextIO) -> RunView:
 
 
 def _show_completions(out: Path, summary: dict[str, Any], stream: TextIO) -> None:
-    """Tasks that were wrong before the last stage, with both answers."""
+    """Prints tasks that were wrong before the last stage, with both answers."""
     steps = [record["step"] for record in summary["evaluations"] if record["stage"] == summary["stages"][-1]]
     before, after = (_evaluation(out, step) for step in (steps[0], steps[-1]))
     wrong = [task for task, experience in before.items() if experience.reward != 1.0] or list(before)

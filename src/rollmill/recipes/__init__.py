@@ -115,7 +115,9 @@ AlgorithmConfig = Annotated[SerializeAsAny[AlgorithmUnion], WrapValidator(Regist
 
 
 def known_algorithms() -> dict[str, type[AlgorithmOptions]]:
-    """Every algorithm by name: the built-in ones in the order of their table, then those that users registered."""
+    """Returns all algorithms by name: the built-in ones in the order of `AlgorithmUnion`, then those registered by
+    users.
+    """
     built_in = list(get_args(get_args(AlgorithmUnion)[0]))
     return {str(each.model_fields["name"].default): each for each in (*built_in, *registered_sections("algorithm"))}
 

@@ -14,7 +14,7 @@ from rollmill.config.loss import LossConfig, PolicyGradientLoss
 
 
 class AsymRE(PolicyGradientOptions):
-    """AsymRE: a baseline below the mean weighs successes more than failures."""
+    """AsymRE: a baseline below the mean weights successes more than failures."""
 
     source: ClassVar[str] = "arXiv:2506.20520"
 

@@ -1,7 +1,7 @@
-"""CHORD: MIX whose share of imitation follows a schedule, with less weight on tokens the policy is sure of.
+"""CHORD: MIX with a scheduled share of imitation, and lower weight for tokens with a probability near 0 or 1.
 
-L = (1 - mu_s) L_grpo(usual) + mu_s L_sft(expert) at step s
-mu_s: 0 to `peak` in a line over `warmup` steps, then to `valley` along half a cosine over `decay` steps
+L = (1 - mu_s) L_grpo(rollouts) + mu_s L_sft(expert) at step s
+mu_s: linearly from 0 to `peak` over `warmup` steps, then along half a cosine to `valley` over `decay` steps
 L_sft = 1/sum_i T_i sum_i sum_t -sg(p (1 - p)) log p, or plain -log p
 """
 
@@ -25,8 +25,8 @@ class CHORD(MixedOptions):
     decay: int = Field(200, ge=1)
     """Steps over which it falls from `peak` to `valley`."""
     peak: float = Field(0.9, ge=0, le=1)
-    """The greatest share."""
+    """The maximum share."""
     valley: float = Field(0.05, ge=0, le=1)
-    """The share that stays."""
+    """The final share."""
     token_weights: bool = True
-    """Weigh expert tokens by p (1 - p)."""
+    """Weight expert tokens by p (1 - p)."""

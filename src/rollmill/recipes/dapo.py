@@ -2,9 +2,9 @@
 
 L = 1/sum_i T_i sum_i sum_t -min(rho A_i, clip(rho, .8, 1.28) A_i)
 
-The penalty is on where `overlong_buffer` is given (published: a fifth of max_new_tokens). It is taken off the reward
-before advantages are formed. Groups whose rewards are all equal are left out of the denominator. For dynamic sampling,
-which rolls out others in their place, add the operator `group_variance` to `pipeline`.
+The penalty applies if `overlong_buffer` is given (published: a fifth of max_new_tokens). It is subtracted from the
+reward before advantages are computed. Groups whose rewards are all equal are left out of the denominator. For dynamic
+sampling, which replaces them by new rollouts, add the operator `group_variance` to `pipeline`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollmill.config.loss import LossConfig, PPOClipLoss
 
 
 class DAPO(PolicyGradientOptions):
-    """DAPO: asymmetric clipping, token mean, groups with differing rewards, overlong penalty on request."""
+    """DAPO: asymmetric clipping, token mean, uniform groups left out, optional overlong penalty."""
 
     source: ClassVar[str] = "arXiv:2503.14476"
 

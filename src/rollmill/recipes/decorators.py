@@ -1,4 +1,4 @@
-"""Decorators that make a user's function or class an algorithm, a loss or an advantage of run files."""
+"""Decorators that register a user's function or class as an algorithm, a loss or an advantage for run files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Target = TypeVar("Target", bound=Callable[..., Any] | type[AlgorithmOptions])
 
 
 def loss(function: Function) -> Function:
-    """Register a per-token loss under its name: `algorithm: {name: grpo, loss: NAME}`.
+    """Registers a per-token loss under its name: `algorithm: {name: grpo, loss: NAME}`.
 
-    The function takes one `rollmill.algorithms.TermInputs` (or parameters named like its fields) and returns a term per
+    The function takes one `rollmill.algorithms.LossInputs` (or parameters named like its fields) and returns a term per
     token, [tokens], to be minimised. Keyword-only parameters with a type and a default are keys of the run file.
     """
     register_section("loss", function.__name__, _loss_part(function))
@@ -32,11 +32,11 @@ def loss(function: Function) -> Function:
 
 
 def advantage(function: Function) -> Function:
-    """Register an advantage under its name: `algorithm: {name: grpo, advantage: NAME}`.
+    """Registers an advantage under its name: `algorithm: {name: grpo, advantage: NAME}`.
 
-    The function takes one `rollmill.algorithms.RewardInputs` (or parameters named like its fields, such as `rewards`
-    and `groups`) and returns one advantage per experience, [N]. Options as for `loss`. A rollout that gave several
-    experiences is one of N, unless there is a parameter `episodes`.
+    The function takes one `rollmill.algorithms.AdvantageInputs` (or parameters named like its fields, such as `rewards`
+    and `groups`) and returns one advantage per experience, [N]. Options as for `loss`. A rollout with several
+    experiences counts as one of N, unless there is a parameter `episodes`.
     """
     section: Any = section_from_signature(function, AdvantageSection)
     section.uses_episodes = "episodes" in inspect.signature(function).parameters
@@ -45,13 +45,14 @@ def advantage(function: Function) -> Function:
 
 
 def algorithm(target: Target | None = None, *, base: str = "grpo", **defaults: Any) -> Any:
-    """Register an algorithm under its name: `algorithm: {name: NAME}`.
+    """Registers an algorithm under its name: `algorithm: {name: NAME}`.
 
-    On a function: the algorithm `base`, whose per-token loss is the function (see `loss`); `defaults` are other keys of
-    the section `algorithm`, such as `aggregation="token-mean"` or `kl=0.1`. On a class: a subclass of one of
+    On a function: the algorithm `base` with the function as its per-token loss (see `loss`); `defaults` are other keys
+    of the section `algorithm`, such as `aggregation="token-mean"` or `kl=0.1`. On a class: a subclass of one of
     `rollmill.recipes`.
 
-    Raises ConfigError when `base` or one of `defaults` is not known.
+    Raises:
+        ConfigError: `base` or one of `defaults` is unknown.
     """
     if target is None:
         return lambda decorated: algorithm(decorated, base=base, **defaults)
@@ -66,7 +67,7 @@ def algorithm(target: Target | None = None, *, base: str = "grpo", **defaults: A
 
 
 def _loss_part(function: Callable[..., Any]) -> type[NamedSection]:
-    """(A user's loss may have a gradient where the advantage is 0.)"""
+    """Builds the section of a user's loss, which may have a gradient where the advantage is 0."""
     return section_from_signature(function, _UserLoss)
 
 
@@ -95,8 +96,8 @@ def _derive_algorithm(function: Callable[..., Any], base: str, defaults: dict[st
     name = function.__name__
     doc = inspect.getdoc(function) or f"`{base}` with the loss `{name}`."
     fields["name"] = (Literal[name], name)
-    maker: Any = create_model
-    made: Any = maker(name, __base__=parent, __doc__=doc, **fields)
-    made.source = inspect.getsourcefile(function) or ""
-    section: type[AlgorithmOptions] = made
+    create: Any = create_model
+    created: Any = create(name, __base__=parent, __doc__=doc, **fields)
+    created.source = inspect.getsourcefile(function) or ""
+    section: type[AlgorithmOptions] = created
     return section

@@ -1,4 +1,4 @@
-"""GDPO: several rewards, each normalised on its own, so that none drowns in another's spread.
+"""GDPO: several rewards, each normalised separately, so that none is drowned out by another's variance.
 
 A = whiten(sum_k w_k grpo(r_k)) over the batch, w_k the weights of `rewards`
 L = 1/N sum_i 1/T_i sum_t -min(rho A_i, clip(rho) A_i)
@@ -13,7 +13,7 @@ from rollmill.config.algorithm import Aggregation, PolicyGradientOptions
 
 
 class GDPO(PolicyGradientOptions):
-    """GDPO: the parts of the reward normalised separately within the group."""
+    """GDPO: reward components normalised separately within the group."""
 
     source: ClassVar[str] = "arXiv:2601.05242"
 

@@ -1,6 +1,6 @@
 """GiGPO: group-in-group advantages for agents that take several steps.
 
-A = A^E + weight A^S: the episode among its group, and the step among steps taken in the same state
+A = A^E + weight A^S: the episode relative to its group, and the step relative to steps taken in the same state
 L = 1/N sum_i 1/T_i sum_t -min(rho A_i, clip(rho) A_i), N steps
 """
 
@@ -13,7 +13,7 @@ from rollmill.config.algorithm import Aggregation, PolicyGradientOptions
 
 
 class GiGPO(PolicyGradientOptions):
-    """GiGPO: the episode's advantage plus the step's among steps taken in the same state."""
+    """GiGPO: the episode's advantage plus the step's relative to steps taken in the same state."""
 
     source: ClassVar[str] = "arXiv:2505.10978"
 

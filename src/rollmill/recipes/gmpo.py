@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of a completion's ratios in place of the arithmetic one.
+"""GMPO: the geometric mean of a completion's ratios instead of the arithmetic one.
 
 c_t = min(log rho_t, .4) where A_i > 0, else max(log rho_t, -.4)
 L = 1/N sum_i -A_i exp(1/T_i sum_t c_t), A_i as in GRPO
@@ -13,7 +13,7 @@ from rollmill.config.loss import GMPOLoss, LossConfig
 
 
 class GMPO(PolicyGradientOptions):
-    """GMPO: geometric mean of token ratios that are clipped one by one."""
+    """GMPO: geometric mean of individually clipped token ratios."""
 
     source: ClassVar[str] = "arXiv:2507.20673"
 

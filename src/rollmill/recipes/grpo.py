@@ -1,7 +1,7 @@
 """GRPO: clipped surrogate on group-normalised rewards.
 
 A_i = (r_i - mean) / (std + eps) within the group
-L = 1/N sum_i 1/T_i sum_t [-min(rho A_i, clip(rho) A_i) + kl k3], N judged completions of the optimizer step
+L = 1/N sum_i 1/T_i sum_t [-min(rho A_i, clip(rho) A_i) + kl k3], N completions with a reward of the optimizer step
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rollmill.config.algorithm import Aggregation, PolicyGradientOptions
 
 
 class GRPO(PolicyGradientOptions):
-    """Group-relative policy optimisation: rewards normalised within their group, mean of completions' means."""
+    """Group-relative policy optimisation: rewards normalised within the group, mean over completions of token means."""
 
     source: ClassVar[str] = "arXiv:2402.03300"
 

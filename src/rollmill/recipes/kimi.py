@@ -2,7 +2,8 @@
 
 L = 1/N sum_i (r_i - mean - tau sum_t log rho_t)^2
 
-rho is to the policy at the start of the step; the optimizer is reset there. Give `trainer.updates_per_batch` above 1.
+rho is relative to the policy at the start of the step, where the optimizer is reset. Set `trainer.updates_per_batch`
+above 1.
 """
 
 from __future__ import annotations

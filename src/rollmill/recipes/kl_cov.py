@@ -3,8 +3,8 @@
 cov_t = (log pi - mean) (A - mean), means over the tokens of the optimizer step
 L = 1/sum_i T_i sum_i sum_t [-rho A_i + abs(log rho) on the .0002 of the tokens with the largest cov_t]
 
-Needs several updates per batch, or stale rollouts: in a first update rho is 1, and the penalty is 0. One forward pass
-more per optimizer step, as in `clip_cov`.
+Needs several updates per batch, or stale rollouts: in a first update rho is 1, and the penalty is 0. Needs one more
+forward pass per optimizer step, as `clip_cov`.
 """
 
 from __future__ import annotations

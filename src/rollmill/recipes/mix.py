@@ -1,8 +1,8 @@
-"""MIX (Trinity-RFT): reinforcement on usual experiences and imitation of expert ones in one update.
+"""MIX (Trinity-RFT): reinforcement on rollouts and imitation of experts in one update.
 
-L = (1 - mu) L_grpo(usual) + mu L_sft(expert), each with its own denominator
+L = (1 - mu) L_grpo(rollouts) + mu L_sft(expert), each with its own denominator
 
-The published documents state L_grpo + mu L_sft, the published code (1 - mu) and mu; this is the convex form. L_grpo is
+The publication has L_grpo + mu L_sft, the published code (1 - mu) and mu; this is the convex form. L_grpo is
 the whole GRPO loss (surrogate, KL penalty, entropy bonus); L_sft is a token mean.
 """
 
@@ -17,7 +17,7 @@ from rollmill.recipes.grpo import GRPO
 
 
 class MixedOptions(GRPO):
-    """What algorithms share that learn from rollouts and demonstrations in one update."""
+    """Base of algorithms that learn from rollouts and demonstrations in one update."""
 
     uses_experts: ClassVar[bool] = True
 
@@ -30,7 +30,7 @@ class MixedOptions(GRPO):
 
 
 class MIX(MixedOptions):
-    """Trinity-RFT's MIX: (1 - mu) L_grpo(usual) + mu L_sft(expert), each with its own denominator."""
+    """Trinity-RFT's MIX: (1 - mu) L_grpo(rollouts) + mu L_sft(expert), each with its own denominator."""
 
     source: ClassVar[str] = "arXiv:2505.17826"
 

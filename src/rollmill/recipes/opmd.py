@@ -1,4 +1,4 @@
-"""OPMD: online policy mirror descent, as Trinity-RFT simplifies it: no ratio, no clipping.
+"""OPMD: online policy mirror descent, as simplified by Trinity-RFT: no ratio, no clipping.
 
 A_i = r_i - mean within the group, or r_i - tau log(mean(exp(r / tau))) (`advantage: {name: opmd, baseline: logavgexp}`)
 L = 1/sum_i T_i sum_i sum_t -A_i log pi / (1 + tau)

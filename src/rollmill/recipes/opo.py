@@ -1,9 +1,9 @@
-"""OPO: exact on-policy policy gradient with the baseline of least variance, a mean weighted by length.
+"""OPO: exact on-policy policy gradient with the minimum-variance baseline, a mean weighted by length.
 
 A_i = r_i - sum_j T_j r_j / sum_j T_j within the group
 L = 1/N sum_i sum_t -A_i log pi
 
-Made for one update per batch, without KL and entropy bonus.
+Intended for one update per batch, without KL and entropy bonus.
 """
 
 from __future__ import annotations

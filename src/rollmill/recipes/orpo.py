@@ -1,4 +1,4 @@
-"""ORPO: imitation of the chosen completion and a penalty on the odds of the rejected one, without a reference.
+"""ORPO: imitation of the chosen completion plus a penalty on the odds of the rejected one, without a reference.
 
 p = exp(mean over tokens of log pi) of a completion;   odds = p / (1 - p)
 L = 1/P sum over pairs of -log p_chosen - weight log sigmoid(log(odds_chosen / odds_rejected))

@@ -4,7 +4,8 @@ A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t, norm
 L = 1/sum_i T_i sum_i sum_t -min(rho A_t, clip(rho) A_t)
 L_V = 1/sum_i T_i sum_i sum_t .5 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2)
 
-The reward stands on a completion's last token. VC-PPO and VAPO: `critic.warmup_steps`, `advantage.length_alpha: 0.05`.
+The reward is placed on a completion's last token. VC-PPO and VAPO: `critic.warmup_steps`, `advantage.length_alpha:
+0.05`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollmill.config.algorithm import PolicyGradientOptions
 
 
 class PPO(PolicyGradientOptions):
-    """PPO: a critic's advantages (GAE), the clipped surrogate, a clipped value loss."""
+    """PPO: advantages from a critic (GAE), clipped surrogate, clipped value loss."""
 
     source: ClassVar[str] = "arXiv:1707.06347"
 

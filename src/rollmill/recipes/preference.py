@@ -23,10 +23,10 @@ class DPO(OfflineAlgorithmOptions):
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """DPO's own loss, or IPO's (arXiv:2310.12036)."""
     beta: float = Field(0.1, gt=0)
-    """Strength of the pull to the reference. With `normalise` it wants to be greater: 2 to 10."""
+    """Strength of the pull to the reference. With `normalise` use greater values: 2 to 10."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Chance that a preference is the wrong way round. Only with loss `sigmoid`."""
+    """Assumed probability that a preference is flipped. Only with loss `sigmoid`."""
     normalise: bool = False
     """Take means over tokens instead of sums (length-normalised DPO, arXiv:2411.15124)."""
     sft: float = Field(0.0, ge=0)
-    """Weight of imitating the chosen completion, too."""
+    """Weight of an additional SFT term on the chosen completion."""

@@ -13,7 +13,7 @@ from rollmill.config.loss import LossConfig, RECLoss
 
 
 class REC(PolicyGradientOptions):
-    """The REC family: group-relative REINFORCE on tokens within bounds."""
+    """The REC family: group-relative REINFORCE, only on tokens within bounds."""
 
     source: ClassVar[str] = "arXiv:2509.24203"
 

@@ -1,4 +1,4 @@
-"""REINFORCE++: rewards, less a KL penalty, normalised over the whole batch.
+"""REINFORCE++: rewards minus a KL penalty, normalised over the whole batch.
 
 A_t = (G_t - mean) / (std + eps) over the batch's tokens, G_t = r_i - kl sum_{k >= t} k1_k
 L = 1/sum_i T_i sum_i sum_t -min(rho A_i, clip(rho) A_i)

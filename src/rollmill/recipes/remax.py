@@ -3,7 +3,7 @@
 A_i = r_i - r(greedy completion of the same prompt)
 L = 1/N sum_i sum_t -A_i log pi
 
-One greedy completion per task is rolled out besides the group.
+Rolls out one greedy completion per task besides the group.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from rollmill.config.algorithm import OfflineAlgorithmOptions
 class RewardModel(OfflineAlgorithmOptions):
     """Train a copy of the policy's network to score the chosen completion of a pair above the rejected one.
 
-    The policy stays as it is. Each checkpoint holds the reward model in the folder `reward_model`.
+    The policy is not changed. Each checkpoint holds the reward model in the folder `reward_model`.
     """
 
     uses_pairs: ClassVar[bool] = True
@@ -25,6 +25,6 @@ class RewardModel(OfflineAlgorithmOptions):
 
     name: Literal["reward_model"] = "reward_model"
     margin: float = Field(0.0, ge=0)
-    """How far the chosen score should lie above the rejected one (arXiv:2307.09288)."""
+    """Margin by which the chosen score should exceed the rejected one (arXiv:2307.09288)."""
     centre_coefficient: float = Field(0.0, ge=0)
     """Weight of the squared sum of a pair's scores, which keeps scores around 0 (arXiv:2312.09244)."""

@@ -3,7 +3,7 @@
 A_i = r_i - mean of r_j, j != i, within the group
 L = 1/N sum_i sum_t -min(rho A_i, clip(rho) A_i)
 
-Tokens are summed: a mean over tokens would divide by lengths that are random, too, and the estimate would be biased.
+Tokens are summed: a mean over tokens would divide by random lengths, which biases the estimate.
 """
 
 from __future__ import annotations

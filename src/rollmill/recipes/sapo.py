@@ -1,4 +1,4 @@
-"""SAPO: a soft gate in place of clipping.
+"""SAPO: a soft gate instead of clipping.
 
 L = 1/N sum_i 1/T_i sum_t -(4 / tau) sigmoid(tau (rho - 1)) A_i, A_i as in GRPO
 """

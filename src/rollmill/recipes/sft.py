@@ -17,4 +17,4 @@ class SFT(OfflineAlgorithmOptions):
 
     name: Literal["sft"] = "sft"
     aggregation: Aggregation = "token-mean"
-    """How per-token terms become one number."""
+    """Aggregation of per-token terms."""

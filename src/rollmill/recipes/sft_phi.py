@@ -1,4 +1,4 @@
-"""SFT with CHORD's phi function: little weight on tokens that the policy is sure of, either way.
+"""SFT with CHORD's phi function: low weight for tokens with a probability near 0 or 1.
 
 L = 1/sum_i T_i sum_i sum_t -sg(p (1 - p)) min(log p, log cutoff),   p = pi of the demonstrated token
 """
@@ -19,4 +19,4 @@ class SFTPhi(SFT):
 
     name: Literal["sft_phi"] = "sft_phi"  # type: ignore[assignment]
     cutoff: float = Field(1.0, gt=0, le=1)
-    """Tokens that the policy gives a greater probability have no gradient. 1: all have one."""
+    """Tokens with a greater probability have no gradient. 1: all have one."""

@@ -1,9 +1,9 @@
-"""Skywork-OR1: GRPO with a token mean and an entropy bonus that counts only while the entropy is low.
+"""Skywork-OR1: GRPO with a token mean and an entropy bonus that is active only while the entropy is low.
 
 L = 1/sum_i T_i sum_i sum_t [-min(rho A_i, clip(rho) A_i) - alpha H], A_i as in GRPO
 alpha = c if the entropy is at most .2 nats, else 0; c begins at 0, and each step becomes c + .005, or c - .005 above .2
 
-The entropy is that of the step before. Made for on-policy updates without KL.
+The entropy is that of the previous step. Intended for on-policy updates without KL.
 """
 
 from __future__ import annotations

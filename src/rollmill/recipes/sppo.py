@@ -1,9 +1,9 @@
-"""SPPO: self-play preference optimisation; the log-ratio is fitted to the estimated chance of winning.
+"""SPPO: self-play preference optimisation; the log-ratio is fitted to the estimated win probability.
 
 L = 1/N sum_i (sum_t log rho_t - A_i / beta)^2, A_i = r_i - mean
 
-With 0/1 rewards A_i is twice the chance of winning against the group, less 1, where the paper has the chance less 1/2:
-the factor is in beta.
+With 0/1 rewards A_i is twice the win probability against the group minus 1; the paper has the probability minus 1/2.
+beta absorbs the factor.
 """
 
 from __future__ import annotations

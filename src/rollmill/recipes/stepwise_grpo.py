@@ -1,4 +1,4 @@
-"""Step-wise GRPO for episodes of several steps: one advantage per episode, on each of its steps.
+"""Step-wise GRPO for episodes of several steps: one advantage per episode, used on each of its steps.
 
 A = (r - mean) / (std + eps) over the episodes of the group, each counted once
 L = 1/N sum_i 1/T_i sum_t -min(rho A_i, clip(rho) A_i), N steps

@@ -1,1 +1,1 @@
-"""Objects in processes of their own, on this machine or on a cluster."""
+"""Explorers and trainers in other processes, on this machine or on a cluster."""

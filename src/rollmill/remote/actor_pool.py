@@ -1,4 +1,4 @@
-"""Equal actors that share work: each piece goes to the least busy one, and what dies or hangs begins anew."""
+"""Load-balanced pool of Ray actors that restarts failed ones."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from typing import Any, TypeVar
 from rollmill.errors import DeadlineError, EngineError
 from rollmill.remote.ray_session import ray_module
 
-# Waiting for another process, from an event loop that may itself be held up.
-
 Result = TypeVar("Result")
 
 _GRACE_S = 1.0
 
 
 async def wait_with_grace(answer: Awaitable[Result], seconds: float) -> Result:
-    """What `answer` gives, if it is there within `seconds`; else TimeoutError, and the wait for it is cancelled.
+    """Return the result of `answer` if it arrives within `seconds`; else cancel it and raise TimeoutError.
 
-    While this process was held up (work in its event loop, Ctrl-Z) the answer may have come, and its deadline has
-    passed before anybody could look. So it is looked for once more.
+    If this process was held up (work in its event loop, Ctrl-Z), the answer may have arrived unnoticed before the
+    deadline, so it gets a short grace period.
     """
     task = asyncio.ensure_future(answer)
     try:
@@ -38,42 +36,42 @@ async def wait_with_grace(answer: Awaitable[Result], seconds: float) -> Result:
 
 _RETRY_S = 0.2
 SHUTDOWN_S = 30.0
-"""For actors that close what they have; a vLLM's processes may take 20 s to leave."""
+"""Timeout for actors that free their resources; vLLM's processes may take 20 s to stop."""
 
 
 class ActorNotReadyError(Exception):
-    """Raised by an actor that was started again and has not been told what it works on."""
+    """Raised by an actor that was restarted and has not begun its work."""
 
 
 @dataclass(eq=False)
 class PooledActor:
-    """An actor, in one of its lives."""
+    """An actor and its state since its last start."""
 
     name: str
     actor: Any
     busy: int = 0
-    life: int = 0  #: how often it was started again
-    begun: asyncio.Task[None] | None = None  #: it is told what it works on
-    gone: asyncio.Event = field(default_factory=asyncio.Event)  #: it hung, and is killed
+    life: int = 0  #: number of restarts
+    begun: asyncio.Task[None] | None = None  #: its call of `begin`
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  #: set when it hung and was killed
 
     @property
     def ready(self) -> bool:
-        """Whether it has begun."""
+        """Whether `begin` has succeeded."""
         return self.begun is not None and self.begun.done() and not _failed(self.begun)
 
 
 class ActorPool:
-    """Actors of one kind, which Ray starts again when their process ends (`max_restarts`).
+    """Actors of one kind, which Ray restarts when their process ends (`max_restarts`).
 
-    They have the methods `ready`; `begin`, which tells them what they work on; and `end`, which ends that. One that was
-    started again and has not begun raises ActorNotReadyError.
+    They have the methods `ready`, `begin` (sets what they work on) and `end`. One that was restarted and has not begun
+    raises ActorNotReadyError.
 
     Args:
-        what: what one is, for messages.
+        what: the kind of actor, for messages.
         actors: by name.
-        health_s: one that does not answer `ready` for so long is killed.
-        start_s: how long one may take to start and to begin.
-        replacements: how many may be started again between two calls of `forgive`.
+        health_s: an actor that does not answer `ready` for so long is killed.
+        start_s: timeout for starting and beginning.
+        replacements: how many restarts are allowed between two calls of `forgive`.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class ActorPool:
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self, *argument: Any) -> None:
-        """Tell all what they work on, also those that are started again later, and wait until they have begun.
+        """Call `begin` on all actors, including later restarted ones, and wait until they have begun.
 
         Raises:
             EngineError: too many died, or one cannot be started.
@@ -103,12 +101,12 @@ class ActorPool:
         self._watch = asyncio.ensure_future(self._keep_watch())
 
     def forgive(self) -> None:
-        """As many as at first may be started again from now on."""
+        """Reset the restart budget."""
         self._left = self._allowed
 
     async def ask(self, method: str, *arguments: Any) -> tuple[tuple[str, int], Any]:
-        """What `method` of the least busy one returns, and which one in which life it was. If that one dies, another
-        one is asked.
+        """Call `method` on the least busy actor; returns the actor's name and restart count, and the result. If the
+        actor dies, another one is called.
 
         Raises:
             EngineError: too many have died.
@@ -130,13 +128,13 @@ class ActorPool:
                 worker.busy -= 1
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of all that have begun; what they answer is not looked at."""
+        """Call a method on all actors that have begun, and ignore the results."""
         for worker in self.workers:
             if worker.ready:
                 getattr(worker.actor, method).remote(*arguments)
 
     async def end(self, *arguments: Any, deadline_s: float = SHUTDOWN_S) -> None:
-        """What they work on has ended; may be called twice."""
+        """Call `end` on all actors; may be called twice."""
         if self._watch is not None:
             self._watch.cancel()
         calls = [self._call(each, "end", *arguments) for each in self.workers if each.ready]
@@ -149,13 +147,13 @@ class ActorPool:
                 await asyncio.gather(*calls, return_exceptions=True)
 
     def kill(self) -> None:
-        """End the actors."""
+        """Kill the actors."""
         for worker in self.workers:
             ray_module().kill(worker.actor)
         self.workers = []
 
     async def _call(self, worker: PooledActor, method: str, *arguments: Any) -> Any:
-        """Raises what the method raised, and _ActorLostError where the actor has died or is killed."""
+        """Call a method on an actor. Raises what the method raised, and _ActorLostError if the actor is gone."""
         ray = ray_module()
         reference = getattr(worker.actor, method).remote(*arguments)
         answer = asyncio.ensure_future(_awaited(reference))
@@ -181,7 +179,7 @@ class ActorPool:
             answer.cancel()
 
     def _replace(self, worker: PooledActor, life: int, why: str) -> None:
-        """Ray starts it again; it begins anew. Calls of the same life that end later say nothing new."""
+        """Begin again with an actor that Ray restarts. Later failures of the same life are ignored."""
         if worker.life != life:
             return
         if self._left == 0:
@@ -204,10 +202,10 @@ class ActorPool:
                 await self._call(worker, "begin", *self._argument)
         except TimeoutError:
             advice = "Are there enough free cores and GPUs for it (placement.cpus, placement.gpus)?"
-            raise DeadlineError("the master", f"{worker.name} to start", self._start_s, advice) from None
+            raise DeadlineError("the orchestrator", f"{worker.name} to start", self._start_s, advice) from None
 
     async def _until_there(self, worker: PooledActor) -> None:
-        """Wait until its process answers. Raises EngineError where Ray will not start it (again)."""
+        """Wait until its process answers. Raises EngineError if Ray will not (re)start it."""
         while True:
             try:
                 await self._call(worker, "ready")
@@ -218,7 +216,7 @@ class ActorPool:
             await asyncio.sleep(_RETRY_S)
 
     def _look_after(self) -> None:
-        """Begin again with those that died while they began. Raises what else one raised then."""
+        """Begin again with actors that died while beginning. Raises their other errors."""
         for worker in self.workers:
             if worker.begun is not None and (error := _failed(worker.begun)) is not None:
                 if not isinstance(error, _ActorLostError):
@@ -226,7 +224,7 @@ class ActorPool:
                 self._replace(worker, worker.life, str(error))
 
     async def _keep_watch(self) -> None:
-        """Kill workers that do not answer."""
+        """Kill actors that do not answer."""
         while True:
             await asyncio.sleep(self._health_s / 4)
             await asyncio.gather(*(self._check(each) for each in self.workers if each.ready))
@@ -240,12 +238,12 @@ class ActorPool:
                 ray_module().kill(worker.actor, no_restart=False)
                 worker.gone.set()
         except _ActorLostError as gone:
-            with suppress(EngineError):  # who asks next says so
+            with suppress(EngineError):  # the next call raises it
                 self._replace(worker, life, str(gone))
 
 
 class _ActorLostError(Exception):
-    """An actor is no longer there; `forever`: Ray will not start it again."""
+    """An actor is gone; `forever`: Ray will not restart it."""
 
     def __init__(self, why: str, *, forever: bool = False) -> None:
         super().__init__(why)

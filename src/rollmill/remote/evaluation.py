@@ -1,9 +1,9 @@
-"""Evaluations that the trainer's process asks for, and an explorer's answers: files in RUN/asked.
+"""Remote evaluation: requests of the trainer's process and replies of explorers, as files in RUN/asked.
 
-000012-1f3a.json           what is asked: the stage and the version of the weights
-000012-1f3a.lock           held by the explorer that is at it; another one takes over when that one dies
-000012-1f3a.begun          it has these weights and keeps them until the tokens are there
-000012-1f3a.answer.json    what it came to
+000012-1f3a.json           request: the stage and the version of the weights
+000012-1f3a.lock           held by the explorer that evaluates; if it dies, another one takes over
+000012-1f3a.begun          the explorer has these weights and keeps them until the tokens are generated
+000012-1f3a.answer.json    result
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ BEGUN, ANSWER, LOCK = ".begun", ".answer.json", ".lock"
 
 
 class RemoteEvaluation:
-    """An evaluation that an explorer makes; see Evaluation."""
+    """An evaluation made by an explorer; see Evaluation."""
 
-    def __init__(self, config: StageConfig, run_dir: Path, stage: int, version: int, heart: HeartbeatWriter) -> None:
+    def __init__(
+        self, config: StageConfig, run_dir: Path, stage: int, version: int, heartbeat: HeartbeatWriter
+    ) -> None:
         assert config.evaluation is not None
         self._sets, self._deadline_s = config.evaluation.all_sets(), config.rollout.deadline_s
-        self._run_dir, self._heart = run_dir, heart
+        self._run_dir, self._heartbeat = run_dir, heartbeat
         self._what = f"the evaluation of version {version}"
         self._path = run_dir / EVALUATION_REQUESTS / f"{version:06d}-{uuid.uuid4().hex[:8]}"
         atomic_write(_with(self._path, ".json"), json.dumps({"stage": stage, "version": version}).encode())
@@ -48,10 +50,10 @@ class RemoteEvaluation:
         await self._until(lambda: _with(self._path, BEGUN).exists() or _with(self._path, ANSWER).exists())
 
     async def result(self) -> EvaluationResult:
-        """Wait for the answer.
+        """Wait for the result.
 
         Raises:
-            DeadlineError: none comes; names the explorers.
+            DeadlineError: none arrives; names the explorers.
             RollmillError: the explorer could not evaluate.
         """
         try:
@@ -62,13 +64,13 @@ class RemoteEvaluation:
             await self.cancel()
 
     async def cancel(self) -> None:
-        """It is no longer asked for."""
+        """Withdraw the request."""
         for ending in (".json", BEGUN, ANSWER, LOCK):
             _with(self._path, ending).unlink(missing_ok=True)
 
     async def _until(self, happened: Callable[[], bool]) -> None:
         ends = time.monotonic() + self._deadline_s
-        self._heart.set_activity("evaluate", f"an explorer ({self._what})")
+        self._heartbeat.set_activity("evaluate", f"an explorer ({self._what})")
         while not happened():
             if time.monotonic() > ends:
                 raise DeadlineError(
@@ -78,67 +80,67 @@ class RemoteEvaluation:
 
 
 class RemoteEvaluator:
-    """Has the weights as they are evaluated by explorers; see Evaluator.
+    """Has explorers evaluate the current weights; see Evaluator.
 
     Args:
-        version: of the weights as they are.
+        version: returns the version of the current weights.
     """
 
     def __init__(
-        self, config: StageConfig, run_dir: Path, stage: int, version: Callable[[], int], heart: HeartbeatWriter
+        self, config: StageConfig, run_dir: Path, stage: int, version: Callable[[], int], heartbeat: HeartbeatWriter
     ) -> None:
         self._config, self._run_dir, self._stage = config, run_dir, stage
-        self._version, self._heart = version, heart
+        self._version, self._heartbeat = version, heartbeat
 
     def begin(self) -> RemoteEvaluation:
-        """Ask for an evaluation of all sets."""
-        return RemoteEvaluation(self._config, self._run_dir, self._stage, self._version(), self._heart)
+        """Request an evaluation of all sets."""
+        return RemoteEvaluation(self._config, self._run_dir, self._stage, self._version(), self._heartbeat)
 
     async def evaluate(self) -> EvaluationResult:
-        """Ask, and wait for it. Raises like `RemoteEvaluation.result`."""
+        """Request an evaluation and wait for it. Raises like `RemoteEvaluation.result`."""
         return await self.begin().result()
 
     def metrics(self) -> list[dict[str, float]]:
-        """What happens in environments is told by who acts in them."""
+        """Empty: explorers report the metrics of environments."""
         return []
 
     def counters(self) -> list[dict[str, float]]:
-        """What rewards count is told by who judges."""
+        """Empty: explorers report the counts of rewards."""
         return []
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRequest:
-    """An evaluation that this explorer makes, and no other one until it is closed."""
+    """A request that this explorer has locked until it is closed."""
 
     path: Path
-    version: int  #: of the weights in question
+    version: int  #: version of the weights to evaluate
     lock: IO[str]
 
     def begun(self) -> None:
-        """Say that the weights are here and stay until the tokens are there."""
+        """Report that the weights are here and are kept until the tokens are generated."""
         self._write(BEGUN, {})
 
     @property
     def still_asked(self) -> bool:
-        """Whether the trainer still wants to know."""
+        """Whether the trainer has not withdrawn the request."""
         return _with(self.path, ".json").exists()
 
     def answer(self, evaluated: EvaluationResult) -> None:
-        """Tell the trainer."""
+        """Write the result."""
         sets = [each.to_json() for each in evaluated.sets]
         shown = [encode_experience(each) for each in evaluated.experiences]
         self._write(ANSWER, {"sets": sets, "experiences": shown})
 
     def fail(self, error: RollmillError) -> None:
-        """Tell the trainer that there is no answer."""
+        """Write an error as the result."""
         self._write(ANSWER, {"error": str(error)})
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         self.lock.close()
 
     def _write(self, ending: str, content: dict[str, Any]) -> None:
@@ -149,15 +151,15 @@ class EvaluationRequest:
 
 
 def next_request(run_dir: Path, stage: int) -> EvaluationRequest | None:
-    """What is asked in a stage, not answered, and not what another explorer is at; the newest first."""
+    """Lock the newest request of a stage that has no result and no other explorer; None if there is none."""
     for path in sorted((run_dir / EVALUATION_REQUESTS).glob("*.json"), reverse=True):
         name = path.with_suffix("")
         if path.name.endswith(ANSWER) or _with(name, ANSWER).exists():
             continue
-        with suppress(FileNotFoundError):  # no longer asked
-            asked = json.loads(path.read_text())
-            if asked["stage"] == stage and (lock := try_lock(_with(name, LOCK))) is not None:
-                return EvaluationRequest(name, asked["version"], lock)
+        with suppress(FileNotFoundError):  # withdrawn
+            request = json.loads(path.read_text())
+            if request["stage"] == stage and (lock := try_lock(_with(name, LOCK))) is not None:
+                return EvaluationRequest(name, request["version"], lock)
     return None
 
 

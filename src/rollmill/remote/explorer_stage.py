@@ -1,4 +1,4 @@
-"""One stage as an explorer in a process of its own sees it: roll out and put away, follow the weights, evaluate."""
+"""One stage in an explorer process: rolls out into the shared buffer, follows the trainer's weights, evaluates."""
 
 from __future__ import annotations
 
@@ -35,27 +35,29 @@ from rollmill.weights import FolderReceiver
 
 SLOT_STREAM = 0x51  # keeps the task orders and random numbers of explorers apart
 POLL_BUFFER_S = 0.25
-"""How often the buffer is looked at for room that others made."""
+"""Interval of checking the buffer for room that other processes made."""
 WEIGHTS_DEADLINE_S = 10.0
-"""How long to wait for a version that is there, or was a moment ago."""
+"""Timeout for weights whose version exists, or did a moment ago."""
 
 
 class SharedRolloutProducer(RolloutProducer):
-    """A Production beside others: what it starts and puts is settled with them."""
+    """A RolloutProducer beside others: the explorers share one pacing budget and one store."""
 
-    def __init__(self, config: StageConfig, line: RolloutComponents, notice: TrainerStatus, place: WorkerSlot) -> None:
-        super().__init__(config, line)
-        assert isinstance(line.store, SqlStore)
-        self._shared = line.store
-        self._notice, self._place, self._stage = notice, place, notice.stage
+    def __init__(
+        self, config: StageConfig, components: RolloutComponents, status: TrainerStatus, slot: WorkerSlot
+    ) -> None:
+        super().__init__(config, components)
+        assert isinstance(components.store, SqlStore)
+        self._shared = components.store
+        self._status, self._slot, self._stage = status, slot, status.stage
         self._version, self._wasted = -1, 0
         self._looked = 0.0
-        self.put = 0  #: groups to learn from
-        if (before := place.doing(self._stage)) is not None:
+        self.put = 0  #: groups to train on
+        if (before := slot.doing(self._stage)) is not None:
             self._go_on(before)
 
     def _go_on(self, doing: WorkerState) -> None:
-        """Go on where the process before this one ended; what it had put is not made again."""
+        """Continue from the state of the slot's previous process; groups that it had stored are not repeated."""
         names = {self._rollouts.name_of(number): number for number, _ in doing.unfinished}
         there = {names[group.id] for group in self._shared.get(list(names))}
         unfinished = [each for each in doing.unfinished if each[0] not in there]
@@ -65,14 +67,14 @@ class SharedRolloutProducer(RolloutProducer):
         self._rollouts.start_again(unfinished)
 
     def start(self, version: int) -> None:
-        """Start what the pacing rule admits while weights are at `version`, all explorers taken together."""
+        """Start the rollouts that the pacing rule admits at weights `version`, over all explorers."""
         if version != self._version:
             self._version, self._wasted, self._looked = version, 0, 0.0
         if time.monotonic() - self._looked < POLL_BUFFER_S:
             return
-        with run_state_lock(self._place.run_dir):
+        with run_state_lock(self._slot.run_dir):
             ahead = self._shared.ahead(version, min_version=oldest_allowed(self._config, version))
-            if self._rollouts.start(version, ahead + self._place.others(self._stage)):
+            if self._rollouts.start(version, ahead + self._slot.others(self._stage)):
                 self._say()
         self._looked = time.monotonic()
 
@@ -84,40 +86,41 @@ class SharedRolloutProducer(RolloutProducer):
 
     @property
     def under_way(self) -> int:
-        """Groups that were started and are not verified."""
+        """Number of groups that were started and are not verified."""
         return len(self._queue)
 
     async def verify(self) -> None:
-        """The oldest group passes the pipeline, once it is judged. Raises PipelineError like `Supply.collect`."""
+        """Pass the oldest group through the pipeline, once it has rewards. Raises PipelineError if too many are
+        dropped."""
         self._wasted += await self._verify_oldest(1, self._version)
         self._require_some(self._wasted)
         self._say()
         self._looked = 0.0
 
     def _put(self, groups: Sequence[Group]) -> None:
-        """Put groups of this stage; the trainer goes to the next one before or afterwards, not meanwhile."""
+        """Store groups of this stage; the lock keeps the trainer from changing the stage meanwhile."""
         for group in groups:
             group.writer = (
                 REMOTE_EXPLORER + self._config.name if group.writer in (self.writer, PIPELINE) else group.writer
             )
-        with run_state_lock(self._place.run_dir):
-            if read_trainer_status(self._place.run_dir) == self._notice:
+        with run_state_lock(self._slot.run_dir):
+            if read_trainer_status(self._slot.run_dir) == self._status:
                 self._shared.put(groups)
                 self.put += sum(group.shelf is ExperienceKind.ROLLOUT for group in groups)
 
     def _say(self) -> None:
         state = StageState()
         self.mark(state)
-        self._place.say(
+        self._slot.say(
             self._stage, WorkerState(self._rollouts.unfinished(), state.submitted, state.tasks, state.pipeline)
         )
 
 
 class ExplorerStage:
-    """The running stage.
+    """A running stage in an explorer process.
 
     Args:
-        notice: the trainer's, on this stage.
+        status: the trainer's status on this stage.
     """
 
     def __init__(
@@ -127,25 +130,25 @@ class ExplorerStage:
         tasks: StageTasks,
         context: RunContext,
         *,
-        notice: TrainerStatus,
-        place: WorkerSlot,
-        heart: HeartbeatWriter,
+        status: TrainerStatus,
+        slot: WorkerSlot,
+        heartbeat: HeartbeatWriter,
     ) -> None:
-        self._config, self._policy, self._context, self._heart = config, policy, context, heart
-        self._stage, self._place = notice.stage, place
-        self._receiver = FolderReceiver(weights_folder(context.run_dir, notice.stage), deadline_s=WEIGHTS_DEADLINE_S)
-        self._judge = build_stage_rewards(config, policy, config.rewards)
+        self._config, self._policy, self._context, self._heartbeat = config, policy, context, heartbeat
+        self._stage, self._slot = status.stage, slot
+        self._receiver = FolderReceiver(weights_folder(context.run_dir, status.stage), deadline_s=WEIGHTS_DEADLINE_S)
+        self._rewards = build_stage_rewards(config, policy, config.rewards)
         self._engine = build_engine(policy, config, context.precision)
         self._publisher = build_publisher(policy, self._engine, context.precision)
         self._version: int | None = None
         self._explorers = StageExplorers(
-            config, policy, self._engine, self._judge, precision=context.precision, tasks=tasks.training.tasks
+            config, policy, self._engine, self._rewards, precision=context.precision, tasks=tasks.training.tasks
         )
         self._trace = Trace()
         self._production: SharedRolloutProducer | None = None
         if config.algorithm.uses_rollouts:
-            own = derive_seed(context.seed, notice.stage)
-            line = build_rollout_components(
+            seed = derive_seed(context.seed, status.stage)
+            components = build_rollout_components(
                 config,
                 policy,
                 tasks.training,
@@ -153,34 +156,34 @@ class ExplorerStage:
                 engine=self._engine,
                 store=context.buffers.of_stage(config),
                 trace=self._trace,
-                first_version=notice.first_version,
-                seed=own if place.number == 0 else derive_seed(own, SLOT_STREAM, place.number),
-                prefix=config.name if place.number == 0 else f"{config.name}@{place.number}",
+                first_version=status.first_version,
+                seed=seed if slot.number == 0 else derive_seed(seed, SLOT_STREAM, slot.number),
+                prefix=config.name if slot.number == 0 else f"{config.name}@{slot.number}",
             )
-            self._production = SharedRolloutProducer(config, line, notice, place)
+            self._production = SharedRolloutProducer(config, components, status, slot)
         self._evaluator: Evaluator | None = None
         if config.evaluation is not None:
             self._evaluator = Evaluator(
                 config,
                 tasks.held_out,
-                judge=self._judge,
+                rewards=self._rewards,
                 explorers=self._explorers,
-                make_judge=partial(build_stage_rewards, config, policy),
+                build_rewards=partial(build_stage_rewards, config, policy),
                 seed=context.seed,
             )
-        self._generating: asyncio.Task[None] | None = None  # for an evaluation: the weights stay meanwhile
+        self._generating: asyncio.Task[None] | None = None  # for an evaluation: the weights are kept until then
         self._evaluating: asyncio.Task[None] | None = None
         self._moved = time.monotonic()
-        self._said = ("", "")
+        self._last_activity = ("", "")
         self._tokens, self._since = 0, time.perf_counter()
 
     @property
     def put(self) -> int:
-        """Groups to learn from that were put into the buffer."""
+        """Number of groups to train on that were put into the buffer."""
         return 0 if self._production is None else self._production.put
 
     async def turn(self) -> None:
-        """Do what is to be done now, and wait a moment for what is under way.
+        """Start due work, and wait a moment for running work.
 
         Raises:
             DeadlineError: no rollout has ended for rollout.deadline_s.
@@ -198,7 +201,7 @@ class ExplorerStage:
         await self._something_happens()
 
     def _follow(self, version: int | None = None) -> None:
-        """Go on with the newest weights, or those of `version`; what is under way goes on with them, too."""
+        """Switch to the newest weights, or those of `version`; running rollouts continue with them."""
         if version is None and not self._receiver.has_newer():
             return
         before, self._version = self._version, self._receiver.receive(trainable_parameters(self._policy), version)
@@ -207,17 +210,17 @@ class ExplorerStage:
             self._note(before)
 
     def _note(self, version: int) -> None:
-        """Write down what has happened with the weights of a version."""
+        """Record the metrics of a version."""
         tokens, self._tokens = self._engine.tokens_generated - self._tokens, self._engine.tokens_generated
         began, self._since = self._since, time.perf_counter()
         others = [] if self._evaluator is None else self._evaluator.metrics()
         metrics = {} if self._production is None else self._production.metrics()
         metrics |= judging_metrics(self._trace.take()) | sum_metrics([self._explorers.metrics(), *others])
         about = {"stage": self._config.name, "version": version, "seconds": self._since - began, "tokens": tokens}
-        self._place.note(about | metrics)
+        self._slot.note(about | metrics)
 
     async def _something_happens(self) -> None:
-        """Until the oldest group is judged, which is put away then; or a moment has passed."""
+        """Wait for the oldest group's rewards and store the group, or until a moment has passed."""
         oldest = None if self._production is None else self._production.oldest
         count = 0 if self._production is None else self._production.under_way
         doing = "evaluate" if self._evaluating is not None else "roll out" if oldest is not None else "wait"
@@ -237,54 +240,52 @@ class ExplorerStage:
             raise DeadlineError("the explorer", what, self._config.rollout.deadline_s, advice)
 
     def _say(self, doing: str, waits: str) -> None:
-        if (doing, waits) != self._said:
-            self._said = (doing, waits)
-            self._heart.set_activity(doing, waits, version=self._version)
+        if (doing, waits) != self._last_activity:
+            self._last_activity = (doing, waits)
+            self._heartbeat.set_activity(doing, waits, version=self._version)
 
     # -- evaluations -------------------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        """Begin an evaluation that is asked for, one at a time."""
+        """Start a requested evaluation, one at a time."""
         if self._evaluating is not None and self._evaluating.done():
             self._evaluating.result()
             self._evaluating = self._generating = None
         if self._evaluator is None or self._evaluating is not None:
             return
-        question = next_request(self._context.run_dir, self._stage)
-        if question is None:
+        request = next_request(self._context.run_dir, self._stage)
+        if request is None:
             return
         try:
-            if question.version != self._version:
-                self._follow(question.version)
-        except DeadlineError as error:  # asked by a trainer that has ended meanwhile
-            question.fail(error)
-            question.close()
+            if request.version != self._version:
+                self._follow(request.version)
+        except DeadlineError as error:  # requested by a trainer that has ended since
+            request.fail(error)
+            request.close()
             return
         evaluation = self._evaluator.begin()
-        question.begun()
+        request.begun()
         self._generating = asyncio.ensure_future(evaluation.generated())
-        self._evaluating = asyncio.ensure_future(self._answer(question, evaluation, self._generating))
+        self._evaluating = asyncio.ensure_future(self._answer(request, evaluation, self._generating))
 
-    async def _answer(
-        self, question: EvaluationRequest, evaluation: Evaluation, generating: asyncio.Task[None]
-    ) -> None:
-        """Answer, unless nobody wants to know any more."""
+    async def _answer(self, request: EvaluationRequest, evaluation: Evaluation, generating: asyncio.Task[None]) -> None:
+        """Write the result, unless the request is withdrawn."""
         result = asyncio.ensure_future(evaluation.result())
         try:
-            while not result.done() and question.still_asked:
+            while not result.done() and request.still_asked:
                 await asyncio.wait([result], timeout=POLL_BUFFER_S)
             if result.done():
-                question.answer(result.result())
+                request.answer(result.result())
         except RollmillError as error:
-            question.fail(error)
+            request.fail(error)
         finally:
             result.cancel()
-            await evaluation.cancel()  # nobody waits for tokens that are not wanted any more
+            await evaluation.cancel()  # stop a withdrawn evaluation
             await asyncio.gather(result, generating, return_exceptions=True)
-            question.close()
+            request.close()
 
     async def close(self) -> None:
-        """Stop what is under way."""
+        """Stop all running work."""
         if self._version is not None:
             self._note(self._version)
         if self._evaluating is not None:
@@ -297,5 +298,5 @@ class ExplorerStage:
         await self._explorers.close()
         await self._engine.close()
         self._publisher.close()
-        self._judge.close()
+        self._rewards.close()
         self._receiver.close()

@@ -1,4 +1,4 @@
-"""What an explorer's process does: roll out and judge with the newest weights it has been sent."""
+"""The work of an explorer process: rolls out and computes rewards with the newest weights it has received."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from rollmill.weights import (
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """All that an explorer is made of. Sections travel as JSON: users' parts are known only once plugins are loaded."""
+    """Everything that an explorer is built from. Configuration is JSON, as plugin classes are known only later."""
 
     stage: str  #: the StageConfig
     policy: PolicyModel  #: a copy; its trained weights come by the transport
     precision: str
-    threads: int  #: of explorers whose kind does not say
+    threads: int  #: default of explorers whose kind sets none
     plugins: list[Path]
-    tasks: list[Task]  #: what worked examples are chosen from
+    tasks: list[Task]  #: candidates for worked examples
     weights: str  #: the transport: memory, folder or broadcast
-    place: str  #: where it writes, or the address of the sender
+    place: str  #: path of the weights, or the address of the sender
 
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """A group that an explorer shall roll out.
+    """A request to roll out a group.
 
-    `version` is that of the weights it needs at least. `stage` is the StageConfig, as JSON, of held-out tasks that are
-    rolled out otherwise; "" is the training's.
+    `version` is the lowest version of weights it may use. `stage` is a StageConfig as JSON for held-out tasks with
+    their own sections; "" is the training stage's.
     """
 
     task: Task
@@ -71,19 +71,18 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class RolloutReply:
-    """A group, and what has happened in the process since the reply before."""
+    """A group, and the process's metrics since its last reply."""
 
     experiences: list[Experience]
     spans: list[Span]  #: in seconds since the epoch
     tokens: int
     metrics: list[dict[str, float]] = field(default_factory=list)
-    counters: dict[str, float] = field(default_factory=dict)  #: of rewards, since the start of the process
-    counts: dict[str, float] = field(default_factory=dict)  #: of rollouts by a workflow
+    counters: dict[str, float] = field(default_factory=dict)  #: counts of rewards since the start of the process
+    counts: dict[str, float] = field(default_factory=dict)  #: counts of rollouts by a workflow
 
 
 class ExplorerWorker:
-    """One explorer, with the engine and the threads of its kind. Its methods are called from one event loop, which any
-    number of groups share."""
+    """One explorer, with the engine and the threads of its kind. Any number of groups call it from one event loop."""
 
     def __init__(self, setup: WorkerSetup, kind: ExplorerSpec) -> None:
         self._kind = kind
@@ -95,11 +94,11 @@ class ExplorerWorker:
         self._reads_itself = engine_reads_weights(stage, setup)
         place = Path(setup.place) if self._reads_itself else None
         self._engine = build_engine(setup.policy, stage, setup.precision, place)
-        self._engine.version = -1  # no weights have come
+        self._engine.version = -1  # no weights received yet
         self._publisher: WeightPublisher
         if self._reads_itself:
             self._publisher = InPlacePublisher(self._engine)
-            setup.policy.model.to("meta")  # nobody here computes with it
+            setup.policy.model.to("meta")  # unused in this process
         else:
             self._publisher = build_publisher(setup.policy, self._engine, setup.precision)
         self._trace = Trace()
@@ -107,34 +106,34 @@ class ExplorerWorker:
         self._updating: asyncio.Task[None] | None = None
         self._explorers: list[StageExplorers] = []
         self._made: dict[str, Explorer] = {}
-        self._judges: list[Any] = []
+        self._rewards: list[Any] = []
         self._tokens = 0
         self._made[""] = self._make(setup.stage)
 
     async def ready(self) -> int:
-        """The process id; answers while rollouts are under way."""
+        """Return the process id; answers while rollouts are running."""
         return os.getpid()
 
     async def update(self, version: int) -> None:
-        """Go on with weights of at least this version; those under way go on with them, too."""
+        """Update to weights of at least this version; running rollouts continue with them."""
         while self._engine.version < version:
             if self._updating is None or self._updating.done():
                 self._updating = asyncio.ensure_future(self._update(version))
-            await asyncio.shield(self._updating)  # others wait for it, too
+            await asyncio.shield(self._updating)  # other calls wait for it, too
 
-    async def rollout(self, asked: RolloutRequest) -> RolloutReply:
-        """Roll out a group and judge it. Raises like Explorer.rollout, WeightSyncError and DeadlineError."""
-        await self.update(asked.version)
-        if asked.stage not in self._made:
-            self._made[asked.stage] = self._make(asked.stage)
-        explorer = self._made[asked.stage]
+    async def rollout(self, request: RolloutRequest) -> RolloutReply:
+        """Roll out a group and compute its rewards. Raises like Explorer.rollout, WeightSyncError and DeadlineError."""
+        await self.update(request.version)
+        if request.stage not in self._made:
+            self._made[request.stage] = self._make(request.stage)
+        explorer = self._made[request.stage]
         experiences = await explorer.rollout(
-            asked.task,
-            asked.sampling,
-            n=asked.n,
-            seed=asked.seed,
-            group=asked.group,
-            with_greedy=asked.with_greedy,
+            request.task,
+            request.sampling,
+            n=request.n,
+            seed=request.seed,
+            group=request.group,
+            with_greedy=request.with_greedy,
         )
         before, self._tokens = self._tokens, self._engine.tokens_generated
         offset = time.time() - time.perf_counter()
@@ -143,35 +142,35 @@ class ExplorerWorker:
             shift_spans(self._trace.take(), offset),
             self._tokens - before,
             [each.metrics() for each in self._explorers],
-            sum_metrics([judge.counters() for judge in self._judges]),
+            sum_metrics([each.counters() for each in self._rewards]),
             explorer.take_counts(),
         )
 
     async def close(self) -> None:
-        """End environments, tools and rewards."""
+        """Close environments, tools, engine and rewards."""
         for explorers in self._explorers:
             await explorers.close()
         await self._engine.close()
         self._publisher.close()
-        for judge in self._judges:
-            judge.close()
+        for rewards in self._rewards:
+            rewards.close()
         self._receiver.close()
 
     async def _update(self, version: int) -> None:
         if isinstance(self._receiver, BroadcastReceiver):
-            await asyncio.to_thread(self._receiver.fetch)  # rollouts go on meanwhile
+            await asyncio.to_thread(self._receiver.fetch)  # rollouts continue meanwhile
         here = version if self._reads_itself else self._receiver.receive(trainable_parameters(self._policy))
         self._publisher.publish(here)
 
     def _make(self, text: str) -> Explorer:
         stage = self._stage_of(text)
-        judge = build_stage_rewards(stage, self._policy, stage.rewards)
-        self._judges.append(judge)
+        rewards = build_stage_rewards(stage, self._policy, stage.rewards)
+        self._rewards.append(rewards)
         if self._explorers:
-            explorers = self._explorers[0].variant(stage, judge)
+            explorers = self._explorers[0].variant(stage, rewards)
         else:
             precision, tasks = self._setup.precision, self._setup.tasks
-            explorers = StageExplorers(stage, self._policy, self._engine, judge, precision=precision, tasks=tasks)
+            explorers = StageExplorers(stage, self._policy, self._engine, rewards, precision=precision, tasks=tasks)
         self._explorers.append(explorers)
         return explorers.explorer(self._trace)
 
@@ -180,7 +179,7 @@ class ExplorerWorker:
 
 
 def _receiver(setup: WorkerSetup) -> WeightReceiver:
-    """What takes the transport's weights."""
+    """Build the receiver of the transport's weights."""
     match setup.weights:
         case "memory":
             return SharedMemoryReceiver(Path(setup.place))
@@ -190,17 +189,16 @@ def _receiver(setup: WorkerSetup) -> WeightReceiver:
 
 
 def shift_spans(spans: list[Span], by: float) -> list[Span]:
-    """Spans on another clock."""
+    """Convert spans to another clock."""
     return [Span(each.kind, each.asked + by, each.started + by, each.ended + by) for each in spans]
 
 
 def engine_reads_weights(stage: StageConfig, setup: WorkerSetup) -> bool:
-    """Whether the explorer's engine reads what the trainer has sent: vLLM's process reads shared memory, where no
-    adapters have to be merged before."""
+    """Whether the engine reads the trainer's weights itself: vLLM's process, from shared memory, without adapters."""
     shared = setup.weights == "memory" and not has_lora(setup.policy.model)
     return shared and isinstance(stage.engine, VLLMEngineConfig) and uses_engine(stage)
 
 
 def trainable_parameters(policy: PolicyModel) -> dict[str, Tensor]:
-    """What an update changes, by name: all parameters, or adapters alone."""
+    """The parameters that an update changes, by name: all of them, or only adapters."""
     return {name: each.data for name, each in policy.model.named_parameters() if each.requires_grad}

@@ -1,4 +1,4 @@
-"""Explorers in other processes, with the interface of those in this one."""
+"""Remote explorers on Ray, with the interface of local ones."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from rollmill.orchestrator.stages import Stage
 
 START_S = 300.0
-"""How long explorers may take to start, models and all."""
+"""Timeout for starting explorers, including their models."""
 
 
 class RemoteExplorers:
-    """The run's explorers, Ray actors, at work on one stage; they get the trainer's weights with every `publish`.
+    """The run's explorers, Ray actors, during one stage; they get the trainer's weights with every `publish`.
 
     Args:
-        policy: what is trained; explorers begin with a copy.
-        tasks: what worked examples are chosen from.
+        policy: the trained model; explorers start with a copy.
+        tasks: candidates for worked examples.
     """
 
     trains_beside = True
@@ -59,13 +59,13 @@ class RemoteExplorers:
         self._policy, placement = policy, context.placement
         self.version, self.tokens_generated = -1, 0
         self._metrics: list[dict[str, float]] = []
-        self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and life, also those that have died
+        self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and restart, dead ones included
         address = join(placement.address)
-        self._room: PlacementGroup | None = None  # where the explorers are this stage's own
+        self._group: PlacementGroup | None = None  # set if the explorers belong to this stage
         self._pool = context.explorers or self._own(placement, context)
         count = len(self._pool.workers)
         self.location = self.waits_for = f"{count} explorer{'s' * (count > 1)} on Ray at {address}"
-        self._name = uuid.uuid4().hex  # of this use of the explorers: what others have asked them for is dropped
+        self._name = uuid.uuid4().hex  # of this use of the explorers: earlier requests are dropped
         place, self._sender = _transport(config, context, policy, self._name)
         self._setup = ray_module().put(
             WorkerSetup(
@@ -82,9 +82,9 @@ class RemoteExplorers:
         self._started: asyncio.Task[None] | None = None
 
     def _own(self, placement: RayPlacement, context: RunContext) -> ActorPool:
-        """Explorers that end with the stage."""
-        self._room = PlacementGroup(explorer_needs(placement), one_host=False)
-        return explorer_pool(placement, start_explorers(placement, self._room, context.run_dir))
+        """Start explorers that end with the stage."""
+        self._group = PlacementGroup(explorer_needs(placement), one_host=False)
+        return explorer_pool(placement, start_explorers(placement, self._group, context.run_dir))
 
     def publish(self, version: int) -> None:
         """See InPlacePublisher: the trainer's parameters are now those of `version`."""
@@ -99,22 +99,22 @@ class RemoteExplorers:
         return build_rollouts(stage, self, self)
 
     def opened(self, stage: Stage) -> None:
-        """Explorers are told with the first group that they roll out."""
+        """Nothing to do: explorers begin with their first group."""
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
-        """One that rolls out as the stage's `workflow` says."""
+        """Build an explorer with the stage's `workflow`."""
         return RemoteExplorer(self, "", trace)
 
-    def variant(self, config: StageConfig, judge: RewardManager) -> RemoteExplorersVariant:
-        """For tasks that are rolled out or judged otherwise; explorers have judges of their own."""
+    def variant(self, config: StageConfig, rewards: RewardManager) -> RemoteExplorersVariant:
+        """Explorers for tasks with another workflow or other rewards; these have their own reward managers."""
         return RemoteExplorersVariant(self, config.model_dump_json())
 
-    async def ask(self, asked: RolloutRequest) -> RolloutReply:
-        """Have a group rolled out. Raises like Explorer.rollout; EngineError where explorers die again and again."""
+    async def ask(self, request: RolloutRequest) -> RolloutReply:
+        """Have a group rolled out. Raises like Explorer.rollout; EngineError if explorers keep dying."""
         if self._started is None:
             self._started = asyncio.ensure_future(self._pool.begin(self._name, self._setup))
         await asyncio.shield(self._started)
-        name, reply = await self._pool.ask("rollout", self._name, asked)
+        name, reply = await self._pool.ask("rollout", self._name, request)
         assert isinstance(reply, RolloutReply)
         self.tokens_generated += reply.tokens
         self._metrics += reply.metrics
@@ -122,7 +122,7 @@ class RemoteExplorers:
         return reply
 
     def metrics(self) -> dict[str, float]:
-        """What has happened in environments and tools since the last call, and how many explorers were replaced."""
+        """Metrics of environments and tools since the last call, and the number of replaced explorers."""
         happened, self._metrics = self._metrics, []
         replaced, self._pool.replaced = self._pool.replaced, 0
         return sum_metrics(happened) | ({"explorer/replaced": float(replaced)} if replaced else {})
@@ -132,47 +132,47 @@ class RemoteExplorers:
         return sum_metrics(list(self._counters.values()))
 
     def state_dict(self) -> None:
-        """Explorers keep nothing that a checkpoint needs."""
+        """Explorers have no state that a checkpoint needs."""
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue where `state_dict` was taken."""
+        """Nothing to restore."""
 
     async def close(self) -> None:
-        """The stage has ended; may be called twice."""
+        """Stop work at the end of the stage; may be called twice."""
         if self._started is not None:
             self._started.cancel()
         await self._pool.end(self._name)
-        if self._room is not None:
+        if self._group is not None:
             self._pool.kill()
-            self._room.close()
+            self._group.close()
         await self.engine.close()
         self._sender.close()
 
 
 class RemoteExplorersVariant:
-    """As RemoteExplorers, for other sections of the same stage."""
+    """RemoteExplorers for other configuration sections of the same stage."""
 
     def __init__(self, explorers: RemoteExplorers, stage: str) -> None:
         self._explorers, self._stage = explorers, stage
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
-        """One that rolls out as these sections say."""
+        """Build an explorer with these sections."""
         return RemoteExplorer(self._explorers, self._stage, trace)
 
-    def variant(self, config: StageConfig, judge: RewardManager) -> RemoteExplorersVariant:
+    def variant(self, config: StageConfig, rewards: RewardManager) -> RemoteExplorersVariant:
         """See ExplorerSource."""
         return RemoteExplorersVariant(self._explorers, config.model_dump_json())
 
     def metrics(self) -> dict[str, float]:
-        """Those of the stage tell it all."""
+        """Empty: the stage's explorers report all metrics."""
         return {}
 
     async def close(self) -> None:
-        """Those of the stage are closed."""
+        """Nothing to close: the stage closes its explorers."""
 
 
 class RemoteExplorer:
-    """Has groups rolled out; see Explorer. Their rewards come with their tokens."""
+    """Has groups rolled out remotely; see Explorer. Their rewards arrive with their tokens."""
 
     elsewhere = True
 
@@ -193,8 +193,8 @@ class RemoteExplorer:
     ) -> list[Experience]:
         """See Explorer."""
         version = self._explorers.version
-        asked = RolloutRequest(task, sampling, n, seed, group, version, with_greedy, self._stage)
-        reply = await self._explorers.ask(asked)
+        request = RolloutRequest(task, sampling, n, seed, group, version, with_greedy, self._stage)
+        reply = await self._explorers.ask(request)
         if self._trace is not None:
             for span in shift_spans(reply.spans, time.perf_counter() - time.time()):
                 self._trace.add(span.kind, span.asked, span.started, span.ended)
@@ -210,7 +210,7 @@ class RemoteExplorer:
 
 
 def explorer_needs(placement: RayPlacement) -> list[ResourceRequest]:
-    """What each explorer reserves, by number."""
+    """Resources that each explorer reserves, by number."""
     return [
         ResourceRequest(
             placement.cpus if kind.cpus is None else kind.cpus,
@@ -220,22 +220,22 @@ def explorer_needs(placement: RayPlacement) -> list[ResourceRequest]:
     ]
 
 
-def start_explorers(placement: RayPlacement, room: PlacementGroup, run_dir: Path) -> dict[str, Any]:
-    """The actors, by name; they have the first places of the room."""
+def start_explorers(placement: RayPlacement, group: PlacementGroup, run_dir: Path) -> dict[str, Any]:
+    """Start the actors, by name, in the first bundles of the placement group."""
     return {
-        (name := f"explorer {number}"): start_explorer(run_dir, name, kind, room.options(number))
+        (name := f"explorer {number}"): start_explorer(run_dir, name, kind, group.options(number))
         for number, kind in enumerate(placement.every_explorer)
     }
 
 
 def explorer_pool(placement: RayPlacement, actors: dict[str, Any]) -> ActorPool:
-    """What shares work among them."""
+    """Build the pool of explorers."""
     health, replacements = placement.health_s, placement.replacements
     return ActorPool("explorer", actors, health_s=health, start_s=START_S, replacements=replacements)
 
 
 def _transport(config: StageConfig, context: RunContext, policy: PolicyModel, name: str) -> tuple[str, WeightSender]:
-    """A fresh place for weights, and what sends them there; what a trainer that died has left is removed."""
+    """Create a new location for weights and their sender; leftovers of a dead trainer are removed."""
     placement, dtype = context.placement, torch.bfloat16 if context.precision == "bf16" else None
     assert isinstance(placement, RayPlacement)
     if placement.weights == "memory":
@@ -253,6 +253,6 @@ def _transport(config: StageConfig, context: RunContext, policy: PolicyModel, na
 
 
 def remove_stale_weights(run_id: str) -> None:
-    """Remove what a trainer that died has left in this host's shared memory."""
+    """Remove leftovers of a dead trainer in this host's shared memory."""
     for left in shared_memory_folder().glob(f"rollmill-{run_id}-*"):
         left.unlink(missing_ok=True)

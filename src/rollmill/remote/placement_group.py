@@ -1,4 +1,4 @@
-"""Cores and GPUs reserved for actors that belong together: a placement group of Ray."""
+"""Reserves cores and GPUs for a group of actors, by a placement group of Ray."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any
 from rollmill.errors import ConfigError, DeadlineError
 from rollmill.remote.ray_session import ray_module
 
-_ROOM_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What one actor reserves."""
+    """Resources that one actor reserves."""
 
     cpus: float
     gpus: float = 0.0
 
     @property
     def bundle(self) -> dict[str, float]:
-        """As Ray names it; empty if nothing is reserved."""
+        """The request as a Ray bundle; empty if nothing is reserved."""
         wanted = {"CPU": self.cpus, "GPU": self.gpus}
         return {name: count for name, count in wanted.items() if count > 0}
 
 
 class PlacementGroup:
-    """Reserves what actors need, until `close`.
+    """Reserves the resources of actors, until `close`.
 
     Args:
-        needs: of each actor. One that needs nothing goes where the others are.
+        needs: of each actor. One that needs nothing is placed with the others.
         one_host: all on the same host; else on as few as possible.
 
     Raises:
-        ConfigError: Ray has less.
-        DeadlineError: it does not become free.
+        ConfigError: Ray has fewer resources.
+        DeadlineError: they do not become free.
     """
 
     def __init__(self, needs: Sequence[ResourceRequest], *, one_host: bool) -> None:
@@ -49,7 +49,7 @@ class PlacementGroup:
             return
         self._group = placement_group(bundles, strategy="STRICT_PACK" if one_host else "PACK")
         try:
-            there = self._group.wait(_ROOM_S)
+            there = self._group.wait(_TIMEOUT_S)
         except BaseException:  # Ctrl-C
             self.close()
             raise
@@ -57,14 +57,14 @@ class PlacementGroup:
             self.close()
             where = "on one host, as weights `memory` needs it; or use `broadcast`" if one_host else "in the cluster"
             advice = f"Others use them: `ray status` shows who. There have to be enough {where}."
-            raise DeadlineError("the run", f"{_describe(bundles)} on Ray", _ROOM_S, advice)
+            raise DeadlineError("the run", f"{_describe(bundles)} on Ray", _TIMEOUT_S, advice)
 
     def __len__(self) -> int:
-        """How many actors it is for."""
+        """Number of actors it is for."""
         return len(self._needs)
 
     def options(self, number: int) -> dict[str, Any]:
-        """How Ray shall start the actor of that number."""
+        """Ray options of the actor of that number."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         need = self._needs[number]
@@ -76,7 +76,7 @@ class PlacementGroup:
         return options | {"scheduling_strategy": strategy}
 
     def close(self) -> None:
-        """Give back what was reserved."""
+        """Release the resources."""
         from ray.util.placement_group import remove_placement_group
 
         if self._group is not None:
@@ -85,7 +85,7 @@ class PlacementGroup:
 
 
 def _require(bundles: Sequence[dict[str, float]]) -> None:
-    """Raises ConfigError where Ray has less than all bundles together: they would be waited for in vain."""
+    """Raise ConfigError if Ray has fewer resources than all bundles together: waiting would be in vain."""
     have = ray_module().cluster_resources()
     for name, what in (("CPU", "cores"), ("GPU", "GPUs")):
         wanted, found = sum(each.get(name, 0.0) for each in bundles), have.get(name, 0.0)

@@ -1,4 +1,4 @@
-"""Ray: started where none is running, or joined by its address."""
+"""Starts Ray if none is running, or joins it by its address."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollmill.errors import ConfigError
 
 _CONNECT_S = 10.0
 _TOO_LATE = "timed out during startup"
-_asked: list[str | None] = []  # the address that this process was told to join
+_joined_address: list[str | None] = []  # the address that this process has joined
 
 
 def ray_module() -> Any:
-    """The library. Raises ConfigError where it is missing."""
+    """Import Ray. Raises ConfigError if it is missing."""
     try:
         import ray
     except ImportError as error:
@@ -23,15 +23,15 @@ def ray_module() -> Any:
 
 
 def join(address: str | None) -> str:
-    """Join the Ray of `address`, or start one on this machine; says where it is. Once per process.
+    """Join the Ray at `address`, or start one on this machine; returns its address. Once per process.
 
-    Raises ConfigError where there is none at that address, it is protected by a token that this process has not, or
-    this process has joined another one.
+    Raises ConfigError if there is none at that address, it is protected by a token that this process lacks, or this
+    process has joined another one.
     """
     ray = ray_module()
     if ray.is_initialized():
-        if _asked and _asked != [address]:
-            text = f"this process has joined {_asked[0] or 'a Ray of its own'} before, and can join one only"
+        if _joined_address and _joined_address != [address]:
+            text = f"this process has joined {_joined_address[0] or 'a Ray of its own'} before, and can join one only"
             raise ConfigError(f"placement.address: {text}; call ray.shutdown() first, or use another process")
         return str(ray.get_runtime_context().gcs_address)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -45,14 +45,13 @@ def join(address: str | None) -> str:
         found = _joined(ray, address or "local", options)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(f"placement.address: {_why_not(address, error)}") from error
-    _asked[:] = [address]
+    _joined_address[:] = [address]
     return str(found.address_info["gcs_address"])
 
 
 def _joined(ray: Any, address: str, options: dict[str, Any]) -> Any:
-    """What `ray.init` gives; tried twice where Ray gives its own processes too little time to start, which it does on
-    busy machines and says by a plain Exception. Raises ConfigError when that happens again, and what else it raises.
-    """
+    """Call `ray.init`, twice if Ray gives its own processes too little time to start: it does so on busy machines, with
+    a plain Exception. Raises ConfigError if that happens again, and all other errors."""
     for _ in range(2):
         try:
             return ray.init(address=address, **options)
@@ -67,13 +66,12 @@ def _joined(ray: Any, address: str, options: dict[str, Any]) -> Any:
 
 
 def host_address() -> str:
-    """By which other hosts of the cluster reach this one."""
+    """The address of this host in the cluster."""
     return str(ray_module().util.get_node_ip_address())
 
 
 def _why_not(address: str | None, error: BaseException) -> str:
-    """Why there is no joining the Ray of that address, and what to do. Ray itself says only in a cause that a token is
-    missing or wrong."""
+    """Explain why Ray at that address cannot be joined. Ray reports a missing or wrong token only in a cause."""
     cause: BaseException | None = error
     while cause is not None:
         if "uthenticat" in f"{type(cause).__name__} {cause}":
@@ -86,7 +84,7 @@ def _why_not(address: str | None, error: BaseException) -> str:
 
 
 def _require_reachable(address: str) -> None:
-    """Raises ConfigError where nothing listens at HOST:PORT: Ray itself would try for minutes."""
+    """Raise ConfigError if nothing listens at HOST:PORT: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return

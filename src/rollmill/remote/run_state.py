@@ -1,10 +1,10 @@
-"""What trainer and explorers of one run, in processes of their own, find out about each other in the run directory.
+"""State that the trainer and the explorer processes of a run share in the run directory.
 
-RUN/trainer.json                which stage the trainer is in
+RUN/trainer.json                the trainer's current stage
 RUN/weights/stage-0/            its weights, version by version
-RUN/explorers/                  the explorers' places, and what each is doing in a stage
-RUN/asked/                      evaluations that the trainer asks for, and their answers
-RUN/processes/trainer.json      whether it lives (trackers/heartbeat.py)
+RUN/explorers/                  the explorers' worker slots, and each one's state in a stage
+RUN/asked/                      evaluation requests of the trainer, and their results
+RUN/processes/trainer.json      its heartbeat (trackers/heartbeat.py)
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_h
 
 TRAINER_STATUS, EXPLORERS, WEIGHTS, EVALUATION_REQUESTS = "trainer.json", "explorers", "weights", "asked"
 EXPLORER = "explorer"
-"""Names of processes; an explorer's has its number behind it."""
+"""Names of processes; an explorer's is followed by its number."""
 _LOCK = "lock"
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatus:
-    """What the trainer has last said of its place in the run."""
+    """The trainer's position in the run."""
 
     run_id: str
     stage: int
-    first_version: int  #: of the weights when the stage began
-    done: bool = False  #: nothing is left to do
+    first_version: int  #: version of the weights at the start of the stage
+    done: bool = False  #: the run is done
 
     def write(self, run_dir: Path) -> None:
-        """Replace the one before. No explorer puts groups of another stage into the buffer afterwards."""
+        """Write the status. Afterwards no explorer puts groups of another stage into the buffer."""
         with run_state_lock(run_dir):
             atomic_write(run_dir / TRAINER_STATUS, (json.dumps(asdict(self)) + "\n").encode())
 
 
 def read_trainer_status(run_dir: Path) -> TrainerStatus | None:
-    """The trainer's last notice; None before the first."""
+    """Read the trainer's status; None before the first."""
     try:
         return TrainerStatus(**json.loads((run_dir / TRAINER_STATUS).read_text()))
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def read_trainer_status(run_dir: Path) -> TrainerStatus | None:
 
 @contextmanager
 def run_state_lock(run_dir: Path) -> Iterator[None]:
-    """One process of the run at a time: rollouts are admitted, groups are put, and stages begin in turn."""
+    """Lock the run's shared state: processes admit rollouts, put groups and change stages one at a time."""
     folder = run_dir / EXPLORERS
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("a") as file:
@@ -64,17 +64,17 @@ def run_state_lock(run_dir: Path) -> Iterator[None]:
 
 
 def weights_folder(run_dir: Path, stage: int) -> Path:
-    """Where the weights of a stage are."""
+    """Folder of a stage's weights."""
     return run_dir / WEIGHTS / f"stage-{stage}"
 
 
 def explorers_folder(run_dir: Path, stage: int) -> Path:
-    """Where explorers say what they are doing in a stage."""
+    """Folder of the explorers' states in a stage."""
     return run_dir / EXPLORERS / f"stage-{stage}"
 
 
 def remove_run_state(run_dir: Path) -> None:
-    """Remove what another run in this directory has left, which ended before its first result."""
+    """Remove the state of another run in this directory, which ended before its first result."""
     with run_state_lock(run_dir):
         for left in (run_dir / TRAINER_STATUS, *(run_dir / EXPLORERS).glob("*.jsonl")):
             left.unlink(missing_ok=True)
@@ -82,7 +82,7 @@ def remove_run_state(run_dir: Path) -> None:
 
 
 def remove_finished_stages(run_dir: Path, stage: int) -> None:
-    """Remove what nobody needs in a stage: earlier questions, and weights of stages long over."""
+    """Remove old evaluation requests, and weights of stages before the last."""
     _remove(run_dir / EVALUATION_REQUESTS, *(weights_folder(run_dir, each) for each in range(stage - 1)))
 
 
@@ -92,15 +92,15 @@ def _remove(*folders: Path) -> None:
 
 
 def describe_explorers(run_dir: Path) -> str:
-    """The explorers that have ever joined a run, and what each said last, as part of an error."""
+    """Describe the explorers that have ever joined a run and their last reports, as part of an error."""
     known = [each for each in read_heartbeats(run_dir) if each.name.startswith(f"{EXPLORER} ")]
     how = f"start one: rollmill run {run_dir}/config.yaml --set mode=explore --out {run_dir}"
     if not known:
         return f"No explorer has joined; {how}."
-    return f"{'; '.join(map(_said, known))}. Look at those, or {how}."
+    return f"{'; '.join(map(_describe_heartbeat, known))}. Look at those, or {how}."
 
 
-def _said(beat: HeartbeatRecord) -> str:
+def _describe_heartbeat(beat: HeartbeatRecord) -> str:
     who = f"{beat.name} (process {beat.pid} on {beat.host})"
     if beat.ended:
         return f"{who} has ended: {beat.ended}"
@@ -109,10 +109,10 @@ def _said(beat: HeartbeatRecord) -> str:
 
 
 class TrainerWatch:
-    """Looks after the trainer, for an explorer.
+    """Checks the trainer's heartbeat, for an explorer.
 
     Args:
-        away_s: how long the trainer may say nothing, while it is started or resumed.
+        away_s: how long the trainer may be silent, while it is started or resumed.
     """
 
     def __init__(self, run_dir: Path, who: str, away_s: float) -> None:
@@ -121,7 +121,7 @@ class TrainerWatch:
         self._since, self._looked = time.monotonic(), 0.0
 
     def check(self) -> None:
-        """Raises DeadlineError where it has said nothing for too long."""
+        """Raise DeadlineError if it has been silent for too long."""
         if time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()
@@ -147,7 +147,7 @@ class TrainerWatch:
 
 
 def try_lock(path: Path) -> IO[str] | None:
-    """The file, locked until it is closed or the process ends; None where another process has locked it."""
+    """The file, locked until it is closed or the process ends; None if another process has locked it."""
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What `rollmill run` does under `placement: ray`: start explorers and trainer, show the run, start again what dies."""
+"""Implements `rollmill run` under `placement: ray`: starts explorers and trainer, shows the run, restarts them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rollmill.remote.ray_session import join, ray_module
 from rollmill.remote.trainer_actor import RunEnded, TrainerActor, ViewCall
 from rollmill.trackers.console import PlainView, RunView, make_view
 
-_LOOK_S = 5.0
+_POLL_S = 5.0
 
 
 def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed: bool) -> dict[str, Any]:
-    """Run what is left of a run on Ray and return the summary; see `run`."""
+    """Run the remaining steps of a run on Ray and return the summary; see `run`."""
     placement = loaded.config.placement
     assert isinstance(placement, RayPlacement)
     join(placement.address)
@@ -40,11 +40,11 @@ def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed
 
 
 class Supervisor:
-    """Watches over a run's actors, which end with this process. The trainer is started again from its newest
-    checkpoint when its process ends or does not answer; explorers go on meanwhile.
+    """Watches a run's actors, which end with this process. A trainer that dies or does not answer is restarted from its
+    newest checkpoint; explorers continue meanwhile.
 
     Args:
-        room: with a place for each explorer, and for each of the trainer's ranks.
+        room: a placement group with a bundle for each explorer and for each of the trainer's ranks.
     """
 
     def __init__(self, placement: RayPlacement, run_dir: Path, room: PlacementGroup, view: RunView) -> None:
@@ -56,12 +56,12 @@ class Supervisor:
         self._interrupts = Interrupts()
 
     async def run(self, resumed: bool) -> dict[str, Any]:
-        """The summary.
+        """Run to the end and return the summary.
 
         Raises:
-            KeyboardInterrupt: the user asked to end, and a checkpoint is written, or there was nothing to keep.
-            TrainingError: the trainer died again and again.
-            BaseException: what the run raised.
+            KeyboardInterrupt: the user asked to stop, and a checkpoint is written or there was nothing to keep.
+            TrainingError: the trainer kept dying.
+            BaseException: whatever the run raised.
         """
         with self._interrupts.installed():
             try:
@@ -69,7 +69,7 @@ class Supervisor:
             finally:
                 self._view.close()
                 task = asyncio.current_task()
-                if task is not None and not task.cancelling():  # a second signal ends at once
+                if task is not None and not task.cancelling():  # a second signal stops at once
                     await self._close()
 
     async def _lives(self, resumed: bool) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Supervisor:
                 resumed = True
 
     async def _life(self, resumed: bool) -> dict[str, Any]:
-        """One life of the trainer. Raises _TrainerLostError when it ends before the run does."""
+        """Run one trainer process. Raises _TrainerLostError if it ends before the run does."""
         made = ray_module().remote(TrainerActor)
         options, *ranks = map(self._room.options, range(len(self._explorers), len(self._room)))
         shows = not isinstance(self._view, PlainView)
@@ -90,20 +90,20 @@ class Supervisor:
         )
         followed = asyncio.ensure_future(self._follow())
         signalled = asyncio.ensure_future(self._interrupts.wait())
-        hostless = asyncio.ensure_future(_no_host_is_left())
+        hosts_gone = asyncio.ensure_future(_no_host_is_left())
         try:
-            await asyncio.wait([followed, signalled, hostless], return_when=asyncio.FIRST_COMPLETED)
-            if hostless.done() and not followed.done():
+            await asyncio.wait([followed, signalled, hosts_gone], return_when=asyncio.FIRST_COMPLETED)
+            if hosts_gone.done() and not followed.done():
                 raise TrainingError(f"Ray has died; go on with: rollmill resume {self._run_dir}")
             if not followed.done() and not await self._asked_to_end():
                 raise KeyboardInterrupt
             return _outcome(await followed)
         finally:
-            for pending in (signalled, followed, hostless):
+            for pending in (signalled, followed, hosts_gone):
                 pending.cancel()
 
     async def _follow(self) -> RunEnded:
-        """Show what happens until the run ends; how it did."""
+        """Show the trainer's events until the run ends; return how it ended."""
         self._started = False
         await self._answer(self._trainer.start.remote(), START_S)
         self._started = True
@@ -114,14 +114,14 @@ class Supervisor:
                 self._show(event)
 
     async def _asked_to_end(self) -> bool:
-        """Whether the trainer will end; not where it has nothing to keep yet."""
+        """Ask the trainer to stop; False if it has nothing to keep yet."""
         try:
             return self._started and await self._answer(self._trainer.interrupt.remote(), self._placement.health_s)
         except _TrainerLostError:
-            return True  # who follows it says so
+            return True  # `_follow` raises it
 
     async def _answer(self, reference: Any, deadline_s: float) -> Any:
-        """What the trainer answers. Raises _TrainerLostError if it has died, or does not answer in time."""
+        """Await the trainer's answer. Raises _TrainerLostError if it has died, or does not answer in time."""
         try:
             return await wait_with_grace(reference, deadline_s)
         except TimeoutError:
@@ -135,7 +135,7 @@ class Supervisor:
             self._left, self._furthest = self._placement.restarts, step
 
     def _clear_up(self, gone: _TrainerLostError) -> None:
-        """What has to happen before the trainer is started again. Raises TrainingError where it shall not be."""
+        """Clean up after a lost trainer, before its restart. Raises TrainingError if it may not be restarted."""
         self._kill_trainer()
         how = str(gone)
         again = f"go on with: rollmill resume {self._run_dir}"
@@ -149,10 +149,10 @@ class Supervisor:
         self._left -= 1
         self._view.message(f"the trainer {how}; it is started again from the newest checkpoint, explorers go on")
         for explorer in self._explorers.values():
-            explorer.end.remote("")  # what the dead one had asked for
+            explorer.end.remote("")  # drop the dead trainer's requests
 
     async def _close(self) -> None:
-        """Let explorers end what they have started."""
+        """Let explorers free their resources."""
         calls = [_awaited(each.close.remote()) for each in self._explorers.values()]
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_S):
@@ -164,17 +164,17 @@ class Supervisor:
             self._trainer = None
 
     def end(self) -> None:
-        """End all actors."""
+        """Kill all actors."""
         self._kill_trainer()
         for explorer in self._explorers.values():
             ray_module().kill(explorer)
         machine = self._run_dir / MACHINE
-        if machine.is_file():  # a trainer that was killed has left its weights
+        if machine.is_file():  # a killed trainer leaves its weights
             remove_stale_weights(json.loads(machine.read_text()).get("run_id"))
 
 
 def _outcome(ended: RunEnded) -> dict[str, Any]:
-    """The summary; else raises what the run raised."""
+    """Return the summary; else raise what the run raised."""
     if isinstance(ended.error, TrainerRankLostError):
         raise _TrainerLostError("lost a rank", str(ended.error))
     if ended.error is not None:
@@ -185,7 +185,7 @@ def _outcome(ended: RunEnded) -> dict[str, Any]:
 
 
 class _TrainerLostError(Exception):
-    """The trainer is no longer there; `why`, as far as Ray knows."""
+    """The trainer is gone; `why`, as far as Ray knows."""
 
     def __init__(self, how: str, why: str = "") -> None:
         super().__init__(how)
@@ -193,9 +193,9 @@ class _TrainerLostError(Exception):
 
 
 async def _no_host_is_left() -> None:
-    """Until Ray has no host that lives, where nothing could be started again."""
+    """Wait until all hosts of Ray are dead, so that nothing could be restarted."""
     while any(node["Alive"] for node in await asyncio.to_thread(ray_module().nodes)):
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 async def _awaited(reference: Any) -> Any:

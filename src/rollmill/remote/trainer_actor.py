@@ -1,4 +1,4 @@
-"""The process that trains under `placement: ray`: Master, trainer, buffer and checkpoints, seen by a supervisor."""
+"""Ray actor that trains under `placement: ray`: runs orchestrator, trainer, buffer and checkpoints for a supervisor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POLL_S, _LEAVING_S = 1.0, 60.0
 
 @dataclass(frozen=True)
 class ViewCall:
-    """A call of the View, for the supervisor to make."""
+    """A method call on the view, for the supervisor to make."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -37,7 +37,7 @@ class ViewCall:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """How a run has ended: with a summary, interrupted, or by what it raised."""
+    """End of a run: with a summary, interrupted, or with an error."""
 
     summary: dict[str, Any] | None = None
     error: BaseException | None = None
@@ -47,13 +47,13 @@ Event = ViewCall | RunEnded
 
 
 class TrainerActor:
-    """Runs a run, or what is left of it, in a thread, so that its event loop answers the supervisor meanwhile.
+    """Runs a run, or the rest of it, in a thread, while its event loop answers the supervisor.
 
     Args:
         explorers: actors by name; they outlive this one.
-        ranks: how Ray shall start the trainer's other ranks, which do not.
-        resumed: go on from the newest checkpoint, if there is one.
-        shows_rollouts: the view wants experiences, too.
+        ranks: how Ray starts the trainer's other ranks, which end with it.
+        resumed: continue from the newest checkpoint, if there is one.
+        shows_rollouts: the view needs experiences, too.
     """
 
     def __init__(
@@ -73,13 +73,14 @@ class TrainerActor:
         self._loop: asyncio.AbstractEventLoop
 
     async def start(self) -> int:
-        """Begin; the process id."""
+        """Start the run; return the process id."""
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         threading.Thread(target=self._run, name="rollmill-run", daemon=True).start()
         return os.getpid()
 
     async def events(self) -> list[Event]:
-        """What has happened since the last call; waits a second for it. Says by answering that the process lives."""
+        """Return events since the last call, after waiting up to a second for one. An answer shows that the process
+        lives."""
         assert self._news is not None
         with suppress(TimeoutError):
             async with asyncio.timeout(_POLL_S):
@@ -89,7 +90,7 @@ class TrainerActor:
         return events
 
     async def interrupt(self) -> bool:
-        """End with a checkpoint; False while it still loads, when there is nothing to keep."""
+        """Stop with a checkpoint; False while it still loads and there is nothing to keep."""
         return self._interrupts.request()
 
     def _run(self) -> None:
@@ -100,9 +101,8 @@ class TrainerActor:
             loaded = load_run(self._run_dir / CONFIG, out=self._run_dir)
             assert isinstance(loaded.config.placement, RayPlacement)
             explorers = explorer_pool(loaded.config.placement, self._explorers)
-            with hold_run_lock(
-                self._run_dir, TRAINER_LOCK, _LEAVING_S
-            ):  # one of a command that was killed may still end
+            # the trainer of a killed command may still be ending
+            with hold_run_lock(self._run_dir, TRAINER_LOCK, _LEAVING_S):
                 return RunEnded(
                     execute(
                         loaded,
@@ -129,7 +129,7 @@ class TrainerActor:
 
 
 class _ForwardingView:
-    """The view of the process that trains: tells the supervisor, which has the terminal."""
+    """View of the training process: forwards all calls to the supervisor, which has the terminal."""
 
     def __init__(self, shows_rollouts: bool, put: Any) -> None:
         self._shows_rollouts, self._put = shows_rollouts, put
@@ -150,11 +150,11 @@ class _ForwardingView:
         self._put(ViewCall("evaluation", (dict(metrics),)))
 
     def close(self) -> None:
-        """The supervisor closes its own."""
+        """Nothing to do: the supervisor closes its own view."""
 
 
 def _portable(error: BaseException) -> BaseException:
-    """What another process can raise: the error itself, or its traceback where it cannot travel."""
+    """Return an error that another process can raise: the error itself, or its traceback if it cannot be pickled."""
     if not isinstance(error, RollmillError):
         error.add_note("In the process that trains:\n" + "".join(traceback.format_exception(error)))
     try:

@@ -1,4 +1,4 @@
-"""The trainer's half of a run: stages whose groups, and evaluations, are made by explorers in other processes."""
+"""The trainer's side of a run whose rollouts and evaluations are made by explorer processes that join it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rollmill.weights import FolderSender
 
 
 class RemoteBatches:
-    """What explorers in other processes have put into the store; see Supplies. No group that is too stale is taken."""
+    """Groups that explorer processes have put into the store; a BatchSource. Groups that are too stale are skipped."""
 
     def __init__(
         self,
@@ -50,72 +50,72 @@ class RemoteBatches:
         reader: BatchReader,
         trace: Trace,
         run_dir: Path,
-        heart: HeartbeatWriter,
+        heartbeat: HeartbeatWriter,
     ) -> None:
         self._config, self._store, self._reader = config, store, reader
-        self._trace, self._run_dir, self._heart = trace, run_dir, heart
-        self._expired: int | None = None  # groups that were too stale, before the last step
+        self._trace, self._run_dir, self._heartbeat = trace, run_dir, heartbeat
+        self._expired: int | None = None  # count of expired groups before the last step
 
     async def roll_out(self, version: int, deadlines: int = 1) -> None:
-        """Explorers do, whatever happens here."""
+        """Nothing to do: explorers roll out by themselves."""
 
     def replay(self, version: int) -> list[Experience]:
         """See BatchReader."""
         return self._reader.replay(version)
 
     def known(self) -> list[Experience] | None:
-        """Nothing is known of groups before they are judged."""
+        """None: groups without rewards are not visible here."""
         return None
 
     async def collect(self, version: int) -> list[Experience]:
-        """See Supplies. Raises DeadlineError where too few come; names the explorers."""
+        """See BatchSource. Raises DeadlineError if too few groups arrive; names the explorers."""
         with self._trace.record_span("rollout"):
             await self._wait(version)
         return self._reader.take(version, oldest_allowed(self._config, version))
 
     def upcoming(self) -> list[list[Experience]]:
-        """None: what has been put for later steps is compared when it is learned from."""
+        """Empty: groups of later steps are compared when they are trained on."""
         return []
 
     async def _wait(self, version: int) -> None:
         batch, deadline_s, began = self._config.rollout.batch, self._config.rollout.deadline_s, time.monotonic()
-        said = 0
+        shown = 0
         self._expired = self._store.expired() if self._expired is None else self._expired
         while (missing := batch - self._store.waiting(min_version=oldest_allowed(self._config, version))) > 0:
-            if missing != said:
-                self._heart.set_activity(f"step {version + 1}", f"{missing} groups of explorers", version=version)
-                said = missing
+            if missing != shown:
+                self._heartbeat.set_activity(f"step {version + 1}", f"{missing} groups of explorers", version=version)
+                shown = missing
             if time.monotonic() - began > deadline_s:
                 what = f"{missing} of the {batch} groups of step {version + 1}"
                 raise DeadlineError("the trainer", what, deadline_s, describe_explorers(self._run_dir))
             await asyncio.sleep(POLL_S)
-        self._heart.set_activity(f"step {version + 1}", version=version)
+        self._heartbeat.set_activity(f"step {version + 1}", version=version)
 
     def learned(self, version: int) -> None:
         """See BatchReader."""
         self._reader.learned(version)
 
     def metrics(self) -> dict[str, float]:
-        """What joined again, and how many groups had become too stale."""
+        """Metrics of replay, and the number of groups that became too stale."""
         before, self._expired = self._expired or 0, self._store.expired()
         late = {"raw/late": float(self._expired - before)} if self._expired > before else {}
         return self._reader.metrics() | late
 
     def mark(self, state: StageState) -> None:
-        """Explorers remember where they are."""
+        """Nothing to record: explorers store their own state."""
 
     async def snapshot(self, state: StageState) -> None:
-        """What explorers have under way is no part of a checkpoint."""
+        """Nothing to store: explorers' running groups are not part of a checkpoint."""
 
     def restore(self, state: StageState) -> None:
-        """The store is what it was."""
+        """Nothing to restore: the store keeps its groups."""
 
     async def close(self) -> None:
-        """Nothing is under way here."""
+        """Nothing to stop."""
 
 
 class FolderPublisher:
-    """A WeightPublisher that writes versions to a folder, from `open` on: before, they are not those of a boundary."""
+    """A WeightPublisher that writes versions to a folder, starting with `open`, at the first step boundary."""
 
     def __init__(self, folder: Path, policy: PolicyModel, precision: str) -> None:
         dtype = torch.bfloat16 if precision == "bf16" else None
@@ -123,7 +123,7 @@ class FolderPublisher:
         self._sender = FolderSender(folder, trainable_parameters(policy), dtype=dtype)
 
     def open(self, version: int) -> None:
-        """The trainer's parameters are those of `version`, and are published from now on."""
+        """Publish the trainer's parameters as `version`, and all later versions."""
         self._open = True
         self.publish(version)
 
@@ -174,7 +174,7 @@ class JoinedRollouts:
         return batches, evaluator
 
     def opened(self, stage: Stage) -> None:
-        """Let explorers in; what they have put for an earlier stage is not learned from any more."""
+        """Let explorers in; groups they stored for an earlier stage expire."""
         context = stage.context
         self._heartbeat.set_activity(f"stage {stage.config.name}", version=stage.version)
         remove_finished_stages(context.run_dir, stage.index)
@@ -185,7 +185,7 @@ class JoinedRollouts:
             self._publisher.open(stage.version)
 
     def metrics(self) -> dict[str, float]:
-        """Explorers write down what happens in their environments."""
+        """Empty: explorers record their environments' metrics."""
         return {}
 
     def reward_counters(self) -> dict[str, float]:
@@ -193,10 +193,10 @@ class JoinedRollouts:
         return {} if self._rewards is None else self._rewards.counters()
 
     def state_dict(self) -> None:
-        """Explorers keep nothing that a checkpoint needs."""
+        """Explorers have no state that a checkpoint needs."""
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue where `state_dict` was taken."""
+        """Nothing to restore."""
 
     async def close(self) -> None:
         """See RolloutBackend."""
@@ -206,7 +206,8 @@ class JoinedRollouts:
 
 @contextmanager
 def run_mode(config: RunConfig, run_dir: Path, *, resumed: bool) -> Iterator[Callable[[Stage], RolloutBackend] | None]:
-    """The rollout backend of the run's mode (None: as `placement` says); explorers hear of the run's end afterwards."""
+    """Yield the rollout backend of the run's mode (None: by `placement`); afterwards tell explorers that the run is
+    done."""
     if config.mode != "train":
         yield None
         return

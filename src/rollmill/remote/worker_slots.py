@@ -1,4 +1,4 @@
-"""Explorers' places in a run: each has a number of its own, says what it has under way, and goes on after its death."""
+"""Explorers' worker slots in a run: each has a number and stores its state, so that a successor can continue it."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ from rollmill.remote.run_state import EXPLORER, EXPLORERS, explorers_folder, is_
 from rollmill.trackers.heartbeat import read_heartbeats
 
 SILENT_S = 30.0
-"""After how many seconds without a sign of life an explorer's groups are no longer waited for."""
+"""Seconds without a heartbeat after which an explorer's groups are no longer counted."""
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """Where an explorer is in a stage: enough to go on there."""
+    """An explorer's state in a stage, enough to continue it."""
 
-    unfinished: list[tuple[int, str]] = field(default_factory=list)  #: groups under way: number and task
-    submitted: int = 0  #: tasks that were started
+    unfinished: list[tuple[int, str]] = field(default_factory=list)  #: running groups: number and task
+    submitted: int = 0  #: number of tasks started
     tasks: dict[str, Any] | None = None  #: the sampler's state
-    pipeline: dict[str, Any] = field(default_factory=dict)  #: what its operators remember
+    pipeline: dict[str, Any] = field(default_factory=dict)  #: the pipeline operators' states
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSlot:
-    """A place that this process has, from 0."""
+    """A worker slot held by this process, numbered from 0."""
 
     run_dir: Path
     number: int
 
     def doing(self, stage: int) -> WorkerState | None:
-        """What this place said last in a stage; None where it has not been there."""
+        """Load the slot's state in a stage; None if it has none."""
         with suppress(FileNotFoundError):
             return _read(self._path(stage))
         return None
 
     def say(self, stage: int, doing: WorkerState) -> None:
-        """Say what this explorer is doing from now on."""
+        """Save the slot's state in a stage."""
         atomic_write(self._path(stage), (json.dumps(asdict(doing)) + "\n").encode())
 
     def note(self, metrics: dict[str, Any]) -> None:
-        """Add a line to this place's metrics."""
+        """Append to the slot's metrics file."""
         path = self.run_dir / EXPLORERS / f"{self.number}.jsonl"
         with explain_write_errors(path), path.open("a") as file:
             file.write(json.dumps(to_jsonable(metrics), allow_nan=False) + "\n")
 
     def others(self, stage: int) -> int:
-        """How many groups other explorers that live say they have under way. Within `turn`, since it looks at locks.
+        """Count the running groups of other live explorers. Call it under `run_state_lock`, since it probes locks.
 
-        One that has been silent for SILENT_S counts as dead, though its lock is held: it hangs, or its machine is gone.
+        An explorer silent for SILENT_S counts as dead even if its lock is held: it hangs, or its machine is gone.
         """
-        heard = {each.name: each.beat for each in read_heartbeats(self.run_dir)}
+        heartbeats = {each.name: each.beat for each in read_heartbeats(self.run_dir)}
         since = time.time() - SILENT_S
         found = 0
         for path in explorers_folder(self.run_dir, stage).glob("*.json"):
             number = int(path.stem)
-            speaks = heard.get(f"{EXPLORER} {number}", math.inf) > since
-            if number != self.number and speaks and is_locked(_lock(self.run_dir, number)):
+            alive = heartbeats.get(f"{EXPLORER} {number}", math.inf) > since
+            if number != self.number and alive and is_locked(_lock(self.run_dir, number)):
                 found += len(_read(path).unfinished)
         return found
 
@@ -73,7 +73,7 @@ class WorkerSlot:
 
 @contextmanager
 def acquire_worker_slot(run_dir: Path) -> Iterator[WorkerSlot]:
-    """The first place that is free; this process has it inside, or until it dies."""
+    """Acquire the first free slot, held inside the context or until the process dies."""
     with run_state_lock(run_dir):
         number = 0
         while (lock := try_lock(_lock(run_dir, number))) is None:

@@ -1,9 +1,10 @@
-"""bench.html: checkpoints compared in one self-contained page."""
+"""Renders bench.html: a comparison of checkpoints in one self-contained page."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,12 @@ from rollmill.trackers.console import format_metric
 WIDTH, LEFT, RIGHT, ROW, TOP = 640, 210, 620, 24, 14
 
 BenchResult = Mapping[str, Any]
-"""subject, run, step, set, measure, value, low, high of one estimate."""
+"""One estimate: subject, run, step, set, measure, value, low, high."""
 
 
 @dataclass(frozen=True)
 class IntervalMark:
-    """One estimate with its interval, in the coordinates of its plot."""
+    """One estimate with its interval, in plot coordinates."""
 
     label: str
     about: str
@@ -36,7 +37,7 @@ class IntervalMark:
 
 @dataclass(frozen=True)
 class IntervalPlot:
-    """Estimates of one measure below each other."""
+    """Plot of the estimates of one measure, one per row."""
 
     title: str
     height: int
@@ -45,7 +46,7 @@ class IntervalPlot:
 
 
 def render_bench_report(results: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]]) -> str:
-    """The page: plots with intervals, curves of runs with several checkpoints, and tables."""
+    """Render the page: plots with intervals, curves of runs with several checkpoints, and tables."""
     environment = Environment(
         loader=PackageLoader("rollmill.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -67,13 +68,13 @@ def render_bench_report(results: Sequence[BenchResult], comparisons: Sequence[Ma
 
 
 def _plot(name: str, measure: str, results: Sequence[BenchResult]) -> IntervalPlot:
-    own = [each for each in results if (each["set"], each["measure"]) == (name, measure)]
-    ticks = nice_ticks(min(each["low"] for each in own), max(each["high"] for each in own))
+    chosen = [each for each in results if (each["set"], each["measure"]) == (name, measure)]
+    ticks = nice_ticks(min(each["low"] for each in chosen), max(each["high"] for each in chosen))
 
     def at(value: float) -> float:
         return round(LEFT + (RIGHT - LEFT) * (value - ticks[0]) / (ticks[-1] - ticks[0]), 1)
 
-    runs = list(dict.fromkeys(each["run"] or each["subject"] for each in own))
+    runs = list(dict.fromkeys(each["run"] or each["subject"] for each in chosen))
     marks = [
         IntervalMark(
             each["subject"],
@@ -84,18 +85,19 @@ def _plot(name: str, measure: str, results: Sequence[BenchResult]) -> IntervalPl
             at(each["high"]),
             runs.index(each["run"] or each["subject"]) % 6,
         )
-        for number, each in enumerate(own)
+        for number, each in enumerate(chosen)
     ]
-    places = [(at(tick), charts.format_tick(tick)) for tick in ticks]
-    return IntervalPlot(_title(name, measure), TOP + ROW * len(own) + 24, places, marks)
+    labelled_ticks = [(at(tick), charts.format_tick(tick)) for tick in ticks]
+    return IntervalPlot(_title(name, measure), TOP + ROW * len(chosen) + 24, labelled_ticks, marks)
 
 
 def _curve(name: str, measure: str, results: Sequence[BenchResult]) -> LineChart | None:
-    """Over the steps of runs of which several checkpoints were evaluated."""
-    own = [each for each in results if (each["set"], each["measure"]) == (name, measure) and each["run"] is not None]
-    runs = [run for run in dict.fromkeys(each["run"] for each in own) if sum(each["run"] == run for each in own) > 1]
+    """Curve over the steps of runs with several evaluated checkpoints; None if there are none."""
+    chosen = [each for each in results if (each["set"], each["measure"]) == (name, measure) and each["run"] is not None]
+    counts = Counter(each["run"] for each in chosen)
+    runs = [run for run, count in counts.items() if count > 1]
     rows: dict[int, dict[str, Any]] = {}
-    for each in own:
+    for each in chosen:
         row = rows.setdefault(each["step"], {"step": each["step"], "stage": None})
         row |= {f"{each['run']}{suffix}": each[key] for suffix, key in (("", "value"), ("/l", "low"), ("/h", "high"))}
     lines = [Series(run, run, f"{run}/l", f"{run}/h", dots=True) for run in runs]

@@ -1,4 +1,4 @@
-"""Line charts as geometry: the report's template draws them as inline SVG."""
+"""Geometry of line charts, which the report's template draws as inline SVG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMOOTH_FROM = 30  # points
 
 @dataclass
 class Series:
-    """One series. `low` and `high` name the metrics of a band around it; `spread` one that is added and subtracted."""
+    """One series. `low` and `high` name the metrics of a band around it; `spread` is added and subtracted instead."""
 
     key: str
     name: str
@@ -32,7 +32,7 @@ class Series:
 
 @dataclass
 class DrawnSeries:
-    """A series in the coordinates of the chart; paths are the `d` of an SVG path."""
+    """A series in chart coordinates; paths are the `d` of an SVG path."""
 
     name: str
     last: str
@@ -58,9 +58,9 @@ class LineChart:
 def draw_line_chart(
     title: str, caption: str, lines: Sequence[Series], rows: Sequence[MetricsRow], low: float | None = None
 ) -> LineChart | None:
-    """The chart of some metrics over the steps of `rows`, or None when none of them was ever measured.
+    """Lay out a chart of metrics over the steps of `rows`; None if none of them was measured.
 
-    The y axis begins at `low` where nothing lies below it. Series break where the stage changes.
+    The y axis starts at `low` unless a value is below it. Series break where the stage changes.
     """
     lines = [line for line in lines if any(is_plottable(row.get(line.key)) for row in rows)]
     used = _thin([row for row in rows if any(is_plottable(row.get(line.key)) for line in lines)], lines)
@@ -100,7 +100,7 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def format_tick(value: float) -> str:
-    """A number for an axis: at most four significant digits, thousands as k and M."""
+    """Format a number for an axis: at most four significant digits, thousands as k and M."""
     for size, unit in ((1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e6 if unit == 'M' else 1e3):.4g}{unit}"
@@ -108,12 +108,12 @@ def format_tick(value: float) -> str:
 
 
 def is_plottable(value: object) -> bool:
-    """Whether `value` is a number that can be drawn."""
+    """Whether `value` is a finite number."""
     return isinstance(value, float | int) and math.isfinite(value)
 
 
 def stage_starts(rows: Sequence[MetricsRow]) -> list[tuple[int, str]]:
-    """The first step and the name of each stage but the first. Rows that name no stage belong to their neighbour's."""
+    """First step and name of each stage except the first. Rows without a stage belong to the stage before."""
     named = [row for row in rows if row.get("stage") is not None]
     return [(row["step"], str(row["stage"])) for before, row in pairwise(named) if row["stage"] != before["stage"]]
 
@@ -130,7 +130,7 @@ def _band(row: MetricsRow, line: Series) -> tuple[float | None, float | None]:
 
 
 def _segments(rows: Sequence[MetricsRow], line: Series) -> list[list[MetricsRow]]:
-    """The rows that have the series' value, cut where the stage changes."""
+    """Rows with a value of the series, split where the stage changes."""
     segments: list[list[MetricsRow]] = []
     stage: object = object()
     for row in rows:
@@ -169,7 +169,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _smoothed(rows: Sequence[MetricsRow], key: str, width: float) -> list[tuple[float, float]]:
-    """Means under a Gaussian of standard deviation `width` steps, which lag behind no trend."""
+    """Smooth with a Gaussian of standard deviation `width` steps, which does not lag behind a trend."""
     first, last = rows[0], rows[-1]
     reach = math.ceil(3 * width * (len(rows) - 1) / max(1, last["step"] - first["step"]))
     points = []
@@ -182,7 +182,7 @@ def _smoothed(rows: Sequence[MetricsRow], key: str, width: float) -> list[tuple[
 
 
 def _thin(rows: Sequence[MetricsRow], lines: Sequence[Series]) -> list[MetricsRow]:
-    """At most `_MOST_POINTS` rows: means over runs of neighbouring rows of one stage."""
+    """Reduce to at most `_MOST_POINTS` rows by the means of neighbouring rows."""
     size = -(-len(rows) // _MOST_POINTS)
     if size <= 1:
         return list(rows)

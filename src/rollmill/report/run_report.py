@@ -1,4 +1,4 @@
-"""report.html: a run in one self-contained page, without scripts, fonts or pictures from elsewhere."""
+"""Renders report.html: a run in one self-contained page, without external scripts, fonts or images."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ from rollmill.trackers.metrics_log import read_metrics, read_summary
 from rollmill.trackers.rollout_log import check_run_dir, load_experiences, stored_steps
 from rollmill.types import Experience
 
-# Tokens for people: the text of each token, and how strongly to colour it.
-
 Decoder = Callable[[Sequence[int]], str]
 
 _LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, so byte-level tokens per character
 
 
 def load_decoder(run_dir: Path) -> Decoder | None:
-    """The decoder of the run's newest checkpoint; None when no checkpoint has a `tokenizer.json`."""
+    """Load the decoder of the run's newest checkpoint; None if no checkpoint has a `tokenizer.json`."""
     found = []
     for path in (run_dir / "checkpoints").glob("step-*/tokenizer.json"):
         match = re.fullmatch(r"step-(\d+)", path.parent.name)
@@ -58,9 +56,9 @@ def load_decoder(run_dir: Path) -> Decoder | None:
 
 
 def token_texts(experience: Experience, decode: Decoder | None) -> list[str]:
-    """The text each token adds, [T]. Without a decoder, the id in angle brackets.
+    """Text of each token, [T]; without a decoder, the id in angle brackets.
 
-    Tokens that hold only part of a character add nothing; the one that completes it adds the character.
+    A token with only part of a character has an empty text; the one that completes it has the character.
     """
     ids = [int(token) for token in experience.token_ids]
     if decode is None:
@@ -100,9 +98,9 @@ _MOST_PROMPT_TOKENS, _MOST_TOKENS = 150, 500
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write RUN/report.html from what the run directory holds, and return its path.
+    """Write RUN/report.html from the files of the run directory, and return its path.
 
-    Raises ConfigError when `run_dir` is no run directory, RollmillError when a file in it is damaged.
+    Raises ConfigError if `run_dir` is no run directory, RollmillError if a file in it is damaged.
     """
     run = check_run_dir(run_dir)
     environment = Environment(
@@ -120,7 +118,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 @dataclass
 class ReportToken:
-    """A token as the page shows it. `about` is what its tooltip says, fields separated by |."""
+    """A token on the page. `about` has the fields of its tooltip, separated by |."""
 
     text: str
     kind: str
@@ -129,7 +127,7 @@ class ReportToken:
 
 @dataclass
 class ReportSample:
-    """A completion as the page shows it."""
+    """A completion on the page."""
 
     experience: Experience
     tokens: list[ReportToken]
@@ -166,7 +164,7 @@ def _context(run: Path) -> dict[str, Any]:
 
 
 def _one_step(run: Path) -> StepTimeline | None:
-    """The last step whose times were written."""
+    """Timeline of the last recorded step."""
     steps = read_step_timelines(run)
     return draw_step_timeline(steps[max(steps)], PHASES) if steps else None
 
@@ -229,7 +227,7 @@ def _sections(rows: Sequence[MetricsRow], steps: Sequence[MetricsRow]) -> list[t
 
 
 def _data(keys: Sequence[str], steps: Sequence[MetricsRow]) -> list[LineChart | None]:
-    """What came before the trainer: pipeline, replay, the order of tasks."""
+    """Charts of the data before the trainer: pipeline, replay, task order."""
     dropped = [key for key in keys if key.startswith("pipeline/") and key.endswith("/dropped")]
     changed = [key for key in keys if key.startswith("pipeline/") and key.endswith(("/changed", "/added"))]
     moved = [[key for key in some if any(row.get(key) for row in steps)] for some in (dropped, changed)]
@@ -245,7 +243,7 @@ def _data(keys: Sequence[str], steps: Sequence[MetricsRow]) -> list[LineChart | 
 
 
 def _memory(keys: Sequence[str], steps: Sequence[MetricsRow]) -> list[LineChart | None]:
-    """Where components come and go between phases."""
+    """Charts of memory and offloading between phases."""
     phases = [key for key in keys if key.startswith("memory/")]
     moves = [key for key in keys if key.startswith("residency/") and key.endswith("/seconds")]
     return [
@@ -298,7 +296,7 @@ def _losses(rows: Sequence[MetricsRow]) -> list[LineChart | None]:
 
 
 def _completions(run: Path) -> list[tuple[str, list[ReportSample]]]:
-    """The highest and lowest rewards of the last stored steps, one completion per group; the last ones if unjudged."""
+    """Highest and lowest rewards of the last stored steps, one completion per group; the last ones without rewards."""
     recent = [one for step in stored_steps(run)[-_LAST_STEPS:] for one in load_experiences(run, step)]
     decode = load_decoder(run)
     judged = [one for one in recent if one.reward is not None and charts.is_plottable(one.reward)]

@@ -1,4 +1,4 @@
-"""timeline.jsonl: when each completion of a step was generated and judged, and how the report draws it."""
+"""Timelines for the report: spans of single steps (timeline.jsonl), and seconds by phase over the run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rollmill.trackers.trace import Span
 TIMELINE_FILE = "timeline.jsonl"
 WIDTH, LEFT, RIGHT = 1180, 130, 1165
 _PHASE_HEIGHT, _LANE_HEIGHT, _GAP = 14, 84, 12
-_MOST_BARS = 56
+_MAX_SPAN_BARS = 56
 
 
 @dataclass(frozen=True)
 class TimelineBar:
-    """One span as the page draws it: `x` to `middle` waiting, `middle` to `end` working."""
+    """One span in page coordinates: `x` to `middle` queued, `middle` to `end` running."""
 
     x: float
     middle: float
@@ -43,7 +43,7 @@ class TimelineLane:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """One step in time."""
+    """Timeline of one step."""
 
     step: int
     seconds: float
@@ -53,9 +53,9 @@ class StepTimeline:
 
 
 def write_step_timeline(run_dir: Path, metrics: dict[str, Any], began: float, spans: Sequence[Span]) -> None:
-    """Add a step's line: {"step", "stage", "seconds", "spans": {kind: [[asked, started, ended], ...]}}.
+    """Append a step's line: {"step", "stage", "seconds", "spans": {kind: [[asked, started, ended], ...]}}.
 
-    Times are seconds since the step began; what began in the step before is negative.
+    Times are seconds since the start of the step; spans that started before it have negative times.
     """
     kinds: dict[str, list[list[float]]] = {}
     for span in spans:
@@ -68,12 +68,12 @@ def write_step_timeline(run_dir: Path, metrics: dict[str, Any], began: float, sp
 
 
 def read_step_timelines(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """The lines by step; of a step that was written twice, the last. Raises RollmillError on a damaged line."""
+    """Read the lines by step; the last one if a step was written twice. Raises RollmillError on a damaged line."""
     return {int(row["step"]): row for row in read_jsonl_rows(run_dir / TIMELINE_FILE)}
 
 
 def drop_steps_after(run_dir: Path, step: int) -> None:
-    """Remove the lines of later steps, which a resumed run makes again, and one that a killed run left unfinished."""
+    """Remove the lines of later steps, which a resumed run writes again, and the incomplete line of a killed run."""
     path = run_dir / TIMELINE_FILE
     if path.is_file():
         rows = [row for row in read_jsonl_rows(path) if row["step"] <= step]
@@ -81,7 +81,7 @@ def drop_steps_after(run_dir: Path, step: int) -> None:
 
 
 def draw_step_timeline(row: dict[str, Any], phases: Sequence[str]) -> StepTimeline:
-    """A line of the file as a picture: the phases one after the other, and a lane for generation and each reward."""
+    """Lay out a line of the file: a lane of phases, and one each for generation and every reward."""
     spans: dict[str, list[list[float]]] = row["spans"]
     begin = min((times[0] for some in spans.values() for times in some), default=0.0)
     end = max((times[2] for some in spans.values() for times in some), default=0.0)
@@ -110,7 +110,7 @@ def _phase_lane(spans: dict[str, list[list[float]]], phases: Sequence[str], plac
 
 def _lane(kind: str, times: list[list[float]], y: float, place: Any) -> tuple[TimelineLane, float]:
     ordered = sorted(times)
-    shown = ordered[:: -(-len(ordered) // _MOST_BARS)]
+    shown = ordered[:: -(-len(ordered) // _MAX_SPAN_BARS)]
     height = min(6.0, _LANE_HEIGHT / len(shown))
     bars = [
         TimelineBar(place(asked), place(started), place(ended), round(y + i * height, 2), round(0.8 * height, 2), kind)
@@ -121,14 +121,14 @@ def _lane(kind: str, times: list[list[float]], y: float, place: Any) -> tuple[Ti
     return TimelineLane(kind.removeprefix("reward/"), note, y, bars), max(height * len(shown), 30.0)
 
 
-# Where the time of a run went: seconds by phase, by step and by stage.
+# Seconds by phase, by step and by stage
 
 PHASES = ("move", "rollout", "inference", "reward", "train", "eval", "checkpoint")
-_MOST_BARS_PHASE_TIMELINE = 120
+_MAX_PHASE_BARS = 120
 
 
 def phase_names(rows: Sequence[MetricsRow]) -> list[str]:
-    """The phases some step spent time in, the known ones first; `other` is what their sum leaves of the total."""
+    """Phases that some step spent time in, known ones first; `other` is the rest of the total."""
     spent = {phase for row in rows for phase, seconds in step_phases(row).items() if seconds > 0}
     return (
         [phase for phase in PHASES if phase in spent]
@@ -138,7 +138,7 @@ def phase_names(rows: Sequence[MetricsRow]) -> list[str]:
 
 
 def step_phases(row: MetricsRow) -> dict[str, float]:
-    """Seconds by phase of one step. Phases that overlap may add up to more than the step took."""
+    """Seconds by phase of one step. Overlapping phases may add up to more than the step's total."""
     phases = {
         key.removeprefix("seconds/"): float(value)
         for key, value in row.items()
@@ -172,7 +172,7 @@ def phase_timeline(rows: Sequence[MetricsRow]) -> dict[str, Any]:
     """
     timed = [row for row in rows if step_phases(row)]
     phases = phase_names(timed)
-    size = max(1, -(-len(timed) // _MOST_BARS_PHASE_TIMELINE))
+    size = max(1, -(-len(timed) // _MAX_PHASE_BARS))
     stages: list[dict[str, Any]] = []
     for row in timed:
         name = str(row.get("stage", ""))
@@ -180,8 +180,8 @@ def phase_timeline(rows: Sequence[MetricsRow]) -> dict[str, Any]:
             stages.append({"name": name, "rows": []})
         stages[-1]["rows"].append(row)
     for stage in stages:
-        own = stage.pop("rows")
-        stage["bars"] = [_bar(own[begin : begin + size], phases) for begin in range(0, len(own), size)]
+        some = stage.pop("rows")
+        stage["bars"] = [_bar(some[begin : begin + size], phases) for begin in range(0, len(some), size)]
     longest = max((bar["total"] for stage in stages for bar in stage["bars"]), default=0.0)
     for stage in stages:
         for bar in stage["bars"]:

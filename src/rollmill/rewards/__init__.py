@@ -1,4 +1,4 @@
-"""Rewards: what judges a completion. `build_reward_manager(config.rewards)` makes the judge of a run."""
+"""Rewards score completions. `build_reward_manager(config.rewards)` builds the RewardManager of a run."""
 
 from rollmill.rewards.base import GroupReward, Reward, RewardResult, RewardValue, Score
 from rollmill.rewards.manager import RewardManager, WeightedReward, build_reward_manager

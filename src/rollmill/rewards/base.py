@@ -1,4 +1,4 @@
-"""What a reward is: something that judges a completion of a task and gives a verdict."""
+"""Protocols and result types of rewards, and checks of the values they return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmill.errors import ConfigError
 from rollmill.types import Completion, Task
 
 RewardValue = float | dict[str, float | None] | None
-"""A number, several named parts, or None where the reward does not apply to the task."""
+"""A number, several named parts, or None if the reward does not apply to the task."""
 
 OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applicable", "gated"
 NO_ANSWER, HEDGED = "no_answer", "hedged"
@@ -22,11 +22,11 @@ NO_ANSWER, HEDGED = "no_answer", "hedged"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one reward says of one completion. `outcome` is "ok" unless something else is worth counting.
+    """The result of one reward for one completion. `outcome` is "ok" unless something else is worth counting.
 
-    `queued` is how many seconds passed before a worker began, and `worked` how many it took then; None where nobody
-    knows better than the judge. `details` are numbers that are logged and not counted, such as the reward once more
-    under the subject of the task.
+    `queue_s` is the time in seconds until a worker started, `run_s` the time it then took; None if only the manager can
+    measure it. `details` are numbers that are logged but not counted, such as the reward again under the task's
+    subject.
     """
 
     value: RewardValue
@@ -38,7 +38,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class RewardTiming:
-    """When one reward judged one completion: `time.perf_counter()` seconds. Until `started` it waited for a worker."""
+    """Start and end of one reward on one completion, in `time.perf_counter()` seconds.
+
+    Until `started` it waited for a worker.
+    """
 
     asked: float
     started: float
@@ -47,13 +50,13 @@ class RewardTiming:
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """What all rewards say of one completion.
+    """The combined result of all rewards for one completion.
 
-    `reward` is the weighted sum of the parts that apply, None when none does. `parts` has an entry per reward, or
-    name/part for a reward that gives several; `outcomes` has an entry per reward: ok, timeout, late, not_applicable,
-    gated, or a word of the reward's own. `seconds` is wall time, waiting for a free worker included; `spans` tells when
-    each reward judged. `closed_by` names the gate that was not passed. `details` are the numbers that rewards
-    log and do not count, as name/key.
+    `reward` is the weighted sum of the parts that apply, None if none does. `parts` has an entry per reward, or
+    name/part for a reward with several parts. `outcomes` has an entry per reward: ok, timeout, late, not_applicable,
+    gated, or an outcome specific to the reward. `seconds` is wall time, including the wait for a free worker; `spans`
+    are the times of each reward. `failed_gate` names the gate that was not passed. `details` are numbers that rewards
+    log but do not count, as name/key.
     """
 
     reward: float | None
@@ -66,15 +69,15 @@ class RewardResult:
 
 
 class Reward(Protocol):
-    """Judges one completion. What it raises ends the run as a RewardError."""
+    """Scores one completion. An exception that it raises ends the run as a RewardError."""
 
     async def judge(self, task: Task, completion: Completion) -> Score: ...
 
 
 class GroupReward(Protocol):
-    """Judges all completions of a task together: one verdict per completion, in their order.
+    """Scores all completions of a task together: one score per completion, in their order.
 
-    `judged` is what the rewards that see one completion at a time said of each.
+    `judged` are the results of the rewards that score single completions.
     """
 
     async def judge_group(
@@ -84,15 +87,18 @@ class GroupReward(Protocol):
 
 @runtime_checkable
 class SupportsCounters(Protocol):
-    """A reward of either kind that also counts something, such as calls and their cost."""
+    """A reward of either kind with counters, such as calls and their cost."""
 
     def counters(self) -> dict[str, float]:
-        """Sums since the reward was made, by name."""
+        """Return the sums since the reward was built, by name."""
         ...
 
 
 def validate_value(found: Any) -> RewardValue:
-    """`found` as a Value: a finite number (True is 1), a mapping of such, or None. Raises TypeError or ValueError."""
+    """Return `found` as a RewardValue: a finite number (True is 1), a mapping of such, or None.
+
+    Raises TypeError or ValueError.
+    """
     if isinstance(found, Mapping):
         if not found:
             raise ValueError("returned an empty mapping; return None where the reward does not apply")
@@ -101,7 +107,7 @@ def validate_value(found: Any) -> RewardValue:
 
 
 def validate_result(found: Any, in_groups: bool) -> RewardValue | list[RewardValue]:
-    """What a user's function returned: a Value, or a list of them from a function that sees groups."""
+    """Check what a user's function returned: a RewardValue, or a list of them from a group reward."""
     if not in_groups:
         return validate_value(found)
     if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
@@ -127,7 +133,7 @@ def _number(found: Any, where: str) -> float | None:
 
 
 def text_after(text: str, marker: str | None) -> str | None:
-    """What follows the last `marker`; the whole text without a marker; None where the marker is missing."""
+    """Return the text after the last `marker`; all of it if `marker` is None, None if the marker is missing."""
     if marker is None:
         return text
     _, found, tail = text.rpartition(marker)
@@ -135,7 +141,7 @@ def text_after(text: str, marker: str | None) -> str | None:
 
 
 def last_tag_content(text: str, tag: str) -> str | None:
-    """What stands inside the last `<tag>...</tag>`; None where the last one is not closed, or there is none."""
+    """Return the text inside the last `<tag>...</tag>`; None if it is not closed, or there is no such tag."""
     start = text.rfind(f"<{tag}>")
     if start < 0:
         return None
@@ -143,24 +149,24 @@ def last_tag_content(text: str, tag: str) -> str | None:
     return inside if closed else None
 
 
-# References that a reward could only fail on, found when the tasks are loaded.
+# Checks for empty references, run when the tasks are loaded.
 
 _COMPARING = (MathReward, K12Reward, CountReward, ChartReward, VQAReward)
-"""Rewards that compare with the reference; for others an empty text may be meant."""
+"""Rewards that compare with the reference; for others an empty text may be intended."""
 _NAMED = 3
 
 
 def require_references(rewards: Iterable[RewardConfig], tasks: Sequence[Task], where: str) -> None:
-    """Raise ConfigError where a reward that compares with the reference has a task whose reference is empty.
+    """Raise ConfigError if a reward that compares with the reference has a task with an empty one.
 
     Args:
-        tasks: the tasks that the rewards judge.
-        where: the section that they come from, for the message.
+        tasks: the tasks that the rewards score.
+        where: the section of the run file that they come from, for the message.
     """
     comparing = [reward for reward in rewards if isinstance(reward, _COMPARING)]
     if not comparing:
         return
-    empty = [task.id for task in tasks if _is_judged(comparing[0], task) and _is_empty(_reference(comparing[0], task))]
+    empty = [task.id for task in tasks if _applies(comparing[0], task) and _is_empty(_reference(comparing[0], task))]
     if empty:
         named = ", ".join(f"`{task}`" for task in empty[:_NAMED]) + (", ..." if len(empty) > _NAMED else "")
         raise ConfigError(
@@ -169,7 +175,7 @@ def require_references(rewards: Iterable[RewardConfig], tasks: Sequence[Task], w
         )
 
 
-def _is_judged(reward: RewardConfig, task: Task) -> bool:
+def _applies(reward: RewardConfig, task: Task) -> bool:
     column = task.metadata.get("vision")
     is_visual = isinstance(reward, CountReward | ChartReward | VQAReward)
     return not (is_visual and isinstance(column, Mapping) and reward.name not in column)

@@ -1,4 +1,4 @@
-"""Threads for users' functions: bounded in number, and left behind when a function does not come back."""
+"""A bounded pool of threads for users' functions; a thread whose function does not return is abandoned."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class _FunctionCall:
 
 
 class FunctionTimeoutError(Exception):
-    """A function has not returned within its time limit."""
+    """A function did not return within its time limit."""
 
 
 class FunctionThreads:
     """Runs plain functions in daemon threads, so that one that never returns cannot keep the process alive.
 
     Args:
-        what: the functions are, for messages.
-        error: what is raised when too many of them never return.
-        limit: how many run at the same time.
-        most_stuck: how many may be stuck past their time limit; with more of them no call is taken any more.
+        what: the kind of function, for messages.
+        error: raised when too many of them never return.
+        limit: number of functions that run at once.
+        most_stuck: number of threads that may be stuck past their time limit; beyond it calls are refused.
     """
 
     def __init__(
@@ -59,26 +59,26 @@ class FunctionThreads:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, name: str, function: Callable[[], Any], time_limit_s: float) -> Any:
-        """What `function()` returns; its exception is raised here. The limit counts from when it starts.
+        """Return `function()`, or raise its exception. The time limit counts from its start.
 
         Raises:
-            FunctionTimeoutError: it has not returned within `time_limit_s`; its thread is left behind.
-            RewardError: too many threads are left behind (or the error that was asked for).
+            FunctionTimeoutError: it did not return within `time_limit_s`; its thread is abandoned.
+            RewardError: too many threads are abandoned (or the configured `error`).
         """
-        self._refuse_with_stuck(f"`{name}` is not called")
+        self._refuse_if_stuck(f"`{name}` is not called")
         call = _FunctionCall(name, function)
         self._enqueue(call)
         try:
             await asyncio.wrap_future(call.started)
             done = asyncio.wrap_future(call.done)
             await asyncio.wait({done}, timeout=time_limit_s)
-        except asyncio.CancelledError:  # nobody waits for it, but its thread may never come back
-            asyncio.get_running_loop().call_later(time_limit_s, self._leave_behind, call, time_limit_s)
+        except asyncio.CancelledError:  # no caller is left, but its thread may never return
+            asyncio.get_running_loop().call_later(time_limit_s, self._abandon, call, time_limit_s)
             raise
         if not done.done():
             done.cancel()
-            self._leave_behind(call, time_limit_s)
-            self._refuse_with_stuck(f"`{name}` did not return within {time_limit_s:g} s")
+            self._abandon(call, time_limit_s)
+            self._refuse_if_stuck(f"`{name}` did not return within {time_limit_s:g} s")
             raise FunctionTimeoutError
         value, error = done.result()
         if error is not None:
@@ -88,7 +88,7 @@ class FunctionThreads:
         return value
 
     async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine that runs in an event loop of its own, which no training step holds up."""
+        """Return the result of a coroutine that runs in a separate event loop, independent of the training step."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -103,7 +103,7 @@ class FunctionThreads:
             raise
 
     def close(self) -> None:
-        """Let idle threads end."""
+        """Stop idle threads."""
         with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
@@ -140,7 +140,7 @@ class FunctionThreads:
                     return
                 self._idle += 1
 
-    def _leave_behind(self, call: _FunctionCall, time_limit_s: float) -> None:
+    def _abandon(self, call: _FunctionCall, time_limit_s: float) -> None:
         with self._lock:
             if not call.done.running() or call in self._stuck:
                 return
@@ -149,17 +149,17 @@ class FunctionThreads:
             if self._idle < 0:
                 self._start_thread()
             stuck = len(self._stuck)
-        if stuck & (stuck - 1) == 0:  # 1, 2, 4, ...: a function that always hangs is told of a few times
+        if stuck & (stuck - 1) == 0:  # 1, 2, 4, ...: limits the warnings about a function that always hangs
             text = "%s `%s` did not return within %g s; its thread cannot be ended (%d are stuck)"
             _log.warning(text, self._what, call.name, time_limit_s, stuck)
 
-    def _refuse_with_stuck(self, text: str) -> None:
+    def _refuse_if_stuck(self, text: str) -> None:
         with self._lock:
             names = sorted({each.name for each in self._stuck})
             stuck = len(self._stuck)
         if stuck > self._most_stuck:
-            told = f"{stuck} threads are stuck in {', '.join(f'`{name}`' for name in names)} and cannot be ended"
-            raise self._error(f"{text}: {told}; make the function stop by itself, or make it async")
+            reason = f"{stuck} threads are stuck in {', '.join(f'`{name}`' for name in names)} and cannot be ended"
+            raise self._error(f"{text}: {reason}; make the function stop by itself, or make it async")
 
 
 def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -179,15 +179,15 @@ async def _signalling(coroutine: Coroutine[Any, Any, Any], ended: Future[None]) 
         ended.set_result(None)
 
 
-# An event loop in a thread of its own, which no training step holds up.
+# An event loop in a separate thread, independent of the training step.
 
 Result = TypeVar("Result")
 
 
 class EventLoopThread:
-    """Runs coroutines of any caller in one event loop; its thread starts when first needed.
+    """Runs coroutines of any caller in one event loop; its thread starts with the first of them.
 
-    `finish` is awaited there before the loop ends.
+    `finish` is awaited there before the loop closes.
     """
 
     def __init__(self, name: str, finish: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
@@ -197,9 +197,9 @@ class EventLoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result. When the caller is cancelled, so is the coroutine, and it may clean up first.
+        """Return the coroutine's result. If the caller is cancelled, so is the coroutine, and it may clean up first.
 
-        Raises RewardError where the loop is closed meanwhile.
+        Raises RewardError if the loop is closed meanwhile.
         """
         ended: Future[None] = Future()
         with self._lock:
@@ -218,7 +218,7 @@ class EventLoopThread:
             raise RewardError("the judge was closed before its model replied") from None
 
     def close(self) -> None:
-        """Cancel what runs and end the thread. May be called twice."""
+        """Cancel running coroutines and end the thread. May be called twice."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
@@ -243,7 +243,7 @@ class EventLoopThread:
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results in order; when one fails, the others are cancelled and awaited before its error goes on."""
+    """Return the results in order; if one fails, cancel and await the others, then raise its error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

@@ -27,11 +27,10 @@ from typing import Any
 
 from rollmill.errors import RewardError
 
-# A process that does one thing at a time for its parent, which can kill it: graders, and environments.
+# A process that handles one request at a time and can be killed by its parent: graders, and environments.
 #
-# Messages are frames, a 4-byte big-endian length and a body: pickle towards the process, JSON back, since what comes
-# out
-# of a process that runs others' code is not to be trusted. The other side is `serve` in grader_worker.py.
+# Messages are frames, a 4-byte big-endian length and a body: pickle towards the process, JSON back, because output of a
+# process that runs untrusted code is not trusted. The other side is `serve` in grader_worker.py.
 
 _LARGEST_REPLY = 16 << 20
 _LONGEST_POLL_MS = 2**31 - 1
@@ -44,12 +43,14 @@ class WorkerDiedError(Exception):
 
 
 class WorkerProcess:
-    """One process and its two pipes, owned by the thread that made it. (The kernel ties a child's life to that thread.)
+    """One process and its two pipes, owned by the thread that started it.
+
+    The kernel ties a child's life to that thread.
 
     Args:
-        program: the file to run, with this interpreter and what it finds on `sys.path`.
-        arguments: of the program, behind this process's id.
-        quiet: discard what it prints.
+        program: the file to run, with this interpreter and this `sys.path`.
+        arguments: further arguments, after this process's id.
+        quiet: discard its output.
     """
 
     def __init__(self, program: Path, arguments: Sequence[str] = (), *, quiet: bool = False) -> None:
@@ -63,8 +64,8 @@ class WorkerProcess:
             env=environment,
             start_new_session=True,
         )
-        self._over = False  # killed, or known to have ended
-        self.loaded: set[tuple[str, str]] = set()  #: what it was told to load
+        self._ended = False  # killed, or known to have ended
+        self.loaded: set[tuple[str, str]] = set()  #: (kind, setup) pairs that it has loaded
 
     @property
     def pid(self) -> int:
@@ -72,19 +73,19 @@ class WorkerProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
-        return not self._over and self._popen.poll() is None
+        """Whether it is still running."""
+        return not self._ended and self._popen.poll() is None
 
     def ask(
         self, kind: str, payload: Any, time_limit_s: float, watch: Callable[[], str | None] | None = None
     ) -> dict[str, Any] | None:
-        """The process's reply, None when it does not come in time.
+        """Send a request and return the process's reply; None at the time limit.
 
         Args:
-            watch: asked twice a second while the reply is awaited; a text is the reason to wait no longer.
+            watch: called twice a second while waiting; a text that it returns is the reason to stop waiting.
 
         Raises:
-            WorkerDiedError: the process ended, sent something that is no reply, or `watch` gave a reason.
+            WorkerDiedError: the process ended, sent an invalid reply, or `watch` returned a reason.
         """
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
@@ -115,21 +116,21 @@ class WorkerProcess:
         return found
 
     def kill(self) -> None:
-        """Kill it and whatever it started."""
-        if self._popen.returncode is None:  # not waited for, so nothing else can have its number
+        """Kill it and its child processes."""
+        if self._popen.returncode is None:  # not waited for, so its id cannot be reused
             with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
                 os.killpg(self._popen.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it, wait until it is gone and close its pipes."""
+        """Kill it, wait for its end and close its pipes."""
         self._ending()
         for pipe in (self._popen.stdin, self._popen.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # what a dead process has not read
+            with contextlib.suppress(BrokenPipeError):  # unread input of a dead process
                 pipe.close()
 
     def _ending(self) -> str:
-        self._over = True  # while one thread waits for a process, `poll` tells others that it runs
+        self._ended = True  # while one thread waits for a process, `poll` reports it as running to others
         self.kill()
         return f"exit status {self._popen.wait()}"
 
@@ -151,7 +152,7 @@ _WORKER = Path(__file__).with_name("grader_worker.py")
 class GraderResult:
     """`outcome` is "ok" (then `value` is the grader's answer), "timeout" or "memory".
 
-    `queued` is how many seconds no process was free, `worked` how many it took then; None where none was asked.
+    `queue_s` is the time in seconds until a process was free, `run_s` the time it then took; None if none ran.
     """
 
     outcome: str
@@ -167,13 +168,13 @@ class _Job:
     time_limit_s: float
     setup: str
     reply: Future[GraderResult] = field(default_factory=Future)
-    asked: float = field(default_factory=time.perf_counter)
+    queued_at: float = field(default_factory=time.perf_counter)
 
 
 class GraderPool:
-    """Up to `workers` grader processes, started when first needed, that take jobs first come, first served.
+    """Up to `workers` grader processes, started on demand, that take jobs in order of submission.
 
-    `memory_bytes` limits the address space of each, 0 does not. `quiet` discards what they print.
+    `memory_bytes` limits the address space of each (0: no limit). `quiet` discards what they print.
     """
 
     def __init__(self, workers: int = 1, *, memory_bytes: int = MEMORY_BYTES, quiet: bool = True) -> None:
@@ -182,15 +183,15 @@ class GraderPool:
         self.memory_bytes, self.quiet = memory_bytes, quiet
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._lanes: list[_GraderThread] = []
+        self._threads: list[_GraderThread] = []
         self._waiting = 0
         self._closed = False
 
     async def ask(self, kind: str, payload: Any, time_limit_s: float, setup: str = "") -> GraderResult:
-        """What a grader process says of `payload`. The limit counts from when a process starts on it.
+        """Return a grader process's result for `payload`. The limit counts from when a process starts on it.
 
-        `kind` is a handler of grader_worker.py, `setup` what it loads once per process; `payload` must pickle. Raises
-        RewardError when the grader itself fails: it cannot start, it raised, or two processes in a row died on this
+        `kind` is a handler of grader_worker.py; `setup` is loaded once per process; `payload` must pickle. Raises
+        RewardError if the grader itself fails: it cannot start, it raised, or two processes in a row died on this
         payload.
         """
         return await asyncio.wrap_future(self.submit(kind, payload, time_limit_s, setup))
@@ -202,38 +203,38 @@ class GraderPool:
             if self._closed:
                 raise RewardError("the graders are closed; judge before closing")
             self._waiting += 1
-            if self._waiting > sum(lane.idle for lane in self._lanes) and len(self._lanes) < self._workers:
-                self._lanes.append(_GraderThread(self))
+            if self._waiting > sum(thread.idle for thread in self._threads) and len(self._threads) < self._workers:
+                self._threads.append(_GraderThread(self))
             self._jobs.put(job)
         return job.reply
 
     def pids(self) -> list[int]:
         """Process ids of the live grader processes."""
-        processes = [lane.process for lane in self._lanes]
+        processes = [thread.process for thread in self._threads]
         return [process.pid for process in processes if process is not None]
 
-    def take(self, lane: _GraderThread) -> _Job | None:
-        """The next job for a lane; None when the pool closes."""
+    def take(self, thread: _GraderThread) -> _Job | None:
+        """Return the next job for a thread; None when the pool closes."""
         job = self._jobs.get()
         with self._lock:
             self._waiting -= job is not None
-            lane.idle = False
+            thread.idle = False
         return job
 
     def close(self) -> None:
-        """Kill the processes and wait until they are gone; jobs under way end in RewardError, others are cancelled."""
+        """Kill the processes and wait for their end; running jobs end in RewardError, waiting ones are cancelled."""
         with self._lock:
             self._closed = True
-            lanes, self._lanes = self._lanes, []
-            with contextlib.suppress(queue.Empty):  # a lane may take the last job at this moment
+            threads, self._threads = self._threads, []
+            with contextlib.suppress(queue.Empty):  # a thread may take the last job at this moment
                 while (job := self._jobs.get_nowait()) is not None:
                     job.reply.cancel()
-        for lane in lanes:
-            lane.closing = True
+        for thread in threads:
+            thread.closing = True
             self._jobs.put(None)
-            lane.kill()
-        for lane in lanes:
-            lane.thread.join()
+            thread.kill()
+        for thread in threads:
+            thread.thread.join()
 
 
 class _GraderThread:
@@ -248,7 +249,7 @@ class _GraderThread:
         self.thread.start()
 
     def kill(self) -> None:
-        process = self.process  # which the lane's thread may end meanwhile
+        process = self.process  # its thread may end it meanwhile
         if process is not None:
             process.kill()
 
@@ -262,20 +263,20 @@ class _GraderThread:
             self._end_process()
 
     def _serve_one(self, job: _Job) -> None:
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
-            reply = self._graded(job)
+            reply = self._grade(job)
         except Exception as error:
-            self.idle = True  # before the answer is known, or whoever asks again then would start another process
+            self.idle = True  # before the reply, or the caller's next job would start another process
             job.reply.set_exception(error)
             return
         self.idle = True
-        job.reply.set_result(replace(reply, queue_s=began - job.asked, run_s=time.perf_counter() - began))
+        job.reply.set_result(replace(reply, queue_s=started - job.queued_at, run_s=time.perf_counter() - started))
 
-    def _graded(self, job: _Job) -> GraderResult:
+    def _grade(self, job: _Job) -> GraderResult:
         for _ in range(2):
             try:
-                return self._asked(job)
+                return self._run_job(job)
             except WorkerDiedError as death:
                 self._end_process()
                 died = death
@@ -283,10 +284,10 @@ class _GraderThread:
                     raise RewardError("the graders were closed while this answer was judged") from None
         raise RewardError(f"the {job.kind} grader died twice on this answer ({died}); is the machine out of memory?")
 
-    def _asked(self, job: _Job) -> GraderResult:
+    def _run_job(self, job: _Job) -> GraderResult:
         if self.process is None:
             self.process = WorkerProcess(_WORKER, [str(self._pool.memory_bytes)], quiet=self._pool.quiet)
-        if self.closing:  # `close` sets this before it kills the process it sees
+        if self.closing:  # `close` sets this before it kills the process
             raise WorkerDiedError("closed")
         if (job.kind, job.setup) not in self.process.loaded:
             found = self.process.ask("load", (job.kind, job.setup), START_TIMEOUT_S)

@@ -1,9 +1,8 @@
-"""The program of a grader process: judges one answer at a time, because the parent can kill it and a thread cannot be.
+"""The program of a grader process. It grades one answer at a time; the parent can kill it, unlike a thread.
 
-Run by path, never imported by the parent; it imports the standard library and, when first asked, a grading library or a
-user's file.
-Frames are a 4-byte big-endian length and a body: pickle towards this process, JSON back, since what comes out of a
-process that evaluates a model's text is not to be trusted.
+It is run by path and never imported by the parent. It imports the standard library, and a grading library or a user's
+file with the first `load` request. Frames are a 4-byte big-endian length and a body: pickle towards this process, JSON
+back, because output of a process that evaluates a model's text is not trusted.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def main() -> None:
     serve(_handle_request)
 
 
-def serve(answered: Callable[[str, Any], dict[str, Any]]) -> None:
-    """Reply to the parent, whose process id is the first argument, until it closes the pipe or ends."""
+def serve(handle: Callable[[str, Any], dict[str, Any]]) -> None:
+    """Handle the parent's requests until it closes the pipe or ends. The first argument is the parent's process id."""
     _die_with(int(sys.argv[1]))
     requests, replies = _take_pipes()
     while len(header := requests.read(4)) == 4:
         kind, payload = pickle.loads(requests.read(struct.unpack("!I", header)[0]))
-        body = json.dumps(answered(kind, payload)).encode()
+        body = json.dumps(handle(kind, payload)).encode()
         replies.write(struct.pack("!I", len(body)) + body)
         replies.flush()
 
@@ -53,7 +52,7 @@ def _die_with(parent: int) -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes, out of reach of code that prints or reads standard input. What is printed goes to stderr."""
+    """Return the two pipes, out of reach of code that prints or reads standard input. Printed text goes to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(2, 1)
@@ -75,7 +74,7 @@ def _handle_request(kind: str, payload: Any) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
 
-# Loaders import what judgements need, so that none of them pays for it.
+# Loaders import libraries up front, so that no graded answer pays for the import.
 
 
 def _load_math(setup: str) -> None:
@@ -104,7 +103,7 @@ def _load_python(setup: str) -> None:
 
 
 def _python(setup: str, payload: tuple[list[Any], dict[str, Any]]) -> dict[str, Any]:
-    """What a user's function gives for these arguments, checked."""
+    """Return the validated result of a user's function for these arguments."""
     from rollmill.rewards.base import validate_result
 
     arguments, options = payload
@@ -125,10 +124,10 @@ async def _awaited(found: Any) -> Any:
 
 
 def _math(payload: dict[str, Any]) -> float:
-    """1 if math-verify finds the answer equal to the reference. Text that it cannot parse is equal to nothing.
+    """Return 1 if math-verify finds the answer equal to the reference. Text that it cannot parse equals nothing.
 
-    Where both are lists, each reference has to equal another answer. `tolerance` is the relative difference that two
-    numbers may have.
+    If both are lists, each reference must equal another answer. `tolerance` is the relative difference allowed between
+    two numbers.
     """
     gold, answer = payload["gold"], payload["answer"]
     golds = [_parsed(text) for text in ([gold] if isinstance(gold, str) else gold)]
@@ -174,7 +173,7 @@ def _equal(gold: Any, answer: Any, tolerance: float) -> bool:
 
 
 def _is_undefined(expression: Any) -> bool:
-    r"""Whether a formula has no value, such as `\log_1 1` or `1/0`; algebra finds it equal to anything."""
+    r"""Whether a formula has no value, such as `\log_1 1` or `1/0`; sympy finds it equal to anything."""
     from sympy import Basic, Expr, nan, zoo  # type: ignore[import-untyped]
 
     if not isinstance(expression, Basic):
@@ -185,10 +184,10 @@ def _is_undefined(expression: Any) -> bool:
 
 
 def _same_value(gold: Any, answer: Any, tolerance: float) -> bool | None:
-    """Whether two constants are the same to 30 digits, or within the tolerance; None where algebra has to tell.
+    """Whether two constants agree to 30 digits, or within the tolerance; None if symbolic algebra has to decide.
 
-    math-verify rounds to an absolute number of digits, so that it takes any two tiny constants for equal. Formulas with
-    variables are refused here where they differ at one point, which is far faster than simplifying their difference.
+    math-verify rounds to an absolute number of digits, so any two tiny constants are equal to it. Formulas with
+    variables are refused here if they differ at one point, which is far faster than simplifying their difference.
     """
     from sympy import Expr, Float, Rational
 
@@ -206,16 +205,16 @@ def _same_value(gold: Any, answer: Any, tolerance: float) -> bool | None:
 
 
 def _schema(payload: list[tuple[str, str]]) -> str:
-    """For each (schema, text) 1, 0, or x where the text is not JSON."""
+    """Return a character for each (schema, text): 1 valid, 0 invalid, x if the text is not JSON."""
     from rollmill.rewards.text.json_schema import validate_texts
 
     return validate_texts(payload)
 
 
 def _reasoning_gym(payload: dict[str, Any]) -> float | str:
-    """reasoning-gym's score; "unscorable" where its scorer raises on this answer but not on the reference.
+    """Return reasoning-gym's score; "unscorable" if its scorer raises on this answer but not on the reference.
 
-    Some scorers raise on any text they do not expect, and what a policy writes must not end a run.
+    Some scorers raise on unexpected text, and a policy's text must not end a run.
     """
     dataset = _dataset(payload["name"], pickle.dumps(payload["options"]))
     try:
@@ -223,7 +222,7 @@ def _reasoning_gym(payload: dict[str, Any]) -> float | str:
     except MemoryError:
         raise
     except Exception:
-        if payload["entry"]["answer"] is not None:  # some generators know how to score but no solution
+        if payload["entry"]["answer"] is not None:  # some generators have a scorer but no solution
             dataset.score_answer(payload["entry"]["answer"], payload["entry"])
         return "unscorable"
 

@@ -1,7 +1,7 @@
-"""The judge: every configured reward on a completion, concurrently, composed into one number.
+"""The reward manager: runs all configured rewards on a completion concurrently and combines them into one number.
 
-Gates come first: where one is not passed, nothing else is judged. Then all other rewards of single completions at once,
-then those that see a whole group. Each number is clipped, weighted and added; the sum is clipped.
+Gates run first: if one fails, nothing else runs. Then all other rewards of single completions run at once, then those
+that need a whole group. Each value is clipped, weighted and added; the sum is clipped.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from rollmill.types import Completion, Task
 
 Result = TypeVar("Result")
 _GRACE_S = 0.05
-"""For results that arrived while something else held the event loop until after the deadline."""
+"""Seconds for results that arrived while something else blocked the event loop past the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """One reward of a judge: the key of its numbers, how they count, and what judges."""
+    """One reward of a manager: its name in the results, its section of the run file, and its implementation."""
 
     name: str
     config: RewardSection
@@ -67,7 +67,7 @@ class WeightedReward:
 
     @property
     def groupwise(self) -> bool:
-        """Whether it judges groups. A gate judges alone if it can."""
+        """Whether it scores groups. A gate scores single completions if it can."""
         alone = self.config.gate is not None and hasattr(self.reward, "judge")
         return hasattr(self.reward, "judge_group") and not alone
 
@@ -76,7 +76,7 @@ _Timed = tuple[Score, RewardTiming]
 
 
 class RewardManager:
-    """Judges completions; any number of judgements may be under way, from any event loop in any thread."""
+    """Scores completions. Any number of calls may run concurrently, from any event loop in any thread."""
 
     def __init__(
         self, parts: Sequence[WeightedReward], judging: RewardManagerConfig, resources: RewardResources
@@ -90,31 +90,31 @@ class RewardManager:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Name of every reward -> its factor in the sum."""
+        """Reward name -> factor in the sum."""
         return {name: part.config.weight for name, part in self._parts.items()}
 
     @property
     def groupwise(self) -> bool:
-        """Whether some reward sees all completions of a task together: then `finish_group` has to follow."""
+        """Whether a reward needs all completions of a task together; then call `add_group_rewards` as well."""
         return bool(self._groupwise)
 
     def counters(self) -> dict[str, float]:
-        """What rewards that count say so far, as name/key: calls, tokens and cost of judges. They only grow."""
+        """Return the rewards' counters as name/key: calls, tokens and cost of judges. They only grow."""
         counting = {
             name: part.reward for name, part in self._parts.items() if isinstance(part.reward, SupportsCounters)
         }
         return {f"{name}/{key}": value for name, reward in counting.items() for key, value in reward.counters().items()}
 
     async def judge(self, task: Task, completion: Completion, *, group_follows: bool = False) -> RewardResult:
-        """Judge one completion; never blocks the event loop.
+        """Score one completion; never blocks the event loop.
 
         Args:
-            group_follows: the caller will pass this judgement to `finish_group`; needed when some reward can judge
-                groups only.
+            group_follows: the caller will pass the result to `add_group_rewards`; required if a reward can only score
+                groups.
 
         Raises:
-            RewardError: a reward raised or gave something that is not a reward. It names the reward, the task and the
-                completion, and has the original exception as its cause.
+            RewardError: a reward raised or returned an invalid value. It names the reward, the task and the completion,
+                and has the original exception as its cause.
         """
         alone = [] if group_follows else self._groupwise
         together = [part.name for part in alone if not hasattr(part.reward, "judge")]
@@ -122,73 +122,73 @@ class RewardManager:
             names = ", ".join(together)
             raise RewardError(f"reward `{names}` sees all completions of a task together; judge the whole group")
         started = time.perf_counter()
-        found = await self._asked(self._gates, task, completion)
-        closed_by = self._find_failed_gate(found, completion)
-        if closed_by is None:
-            found |= await self._asked([*self._single, *alone], task, completion)
+        scores = await self._run_rewards(self._gates, task, completion)
+        failed_gate = self._find_failed_gate(scores, completion)
+        if failed_gate is None:
+            scores |= await self._run_rewards([*self._single, *alone], task, completion)
         last = not (group_follows and self._groupwise)
-        return self._judgement(found, completion, time.perf_counter() - started, closed_by, last)
+        return self._combine(scores, completion, time.perf_counter() - started, failed_gate, last)
 
     async def add_group_rewards(
-        self, task: Task, completions: Sequence[Completion], judgements: Sequence[RewardResult]
+        self, task: Task, completions: Sequence[Completion], results: Sequence[RewardResult]
     ) -> list[RewardResult]:
-        """Add what the group-wise rewards say to the judgements of `judge`. Both sequences are in the same order.
+        """Add the group-wise rewards to the results of `judge`. Both sequences are in the same order.
 
-        Raises RewardError like `judge`, and when a reward gives another number of values than there are completions.
+        Raises RewardError like `judge`, and if a reward returns another number of values than there are completions.
         """
-        assert len(completions) == len(judgements)
+        assert len(completions) == len(results)
         if not self._groupwise or not completions:
-            return list(judgements)
+            return list(results)
         started = time.perf_counter()
         columns = await _gather_or_cancel(
-            [self._group(part, task, completions, judgements) for part in self._groupwise]
+            [self._run_group_reward(part, task, completions, results) for part in self._groupwise]
         )
         seconds = time.perf_counter() - started
         names = [part.name for part in self._groupwise]
         rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
         return [
-            self._joined(old, completion, row, seconds)
-            for old, completion, row in zip(judgements, completions, rows, strict=True)
+            self._merge(old, completion, row, seconds)
+            for old, completion, row in zip(results, completions, rows, strict=True)
         ]
 
     async def judge_group(self, task: Task, completions: Sequence[Completion]) -> list[RewardResult]:
-        """Judge all completions of a task, in their order. Raises RewardError like `judge` and `finish_group`."""
-        judgements = await _gather_or_cancel([self.judge(task, each, group_follows=True) for each in completions])
-        return await self.add_group_rewards(task, completions, judgements)
+        """Score all completions of a task, in their order. Raises RewardError like `judge`."""
+        results = await _gather_or_cancel([self.judge(task, each, group_follows=True) for each in completions])
+        return await self.add_group_rewards(task, completions, results)
 
-    # -- asking ------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------------------
 
-    async def _asked(self, parts: Sequence[WeightedReward], task: Task, completion: Completion) -> dict[str, _Timed]:
-        found = await _gather_or_cancel([self._one(part, task, completion) for part in parts])
-        return dict(zip([part.name for part in parts], found, strict=True))
+    async def _run_rewards(
+        self, parts: Sequence[WeightedReward], task: Task, completion: Completion
+    ) -> dict[str, _Timed]:
+        scores = await _gather_or_cancel([self._run_reward(part, task, completion) for part in parts])
+        return dict(zip([part.name for part in parts], scores, strict=True))
 
-    async def _one(self, part: WeightedReward, task: Task, completion: Completion) -> _Timed:
-        asked = time.perf_counter()
+    async def _run_reward(self, part: WeightedReward, task: Task, completion: Completion) -> _Timed:
+        queued_at = time.perf_counter()
         try:
-            verdict = await self._in_time(part.reward.judge(task, completion))  # type: ignore[union-attr]
+            score = await self._in_time(part.reward.judge(task, completion))  # type: ignore[union-attr]
         except Exception as error:
             raise _reward_error(part.name, task, f"completion {completion.index}", completion.text, error) from error
-        return _timed(verdict or Score(part.config.timeout_reward, LATE), asked)
+        return _timed(score or Score(part.config.timeout_reward, LATE), queued_at)
 
-    async def _group(
+    async def _run_group_reward(
         self, part: WeightedReward, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[_Timed]:
-        asked = time.perf_counter()
+        queued_at = time.perf_counter()
         try:
-            verdicts = await self._in_time(part.reward.judge_group(task, completions, judged))  # type: ignore[union-attr]
-            if verdicts is None:
-                verdicts = [Score(part.config.timeout_reward, LATE)] * len(completions)
-            if len(verdicts) != len(completions):
-                raise ValueError(
-                    f"gave {len(verdicts)} values for {len(completions)} completions; it must give one each"
-                )
+            scores = await self._in_time(part.reward.judge_group(task, completions, judged))  # type: ignore[union-attr]
+            if scores is None:
+                scores = [Score(part.config.timeout_reward, LATE)] * len(completions)
+            if len(scores) != len(completions):
+                raise ValueError(f"gave {len(scores)} values for {len(completions)} completions; it must give one each")
         except Exception as error:
             which = f"{len(completions)} completions, the first"
             raise _reward_error(part.name, task, which, completions[0].text, error) from error
-        return [_timed(verdict, asked) for verdict in verdicts]
+        return [_timed(score, queued_at) for score in scores]
 
     async def _in_time(self, work: Awaitable[Result]) -> Result | None:
-        """What `work` gives; None where the deadline came first, and then it is cancelled."""
+        """Return the result of `work`; at the deadline cancel it and return None."""
         pending = asyncio.ensure_future(work)
         try:
             for seconds in (self._judging.deadline_s, _GRACE_S):
@@ -201,53 +201,52 @@ class RewardManager:
                 pending.cancel()
                 await asyncio.wait({pending})
 
-    # -- composing ---------------------------------------------------------------------------------------------
+    # -- combining ---------------------------------------------------------------------------------------------
 
-    def _find_failed_gate(self, found: dict[str, _Timed], completion: Completion) -> str | None:
-        """The gate that decides the reward of a completion: of those not passed, the one that leaves least.
+    def _find_failed_gate(self, scores: dict[str, _Timed], completion: Completion) -> str | None:
+        """Return the failed gate that decides the reward: the one with the lowest `otherwise`. None if all pass.
 
-        A gate that does not count yet (`after_steps`) lets everything pass.
+        A gate that is not active yet (`after_steps`) passes everything.
         """
-        closed = {}
-        for name, (verdict, _) in found.items():
+        failed = {}
+        for name, (score, _) in scores.items():
             config = self._parts[name].config
-            given = [value for value in self._named_values(name, verdict).values() if value is not None]
-            counts = bool(given) and _steps_made(completion) >= config.after_steps
-            if config.gate is not None and counts and sum(given) < config.gate.at_least:
-                closed[name] = config.gate.otherwise
-        return min(closed, key=lambda name: closed[name]) if closed else None
+            values = [value for value in self._named_values(name, score).values() if value is not None]
+            active = bool(values) and _policy_version(completion) >= config.after_steps
+            if config.gate is not None and active and sum(values) < config.gate.at_least:
+                failed[name] = config.gate.otherwise
+        return min(failed, key=lambda name: failed[name]) if failed else None
 
-    def _judgement(
-        self, found: dict[str, _Timed], completion: Completion, seconds: float, closed_by: str | None, last: bool
+    def _combine(
+        self, scores: dict[str, _Timed], completion: Completion, seconds: float, failed_gate: str | None, last: bool
     ) -> RewardResult:
         parts: dict[str, float | None] = {}
         outcomes: dict[str, str] = {}
         counted: list[float] = []
-        for name, (verdict, _) in found.items():
-            values = self._named_values(name, verdict)
-            given = [value for value in values.values() if value is not None]
+        for name, (score, _) in scores.items():
+            values = self._named_values(name, score)
+            applied = [value for value in values.values() if value is not None]
             parts |= values
-            outcomes[name] = verdict.outcome if given or verdict.outcome != OK else NOT_APPLICABLE
+            outcomes[name] = score.outcome if applied or score.outcome != OK else NOT_APPLICABLE
             config = self._parts[name].config
-            if given and _steps_made(completion) >= config.after_steps:
-                counted.append(config.weight * sum(given))
-        spans = {name: span for name, (_, span) in found.items()}
-        details = {f"{name}/{key}": value for name, (each, _) in found.items() for key, value in each.details.items()}
-        if closed_by is not None:
-            gate = self._parts[closed_by].config.gate
+            if applied and _policy_version(completion) >= config.after_steps:
+                counted.append(config.weight * sum(applied))
+        spans = {name: span for name, (_, span) in scores.items()}
+        details = {f"{name}/{key}": value for name, (each, _) in scores.items() for key, value in each.details.items()}
+        if failed_gate is not None:
+            gate = self._parts[failed_gate].config.gate
             assert gate is not None
-            unasked = [*self._single, *(self._groupwise if last else [])]
-            skipped = dict.fromkeys((part.name for part in unasked), GATED)
-            return RewardResult(gate.otherwise, parts, outcomes | skipped, seconds, spans, closed_by, details)
+            skipped_rewards = [*self._single, *(self._groupwise if last else [])]
+            skipped = dict.fromkeys((part.name for part in skipped_rewards), GATED)
+            return RewardResult(gate.otherwise, parts, outcomes | skipped, seconds, spans, failed_gate, details)
         reward = sum(counted) if counted else None
-        return RewardResult(self._clipped(reward) if last else reward, parts, outcomes, seconds, spans, details=details)
+        total = self._clip_sum(reward) if last else reward
+        return RewardResult(total, parts, outcomes, seconds, spans, details=details)
 
-    def _joined(
-        self, old: RewardResult, completion: Completion, row: dict[str, _Timed], seconds: float
-    ) -> RewardResult:
-        new = self._judgement(row, completion, seconds, None, last=False)
-        given = [reward for reward in (old.reward, new.reward) if reward is not None]
-        total = self._clipped(sum(given) if given else None)
+    def _merge(self, old: RewardResult, completion: Completion, row: dict[str, _Timed], seconds: float) -> RewardResult:
+        new = self._combine(row, completion, seconds, None, last=False)
+        rewards = [reward for reward in (old.reward, new.reward) if reward is not None]
+        total = self._clip_sum(sum(rewards) if rewards else None)
         return replace(
             old,
             reward=old.reward if old.failed_gate else total,
@@ -258,21 +257,21 @@ class RewardManager:
             details=old.details | new.details,
         )
 
-    def _clipped(self, reward: float | None) -> float | None:
+    def _clip_sum(self, reward: float | None) -> float | None:
         return None if reward is None else _clip(reward, self._judging.clip)
 
-    def _named_values(self, name: str, verdict: Score) -> dict[str, float | None]:
+    def _named_values(self, name: str, score: Score) -> dict[str, float | None]:
         clip = self._parts[name].config.clip
-        if isinstance(verdict.value, dict):
+        if isinstance(score.value, dict):
             return {
-                f"{name}/{key}": None if value is None else _clip(value, clip) for key, value in verdict.value.items()
+                f"{name}/{key}": None if value is None else _clip(value, clip) for key, value in score.value.items()
             }
-        return {name: None if verdict.value is None else _clip(verdict.value, clip)}
+        return {name: None if score.value is None else _clip(score.value, clip)}
 
     # -- closing -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the processes and idle threads. Judgements under way fail. May be called twice."""
+        """Stop the processes and idle threads. Calls in progress fail. May be called twice."""
         self._resources.close()
 
     async def aclose(self) -> None:
@@ -294,18 +293,18 @@ class RewardManager:
         await self.aclose()
 
 
-def _timed(verdict: Score, asked: float) -> _Timed:
-    now = time.perf_counter()  # later than the end of the work where something else held the event loop
-    started = min(asked + verdict.queue_s, now)
-    return verdict, RewardTiming(asked, started, now if verdict.run_s is None else min(started + verdict.run_s, now))
+def _timed(score: Score, queued_at: float) -> _Timed:
+    now = time.perf_counter()  # later than the end of the work if something else blocked the event loop
+    started = min(queued_at + score.queue_s, now)
+    return score, RewardTiming(queued_at, started, now if score.run_s is None else min(started + score.run_s, now))
 
 
 def _clip(value: float, bounds: tuple[float, float] | None) -> float:
     return value if bounds is None else min(max(value, bounds[0]), bounds[1])
 
 
-def _steps_made(completion: Completion) -> int:
-    """Training steps of the newest weights that wrote the completion; none for text that no policy wrote."""
+def _policy_version(completion: Completion) -> int:
+    """Return the newest weight version (training step) that wrote the completion; 0 for text without a policy."""
     return int(completion.versions.max()) if completion.versions.size else 0
 
 
@@ -316,7 +315,7 @@ def _reward_error(name: str, task: Task, which: str, text: str, error: Exception
 
 
 async def _gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results in order; when one fails, the others are cancelled and awaited before its error goes on."""
+    """Return the results in order; if one fails, cancel and await the others, then raise its error."""
     if len(work) == 1:
         return [await work[0]]
     tasks = [asyncio.ensure_future(each) for each in work]
@@ -329,7 +328,7 @@ async def _gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list
         raise
 
 
-# From a run file's `rewards` to a judge.
+# Builds the RewardManager from a run file's `rewards`.
 
 
 def build_reward_manager(
@@ -339,14 +338,14 @@ def build_reward_manager(
     tokenizer: Any = None,
     device: str | None = None,
 ) -> RewardManager:
-    """The judge of a run file's `rewards` and `judging`.
+    """Build the manager for a run file's `rewards` and `judging`.
 
-    Rewards of one name are told apart as name, name#2, ...; a Python function goes by its own name. Processes start
-    when the first completion needs one.
+    Rewards with the same name become name, name#2, ...; a Python function uses its own name. Worker processes start
+    with the first completion that needs one.
 
     Args:
-        tokenizer: what the completions' tokens are of; None where they are text.
-        device: where reward models go; None: a GPU where torch finds one.
+        tokenizer: the tokenizer of the completions' tokens; None if completions are text.
+        device: the device for reward models; None: a GPU if torch finds one.
 
     Raises:
         ConfigError: a Python function cannot be loaded, a judge's endpoint lacks its key, or a reward that compares
@@ -370,7 +369,7 @@ def build_reward_manager(
 
 
 def build_reward(config: RewardConfig, resources: RewardResources) -> Reward | GroupReward:
-    """One reward. Libraries are imported here, so that a run pays for those it uses only."""
+    """Build one reward. Libraries are imported here, so that a run loads only those it uses."""
     match config:
         case MathReward():
             from rollmill.rewards.math import MathScorer

@@ -1,6 +1,6 @@
-"""The math reward: find the final answer, compare texts and numbers here, and ask math-verify for the rest.
+"""The math reward: extracts the final answer, compares texts and numbers here, and formulas with math-verify.
 
-math-verify runs in a grader process, which is killed when it takes too long.
+math-verify runs in a grader process, which is killed at the time limit.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rollmill.rewards.grader_pool import GraderPool
 from rollmill.types import Completion, Task
 
 _ROUNDING = Fraction(1, 10**9)
-"""Relative difference allowed where the reference is a Python float."""
+"""Relative difference allowed if the reference is a Python float."""
 
 
 class MathScorer:
-    """1 if the final answer equals the reference, else 0. A task without an answer is not judged.
+    """1 if the final answer equals the reference, else 0. A task without an answer has no reward.
 
-    A task's column `math` may hold `extract`, `tolerance` and `units` of its own. Its column `options` or `choices`
-    says what the option letters stand for. Outcomes besides ok: `no_answer`, `hedged`, `too_long`, `too_deep`,
-    `too_costly`, `timeout`, `memory`.
+    A task's column `math` may override `extract`, `tolerance` and `units`. Its column `options` or `choices` maps
+    option letters to their texts. Outcomes besides ok: `no_answer`, `hedged`, `too_long`, `too_deep`, `too_costly`,
+    `timeout`, `memory`.
     """
 
     def __init__(self, config: MathReward, graders: GraderPool) -> None:
@@ -64,9 +64,9 @@ class MathScorer:
         options = task_options(task.metadata)
         if in_words:
             answer = _extract_words(plain, found, options)
-        return await self._compared(*_resolve_options(gold, answer, options, rules), rules)
+        return await self._compare(*_resolve_options(gold, answer, options, rules), rules)
 
-    async def _compared(self, gold: str, answer: str, rules: AnswerMatchOptions) -> Score:
+    async def _compare(self, gold: str, answer: str, rules: AnswerMatchOptions) -> Score:
         reply = await compare_answers(gold, answer, rules, self._graders, self._config.time_limit_s)
         if reply.outcome == "too_costly":
             return Score(0.0, reply.outcome)
@@ -76,9 +76,9 @@ class MathScorer:
 
 
 def reference_answer(answer: object) -> str:
-    """The reference as text; of a worked solution only its last \\boxed{} or what follows "####".
+    """Return the reference as text; of a worked solution only its last \\boxed{} or the text after "####".
 
-    Raises TypeError when it is neither text nor a number, ValueError when it is empty.
+    Raises TypeError if it is neither text nor a number, ValueError if it is empty.
     """
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         kind = type(answer).__name__
@@ -90,7 +90,7 @@ def reference_answer(answer: object) -> str:
 
 
 def _formula_answer(text: str) -> FinalAnswer | None:
-    """The answer where the last sentence names a letter or words as a formula, as in `so we get $D$`."""
+    """Return the answer if the last sentence gives a letter as a formula, as in `so we get $D$`."""
     found = extract_answer(text)
     return (
         found if found is not None and re.fullmatch(r"\$\W*[A-Za-z]\W*\$|\\\(\W*[A-Za-z]\W*\\\)", found.value) else None
@@ -98,7 +98,7 @@ def _formula_answer(text: str) -> FinalAnswer | None:
 
 
 def _extract_words(gold: str, found: FinalAnswer, options: dict[str, str]) -> str:
-    """The letter or the words that an answer to a question for such names."""
+    """Return the letter or the words that an answer to a question with such a reference names."""
     if parse_option_letter(gold) is None:
         return found.value
     if parse_option_letter(normalize_answer(found.value)) is not None:
@@ -110,17 +110,17 @@ def _extract_words(gold: str, found: FinalAnswer, options: dict[str, str]) -> st
 
 
 def _resolve_options(gold: str, answer: str, options: dict[str, str], rules: AnswerMatchOptions) -> tuple[str, str]:
-    """What is to be compared where the options are known: letters, or what the options say.
+    """Return the reference and the answer to compare if the options are known: letters, or option texts.
 
     A letter stands for its option, and the text of an option for its letter. A letter with the text of another option
     is compared as that other option.
     """
     letter, choice = parse_option_letter(normalize_answer(gold)), split_option(normalize_answer(answer))
-    said = normalize_answer(answer) if choice is None else choice[1]
+    text = normalize_answer(answer) if choice is None else choice[1]
     exact = replace(rules, slack=Fraction(0))
     if letter in options:
-        meant = [name for name, option in options.items() if said and compare_texts(option, said, exact) is True]
-        return gold, (meant[0] if len(meant) == 1 else answer)
+        matching = [name for name, option in options.items() if text and compare_texts(option, text, exact) is True]
+        return gold, (matching[0] if len(matching) == 1 else answer)
     if options and choice is not None and not choice[1]:
         return gold, options.get(choice[0], answer)
     return gold, answer

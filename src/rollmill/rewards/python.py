@@ -1,4 +1,4 @@
-"""Users' Python functions as rewards: plain ones in processes or threads, async ones in an event loop of their own."""
+"""Users' Python functions as rewards: plain ones in processes or threads, async ones in a separate event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RewardFunction = Callable[..., Any]
 
 
 def build_python_reward(config: PythonReward, resources: RewardResources) -> PythonScorer | PythonGroupScorer:
-    """The reward of a user's function. Raises ConfigError when it is missing or does not take the options."""
+    """Build the reward of a user's function. Raises ConfigError if it is missing or does not take the options."""
     function = load_reward_function(config)
     source = None if config.run_in == "thread" or _is_async(function) else function_source(config.function, function)
     if source is None:
@@ -41,7 +41,7 @@ def build_python_reward(config: PythonReward, resources: RewardResources) -> Pyt
 
 
 def load_reward_function(config: PythonReward) -> RewardFunction:
-    """The function of a `python` reward. Raises ConfigError when it is missing or does not take the options."""
+    """Load the function of a `python` reward. Raises ConfigError if it is missing or does not take the options."""
     function = find_reward(config.function)
     group = getattr(function, "group", False)
     judged = {"judged": None} if group and "judged" in _parameters(function) else {}
@@ -59,9 +59,9 @@ def load_reward_function(config: PythonReward) -> RewardFunction:
 
 
 def function_source(name: str, function: RewardFunction) -> str | None:
-    """Where another process finds a function: FILE.py:NAME or package.module:NAME; None where it cannot.
+    """Return the import path of a function for another process: FILE.py:NAME or package.module:NAME, or None.
 
-    `name` is how the run file calls it. What is registered by name is looked for in its module.
+    `name` is its name in the run file. A function registered by name is looked up in its module.
     """
     source, _, attribute = name.rpartition(":")
     if source:
@@ -75,7 +75,7 @@ def function_source(name: str, function: RewardFunction) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _FunctionResult:
-    """What the function returned, if it did so in time."""
+    """The function's return value, if it returned in time."""
 
     value: Any
     in_time: bool
@@ -99,8 +99,8 @@ class PythonScorer:
 class PythonGroupScorer:
     """A user's function with the attribute `group = True`: (task, completions, **options) -> a value for each.
 
-    One with a parameter `judged` is given what the rewards of single completions said: for each completion a mapping
-    of their parts.
+    A function with a parameter `judged` receives the results of the single-completion rewards: for each completion a
+    mapping of their parts.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ async def _in_process(config: PythonReward, source: str, pool: GraderPool, argum
 async def _in_thread(
     config: PythonReward, function: RewardFunction, threads: FunctionThreads, arguments: list[Any]
 ) -> _FunctionResult:
-    """Plain functions in a thread; awaitables in the event loop of `threads`."""
+    """Run plain functions in a thread, awaitables in the event loop of `threads`."""
     options = dict(config.options)
     if len(arguments) == 3:
         options["judged"] = arguments.pop()
@@ -168,7 +168,7 @@ def _is_async(function: RewardFunction) -> bool:
 
 
 async def _within(work: Callable[[], Awaitable[Any]], seconds: float) -> Any:
-    """What the awaitable gives, and whether it did so in time."""
+    """Return the awaitable's result, and whether it came in time."""
     task = asyncio.ensure_future(work())
     try:
         await asyncio.wait({task}, timeout=seconds)

@@ -1,4 +1,4 @@
-"""reasoning-gym's own scorer as a reward. Some of its scorers evaluate the answer, so it runs in a grader process."""
+"""The reward of reasoning-gym's own scorers. Some of them evaluate the answer, so they run in a grader process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rollmill.types import Completion, Task
 
 
 class ReasoningGymScorer:
-    """The score of the generator that made the task: a number from 0 to 1, partial credit as the generator gives it.
+    """The score from the task's generator: a number from 0 to 1, with the generator's partial credit.
 
-    Outcomes besides ok: `no_answer` (the marker is missing), `timeout`, `memory`, and `unscorable` where the scorer
-    raises on the answer but accepts the reference; a timeout earns the configured reward, the others 0.
+    Outcomes besides ok: `no_answer` (the marker is missing), `timeout`, `memory`, and `unscorable` if the scorer raises
+    on the answer but accepts the reference; a timeout earns the configured reward, the others 0.
     """
 
     def __init__(self, config: ReasoningGymReward, graders: GraderPool) -> None:

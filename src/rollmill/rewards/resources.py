@@ -1,4 +1,4 @@
-"""What the rewards of a judge share, made when first asked for and closed with the judge."""
+"""Resources that the rewards of a manager share: created on first use, closed with the manager."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Shared = TypeVar("Shared", bound=SupportsClose)
 
 @dataclass(slots=True, eq=False)
 class RewardResources:
-    """Processes, threads and models for the rewards of one judge.
+    """Processes, threads and models for the rewards of one manager.
 
-    `workers` is the number of grader processes; `tokenizer` is what the completions' tokens are of, None where they are
-    text; `device` is where models go, None: a GPU where torch finds one.
+    `workers` is the number of grader processes. `tokenizer` is the tokenizer of the completions' tokens, None if they
+    are text. `device` is the device for models; None: a GPU if torch finds one.
     """
 
     workers: int = 1
@@ -42,18 +42,18 @@ class RewardResources:
 
     @property
     def threads(self) -> FunctionThreads:
-        """Threads for functions that block, and an event loop that no training step holds up."""
+        """Threads for functions that block, and an event loop independent of the training step."""
         return self.shared("threads", FunctionThreads)
 
     def shared(self, key: str, make: Callable[[], Shared]) -> Shared:
-        """What is kept under `key`; made at the first call, closed with the judge."""
+        """Return the resource stored under `key`; created by the first call, closed with the manager."""
         with self._making:
             if key not in self._made:
                 self._made[key] = make()
             return self._made[key]  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Close all of it, even where closing one fails. May be called twice."""
+        """Close all resources, even if closing one fails. May be called twice."""
         with ExitStack() as stack:
             for each in self._made.values():
                 stack.callback(each.close)

@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 class LoadedRewardModel:
-    """A reward model in memory, with a thread of its own that runs one forward pass at a time.
+    """A reward model in memory, with a thread that runs one forward pass at a time.
 
-    Raises ModelError where the folder holds no reward model.
+    Raises ModelError if the folder holds no reward model.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -33,12 +33,12 @@ class LoadedRewardModel:
         self.model, self.tokenizer = load_classifier(folder, self.device)
         self.limit: int | None = getattr(self.model.config, "max_position_embeddings", None)
         self.thread = ThreadPoolExecutor(1, "rollmill-reward-model")
-        self.wake: Callable[[], object] | None = None  #: brings the weights back, if they were moved away
+        self.wake: Callable[[], object] | None = None  #: restores offloaded weights
         self._announced = False
 
     @torch.inference_mode()
     def scores(self, sequences: Sequence[Sequence[int]], batch_tokens: int) -> list[float]:
-        """The score of each sequence of token ids. Raises ValueError where one is too long for the model."""
+        """Return the score of each sequence of token ids. Raises ValueError if one is too long for the model."""
         if self.wake is not None:
             self.wake()
         longest = max(map(len, sequences))
@@ -57,13 +57,13 @@ class LoadedRewardModel:
         return found
 
     def announce_text(self) -> None:
-        """Say once that the policy's tokens are not this model's."""
+        """Warn once that the policy's tokens differ from this model's."""
         if not self._announced:
             _log.warning("%s has another vocabulary than the policy: it reads completions as text", self.folder)
         self._announced = True
 
     def _batches(self, sequences: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]]:
-        """Indices of what goes through the model at once; without a padding token it takes single sequences only."""
+        """Return the indices of each batch; without a padding token a batch is one sequence."""
         batches: list[list[int]] = []
         for i in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
             full = not batches or (len(batches[-1]) + 1) * len(sequences[batches[-1][0]]) > batch_tokens
@@ -77,21 +77,21 @@ _loaded_models: WeakValueDictionary[tuple[Path, str], LoadedRewardModel] = WeakV
 
 
 def loaded_reward_models(rewards: Iterable[ModelReward], device: str) -> list[LoadedRewardModel]:
-    """The reward models of these rewards that are in memory, each once."""
+    """Return the reward models of these rewards that are in memory, each once."""
     found = {reward.path.resolve(): _loaded_models.get((reward.path.resolve(), device)) for reward in rewards}
     return [scorer for scorer in found.values() if scorer is not None]
 
 
 class RewardModelScorer:
-    """The score of a reward model; one model in memory serves all rewards of its folder.
+    """The score of a reward model. One model in memory serves all rewards of its folder.
 
-    It reads the policy's own tokens where its tokenizer has the same vocabulary. Otherwise it reads the text: the
-    prompt (through its own chat template, if it is a chat), the completion, and its own end-of-sequence token where the
-    policy's came.
+    It reads the policy's tokens if its tokenizer has the same vocabulary. Otherwise it reads the text: the prompt
+    (through its own chat template, if it is a chat), the completion, and its own end-of-sequence token if the policy
+    generated one.
 
     Args:
-        tokenizer: the policy's; None where completions are text.
-        device: None: a GPU where torch finds one.
+        tokenizer: the policy's; None if completions are text.
+        device: None: a GPU if torch finds one.
     """
 
     def __init__(self, config: ModelReward, tokenizer: Any, device: str | None) -> None:

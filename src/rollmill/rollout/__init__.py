@@ -1,4 +1,4 @@
-"""The explorer: tasks in, judged experiences out."""
+"""Rollouts: the explorer turns tasks into experiences with rewards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Explorer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the explorer on first use: environments live in processes that do without torch."""
+    """Import the explorer on first use: environment processes run without torch."""
     if name != "Explorer":
         raise AttributeError(f"module 'rollmill.rollout' has no attribute '{name}'")
     from rollmill.rollout.explorer import Explorer

@@ -1,4 +1,4 @@
-"""Models besides the policy that workflows talk to: frozen ones in this process, and endpoints."""
+"""Models besides the policy for workflows: frozen ones in this process, and endpoints."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from rollmill.types import Completion, StopReason
 if TYPE_CHECKING:
     from rollmill.rewards.judges.endpoint import EndpointChatModel
 
-_STREAM = 0x07E5  # keeps the randomness of other models apart from the policy's
+_STREAM = 0x07E5  # keeps other models' random numbers apart from the policy's
 
 
 class AuxiliaryModels:
-    """The models of one stage, by name. Frozen ones are decoded in this process, next to the policy.
+    """The auxiliary models of one stage, by name. Frozen ones are decoded in this process, next to the policy.
 
     Args:
-        precision: bf16 or fp32, what they compute in.
+        precision: bf16 or fp32, their compute type.
 
     Raises:
         ModelError: a folder holds no causal language model.
@@ -56,11 +56,11 @@ class AuxiliaryModels:
         }
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps: the policy as it was at the start of the stage, where a model is that."""
+        """State for a checkpoint: the policy at the start of the stage, if a model is that."""
         return None if self._initial is None else self._initial.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restore a state from `state_dict`."""
         if state is not None and self._initial is not None:
             self._initial.load_state_dict(state)
             for engine in self._engines:
@@ -104,7 +104,7 @@ class AuxiliaryModels:
 
 @dataclass(frozen=True, slots=True)
 class EndpointModel:
-    """A model behind an endpoint, with the policy's interface as far as an endpoint has it."""
+    """A model behind an endpoint, with the part of the policy's interface that endpoints support."""
 
     name: str
     endpoint: EndpointChatModel
@@ -113,33 +113,33 @@ class EndpointModel:
     asked: Iterator[int] = field(default_factory=count)
 
     async def chat(self, messages: Sequence[ChatMessage], **sampling: Any) -> Reply:
-        """The next turn of a conversation. Keyword arguments are temperature and max_new_tokens.
+        """Generate the next turn of a conversation. Keyword arguments are temperature and max_new_tokens.
 
         Raises:
             WorkflowError: these messages get no reply.
-            RewardError: nothing does.
+            RewardError: the endpoint does not reply at all.
         """
         [reply] = await self.chat_n(messages, 1, **sampling)
         return reply
 
     async def chat_n(self, messages: Sequence[ChatMessage], n: int, **sampling: Any) -> list[Reply]:
-        """Several independent next turns, see `chat`."""
+        """Generate several independent next turns, see `chat`."""
         return await self._ask([dict(each) for each in messages], n, sampling)
 
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
-        """What follows a text; see `chat`. Raises WorkflowError for tokens, and where the endpoint only chats."""
+        """Complete a text; see `chat`. Raises WorkflowError for tokens, and if the endpoint only chats."""
         [reply] = await self.complete_n(prompt, 1, **sampling)
         return reply
 
     async def complete_n(self, prompt: str | Sequence[int], n: int, **sampling: Any) -> list[Reply]:
-        """Several independent completions, see `complete`."""
+        """Generate several independent completions, see `complete`."""
         if not self.config.completes:
             raise WorkflowError(f"models.{self.name}: an endpoint has no `complete`, unless it has `completes: true`")
         if not isinstance(prompt, str):
             raise WorkflowError(f"models.{self.name}: an endpoint completes texts; its tokens are not known")
         return await self._ask(prompt, n, sampling)
 
-    async def _ask(self, asked: Any, n: int, sampling: dict[str, Any]) -> list[Reply]:
+    async def _ask(self, prompt: Any, n: int, sampling: dict[str, Any]) -> list[Reply]:
         unknown = sorted(sampling.keys() - {"temperature", "max_new_tokens"})
         if unknown:
             raise WorkflowError(f"models.{self.name}: an endpoint takes temperature and max_new_tokens, not {unknown}")
@@ -149,14 +149,14 @@ class EndpointModel:
             derive_seed(self.seed, next(self.asked)),
         )
         try:
-            found = await self.endpoint.loop.run(self.endpoint.chat(asked, settings, range(n)))
+            found = await self.endpoint.loop.run(self.endpoint.chat(prompt, settings, range(n)))
         except NoReplyError as error:
             raise WorkflowError(f"{error}; there is no reply ({error.outcome})") from error
         return [_reply(each.text, each.finish == LENGTH) for each in found]
 
 
 def connect_endpoint(name: str, section: AuxiliaryModelConfig) -> EndpointChatModel:
-    """The connection to the endpoint of a section. Raises ConfigError: the key is not set, or the library missing."""
+    """Connect to the endpoint of a section. Raises ConfigError: the key is not set, or the library missing."""
     keys = ("endpoint", "model", "api_key_env", "options", "max_in_flight", "tries", "try_s", "deadline_s")
     try:
         from rollmill.rewards.judges.endpoint import EndpointChatModel
@@ -168,7 +168,7 @@ def connect_endpoint(name: str, section: AuxiliaryModelConfig) -> EndpointChatMo
 
 
 def _reply(text: str, cut: bool) -> Reply:
-    """A reply without tokens: an endpoint gives none."""
+    """Build a reply without tokens, as endpoints give none."""
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
     reason = StopReason.LENGTH if cut else StopReason.EOS
     completion = Completion(ids, ids, numbers, ids, numbers, text, reason, 0, 0)

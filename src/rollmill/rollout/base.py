@@ -1,4 +1,4 @@
-"""What rolls out groups, wherever it does."""
+"""Protocols of explorers, local and remote."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rollmill.trackers.trace import Trace
 from rollmill.types import Experience, Task
 
 OnGenerated = Callable[[list[Experience]], None]
-"""Is handed a group when its tokens are there; its rewards may come later, into the same objects."""
+"""Called with a group once its tokens are generated; its rewards may be set later, in the same objects."""
 
 
 class RolloutGenerator(Protocol):
-    """All that an evaluation needs of an explorer."""
+    """The part of an explorer that an evaluation needs."""
 
     async def rollout(
         self,
@@ -29,34 +29,34 @@ class RolloutGenerator(Protocol):
         group: str,
         generated: OnGenerated | None = None,
     ) -> list[Experience]:
-        """The judged experiences of n rollouts of one task."""
+        """Return the experiences of n rollouts of one task, with rewards."""
         ...
 
 
 class ExplorerSource(Protocol):
-    """Makes explorers that share an engine, rewards and what workflows need."""
+    """Builds explorers that share an engine, rewards and workflow resources."""
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RolloutGenerator:
-        """One that rolls out as the section `workflow` says."""
+        """Build an explorer with the stage's `workflow`."""
         ...
 
     def variant(self, config: StageConfig, rewards: RewardManager, /) -> ExplorerSource:
-        """Another source for the same policy, whose tasks are rolled out or judged as `config` says."""
+        """Build another source for the same policy, with the workflow and rewards of `config`."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What has happened in environments and tools since the last call."""
+        """Metrics of environments and tools since the last call."""
         ...
 
     async def close(self) -> None:
-        """End what the explorers have opened."""
+        """Free the explorers' resources."""
 
 
 class ExplorerProtocol(RolloutGenerator, Protocol):
     """An explorer, in this process or in another one."""
 
     elsewhere: bool
-    """It has weights of its own and goes on while the trainer trains."""
+    """Whether it runs in another process: it has its own weights and continues while the trainer trains."""
 
     async def rollout(
         self,
@@ -73,5 +73,5 @@ class ExplorerProtocol(RolloutGenerator, Protocol):
         ...
 
     def take_counts(self) -> dict[str, float]:
-        """What has become of rollouts since the last call."""
+        """Counts of rollouts since the last call."""
         ...

@@ -1,8 +1,8 @@
-"""Chat messages as tokens, without ever turning the policy's own tokens into text and back.
+"""Renders chat messages as tokens, without ever turning the policy's own tokens into text and back.
 
-A conversation goes on from the tokens the policy has produced: what the template puts behind its turn is added to them.
-Where a template does not keep what came before (it drops earlier reasoning, or writes turns of the past differently),
-the history is rendered anew: the sample forks there.
+A conversation continues from the tokens that the policy has produced: the text that the template puts after its turn is
+appended. If a template rewrites the history (it drops earlier reasoning, or formats past turns differently), the
+history is rendered again: the sample forks there.
 """
 
 from __future__ import annotations
@@ -18,17 +18,12 @@ from rollmill.errors import EngineError
 from rollmill.rollout.tools.formats import ToolCall, ToolFormat, describe_tools, render_tool_calls, wrap_tool_response
 from rollmill.types import Completion
 
-# What a chat template knows of system messages, tools, calls and results; messages fitted to what it does not.
-#
-# Templates are programs that nobody can read off what they do, so each is shown a small conversation and its answer is
-# looked at.
-
 ChatMessage = Mapping[str, Any]
-"""One message of a chat as OpenAI's interface has it: `role`, `content`, perhaps `tool_calls` and others."""
+"""One chat message in OpenAI's format: `role`, `content`, perhaps `tool_calls` and others."""
 
 _MARK = "rollmillprobe"
-_ASKED = {"role": "user", "content": "question"}
-_SAID = {"role": "assistant", "content": "answer"}
+_QUESTION = {"role": "user", "content": "question"}
+_ANSWER = {"role": "assistant", "content": "answer"}
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": _MARK, "description": "a tool", "parameters": {"type": "object", "properties": {}}},
@@ -36,13 +31,16 @@ _PROBE_TOOL = {
 
 
 class ChatTemplate:
-    """A tokenizer's chat template."""
+    """A tokenizer's chat template, and messages fitted to the features it lacks.
+
+    Templates are programs, so each feature is detected by rendering a small conversation.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def apply(self, messages: Sequence[ChatMessage], tools: Any = None) -> str:
-        """Messages as text, ready for the policy's turn. Raises whatever the template raises."""
+        """Render messages as text, ready for the policy's turn. Raises whatever the template raises."""
         text: str = self._tokenizer.apply_chat_template(
             [dict(each) for each in messages], tools=tools, add_generation_prompt=True, tokenize=False
         )
@@ -50,32 +48,32 @@ class ChatTemplate:
 
     @cached_property
     def supports_system(self) -> bool:
-        """Whether it shows a system message."""
-        return self._shows([{"role": "system", "content": _MARK}, _ASKED])
+        """Whether it renders a system message."""
+        return self._shows([{"role": "system", "content": _MARK}, _QUESTION])
 
     @cached_property
     def supports_tools(self) -> bool:
-        """Whether it shows the tools of a chat."""
-        return self._shows([_ASKED], [_PROBE_TOOL])
+        """Whether it renders the tools of a chat."""
+        return self._shows([_QUESTION], [_PROBE_TOOL])
 
     @cached_property
     def supports_tool_results(self) -> bool:
-        """Whether it shows messages of the role `tool` behind a call that stands in the text of a turn."""
+        """Whether it renders messages of the role `tool` after a call that is part of a turn's text."""
         result = {"role": "tool", "tool_call_id": "abcdefghi", "name": "tool", "content": _MARK}
-        return self._shows([_ASKED, _SAID, result, _SAID, _ASKED])
+        return self._shows([_QUESTION, _ANSWER, result, _ANSWER, _QUESTION])
 
     @cached_property
     def supports_tool_calls(self) -> bool:
-        """Whether it shows `tool_calls` of a message."""
+        """Whether it renders `tool_calls` of a message."""
         call = {"id": "abcdefghi", "type": "function", "function": {"name": _MARK, "arguments": {}}}
-        return self._shows([_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        return self._shows([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}])
 
     def fitted(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, format: ToolFormat
     ) -> tuple[list[ChatMessage], Any]:
-        """Messages and tools as the template takes them: what it would not show is put into texts.
+        """Fit messages and tools to the template: parts that it would not render become text.
 
-        Messages in front become the same texts whatever comes behind them, so that a conversation can go on.
+        Earlier messages become the same text whatever follows, so that a conversation can continue.
         """
         found: list[ChatMessage] = []
         for message in messages:
@@ -90,10 +88,10 @@ class ChatTemplate:
         fitting = [{key: value for key, value in each.items() if key != "of_tool"} for each in found]
         if not tools or self.supports_tools:
             return list(fitting), tools
-        return self._told(fitting, describe_tools(tools, format)), None
+        return self._with_system_text(fitting, describe_tools(tools, format)), None
 
     def _with_calls(self, message: ChatMessage, format: ToolFormat) -> ChatMessage:
-        """A turn that was not the policy's own, with its calls. Templates take arguments as objects."""
+        """Render a turn that is not the policy's own, with its calls. Templates take arguments as objects."""
         calls = [_call(each) for each in message["tool_calls"]]
         if not self.supports_tool_calls:
             text = "\n".join(each for each in (_text(message), render_tool_calls(calls, format)) if each)
@@ -104,8 +102,8 @@ class ChatTemplate:
         ]
         return {**message, "content": _text(message), "tool_calls": given}
 
-    def _told(self, messages: list[dict[str, Any]], text: str) -> list[ChatMessage]:
-        """The messages with a text in the system message, or in front of the first one where there can be none."""
+    def _with_system_text(self, messages: list[dict[str, Any]], text: str) -> list[ChatMessage]:
+        """Add a text to the system message, or before the first message if the template supports none."""
         first = messages[0] if messages else {}
         if first.get("role") == "system" or (messages and not self.supports_system):
             before = [text, _text(first)] if first["role"] != "system" else [_text(first), text]
@@ -115,12 +113,12 @@ class ChatTemplate:
     def _shows(self, messages: list[dict[str, Any]], tools: Any = None) -> bool:
         try:
             return _MARK in self.apply(messages, tools)
-        except Exception:  # templates raise Jinja's errors and Python's: then this one takes no such thing
+        except Exception:  # templates raise Jinja's errors and Python's: not supported
             return False
 
 
 def _call(entry: Mapping[str, Any]) -> ToolCall:
-    """An entry of `tool_calls`, whose arguments are text in OpenAI's format."""
+    """Parse an entry of `tool_calls`, whose arguments are text in OpenAI's format."""
     function = entry["function"]
     arguments = function["arguments"]
     if isinstance(arguments, str):
@@ -138,7 +136,7 @@ def _text(message: ChatMessage) -> str:
 
 
 def _add_to_user(found: list[ChatMessage], text: str) -> None:
-    """Results that follow each other, and what a user says behind them, are one turn: some templates demand it."""
+    """Join consecutive results, and a user's text after them, into one turn, as some templates require."""
     if found and found[-1].get("of_tool"):
         found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{text}"}
     else:
@@ -147,20 +145,20 @@ def _add_to_user(found: list[ChatMessage], text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RecordedReply:
-    """A turn of the policy and all that came before it."""
+    """A turn of the policy and everything before it."""
 
-    messages: tuple[ChatMessage, ...]  #: the conversation as its user knows it, this turn included
+    messages: tuple[ChatMessage, ...]  #: the conversation as the caller sees it, this turn included
     raw: tuple[ChatMessage, ...]  #: the same, with the policy's turns as it wrote them
-    tools: Any  #: what the prompt offered
-    prompt: str  #: what the policy saw, as text
-    text: str  #: what it wrote, without the token that ended it
+    tools: Any  #: the tools offered in the prompt
+    prompt: str  #: the prompt as text
+    text: str  #: the turn as text, without its end token
     token_ids: tuple[int, ...]  #: prompt and turn
-    end: str | None  #: the token that ended it; None where it was cut off, or ended by a stop string
+    end: str | None  #: its end token; None if it was truncated, or ended by a stop string
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What the policy is asked: `token_ids` are those of `text`, or go on from tokens it has produced."""
+    """A prompt for the policy: `token_ids` encode `text`, or continue tokens that it has produced."""
 
     token_ids: list[int]
     text: str
@@ -169,7 +167,7 @@ class ChatPrompt:
 
 
 class ChatRenderer:
-    """A tokenizer's chat template.
+    """Renders chats as text and tokens by a tokenizer's chat template.
 
     Args:
         eos_ids: the ids that end a turn of the policy.
@@ -182,9 +180,9 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[ChatMessage], tools: Any = None, *, format: ToolFormat = "auto", name: str = "a chat"
     ) -> str:
-        """Messages as text, ready for the policy's turn.
+        """Render messages as text, ready for the policy's turn.
 
-        What the template does not show of tools, calls and results is put into texts, calls in `format`.
+        Tools, calls and results that the template does not render become text, calls in `format`.
 
         Raises:
             EngineError: the tokenizer has no chat template, or the template refuses the messages.
@@ -207,7 +205,7 @@ class ChatRenderer:
         format: ToolFormat = "auto",
         name: str = "a chat",
     ) -> ChatPrompt:
-        """The tokens of a conversation, going on from the longest of what was `said` that it begins with.
+        """Tokenize a conversation, continuing from the longest recorded reply in `said` that it begins with.
 
         Raises EngineError like `render`.
         """
@@ -224,10 +222,10 @@ class ChatRenderer:
     def said(
         self, messages: Sequence[ChatMessage], prompt: ChatPrompt, tools: Any, completion: Completion
     ) -> RecordedReply:
-        """The policy's turn, remembered.
+        """Record the policy's turn.
 
         Args:
-            messages: the conversation as its user knows it, the turn included.
+            messages: the conversation as the caller sees it, the turn included.
         """
         ids = completion.token_ids.tolist()
         ended = bool(ids) and ids[-1] in self._eos_ids
@@ -237,7 +235,7 @@ class ChatRenderer:
         return RecordedReply(tuple(messages), raw, tools, prompt.text, text, (*prompt.token_ids, *ids), end)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of a chat; the template has put all special tokens there."""
+        """Token ids of a piece of a chat; the template has added all special tokens."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -247,15 +245,15 @@ class ChatRenderer:
         return text
 
     def _behind(self, said: RecordedReply, text: str) -> str | None:
-        """What stands behind the turn in a rendered conversation; None where the template has not kept it.
+        """Text after the turn in a rendered conversation; None if the template has changed the turn.
 
-        White space around the turn may differ: templates strip it or put some there, and the tokens stay as they are.
+        White space around the turn may differ: templates strip or add some, and the tokens stay as they are.
         """
         if not text.startswith(said.prompt):
             return None
         rest = text[len(said.prompt) :]
-        own = said.text.strip()
-        for shown, written in ((rest, said.text), (rest, own), (rest.lstrip(), own)):
+        stripped = said.text.strip()
+        for shown, written in ((rest, said.text), (rest, stripped), (rest.lstrip(), stripped)):
             behind = shown.removeprefix(written)
             if shown.startswith(written) and behind.startswith(said.end or ""):
                 return behind.removeprefix(said.end or "")

@@ -1,8 +1,8 @@
-"""A shelf of earlier completions, which serve as drafts the next time their task is rolled out (arXiv:2509.23232).
+"""Cache of earlier completions, used as drafts when their task is rolled out again (arXiv:2509.23232).
 
-The rule of acceptance is exact for drafts as they were sampled. So none is chosen by what is in it: every completion
-goes onto the shelf, whole or cut off, whatever it earned; one that is under way has left it; and of two that were under
-way at the same time the one that was asked for later stays, not the one that ended later.
+Acceptance is exact only for drafts as they were sampled, so none may be selected by its content: every completion is
+cached, whole or truncated, whatever its reward; a running one has left the cache; and of two concurrent ones the one
+requested later stays, not the one that finished later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DraftSlot = dict[int, Draft]
 
 
 class DraftCache:
-    """The latest completions of the tasks that were rolled out last."""
+    """The latest completions of the most recently rolled out tasks."""
 
     def __init__(self, config: ReuseConfig) -> None:
         self.top = config.top
@@ -31,7 +31,7 @@ class DraftCache:
         self._marked: dict[str, DraftSlot] = {}
 
     def take(self, task_id: str, n: int) -> tuple[Sequence[Draft | None], DraftSlot]:
-        """Drafts for the n completions of a task that is about to be rolled out, and where its new ones belong."""
+        """Return drafts for the n completions of a task about to be rolled out, and the slot for its new ones."""
         old, new = self._slots.pop(task_id, {}), DraftSlot()
         self._slots[task_id] = new
         if len(self._slots) > self._tasks:
@@ -39,11 +39,11 @@ class DraftCache:
         return [old.get(index) for index in range(n)], new
 
     def mark(self) -> None:
-        """Note a step boundary: what `state_dict` gives, even if the next step has begun."""
+        """Record a step boundary, which `state_dict` returns even if the next step has started."""
         self._marked = {task_id: dict(slot) for task_id, slot in self._slots.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The shelf at the last mark, in a few tensors: drafts laid end to end, N tokens in all."""
+        """The cache at the last mark, in a few tensors: drafts concatenated, N tokens in all."""
         named = [(task_id, index, draft) for task_id, slot in self._marked.items() for index, draft in slot.items()]
         drafts = [draft for _, _, draft in named]
         return {
@@ -57,7 +57,7 @@ class DraftCache:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore a state from `state_dict`."""
         self._slots = {task_id: DraftSlot() for task_id in state["tasks"]}
         start = 0
         for owner, index, length in zip(state["owners"], state["indices"], state["lengths"], strict=True):
@@ -68,7 +68,7 @@ class DraftCache:
 
 
 def draft_from_completion(completion: Completion) -> Draft:
-    """A completion whose most probable tokens were recorded."""
+    """Build a draft from a completion with recorded top tokens."""
     assert completion.top_ids is not None
     assert completion.top_probs is not None
     return Draft(completion.token_ids, completion.top_ids, completion.top_probs)

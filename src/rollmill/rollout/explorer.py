@@ -1,6 +1,6 @@
-"""Rolls out tasks: a group of rollouts per task, each judged the moment it ends.
+"""Rolls out tasks: a group of rollouts per task, each with rewards computed as soon as it ends.
 
-An explorer knows an engine, a judge, a tokenizer and perhaps a workflow; it does not know who trains or who asks.
+An explorer has an engine, rewards, a tokenizer and perhaps a workflow; it does not know the trainer.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ from rollmill.rollout.runner import WorkflowRunner, apply_repetition_penalty, as
 from rollmill.trackers.trace import GENERATE, Trace
 from rollmill.types import Completion, Experience, StopReason, Task, experience_from_completion
 
-# Completions that are generated in parts: put away when the engine is interrupted, and continued later.
-
 
 @dataclass(slots=True)
 class PartialRollout:
-    """Completions of a group and the experiences made of them, in the same order."""
+    """Completions of a group, finished or interrupted, and their experiences in the same order."""
 
     completions: list[Completion]
     experiences: list[Experience]
 
 
 def completion_prefix(experience: Experience) -> CompletionPrefix:
-    """What a completion goes on from: the tokens of an experience with one turn of the policy, with their log-probs."""
+    """Build the prefix that continues an experience with one turn of the policy: its tokens and their log-probs."""
     mine = experience.action_mask
-    logprobs = experience.logprobs[mine]  # truncation is in them already, so that its part is 0
+    logprobs = experience.logprobs[mine]  # untruncated already, so kept_logmass is 0
     return CompletionPrefix(
         experience.token_ids[mine],
         logprobs,
@@ -49,7 +47,7 @@ def completion_prefix(experience: Experience) -> CompletionPrefix:
 
 
 def add_earlier_timings(experiences: Sequence[Experience], earlier: Sequence[Experience]) -> list[Experience]:
-    """The experiences, with the seconds that earlier parts took added; both in the same order."""
+    """Add the seconds of earlier parts to the experiences; both in the same order."""
     added = []
     for one, before in zip(experiences, earlier, strict=True):
         names = dict.fromkeys([*one.timings, *before.timings])
@@ -59,11 +57,11 @@ def add_earlier_timings(experiences: Sequence[Experience], earlier: Sequence[Exp
 
 
 class Explorer:
-    """Rolls out one group per task. `trace` is told when each completion was generated and judged.
+    """Rolls out one group per task. `trace` records when each completion was generated and scored.
 
     Args:
         runner: runs the workflow of a rollout; None: a rollout is one completion of the task's prompt.
-        drafts: where completions are kept for the next time that their task is rolled out.
+        drafts: cache of completions, used as drafts when their task is rolled out again.
     """
 
     elsewhere = False
@@ -71,14 +69,14 @@ class Explorer:
     def __init__(
         self,
         engine: RolloutEngine,
-        judge: RewardManager,
+        rewards: RewardManager,
         tokenizer: Any,
         trace: Trace | None = None,
         runner: WorkflowRunner | None = None,
         drafts: DraftCache | None = None,
     ) -> None:
         self._engine = engine
-        self._judge = judge
+        self._rewards = rewards
         self._tokenizer = tokenizer
         self._trace = trace
         self._runner = runner
@@ -95,31 +93,31 @@ class Explorer:
         generated: OnGenerated | None = None,
         with_greedy: bool = False,
     ) -> list[Experience]:
-        """The judged experiences of n rollouts of one task, ordered by index; a rollout may give several, or none.
+        """Return the experiences of n rollouts of one task, with rewards, ordered by index; a rollout has any number.
 
         Args:
-            seed: what the rollouts' randomness derives from, besides their index.
+            seed: seed of the rollouts, together with their index.
             group: id of the group of experiences that are compared with each other.
             with_greedy: each experience's info has the reward of the task's greedy rollout, `greedy_reward`.
-                `generated` is called when that has its tokens, too: both are of the same weights.
+                `generated` is called once that has its tokens, too: both are by the same weights.
 
         Raises:
             EngineError: the prompt does not fit.
-            RewardError: a reward raised or returned something that is not a reward.
+            RewardError: a reward raised, or returned an invalid value.
             WorkflowError: the workflow did.
         """
         if not with_greedy:
             return await self._group(task, sampling, n, seed, group, generated)
         greedy = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
-        arrived: dict[bool, list[Experience]] = {}  # by whether they are the greedy one
+        arrived: dict[bool, list[Experience]] = {}  # keyed by `is_greedy`
 
-        def told(own: list[Experience], *, is_greedy: bool) -> None:
-            arrived[is_greedy] = own
+        def on_generated(experiences: list[Experience], *, is_greedy: bool) -> None:
+            arrived[is_greedy] = experiences
             if len(arrived) == 2 and generated is not None:
                 generated(arrived[False])
 
-        sampled = partial(told, is_greedy=False)
-        alone = partial(told, is_greedy=True)
+        sampled = partial(on_generated, is_greedy=False)
+        alone = partial(on_generated, is_greedy=True)
         experiences, baseline = await gather_or_cancel(
             [
                 self._group(task, sampling, n, seed, group, sampled),
@@ -141,34 +139,34 @@ class Explorer:
         *,
         reuse: bool = True,
     ) -> list[Experience]:
-        """One group. With `reuse` it begins with the task's drafts, where drafts are kept, and leaves its own."""
+        """Roll out one group. With `reuse`, it uses and replaces the task's cached drafts."""
         if self._runner is not None:
             return await self._runner.group(task, sampling, n=n, seed=seed, group=group)
-        shelf = self._drafts if reuse else None
-        drafts, slot = ((), None) if shelf is None else shelf.take(task.id, n)
-        top = 0 if shelf is None else shelf.top
+        cache = self._drafts if reuse else None
+        drafts, slot = ((), None) if cache is None else cache.take(task.id, n)
+        top = 0 if cache is None else cache.top
         request = self._request(task, sampling, n=n, seed=seed, drafts=drafts, record_top=top)
         completions: dict[int, Completion] = {}
-        judging: dict[int, asyncio.Task[RewardResult]] = {}
+        pending: dict[int, asyncio.Task[RewardResult]] = {}
         try:
             async for completion in self._engine.stream(request):
                 completions[completion.index] = completion
                 if slot is not None:
                     slot[completion.index] = draft_from_completion(completion)
-                work = self._judge.judge(task, completion, group_follows=True)
-                judging[completion.index] = asyncio.ensure_future(work)
-                self._tell(completion)
+                work = self._rewards.judge(task, completion, group_follows=True)
+                pending[completion.index] = asyncio.ensure_future(work)
+                self._record_timing(completion)
             ordered = [completions[index] for index in sorted(completions)]
             experiences = self._experiences(task, ordered, sampling, group)
             if generated is not None:
                 generated(experiences)
-            judgements = await asyncio.gather(*(judging[each.index] for each in ordered))
-            self._add(experiences, await self._judge.add_group_rewards(task, ordered, judgements), sampling)
+            results = await asyncio.gather(*(pending[each.index] for each in ordered))
+            self._add(experiences, await self._rewards.add_group_rewards(task, ordered, results), sampling)
             return experiences
         except BaseException:
-            for pending in judging.values():
-                pending.cancel()
-            await asyncio.gather(*judging.values(), return_exceptions=True)
+            for work_left in pending.values():
+                work_left.cancel()
+            await asyncio.gather(*pending.values(), return_exceptions=True)
             raise
 
     async def part(
@@ -181,29 +179,29 @@ class Explorer:
         group: str,
         begun: Sequence[Experience] = (),
     ) -> PartialRollout:
-        """n completions of a task, until they have ended or the engine is interrupted. They are not judged.
+        """Generate n completions of a task until they end or the engine is interrupted. Rewards are not computed.
 
         Args:
-            begun: what an earlier part of the same group has given.
+            begun: experiences of an earlier part of the same group.
 
-        Raises EngineError where the prompt does not fit.
+        Raises EngineError if the prompt does not fit.
         """
         request = self._request(task, sampling, n=n, seed=seed, begun=[completion_prefix(each) for each in begun])
         completions = await self._engine.generate(request)
         for completion in completions:
-            self._tell(completion)
+            self._record_timing(completion)
         experiences = self._experiences(task, completions, sampling, group)
         return PartialRollout(completions, add_earlier_timings(experiences, begun) if begun else experiences)
 
     async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
-        """Write what the rewards say into the experiences of a part whose completions have all ended.
+        """Compute the rewards of a part whose completions have all ended, and set them in its experiences.
 
         Raises RewardError: see `rollout`.
         """
-        self._add(part.experiences, await self._judge.judge_group(task, part.completions), sampling)
+        self._add(part.experiences, await self._rewards.judge_group(task, part.completions), sampling)
 
     def take_counts(self) -> dict[str, float]:
-        """What has become of rollouts by a workflow since the last call: see Attempts. Empty where there is none."""
+        """Counts of workflow rollouts since the last call, see RetryingWorkflow. Empty without a workflow."""
         return {} if self._runner is None else self._runner.take_counts()
 
     def _request(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, **more: Any) -> GenerationRequest:
@@ -226,15 +224,15 @@ class Explorer:
             for each in completions
         ]
 
-    def _tell(self, completion: Completion) -> None:
+    def _record_timing(self, completion: Completion) -> None:
         if self._trace is not None:
             self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
 
     def _add(
-        self, experiences: Sequence[Experience], judgements: Sequence[RewardResult], sampling: SamplingConfig
+        self, experiences: Sequence[Experience], results: Sequence[RewardResult], sampling: SamplingConfig
     ) -> None:
-        """Write into experiences what the rewards say of them, less what repetition costs."""
-        for experience, judgement in zip(experiences, judgements, strict=True):
-            assign_reward(experience, judgement)
-            trace_reward_result(self._trace, judgement)
+        """Set the experiences' rewards, less the repetition penalty."""
+        for experience, result in zip(experiences, results, strict=True):
+            assign_reward(experience, result)
+            trace_reward_result(self._trace, result)
             apply_repetition_penalty([experience], sampling, experience.stop_reason is StopReason.REPETITION)

@@ -1,4 +1,4 @@
-"""What a workflow talks to: a model that chats and completes, and remembers what it said."""
+"""The policy as workflows see it: a model that chats and completes, and remembers its replies."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from rollmill.types import Completion, StopReason, Task
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model said."""
+    """A reply of a model."""
 
     text: str  #: without special tokens, and without a stop string
     completion: Completion
-    message: dict[str, Any] = field(default_factory=dict)  #: to be put into the conversation as it is
+    message: dict[str, Any] = field(default_factory=dict)  #: message to append to the conversation unchanged
     tool_calls: list[ToolCall] = field(default_factory=list)
-    malformed: list[str] = field(default_factory=list)  #: what is wrong with calls that are none
+    malformed: list[str] = field(default_factory=list)  #: errors of malformed calls
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why it ended."""
+        """Stop reason of the completion."""
         return self.completion.stop_reason
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and reply: what `complete` can go on from."""
+        """Prompt and reply, which `complete` can continue."""
         return [*self.completion.prompt_ids.tolist(), *self.completion.token_ids.tolist()]
 
 
 class Policy:
-    """A model within one rollout. Calls may be made at the same time.
+    """A model within one rollout. Concurrent calls are allowed.
 
     Args:
-        sampling: how replies are sampled, unless a call says otherwise.
-        seed: what the randomness of all calls derives from, besides their number.
-        recorder: takes down every call; None: the model is not the one that learns.
-        index: which rollout of its group this is.
+        sampling: default sampling of replies.
+        seed: seed of all calls, together with their number.
+        recorder: records every call; None: the model is not trained.
+        index: index of the rollout in its group.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Policy:
         self.sampling, self.name, self.seed, self.tokenizer = sampling, name, seed, chat.tokenizer
         self._engine, self._chat = engine, chat
         self._recorder, self._trace, self._index = recorder, trace, index
-        self._said: list[RecordedReply] = []
-        self._asked = 0
+        self._replies: list[RecordedReply] = []
+        self._num_calls = 0
 
     async def chat(
         self,
@@ -76,15 +76,15 @@ class Policy:
         learn: bool = True,
         **sampling: Any,
     ) -> Reply:
-        """The next turn of a conversation.
+        """Generate the next turn of a conversation.
 
-        Put `reply.message` into the messages to go on: then the policy's own tokens are kept as they are. A changed
+        Append `reply.message` to the messages to continue: then the policy's own tokens are kept as they are. A changed
         history is another branch.
 
         Args:
             messages: OpenAI's format: `{"role": "user", "content": "..."}`.
-            tools: their descriptions in OpenAI's format. Templates that show none get them in the system message.
-            tool_format: how calls are written: auto, hermes or json. Calls are looked for where this or tools is given.
+            tools: their descriptions in OpenAI's format. Templates without tools get them in the system message.
+            tool_format: format of calls: auto, hermes or json. Calls are parsed if this or tools is given.
             learn: False leaves the reply out of the loss.
             sampling: keys of the section `rollout` that differ for this call: temperature, max_new_tokens, stop ...
 
@@ -104,23 +104,23 @@ class Policy:
         learn: bool = True,
         **sampling: Any,
     ) -> list[Reply]:
-        """Several independent next turns, see `chat`."""
+        """Generate several independent next turns, see `chat`."""
         messages = [dict(each) for each in messages]
         format = tool_format or "auto"
-        prompt = self._chat.prompt(messages, self._said, tools, format=format, name=self.name)
+        prompt = self._chat.prompt(messages, self._replies, tools, format=format, name=self.name)
         replies = []
         for completion in await self._ask(prompt.token_ids, prompt.text, n, learn, sampling):
             reading = ParsedReply(completion.text)
             if tools or tool_format:
                 reading = parse_tool_calls(completion.text, format, salt=str(len(messages)))
-            self._said.append(self._chat.said([*messages, reading.message], prompt, tools, completion))
+            self._replies.append(self._chat.said([*messages, reading.message], prompt, tools, completion))
             replies.append(Reply(completion.text, completion, reading.message, reading.calls, reading.malformed))
         return replies
 
     async def complete(self, prompt: str | Sequence[int], *, learn: bool = True, **sampling: Any) -> Reply:
-        """What follows a text, or tokens: `[*reply.token_ids, *policy.encode("...")]` goes on from a reply.
+        """Complete a text or tokens: `[*reply.token_ids, *policy.encode("...")]` continues a reply.
 
-        Raises EngineError where the prompt does not fit.
+        Raises EngineError if the prompt does not fit.
         """
         [reply] = await self.complete_n(prompt, 1, learn=learn, **sampling)
         return reply
@@ -128,17 +128,17 @@ class Policy:
     async def complete_n(
         self, prompt: str | Sequence[int], n: int, *, learn: bool = True, **sampling: Any
     ) -> list[Reply]:
-        """Several independent completions, see `complete`."""
+        """Generate several independent completions, see `complete`."""
         ids = self.encode(prompt, start=True) if isinstance(prompt, str) else list(prompt)
         text = prompt if isinstance(prompt, str) else self._chat.decode(ids)
         found = await self._ask(ids, text, n, learn, sampling)
         return [Reply(each.text, each, {"role": "assistant", "content": each.text}) for each in found]
 
     def encode(self, text: str, *, start: bool = False) -> list[int]:
-        """Token ids of a text; `start` adds what the tokenizer puts in front of a whole one."""
+        """Token ids of a text; `start` adds the special tokens at the start of a whole text."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=start)
         if start and ids[-1:] == [self.tokenizer.eos_token_id] and self.encode(text)[-1:] != ids[-1:]:
-            return ids[:-1]  # a tokenizer set up to end every text: the completion must go on here
+            return ids[:-1]  # the tokenizer ends every text, but the completion continues here
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -146,31 +146,31 @@ class Policy:
         return self._chat.decode(token_ids)
 
     def reward(self, reply: Reply, value: float) -> None:
-        """Say what the branch that ends with a reply is worth; it counts as a rollout of its own within its group.
+        """Set the reward of the branch that ends with a reply; it counts as a separate rollout within its group.
 
-        For branches that are worth different amounts, such as votes, or the two sides of a game. Branches that nothing
-        is said of get what the workflow returns.
+        For branches with different rewards, such as votes, or the two sides of a game. Branches without a reward get
+        the workflow's.
 
         Raises ValueError: the value is not finite, or the reply is another model's.
         """
         if self._recorder is None:
             return
         value = _finite(value, "policy.reward")
-        own = [call for call in self._recorder.calls if call.completion is reply.completion]
-        if not own:
+        calls = [call for call in self._recorder.calls if call.completion is reply.completion]
+        if not calls:
             raise ValueError("policy.reward was given a reply that is none of this policy; give what `chat` returned")
-        own[0].reward = value
+        calls[0].reward = value
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """A chat as tokens up to where the policy's turn begins, for `complete`. Raises EngineError like `chat`."""
+        """Tokenize a chat up to the start of the policy's turn, for `complete`. Raises EngineError like `chat`."""
         return self._chat.prompt([dict(each) for each in messages], name=self.name).token_ids
 
     def step(self, reward: float | None = None, *, anchor: str | None = None) -> None:
-        """End a step: what came since the last one is an experience of its own.
+        """End a step: the calls since the last one become a separate experience.
 
         Args:
-            reward: of the step; the sum over the steps and what the workflow returns is the rollout's.
-            anchor: the state it was taken in; GiGPO compares steps taken in the same one.
+            reward: of the step; the rollout's reward is the sum over the steps and the workflow's result.
+            anchor: the state in which the step was taken; GiGPO compares steps with the same one.
 
         Raises ValueError: the reward is not finite.
         """
@@ -178,13 +178,13 @@ class Policy:
             self._recorder.end_step(None if reward is None else _finite(reward, "policy.step"), anchor)
 
     def log(self, /, **numbers: float) -> None:
-        """Numbers of this rollout, whose mean over a step's rollouts is a metric each: `episode/NAME`."""
+        """Log numbers of this rollout; their means over a training step's rollouts become metrics `episode/NAME`."""
         if self._recorder is not None:
             self._recorder.numbers |= {name: float(value) for name, value in numbers.items()}
 
     async def _ask(self, ids: list[int], text: str, n: int, learn: bool, changes: dict[str, Any]) -> list[Completion]:
         sampling = SamplingConfig.model_validate({**self._settings(), **changes}) if changes else self.sampling
-        number, self._asked = self._asked, self._asked + 1
+        number, self._num_calls = self._num_calls, self._num_calls + 1
         request = GenerationRequest(ids, sampling, n=n, seed=derive_seed(self.seed, number), id=self.name)
         found = [replace(each, index=self._index) for each in await self._engine.generate(request)]
         greedy = sampling.temperature == 0 < self.sampling.temperature
@@ -200,20 +200,18 @@ class Policy:
 
 
 def _finite(value: float, where: str) -> float:
-    """A number that can be learned from."""
+    """Return the value as a float. Raises ValueError unless it is finite."""
     if not math.isfinite(value):
         raise ValueError(f"{where} was given {value!r} as reward; give a finite number")
     return float(value)
 
 
-# A conversation with a model, through its chat template or as plain text.
-
-
 class PolicyConversation:
-    """Goes on turn by turn. One that begins with a text is plain text: what is said to the policy is added as it is.
+    """A conversation with a model, turn by turn, through its chat template. One that starts with a text is plain text:
+    everything is appended as it is.
 
     Attributes:
-        messages: of a chat, so far.
+        messages: the chat so far.
     """
 
     def __init__(self, policy: Policy, start: str | Sequence[ChatMessage]) -> None:
@@ -224,7 +222,7 @@ class PolicyConversation:
 
     @classmethod
     def of_task(cls, policy: Policy, task: Task) -> PolicyConversation:
-        """One that begins with the task's prompt."""
+        """Start a conversation with the task's prompt."""
         return cls(policy, task.prompt)
 
     @property
@@ -233,10 +231,10 @@ class PolicyConversation:
         return self._text is not None
 
     def tell(self, content: Observation, role: str = "user") -> None:
-        """Add what the policy sees before its next turn: a text, or messages. Nothing is added for an empty one.
+        """Add the policy's next input: a text, or messages. Empty texts add nothing.
 
-        A text behind a message of the same role becomes part of it: many templates want roles to take turns. In plain
-        text messages stand as what they say.
+        A text after a message of the same role is joined to it: many templates require alternating roles. In plain
+        text, only the contents of messages are added.
         """
         if not self.plain:
             self._tell_messages([{"role": role, "content": content}] if isinstance(content, str) else content)
@@ -257,7 +255,7 @@ class PolicyConversation:
                 self.messages.append(dict(message))
 
     def said(self, reply: Reply) -> None:
-        """Add what the policy has said in another conversation: its message, or in plain text its very tokens."""
+        """Add a reply from another conversation: its message, or in plain text its exact tokens."""
         if not self.plain:
             self.messages.append(reply.message)
             return
@@ -267,7 +265,7 @@ class PolicyConversation:
         self._token_ids += reply.completion.token_ids.tolist()
 
     async def ask(self, **options: Any) -> Reply:
-        """The policy's next turn; keyword arguments as those of `Policy.chat`."""
+        """Generate the policy's next turn; keyword arguments as in `Policy.chat`."""
         if not self.plain:
             reply = await self._policy.chat(self.messages, **options)
             self.messages.append(reply.message)

@@ -1,7 +1,7 @@
-"""What a policy did in one rollout, as experiences with exactly its tokens.
+"""Records the policy's calls in one rollout, and builds experiences with exactly its tokens.
 
-Calls form a tree: one whose prompt begins with all tokens of an earlier call goes on from it. Every path from a first
-call to a last one is an experience; a completion that several paths share counts in the loss of the first.
+Calls form a tree: a call whose prompt begins with all tokens of an earlier call continues it. Every path from a root to
+a leaf is an experience; a completion shared by several paths counts in the loss of the first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RecordedCall:
     prompt: str  #: as text
     temperature: float
     learned: bool  #: counts in the loss
-    step: int  #: of a rollout whose steps are rewarded one by one
-    reward: float | None = None  #: of the branches that go through it, in place of the rollout's
+    step: int  #: number of the step, for rewards by step
+    reward: float | None = None  #: reward of branches through it, instead of the rollout's
     token_ids: IntArray = field(init=False)  #: prompt and completion
 
     def __post_init__(self) -> None:
@@ -39,36 +39,36 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """How a step ended: its own reward, and the state it was taken in (what is equal is compared)."""
+    """End of a step: its reward, and the state in which it was taken (steps with equal states are compared)."""
 
     reward: float | None
     anchor: str | None
 
 
 class Recorder:
-    """The calls of one rollout, in the order they were made. Not for several threads."""
+    """The calls of one rollout, in order. Not thread-safe."""
 
     def __init__(self) -> None:
         self.calls: list[RecordedCall] = []
         self.steps: list[RecordedStep] = []
-        self.numbers: dict[str, float] = {}  #: that are logged
+        self.numbers: dict[str, float] = {}  #: numbers to log
 
     def add(self, completion: Completion, prompt: str, temperature: float, *, learned: bool = True) -> RecordedCall:
-        """Note a completion."""
+        """Record a completion."""
         call = RecordedCall(completion, prompt, temperature or 1.0, learned, len(self.steps))
         self.calls.append(call)
         return call
 
     def end_step(self, reward: float | None, anchor: str | None) -> None:
-        """What follows belongs to the next step, and is an experience of its own."""
+        """End a step: later calls belong to the next one, in a separate experience."""
         self.steps.append(RecordedStep(reward, anchor))
 
     def experiences(self, *, id: str, task_id: str, group: str, decode: DecodeTokens) -> list[Experience]:
-        """One per path of the tree, in the order of their last calls; none where the policy was never asked.
+        """Build one experience per path of the tree, in the order of their last calls; none without calls.
 
         Args:
-            id: of the rollout: of its first experience, and the beginning of the others' ids.
-            decode: tokens to text, for those the policy did not write.
+            id: id of the rollout and its first experience, and prefix of the others' ids.
+            decode: decodes tokens that the policy did not write.
         """
         parents = self._parents()
         inner = set(parents)
@@ -82,19 +82,19 @@ class Recorder:
             while (parent := parents[path[0]]) is not None:
                 path.insert(0, parent)
             name = id if not made else f"{id}.{len(made)}"
-            own = [call for call in path if call not in counted]
-            counted.update(own)
-            made.append(self._experience(path, set(own), name, task_id, group, decode))
+            new = [call for call in path if call not in counted]
+            counted.update(new)
+            made.append(self._experience(path, set(new), name, task_id, group, decode))
             steps.append(self.calls[leaf].step)
         if len(made) > 1 or self.steps:
             for number, experience in enumerate(made):
                 alone = experience.reward is not None
                 experience.info |= {"episode": f"{id}.{number}" if alone else id, "branch": number}
-        self._tell_steps(made, steps)
+        self._set_step_info(made, steps)
         return made
 
-    def _tell_steps(self, made: Sequence[Experience], steps: Sequence[int]) -> None:
-        """Write into experiences, of which the numbers of the `steps` are given, what is known of their steps.
+    def _set_step_info(self, made: Sequence[Experience], steps: Sequence[int]) -> None:
+        """Set step rewards and anchors in experiences; `steps` are their step numbers.
 
         A step's reward belongs to its last experience; that of a step without any to the one before.
         """
@@ -111,28 +111,28 @@ class Recorder:
                 made[last].info["step_reward"] += step.reward
 
     def _parents(self) -> list[int | None]:
-        """Of each call the longest one that it goes on from, the latest of these; in time that grows with tokens."""
+        """For each call, the longest earlier call that it continues, the latest of equal ones."""
         found: list[int | None] = []
         lengths = np.array([len(call.token_ids) for call in self.calls], np.int64)
         ends = np.array([call.token_ids[-1] for call in self.calls], np.int64)
         for number, call in enumerate(self.calls):
             prompt = call.completion.prompt_ids
             fitting = np.flatnonzero(lengths[:number] <= len(prompt))
-            fitting = fitting[prompt[lengths[fitting] - 1] == ends[fitting]]  # few are left to be compared in full
+            fitting = fitting[prompt[lengths[fitting] - 1] == ends[fitting]]  # few remain to be compared in full
             order = fitting[np.lexsort((fitting, lengths[fitting]))][::-1].tolist()
             found.append(next((earlier for earlier in order if self._goes_on(call, self.calls[earlier])), None))
         return found
 
     @staticmethod
     def _goes_on(call: RecordedCall, earlier: RecordedCall) -> bool:
-        """Whether both can be one sequence: one distribution, one step, and the tokens are there."""
+        """Whether both can be one sequence: same temperature, same step, and a matching prefix."""
         before, prompt = earlier.token_ids, call.completion.prompt_ids
         if call.step != earlier.step or call.temperature != earlier.temperature:
             return False
         return bool(np.array_equal(prompt[: len(before)], before))
 
     def _experience(
-        self, path: list[int], own: set[int], id: str, task_id: str, group: str, decode: DecodeTokens
+        self, path: list[int], new: set[int], id: str, task_id: str, group: str, decode: DecodeTokens
     ) -> Experience:
         calls = [self.calls[number] for number in path]
         first, last = calls[0], calls[-1]
@@ -142,7 +142,7 @@ class Recorder:
         turns: list[Turn] = [Turn("prompt", 0, len(first.completion.prompt_ids), first.prompt)]
         for number, call in zip(path, calls, strict=True):
             start, end = len(call.completion.prompt_ids), len(call.token_ids)
-            if number in own and call.learned:
+            if number in new and call.learned:
                 mask[start:end] = True
                 logprobs[start:end] = call.completion.logprobs + call.completion.kept_logmass
                 versions[start:end] = call.completion.versions
@@ -172,8 +172,8 @@ class Recorder:
 
 
 def _routing(completions: Sequence[Completion]) -> RoutingArray | None:
-    """Experts of a path's tokens: each token's from the first call that it was fed in, which is the one that the next
-    token's log-prob comes from; up to the first call of which none are known."""
+    """Experts of a path's tokens: each token's from the first call that it was fed in, which is the call that gave the
+    next token's log-prob; up to the first call without any."""
     known: list[RoutingArray] = []
     covered = 0
     for each in completions:
@@ -185,7 +185,7 @@ def _routing(completions: Sequence[Completion]) -> RoutingArray | None:
 
 
 def _timings(completions: Sequence[Completion]) -> dict[str, float]:
-    """Seconds in the engine's queue, being generated, and in between: with tools, environments and others."""
+    """Seconds in the engine's queue, in generation, and between calls: in tools, environments and the workflow."""
     between = (max(after.submitted_at - before.finished_at, 0.0) for before, after in pairwise(completions))
     return {
         "queue": sum(each.started_at - each.submitted_at for each in completions),

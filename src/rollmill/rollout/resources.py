@@ -1,4 +1,4 @@
-"""From the run file to a workflow with its parts."""
+"""Builds a workflow from the run file, with the resources that workflows take as arguments."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from rollmill.types import Task
 
 
 class AsyncClosable(Protocol):
-    """Something that holds processes or connections."""
+    """An object with processes or connections to close."""
 
     async def close(self) -> None: ...
 
 
 ClosableT = TypeVar("ClosableT", bound=AsyncClosable)
 _EXAMPLES_KEPT = 8
-"""Tasks whose worked examples are kept: those of the groups that begin together."""
+"""Number of tasks whose worked examples are cached, for groups that start together."""
 
 
 class WorkflowResources:
-    """What workflows of a stage share, and where it is closed again.
+    """Resources shared by the workflows of a stage, and their clean-up.
 
     Args:
-        judge: of the stage's rewards.
+        rewards: the stage's rewards.
         environment: the section, if there is one.
-        endpoint: serves the policy to programs; started when one is needed.
-        tools: the section; a workflow gets them where there are some.
+        endpoint: serves the policy to programs; starts when needed.
+        tools: the section; workflows get the argument `tools` if it is not empty.
         models: sources of the models besides the policy, by name.
         examples: tasks with worked solutions.
     """
 
     def __init__(
         self,
-        judge: RewardManager,
+        rewards: RewardManager,
         environment: EnvironmentSection | None = None,
         endpoint: PolicyEndpoint | None = None,
         *,
@@ -53,14 +53,14 @@ class WorkflowResources:
         models: Mapping[str, ResourceFactory] | None = None,
         examples: Sequence[Task] = (),
     ) -> None:
-        self.groupwise = judge.groupwise  #: some reward compares a task's completions, when all have ended
+        self.groupwise = rewards.groupwise  #: whether some reward compares a group's completions
         self._environments = None if environment is None else EnvironmentPool(environment)
         self._tools = ToolPool(tools) if tools else None
-        self._told: dict[str, float] = {}
-        self._kept: list[tuple[config.WorkflowSection, AsyncClosable]] = []
+        self._reported: dict[str, float] = {}
+        self._shared: list[tuple[config.WorkflowSection, AsyncClosable]] = []
         self.endpoint = endpoint
         self.sources: dict[str, ResourceFactory] = {
-            JUDGE: partial(_open_scorer, judge),
+            JUDGE: partial(_open_scorer, rewards),
             EXAMPLES: _Examples(examples).one,
         }
         if endpoint is not None:
@@ -72,24 +72,24 @@ class WorkflowResources:
         self.sources |= models or {}
 
     def metrics(self) -> dict[str, float]:
-        """What has happened since the last call in environments and tools."""
+        """Metrics of environments and tools since the last call."""
         found = {} if self._environments is None else self._environments.metrics()
         if self._tools is not None:
-            before, self._told = self._told, self._tools.counters()
-            found |= {f"tools/{key}": value - before.get(key, 0.0) for key, value in self._told.items()}
+            before, self._reported = self._reported, self._tools.counters()
+            found |= {f"tools/{key}": value - before.get(key, 0.0) for key, value in self._reported.items()}
         return found
 
     def kept(self, section: config.WorkflowSection, make: Callable[[], ClosableT]) -> ClosableT:
-        """What workflows of equal sections share; made at the first call, closed with the resources."""
-        for known, made in self._kept:
+        """The resource shared by workflows of equal sections; made at the first call, closed with the resources."""
+        for known, made in self._shared:
             if known == section:
                 return made  # type: ignore[return-value]
-        self._kept.append((section, made := make()))
+        self._shared.append((section, made := make()))
         return made
 
     async def close(self) -> None:
-        """End processes, the endpoint and tools; may be called twice."""
-        for _, made in self._kept:
+        """Close processes, the endpoint and tools; may be called twice."""
+        for _, made in self._shared:
             await made.close()
         if self.endpoint is not None:
             await self.endpoint.close()
@@ -100,9 +100,9 @@ class WorkflowResources:
 
 
 def build_workflow(section: config.WorkflowSection, resources: WorkflowResources) -> Workflow | None:
-    """The workflow of a section; None where a rollout is one completion.
+    """Build the workflow of a section; None if a rollout is one completion.
 
-    Raises ConfigError where it asks for a part that the run does not have, or for rewards before there are any.
+    Raises ConfigError if it needs an argument that the run does not have, or rewards before there are any.
     """
     if section.single_turn:
         return None
@@ -126,7 +126,7 @@ def build_workflow(section: config.WorkflowSection, resources: WorkflowResources
 def _resolve_workflow(
     section: config.WorkflowSection, resources: WorkflowResources
 ) -> tuple[WorkflowFunction, Sequence[str]]:
-    """What a section's workflow calls, and the parts that it takes. Imported here: a run pays for what it uses."""
+    """The function of a section's workflow, and its arguments' names. Imported here: a run pays for what it uses."""
     function = type(section).function
     if function is not None:
         return partial(function, **section.arguments()), section.parts
@@ -179,12 +179,12 @@ def _resolve_workflow(
 
 
 @asynccontextmanager
-async def _open_scorer(judge: RewardManager, rollout: Rollout) -> AsyncIterator[RolloutScorer]:
-    yield RolloutScorer(judge, rollout)
+async def _open_scorer(rewards: RewardManager, rollout: Rollout) -> AsyncIterator[RolloutScorer]:
+    yield RolloutScorer(rewards, rollout)
 
 
 class _Examples:
-    """Worked examples: other tasks than the rollout's, with other prompts; rollouts of a task share the list."""
+    """Worked examples: tasks other than the rollout's, with other prompts; rollouts of a task share the list."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tasks
@@ -192,11 +192,11 @@ class _Examples:
 
     @asynccontextmanager
     async def one(self, rollout: Rollout) -> AsyncIterator[list[Task]]:
-        own = rollout.task
-        found = self._known.pop(own.id, None)
+        task = rollout.task
+        found = self._known.pop(task.id, None)
         if found is None:
-            found = [each for each in self._tasks if each.id != own.id and each.prompt != own.prompt]
-        self._known[own.id] = found
+            found = [each for each in self._tasks if each.id != task.id and each.prompt != task.prompt]
+        self._known[task.id] = found
         if len(self._known) > _EXAMPLES_KEPT:
             self._known.pop(next(iter(self._known)))
         yield list(found)

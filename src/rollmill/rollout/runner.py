@@ -1,4 +1,4 @@
-"""Runs a workflow for every rollout of a group, and turns what was recorded into judged experiences."""
+"""Runs a workflow for every rollout of a group, with retries, and builds experiences with rewards from the records."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import REWARD, Trace
 from rollmill.types import Experience, Task
 
-# Tries of one rollout: until one succeeds, or the last has failed.
-
 FAILURE_TIMEOUT, FAILURE_ENVIRONMENT, FAILURE_CONTEXT, FAILURE_WORKFLOW = "late", "environment", "context", "workflow"
-"""Why a try failed: its time was up, its environment, a prompt longer than the model's context, anything else."""
+"""Reasons of a failed attempt: timeout, environment, prompt longer than the model's context, anything else."""
 
 
 class RetryingWorkflow:
-    """Runs rollouts as often as they may be tried, and counts.
+    """Runs rollouts with retries, and counts failures.
 
-    Failed is a try whose environment or workflow raised, or that took too long. What configuration, rewards and engines
-    raise ends the run whatever the workflow is allowed.
+    An attempt fails if its environment or workflow raises or it takes too long. Errors of configuration, rewards and
+    engines always end the run.
 
     Args:
-        needs_reward: what has none is of no use, so that a workflow which returns None rejects its rollout.
+        needs_reward: rollouts without a reward are useless, so a workflow that returns None rejects its rollout.
     """
 
     def __init__(self, workflow: Workflow, limits: RolloutConfig, *, needs_reward: bool = True) -> None:
@@ -44,16 +42,17 @@ class RetryingWorkflow:
 
     @property
     def name(self) -> str:
-        """Of the workflow."""
+        """Name of the workflow."""
         return self._workflow.name
 
     async def run(self, begin: Callable[[int], Rollout]) -> tuple[Rollout, RolloutResult]:
-        """The last try of a rollout, and what it is worth; `begin` makes a fresh one for try 0, 1, ...
+        """Run a rollout until an attempt succeeds; return the last attempt and its result. `begin` creates attempts 0,
+        1...
 
         Raises:
-            WorkflowError: all tries failed, and failures are to end the run; names task, rollout, file and line. Or the
-                workflow returned something that is not a reward.
-            RollmillError: configuration, a reward or an engine is at fault.
+            WorkflowError: all attempts failed, and rollout.failures is `stop`; names task, rollout, file and line. Or
+                the workflow returned an invalid reward.
+            RollmillError: configuration, a reward or an engine failed.
         """
         for number in range(self._limits.attempts):
             rollout = begin(number)
@@ -72,12 +71,12 @@ class RetryingWorkflow:
         raise AssertionError("there is at least one try")
 
     def take_counts(self) -> dict[str, float]:
-        """Since the last call: retries; failed tries, and how many for which reason; rejected rollouts."""
+        """Counts since the last call: retries; failed attempts, in all and by reason; rejected rollouts."""
         found, self._counted = self._counted, Counter()
         return {key: float(found[key]) for key in ("retries", "failed", "rejected", FAILURE_TIMEOUT, *sorted(found))}
 
     async def _in_time(self, rollout: Rollout) -> Any:
-        """What the workflow returns. Raises TimeoutError past the limit; calls to the engine are aborted then."""
+        """Run the workflow. Raises TimeoutError past the limit; its engine calls are aborted then."""
         try:
             async with asyncio.timeout(self._limits.time_limit_s) as limit:
                 return await self._workflow.answer(rollout)
@@ -88,7 +87,7 @@ class RetryingWorkflow:
             raise
 
     def _failure(self, rollout: Rollout, error: Exception) -> str:
-        """Why a try has failed, counted. Raises the error where it is none of the workflow."""
+        """Count a failed attempt and return its reason. Re-raises errors that are not the workflow's."""
         for each in _flatten_errors(error):
             if isinstance(each, RollmillError) and not isinstance(each, WorkflowError | ContextLengthError):
                 raise each
@@ -140,7 +139,7 @@ def _kind(error: Exception) -> str:
 
 
 def _flatten_errors(error: BaseException) -> list[BaseException]:
-    """What task groups have gathered, one by one."""
+    """The errors inside exception groups, one by one."""
     return (
         [leaf for each in error.exceptions for leaf in _flatten_errors(each)]
         if isinstance(error, BaseExceptionGroup)
@@ -149,7 +148,7 @@ def _flatten_errors(error: BaseException) -> list[BaseException]:
 
 
 def _failure_location(error: BaseException) -> str:
-    """FILE:LINE: of where the user's code failed: the last frame outside of rollmill and of libraries."""
+    """FILE:LINE: where the user's code failed: the last frame outside of rollmill and libraries."""
     found, at = "", error.__traceback__
     while at is not None:
         file: Any = at.tb_frame.f_code.co_filename
@@ -159,17 +158,17 @@ def _failure_location(error: BaseException) -> str:
     return found
 
 
-REPETITION_PENALTY = "rollout/repetition"  #: part of the reward: what repetition costs
+REPETITION_PENALTY = "rollout/repetition"  #: reward part: the repetition penalty
 REJECTION_REASON_KEY = "rejected"
-"""Key of `info` of the experiences of a rollout that nothing is to be learned from: why."""
-RETRY_STREAM = 0x7E7  # keeps the randomness of a rollout's tries apart
+"""Key of `info` of a rejected rollout's experiences: the reason."""
+RETRY_STREAM = 0x7E7  # keeps random numbers of a rollout's attempts apart
 
 
 class WorkflowRunner:
-    """Rolls out groups by a workflow. `trace` is told of every completion and judgement.
+    """Rolls out groups by a workflow. `trace` records completions and reward times.
 
     Args:
-        judge: what finishes the judgements of a group; the workflow's own rewards need none.
+        rewards: computes the rewards that compare whole groups; the workflow's own rewards do not need it.
     """
 
     def __init__(
@@ -177,17 +176,18 @@ class WorkflowRunner:
         attempts: RetryingWorkflow,
         engine: RolloutEngine,
         chat: ChatRenderer,
-        judge: RewardManager,
+        rewards: RewardManager,
         trace: Trace | None = None,
     ) -> None:
         self._attempts, self._engine, self._chat = attempts, engine, chat
-        self._judge, self._trace = judge, trace
+        self._rewards, self._trace = rewards, trace
 
     async def group(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
-        """The judged experiences of n rollouts, ordered by rollout; those of rejected ones say why in `info`.
+        """Return the experiences of n rollouts, with rewards, ordered by rollout; rejected ones have the reason in
+        `info`.
 
         Raises:
-            WorkflowError: the workflow failed, or returned something that is not a reward.
+            WorkflowError: the workflow failed, or returned an invalid reward.
             RollmillError: an engine or a reward failed.
         """
 
@@ -203,7 +203,7 @@ class WorkflowRunner:
         ]
 
     def take_counts(self) -> dict[str, float]:
-        """What has become of rollouts since the last call: see Attempts."""
+        """Counts of rollouts since the last call, see RetryingWorkflow."""
         return self._attempts.take_counts()
 
     def _rollout(
@@ -223,12 +223,12 @@ class WorkflowRunner:
         return Rollout(id, task, group, index, seed, group_seed, sampling, policy, recorder)
 
     async def _finished(self, task: Task, outcomes: list[RolloutResult]) -> list[RolloutResult]:
-        """Judgements with what the rewards of whole groups say."""
-        if not self._judge.groupwise:
+        """Add the rewards that compare whole groups."""
+        if not self._rewards.groupwise:
             return outcomes
         judged = [(i, each.completion, each.judgement) for i, each in enumerate(outcomes) if each.judgement is not None]
         completions = [completion for _, completion, _ in judged if completion is not None]
-        found = await self._judge.add_group_rewards(task, completions, [judgement for _, _, judgement in judged])
+        found = await self._rewards.add_group_rewards(task, completions, [judgement for _, _, judgement in judged])
         outcomes = list(outcomes)
         for (index, _, _), judgement in zip(judged, found, strict=True):
             outcomes[index] = outcomes[index].judged(judgement)
@@ -245,7 +245,7 @@ class WorkflowRunner:
                 experience.reward, experience.reward_parts = None, {}
                 experience.info[REJECTION_REASON_KEY] = outcome.rejected
             return experiences
-        alone = [each for each in experiences if each.reward is not None]  # the workflow has said what they are worth
+        alone = [each for each in experiences if each.reward is not None]  # rewards set by the workflow
         shared = [each for each in experiences if each.reward is None]
         for experience in alone:
             assert experience.reward is not None
@@ -262,7 +262,7 @@ class WorkflowRunner:
 
 
 def _reward(experiences: Sequence[Experience], recorder: Recorder, outcome: RolloutResult, *, forked: bool) -> None:
-    """Give all experiences the rollout's reward. What it earned at its end belongs to its last step."""
+    """Set the rollout's reward in all experiences. Reward earned at the end belongs to the last step."""
     steps = [each.reward for each in recorder.steps if each.reward is not None]
     reward = outcome.reward if not steps else sum(steps) + (outcome.reward or 0.0)
     for experience in experiences:
@@ -277,9 +277,10 @@ def _reward(experiences: Sequence[Experience], recorder: Recorder, outcome: Roll
 
 
 def apply_repetition_penalty(experiences: Sequence[Experience], sampling: SamplingConfig, repeated: bool) -> None:
-    """Take `repetition.penalty` off a rollout's reward if a completion of it ended by repetition.
+    """Subtract `repetition.penalty` from a rollout's reward if one of its completions ended by repetition.
 
-    Every judged rollout has the part, 0 or not: advantages that see parts compare it. One without a reward stays so.
+    Every rollout with a reward gets the part, 0 or not, for advantages that compare parts. One without a reward stays
+    so.
     """
     if sampling.repetition is None or not sampling.repetition.penalty:
         return
@@ -292,19 +293,19 @@ def apply_repetition_penalty(experiences: Sequence[Experience], sampling: Sampli
         experiences[-1].info["step_reward"] += value
 
 
-def trace_reward_result(trace: Trace | None, judgement: RewardResult) -> None:
-    """Tell when each reward judged."""
+def trace_reward_result(trace: Trace | None, result: RewardResult) -> None:
+    """Record when each reward was computed."""
     if trace is None:
         return
-    for name, span in judgement.spans.items():
+    for name, span in result.spans.items():
         trace.add(REWARD + name, span.asked, span.started, span.ended)
 
 
-def assign_reward(experience: Experience, judgement: RewardResult) -> None:
-    """Write into an experience what the rewards say of it."""
-    experience.reward = judgement.reward
-    experience.reward_parts = dict(judgement.parts)
-    experience.info["outcomes"] = dict(judgement.outcomes)
-    if judgement.details:
-        experience.info["details"] = dict(judgement.details)
-    experience.timings["reward"] = judgement.seconds
+def assign_reward(experience: Experience, result: RewardResult) -> None:
+    """Set an experience's reward, parts and details."""
+    experience.reward = result.reward
+    experience.reward_parts = dict(result.parts)
+    experience.info["outcomes"] = dict(result.outcomes)
+    if result.details:
+        experience.info["details"] = dict(result.details)
+    experience.timings["reward"] = result.seconds

@@ -1,6 +1,6 @@
-"""A model behind an endpoint in the policy's place: it answers tasks, and its answers are judged.
+"""Rollouts by a model behind an endpoint instead of the policy, with rewards.
 
-A policy cannot be trained on them by rollouts: an endpoint gives neither tokens nor the log-probs they had.
+They cannot be trained on: an endpoint gives neither tokens nor their log-probs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollmill.rewards.judges.endpoint import EndpointChatModel
 
 COMPLETION_TOKENS_KEY = "tokens"
-"""Key of Experience.info: how many tokens the server says it has written."""
+"""Key of Experience.info: number of completion tokens, as reported by the server."""
 _SEEDS = 2**31
 _UNKNOWN = {
     "stop_token_ids": "the numbers of another model's tokens mean nothing to it",
@@ -36,32 +36,32 @@ _UNKNOWN = {
 
 
 class ServedModel:
-    """What has been asked of one model, by all explorers of it.
+    """A served model, shared by its explorers, and a record of its failures.
 
     Args:
-        name: what it is called in errors.
-        completes: texts go to `/completions`; otherwise each is the only message of a chat.
+        name: its name in errors.
+        completes: texts go to `/completions`; otherwise each becomes the only message of a chat.
     """
 
     def __init__(self, name: str, endpoint: EndpointChatModel, *, completes: bool) -> None:
         self.name, self._endpoint, self._completes = name, endpoint, completes
-        self.unanswered: list[str] = []  #: why, one for each completion that never came
+        self.unanswered: list[str] = []  #: one reason for each missing completion
 
     async def completion(
         self, task: Task, sampling: SamplingConfig, seed: int, index: int
     ) -> tuple[Completion, int] | None:
-        """One completion of a task's prompt, without tokens, and how many there were; None where this prompt gets none,
-        though others do.
+        """Generate a completion of a task's prompt, without tokens; return it and its token count. None: no reply to
+        it.
 
         Raises:
-            RewardError: nothing is answered.
+            RewardError: the endpoint does not reply at all.
         """
-        asked: Any = task.prompt
-        if isinstance(asked, str) and not self._completes:
-            asked = [{"role": "user", "content": asked}]
+        prompt: Any = task.prompt
+        if isinstance(prompt, str) and not self._completes:
+            prompt = [{"role": "user", "content": prompt}]
         began = time.perf_counter()
         try:
-            work = self._endpoint.ask(asked, _body(sampling, derive_seed(seed, index) % _SEEDS))
+            work = self._endpoint.ask(prompt, _body(sampling, derive_seed(seed, index) % _SEEDS))
             reply = await self._endpoint.loop.run(work)
         except NoReplyError as error:
             self.unanswered.append(f"task {task.id}: {error}")
@@ -74,10 +74,10 @@ class ServedModel:
 
 
 class ServedExplorer:
-    """Answers with a served model in place of the policy; see Explorer."""
+    """Rolls out with a served model instead of the policy; see Explorer."""
 
-    def __init__(self, model: ServedModel, judge: RewardManager) -> None:
-        self._model, self._judge = model, judge
+    def __init__(self, model: ServedModel, rewards: RewardManager) -> None:
+        self._model, self._rewards = model, rewards
 
     async def rollout(
         self,
@@ -89,9 +89,9 @@ class ServedExplorer:
         group: str,
         generated: OnGenerated | None = None,
     ) -> list[Experience]:
-        """See Explorer; a completion that never came is left out. Raises RewardError."""
-        asked = [self._model.completion(task, sampling, seed, index) for index in range(n)]
-        found = [each for each in await asyncio.gather(*asked) if each is not None]
+        """See Explorer; missing completions are left out. Raises RewardError."""
+        calls = [self._model.completion(task, sampling, seed, index) for index in range(n)]
+        found = [each for each in await asyncio.gather(*calls) if each is not None]
         prompt = task.prompt if isinstance(task.prompt, str) else _shown(task.prompt)
         experiences = [
             experience_from_completion(
@@ -103,14 +103,14 @@ class ServedExplorer:
             experience.info[COMPLETION_TOKENS_KEY] = tokens
         if generated is not None:
             generated(experiences)
-        judgements = await self._judge.judge_group(task, [each for each, _ in found])
-        for experience, judgement in zip(experiences, judgements, strict=True):
-            assign_reward(experience, judgement)
+        results = await self._rewards.judge_group(task, [each for each, _ in found])
+        for experience, result in zip(experiences, results, strict=True):
+            assign_reward(experience, result)
         return experiences
 
 
 def check_endpoint_support(stage: StageConfig, name: str) -> None:
-    """Raises ConfigError where a stage, or a set of held-out tasks, asks for what an endpoint does not offer."""
+    """Raise ConfigError if a stage, or a set of held-out tasks, needs features that endpoints lack."""
     if not stage.workflow.single_turn:
         text = f"workflow `{stage.workflow.name}` needs a policy with tokens"
         raise ConfigError(f"{name}: {text}; a model behind an endpoint is asked by `single_turn` alone")
@@ -120,29 +120,29 @@ def check_endpoint_support(stage: StageConfig, name: str) -> None:
 
 
 class ServedExplorers:
-    """The explorers of a stage whose policy is a served model; see Explorers."""
+    """The explorers of a stage whose policy is a served model; an ExplorerSource."""
 
-    def __init__(self, model: ServedModel, judge: RewardManager) -> None:
-        self._model, self._judge = model, judge
+    def __init__(self, model: ServedModel, rewards: RewardManager) -> None:
+        self._model, self._rewards = model, rewards
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> ServedExplorer:
-        """One explorer."""
-        return ServedExplorer(self._model, self._judge)
+        """Build an explorer."""
+        return ServedExplorer(self._model, self._rewards)
 
-    def variant(self, config: StageConfig, judge: RewardManager) -> ServedExplorers:
-        """For tasks that are judged otherwise."""
-        return ServedExplorers(self._model, judge)
+    def variant(self, config: StageConfig, rewards: RewardManager) -> ServedExplorers:
+        """Build a source with other rewards."""
+        return ServedExplorers(self._model, rewards)
 
     def metrics(self) -> dict[str, float]:
-        """Nothing is counted."""
+        """Empty: nothing is counted."""
         return {}
 
     async def close(self) -> None:
-        """The connection is closed by who has opened it."""
+        """Nothing to close: the model's owner closes the connection."""
 
 
 def _body(sampling: SamplingConfig, seed: int) -> dict[str, Any]:
-    """The fields of a request; what is not asked for is left out, since not all servers know every field."""
+    """The fields of a request; default values are left out, since not all servers know every field."""
     body: dict[str, Any] = {
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_new_tokens,

@@ -1,4 +1,4 @@
-"""The process that runs environments of the library verifiers, in the Python that has it."""
+"""Processes that run environments of the library verifiers, in the Python that has it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _START_S = 300.0
 
 
 class VerifiersProcess:
-    """One process. Several runs are under way in it at the same time."""
+    """One process, with several concurrent runs."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._numbers = itertools.count(1)
         self._awaited: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._printed = b""  # the end of it
+        self._printed = b""  # the last bytes of stderr
         self._listening = asyncio.ensure_future(self._listen())
         self._reading = asyncio.ensure_future(self._read())
         self.begun = 0
 
     @classmethod
     async def start(cls, config: VerifiersWorkflow) -> VerifiersProcess:
-        """Start one, and wait until its environment is loaded.
+        """Start a process, and wait until its environment is loaded.
 
         Raises ConfigError: there is no such Python, or no such taskset.
         """
@@ -48,12 +48,12 @@ class VerifiersProcess:
             limit=_LONGEST_LINE,
         )
         made = cls(process)
-        told = program_settings(
+        settings = program_settings(
             config.taskset, config.options, env=config.env, harness=config.harness, turns=config.turns
         )
         try:
             async with asyncio.timeout(_START_S):
-                await made._told(0, told)
+                await made._request(0, settings)
         except (EpisodeError, TimeoutError) as error:
             await made.close()
             why = str(error) or f"it takes longer than {_START_S:g} s"
@@ -70,28 +70,28 @@ class VerifiersProcess:
 
     @property
     def idle(self) -> bool:
-        """Whether no run is under way."""
+        """Whether it has no running runs."""
         return not self._awaited
 
     async def run(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a run; cancelling ends the run. Raises EpisodeError where it failed, or the process ended."""
+        """Return the reply to a run; cancelling stops the run. Raises EpisodeError if it fails, or the process ends."""
         self.begun += 1
         number = next(self._numbers)
         try:
-            return await self._told(number, {"id": number, **message})
+            return await self._request(number, {"id": number, **message})
         except asyncio.CancelledError:
             self._write({"id": number, "cancel": True})
             raise
 
     async def close(self) -> None:
-        """Kill it and all that it has started; may be called twice."""
+        """Kill the process and its subprocesses; may be called twice."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process._transport.close()  # type: ignore[attr-defined]  # programs of its own may hold its output
+        self._process._transport.close()  # type: ignore[attr-defined]  # its subprocesses may hold its output open
         await self._process.wait()
         await asyncio.gather(self._listening, self._reading, return_exceptions=True)
 
-    async def _told(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
+    async def _request(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
         if self.ended:
             raise self._gone()
         awaited = self._awaited[number] = asyncio.get_running_loop().create_future()
@@ -109,7 +109,7 @@ class VerifiersProcess:
         self._process.stdin.write(f"{json.dumps(message)}\n".encode())
 
     async def _listen(self) -> None:
-        """Hand out replies; at the end of the process all that is awaited has failed."""
+        """Dispatch replies; when the process ends, fail all pending ones."""
         assert self._process.stdout is not None
         try:
             while line := await self._process.stdout.readline():
@@ -119,7 +119,7 @@ class VerifiersProcess:
                     awaited.set_result(found)
         finally:
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({self._reading}, timeout=1.0)  # what it printed at the end
+                await asyncio.wait({self._reading}, timeout=1.0)  # its last output
             for awaited in self._awaited.values():
                 if not awaited.done():
                     awaited.set_exception(self._gone())
@@ -135,7 +135,7 @@ class VerifiersProcess:
 
 
 class VerifiersProcessPool:
-    """The process that takes runs, replaced when it ended or has had enough, and those that still finish theirs."""
+    """The process that takes runs, replaced when it has ended or done enough, and older ones that finish theirs."""
 
     def __init__(self, config: VerifiersWorkflow) -> None:
         self._config = config
@@ -145,7 +145,7 @@ class VerifiersProcessPool:
         self._places = asyncio.Semaphore(config.at_once)
 
     async def run(self, message: dict[str, Any]) -> dict[str, Any]:
-        """One run. Raises EpisodeError where it failed or took too long, ConfigError where nothing can be started."""
+        """Do one run. Raises EpisodeError if it fails or takes too long, ConfigError if no process can be started."""
         async with self._places:
             process = await self._process()
             try:
@@ -156,7 +156,7 @@ class VerifiersProcessPool:
                 raise EpisodeError(f"it took longer than workflow.time_limit_s ({limit:g} s)") from None
 
     async def close(self) -> None:
-        """End the processes; may be called twice."""
+        """Stop the processes; may be called twice."""
         living, self._current, self._finishing = [self._current, *self._finishing], None, []
         for process in living:
             if process is not None:

@@ -1,4 +1,4 @@
-"""Running a workflow once: what it is given, and what its answer means."""
+"""Runs a workflow once, with its arguments, and interprets its result."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from rollmill.rollout.recorder import Recorder
 from rollmill.types import Completion, Task
 
 WorkflowResult = RewardValue | RewardResult | tuple[RewardResult, Mapping[str, float]]
-"""The reward: a number, a mapping of parts, None to reject the rollout, what the judge said, or that and further parts
-which are added to it.
-"""
+"""The reward: a number, a mapping of parts, None to reject the rollout, or the result of `judge`, alone or with a
+mapping of further parts to add."""
 WorkflowFunction = Callable[..., Awaitable[WorkflowResult]]
 """(task, policy, **parts) -> the reward. Parts are `judge`, `environment`, `tools`, `examples` and the names under
-`models`, as far as the run has them.
-"""
-REJECTED_NO_REWARD = "none"  #: why a rollout is rejected whose workflow returned None
+`models`, as far as the run has them."""
+REJECTED_NO_REWARD = "none"  #: rejection reason if the workflow returned None
 
 
 @dataclass(slots=True, eq=False)
@@ -32,9 +30,9 @@ class Rollout:
     id: str
     task: Task
     group: str
-    index: int  #: which of its group
+    index: int  #: index in its group
     seed: int
-    group_seed: int  #: the same for all of its group
+    group_seed: int  #: shared by its group
     sampling: SamplingConfig
     policy: Policy
     recorder: Recorder
@@ -42,14 +40,14 @@ class Rollout:
 
 
 ResourceFactory = Callable[[Rollout], AbstractAsyncContextManager[Any]]
-"""Makes a part for one rollout, and takes it back at its end."""
+"""Creates a workflow argument for one rollout, and closes it at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
-    """What a rollout is worth. `judgement` is of the completion, where the judge was asked for the whole reward.
+    """Reward of a rollout. `judgement` belongs to `completion`, if the reward came from `judge`.
 
-    `rejected` says why nothing is to be learned from it.
+    `rejected` is the reason of a rejected rollout.
     """
 
     reward: float | None
@@ -60,28 +58,28 @@ class RolloutResult:
     rejected: str | None = None
 
     def judged(self, judgement: RewardResult) -> RolloutResult:
-        """The same with another judgement, and its extra parts."""
+        """Replace the judgement, keeping the extra parts."""
         reward = None if judgement.reward is None else judgement.reward + sum(self.extra.values())
         return replace(self, reward=reward, parts={**judgement.parts, **self.extra}, judgement=judgement)
 
 
 class Workflow:
-    """A workflow with the sources of its parts, by name."""
+    """A workflow with the sources of its arguments, by name."""
 
     def __init__(self, name: str, solve: WorkflowFunction, parts: Mapping[str, ResourceFactory]) -> None:
         self.name = name
         self._solve, self._parts = solve, dict(parts)
 
     async def answer(self, rollout: Rollout) -> WorkflowResult:
-        """Solve the task once. Raises what the workflow and its parts raise."""
+        """Run the workflow once. Raises whatever the workflow and its arguments raise."""
         async with AsyncExitStack() as stack:
             parts = {name: await stack.enter_async_context(made(rollout)) for name, made in self._parts.items()}
             return await self._solve(rollout.task, rollout.policy, **parts)
 
     def outcome(self, rollout: Rollout, answer: WorkflowResult) -> RolloutResult:
-        """What an answer means; None rejects the rollout, unless its steps or branches have rewards.
+        """Interpret a workflow's result; None rejects the rollout, unless its steps or branches have rewards.
 
-        Raises TypeError and ValueError for answers that are none.
+        Raises TypeError and ValueError for invalid results.
         """
         if isinstance(answer, tuple):
             if len(answer) != 2 or not isinstance(answer[0], RewardResult):
@@ -105,11 +103,11 @@ class Workflow:
             if given is judgement:
                 return RolloutResult(None, {}, completion, extra=extra).judged(judgement)
         found = RolloutResult(None, {}, extra=extra).judged(judgement)
-        return replace(found, judgement=None)  # of another task or text: nothing is to be finished
+        return replace(found, judgement=None)  # of another task or text: no group rewards to add
 
 
 def _numbers(parts: Any) -> dict[str, float]:
-    """Further parts of a reward. Raises TypeError and ValueError where they are no numbers."""
+    """Check further parts of a reward. Raises TypeError and ValueError if they are not numbers."""
     value = validate_value(parts) if parts else {}
     if not isinstance(value, dict):
         raise TypeError(f"returned a judgement and {parts!r:.80}; the second has to be a mapping of numbers")
@@ -117,18 +115,18 @@ def _numbers(parts: Any) -> dict[str, float]:
 
 
 class RolloutScorer:
-    """The part `judge`: what the run's rewards say of a reply, or of a text."""
+    """The workflow argument `judge`: computes the run's rewards of a reply or a text."""
 
-    def __init__(self, judge: RewardManager, rollout: Rollout) -> None:
-        self._judge, self._rollout = judge, rollout
+    def __init__(self, rewards: RewardManager, rollout: Rollout) -> None:
+        self._rewards, self._rollout = rewards, rollout
 
     async def __call__(self, answer: Reply | Completion | str, task: Task | None = None) -> RewardResult:
-        """Judge an answer to the task (or to another one); `.reward` is the number.
+        """Compute the rewards of an answer to the task (or to another one); `.reward` is the number.
 
-        A text is judged as what the policy has said last.
+        A text is scored as if it were the policy's last reply.
         """
         completion = self._completion(answer)
-        judgement = await self._judge.judge(task or self._rollout.task, completion, group_follows=True)
+        judgement = await self._rewards.judge(task or self._rollout.task, completion, group_follows=True)
         self._rollout.judged.append((completion, judgement))
         return judgement
 

@@ -1,4 +1,4 @@
-"""Untrusted Python programs, run with hard limits: `Sandbox().run_sync("print(1)").stdout == "1\\n"`."""
+"""Runs untrusted Python programs with hard limits: `Sandbox().run_sync("print(1)").stdout == "1\\n"`."""
 
 from rollmill.sandbox.errors import SandboxError
 from rollmill.sandbox.limits import ProgramOutcome, ProgramResult, SandboxLimits, SessionExecution

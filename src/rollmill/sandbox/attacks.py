@@ -1,4 +1,4 @@
-"""Programs that try to get out, to stay, or to use up the machine. Each prints BREACH if it got through."""
+"""Hostile programs that try to escape, persist, or exhaust the machine. Each prints BREACH if it succeeds."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ except OSError as error:
 
 
 _LANDLOCK_ERRORS = ("EACCES", "EPERM")
-"""What Landlock and its filter answer where the other backend hides a thing or mounts it read-only."""
+"""Errors of Landlock and its filter for paths that the other backend hides or mounts read-only."""
 
 
 @dataclass(frozen=True)
 class Attack:
-    """A program and how it has to end: one of `outcome`, after printing one of the errno names in `error`, if any."""
+    """A program and its expected result: one of `outcome`, after printing one of the errno names in `error`, if any."""
 
     name: str
     program: str
@@ -44,14 +44,14 @@ class Attack:
     error: str = ""
     limits: SandboxLimits = SMALL
     only: BackendName | None = None
-    """The backend that it is meant for; None for every backend that can run it."""
+    """The backend it targets; None for every backend that can run it."""
 
     def is_for(self, backend: BackendName) -> bool:
         """Whether a backend can run it: the landlock backend never starts a second process."""
         return self.only in (None, backend) and (backend != "landlock" or self.limits.processes == 1)
 
     def is_contained(self, found: ProgramResult, backend: BackendName) -> bool:
-        """Whether a result is how it has to end."""
+        """Whether a result is the expected one."""
         if "BREACH" in found.stdout:
             return False
         if backend == "landlock" and found.outcome == "error" and found.stderr.endswith(DISK_FULL.decode()):
@@ -62,12 +62,12 @@ class Attack:
 
 
 def denied_attack(name: str, statements: str, error: str = "EPERM", only: BackendName | None = None) -> Attack:
-    """Statements that have to fail with an OSError."""
+    """Build an attack whose statements must fail with an OSError."""
     return Attack(name, TRY % "\n".join(f"    {line}" for line in statements.splitlines()), "ok", error, only=only)
 
 
 def _call(name: str, *arguments: str) -> str:
-    """A system call by its number on this machine."""
+    """Return a system call by its number on this machine."""
     table = DENIED | {"clone": CLONE, "clone3": CLONE3, "prlimit64": PRLIMIT64}
     return f"syscall({', '.join((str(table[name][platform.machine() == 'aarch64']), *arguments))})"
 

@@ -1,4 +1,4 @@
-"""What keeps programs in: one kind of walls for each backend."""
+"""The interface of isolation backends."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ BackendName = Literal["namespaces", "landlock", "plain"]
 
 
 class IsolationBackend:
-    """The walls of one backend. The server prepares them once; a job's supervisor enters; its program is confined.
+    """The isolation of programs. The server prepares it once; a job's supervisor enters it; its program is confined.
 
-    Each step raises OSError that says what the kernel refuses.
+    Each step raises OSError with what the kernel refuses.
     """
 
     safe = True
     """Whether it isolates programs."""
     clone_flags = 0
-    """The namespaces that a supervisor is started in."""
+    """The namespaces of a supervisor."""
     landlock = 0
     """The version of Landlock in use."""
     lacks: tuple[str, ...] = ()
-    """What this backend does not promise, for people."""
+    """Guarantees that this backend does not give, for users."""
     look_s = math.inf
     """Seconds between two calls of `full`."""
 
     def __init__(self, view: FilesystemView) -> None:
         self.view = view
         self.group: Cgroup | None = None
-        """The job's control group, in its supervisor, where there is one."""
+        """The job's control group, in its supervisor, if there is one."""
 
     def prepare(self) -> str:
-        """Make ready in the server; the folder where programs find packages."""
+        """Prepare the server, and return the folder in which programs find packages."""
         raise NotImplementedError
 
     def enter(self, job: Job) -> None:
-        """Move the supervisor into a folder of the job's own, with the job's files in it."""
+        """Move the supervisor into a separate folder with the job's files."""
         raise NotImplementedError
 
     def confine(self, limits: SandboxLimits, session: bool) -> None:
-        """Take all rights from this process, which is the program's."""
+        """Drop all rights of this process, which then runs the program."""
         raise NotImplementedError
 
     def signal_all(self, program: int, number: int) -> None:
@@ -53,22 +53,22 @@ class IsolationBackend:
         raise NotImplementedError
 
     def reaps(self, program: int) -> int:
-        """What the supervisor waits for at the end, in waitpid's terms."""
+        """Return the processes that the supervisor waits for at the end, in waitpid's terms."""
         return program
 
     def full(self, program: int, limits: SandboxLimits) -> bool:
-        """Whether the program uses more disk than it may, where the kernel does not see to it. Called often."""
+        """Whether the program exceeds its disk limit, if the kernel does not enforce it. Called often."""
         return False
 
     def leave(self, supervisor: int) -> None:
-        """Remove what a job has left. Called by its supervisor, and by the server when that has ended."""
+        """Clean up after a job. Called by its supervisor, and by the server after its end."""
 
     def close(self) -> None:
-        """Remove what the server has left; every job has ended."""
+        """Clean up after the server; every job has ended."""
 
 
 def write_job_files(job: Job) -> None:
-    """A job's files, into the current folder."""
+    """Write a job's files into the current folder."""
     for name, content in job.files.items():
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
         with open(name, "wb") as file:
@@ -76,7 +76,7 @@ def write_job_files(job: Job) -> None:
 
 
 def build_backend(backend: BackendName, view: FilesystemView) -> IsolationBackend:
-    """The walls of a backend."""
+    """Build the isolation of a backend."""
     match backend:
         case "namespaces":
             from rollmill.sandbox.namespace_backend import NamespaceBackend

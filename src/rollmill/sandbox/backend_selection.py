@@ -1,4 +1,4 @@
-"""Starts the server of the first backend that keeps hostile programs in."""
+"""Starts the server of the first backend that contains hostile programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEEDS: dict[BackendName, str] = {
 
 
 def start_server(backend: BackendChoice, view: FilesystemView) -> ForkServer:
-    """A server that has passed the probe. Raises SandboxError that says what is missing."""
+    """Start a server that passes the probe. Raises SandboxError with what is missing."""
     if backend not in get_args(BackendChoice):
         raise SandboxError(f"there is no backend {backend!r}; there are {', '.join(get_args(BackendChoice))}")
     if sys.platform != "linux":
@@ -37,7 +37,7 @@ def start_server(backend: BackendChoice, view: FilesystemView) -> ForkServer:
     missing = []
     for name in SAFE_BACKENDS if backend == "auto" else (backend,):
         try:
-            return _probed(ForkServer(name, view))
+            return _run_probe(ForkServer(name, view))
         except SandboxError as error:
             missing.append(f"{name}: {error}. {_NEEDS[name]}.")
     raise SandboxError(
@@ -46,7 +46,7 @@ def start_server(backend: BackendChoice, view: FilesystemView) -> ForkServer:
     )
 
 
-def _probed(server: ForkServer) -> ForkServer:
+def _run_probe(server: ForkServer) -> ForkServer:
     if server.backend != "plain":
         try:
             probe.check_probe(submit_job(server, Job(probe.PROGRAM, b"", {}, probe.LIMITS)) or killed_result(0.0))

@@ -1,6 +1,6 @@
-"""Control groups (version 2), where this user may make some: limits on all processes of a job together.
+"""Control groups (version 2), if this user may create them: limits on all processes of a job together.
 
-They add to the kernel's limits on each process, and are left out where no group can be made.
+They add to the kernel's limits on each process, and are omitted if no group can be created.
 https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -20,12 +20,12 @@ _TASKS = 2
 
 
 class CgroupError(OSError):
-    """No group can be made here; the message says why."""
+    """No group can be created here; the message has the reason."""
 
 
 @dataclass(slots=True)
 class Cgroup:
-    """The group of one job: open files of it, by name, which outlive a move to other namespaces."""
+    """The group of one job: its open files, by name, which stay valid in other namespaces."""
 
     folder: str
     files: dict[str, int]
@@ -39,7 +39,7 @@ class Cgroup:
                 os.write(self.files[name], str(value).encode())
 
     def ran_out(self) -> bool:
-        """Whether the kernel has killed one of its processes to keep the memory limit."""
+        """Whether the kernel killed one of its processes for exceeding the memory limit."""
         events = os.pread(self.files["memory.events"], 4096, 0) if "memory.events" in self.files else b""
         return count_oom_kills(events.decode()) > 0
 
@@ -51,7 +51,7 @@ class Cgroup:
 
 
 class CgroupManager:
-    """A folder of groups: one for the server, and one for each job. Raises OSError if it cannot be made."""
+    """A folder of groups: one for the server, and one for each job. Raises OSError if it cannot be created."""
 
     def __init__(self, controllers: tuple[str, ...] = CONTROLLERS) -> None:
         home = find_parent_cgroup(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"), controllers)
@@ -65,10 +65,10 @@ class CgroupManager:
         if os.geteuid() == 0:
             for below in (".", "cgroup.procs", "server", "server/cgroup.procs"):
                 os.chown(f"{self.path}/{below}", NOBODY, NOBODY)
-        self._folder = os.open(self.path, os.O_PATH)  # the path itself is out of sight in another root
+        self._folder = os.open(self.path, os.O_PATH)  # the path itself is not visible in another root
 
     def make(self) -> Cgroup:
-        """A new group, whose limits are not set yet."""
+        """Create a group, without limits yet."""
         self._count += 1
         name = f"job-{self._count}"
         os.mkdir(name, dir_fd=self._folder)
@@ -83,7 +83,7 @@ class CgroupManager:
 
 
 def remove_groups(path: str) -> None:
-    """Remove what a server has left, after its end."""
+    """Remove the groups of a server, after its end."""
     with suppress(OSError):
         for entry in [entry for entry in os.scandir(path) if entry.is_dir()]:
             os.rmdir(entry.path)
@@ -91,12 +91,12 @@ def remove_groups(path: str) -> None:
 
 
 def count_oom_kills(events: str) -> int:
-    """How many processes the text of memory.events says were killed."""
+    """Return the number of killed processes in the text of memory.events."""
     return sum(int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill "))
 
 
 def find_parent_cgroup(own: str, mounts: str, controllers: tuple[str, ...] = CONTROLLERS) -> str:
-    """The nearest group above this process that hands out controllers and that this user may change.
+    """Return the nearest group above this process that delegates controllers and is writable by this user.
 
     `own` is the text of /proc/self/cgroup, `mounts` that of /proc/self/mountinfo. Raises CgroupError.
     """

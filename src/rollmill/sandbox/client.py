@@ -1,4 +1,4 @@
-"""The caller's side of the fork server: starts it, hands it jobs, notices its end."""
+"""The caller's side of the fork server: starts it, sends it jobs, and detects its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollmill.sandbox.root_filesystem import FilesystemView
 from rollmill.sandbox.visible_files import find_interpreter
 
 START_LIMIT_S = 60.0
-"""Longest wait for a server to be ready; it takes about 50 ms."""
+"""Timeout of a server's start, which takes about 50 ms."""
 _END_LIMIT_S = 5.0
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -44,10 +44,10 @@ class ForkServer:
                 cwd="/",
                 start_new_session=True,
             )
-        words = self._first_words()
-        self.landlock = int(words["landlock"])
-        self.cgroups, self.no_cgroups = str(words["cgroups"]), str(words["no_cgroups"])
-        """The folder of its control groups; or why there are none."""
+        status = self._read_status()
+        self.landlock = int(status["landlock"])
+        self.cgroups, self.no_cgroups = str(status["cgroups"]), str(status["no_cgroups"])
+        """The folder of its control groups, and the reason if there are none."""
 
     @property
     def safe(self) -> bool:
@@ -68,7 +68,7 @@ class ForkServer:
         return not poll.poll(0)
 
     def submit(self, seconds: float) -> socket.socket | None:
-        """The socket of a new job, which the server kills after so many seconds; None if the server has ended."""
+        """Return the socket of a new job, which the server kills after `seconds`; None if the server has ended."""
         mine, theirs = socket.socketpair()
         with theirs:
             try:
@@ -79,7 +79,7 @@ class ForkServer:
         return mine
 
     def close(self) -> None:
-        """End it, and with it every job, and wait until it is gone."""
+        """Stop it and every job, and wait for its end."""
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold the socket as well
         self._control.close()
@@ -94,23 +94,23 @@ class ForkServer:
         if self.cgroups:
             remove_groups(self.cgroups)
 
-    def _first_words(self) -> dict[str, Any]:
+    def _read_status(self) -> dict[str, Any]:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        came = poll.poll(START_LIMIT_S * 1000)
-        words = self._control.recv(1 << 16) if came else b""
-        found = json.loads(words or b'{"error": ""}')
+        ready = poll.poll(START_LIMIT_S * 1000)
+        message = self._control.recv(1 << 16) if ready else b""
+        found = json.loads(message or b'{"error": ""}')
         if "error" in found:
             self._popen.kill()
             assert self._popen.stderr is not None
-            said = found["error"] or self._popen.stderr.read().decode(errors="replace").strip()[-2000:]
+            error = found["error"] or self._popen.stderr.read().decode(errors="replace").strip()[-2000:]
             self.close()
-            raise SandboxError(f"the sandbox's server cannot start: {said or f'no word in {START_LIMIT_S:g} s'}")
+            raise SandboxError(f"the sandbox's server cannot start: {error or f'no word in {START_LIMIT_S:g} s'}")
         return dict(found)
 
 
 def interpreter_command(statements: str) -> list[str]:
-    """The command that runs statements in a bare interpreter with this package, but none of its dependencies."""
+    """Return the command that runs statements in a bare interpreter with this package, but none of its dependencies."""
     names = {"rollmill": "", "rollmill.sandbox": "sandbox"}
     folders = {name: str(_PACKAGE / below) for name, below in names.items()}
     packages = (  # empty packages: their own __init__ would import the rest
@@ -123,7 +123,7 @@ def interpreter_command(statements: str) -> list[str]:
 
 
 def program_environment_vars() -> dict[str, str]:
-    """The whole environment of a program; nothing of the caller's."""
+    """Return all environment variables of a program; none are inherited from the caller."""
     return {
         "HOME": "/tmp",
         "TMPDIR": "/tmp",

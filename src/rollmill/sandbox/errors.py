@@ -1,4 +1,4 @@
-"""The error of the sandbox. It never stands for what a program does: that is a Result."""
+"""The error of the sandbox. Failures of a program are not errors but a ProgramResult."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from rollmill.errors import RollmillError
 
 
 class SandboxError(RollmillError):
-    """No safe sandbox can be built here, or it was asked for what it cannot do. The message says what is missing."""
+    """No safe sandbox can be built here, or an invalid request. The message has what is missing."""

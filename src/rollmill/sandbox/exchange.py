@@ -1,4 +1,4 @@
-"""One run, from the caller's side: the job goes out, its result comes back."""
+"""Runs one job from the caller's side: sends the job and receives its result."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rollmill.sandbox.limits import ProgramResult
 from rollmill.sandbox.protocol import Job, pack_job, parse_result
 
 GRACE_S = 20.0
-"""Beyond a program's wall limit: to start it and to hand over its output."""
+"""Seconds beyond a program's wall limit, to start it and to transfer its output."""
 _CHUNK = 1 << 16
 
 
 def submit_job(server: ForkServer, job: Job) -> ProgramResult | None:
-    """The result of a job; None if the server or the job died before there was one.
+    """Return the result of a job; None if the server or the job died without one.
 
     Raises SandboxError if the program could not be started.
     """
@@ -29,7 +29,7 @@ def submit_job(server: ForkServer, job: Job) -> ProgramResult | None:
     with caller:
         try:
             caller.settimeout(seconds)
-            with suppress(ConnectionError):  # it may have said why before it closed
+            with suppress(ConnectionError):  # it may have sent an error before it closed
                 caller.sendall(pack_job(job))
             while True:
                 caller.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -37,7 +37,7 @@ def submit_job(server: ForkServer, job: Job) -> ProgramResult | None:
                 if not chunk:
                     break
                 received += chunk
-        except TimeoutError:  # a server that is stopped, or a machine without a free moment
+        except TimeoutError:  # a stopped server, or an overloaded machine
             server.close()
             return None
         except ConnectionError:
@@ -46,7 +46,7 @@ def submit_job(server: ForkServer, job: Job) -> ProgramResult | None:
 
 
 async def submit_job_async(server: ForkServer, job: Job) -> ProgramResult | None:
-    """`exchange` for an event loop."""
+    """Run `submit_job` in an event loop."""
     seconds = job.limits.wall_s + GRACE_S
     caller = server.submit(seconds)
     if caller is None:

@@ -1,6 +1,6 @@
-"""The fork server: a process with one thread, warm and without rights, that starts a jail for each job.
+"""The fork server: a single-threaded process, preloaded and without rights, that starts a jail for each job.
 
-It runs in a root of its own and knows nothing of the caller's process but one socket. It never reads a job.
+It has its own root and shares one socket with the caller's process. It never reads a job.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ PRELOADED = (
     *("json", "math", "operator", "queue", "random", "re", "statistics", "string", "struct", "sys", "textwrap"),
     *("threading", "time", "timeit", "traceback", "types", "typing", "uuid", "encodings.idna"),
 )
-"""What programs import most; a child has it for nothing."""
+"""Common imports of programs, preloaded once for all children."""
 
 
-def serve(descriptor: int, walls: IsolationBackend) -> NoReturn:
+def serve(descriptor: int, backend: IsolationBackend) -> NoReturn:
     """Serve until the caller's end of the control socket closes."""
     control = socket.socket(fileno=descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would make process 1 of a job hear it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # with a handler, process 1 of a job would receive it
     os.umask(0o022)
     try:
         for name in PRELOADED:
             importlib.import_module(name)
-        groups, why_none = _groups(walls)
-        packages = walls.prepare()
+        groups, why_none = _groups(backend)
+        packages = backend.prepare()
         if os.path.isdir(packages):
             sys.path.append(packages)
-        gc.freeze()  # children then touch, and so copy, fewer pages
+        gc.freeze()  # children then copy fewer pages
     except OSError as error:
         control.sendall(json.dumps({"error": str(error)}).encode())
         sys.exit(1)
-    said = {"landlock": walls.landlock, "cgroups": groups.path if groups else "", "no_cgroups": why_none}
-    control.sendall(json.dumps(said).encode())
+    status = {"landlock": backend.landlock, "cgroups": groups.path if groups else "", "no_cgroups": why_none}
+    control.sendall(json.dumps(status).encode())
     jobs: dict[int, _Running] = {}
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -59,23 +59,23 @@ def serve(descriptor: int, walls: IsolationBackend) -> NoReturn:
         for ready, _ in poll.poll(1000 if jobs else None):
             if ready != control.fileno():
                 poll.unregister(ready)
-                _forget(jobs.pop(ready), ready, walls, groups)
+                _remove_job(jobs.pop(ready), ready, backend, groups)
                 _reap_orphans(jobs)
                 continue
             message, sockets, _, _ = socket.recv_fds(control, CONTROL.size, 1)
             if not message:
-                _end(jobs, walls)
+                _shut_down(jobs, backend)
             caller = socket.socket(fileno=sockets[0])
             try:
                 group = groups.make() if groups else None
-                pid = kernel.clone(walls.clone_flags)
+                pid = kernel.clone(backend.clone_flags)
             except OSError as error:
                 _refuse(caller, error)
                 continue
             if pid == 0:
                 control.close()
-                walls.group = group
-                serve_job(caller, walls)
+                backend.group = group
+                serve_job(caller, backend)
             caller.close()
             if group is not None:
                 group.close()
@@ -84,7 +84,7 @@ def serve(descriptor: int, walls: IsolationBackend) -> NoReturn:
             poll.register(process, select.POLLIN)
         now = time.monotonic()
         for process, job in jobs.items():
-            if now > job.deadline:  # its supervisor keeps the limit; this is for one that cannot
+            if now > job.deadline:  # normally its supervisor enforces the limit
                 signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
@@ -95,17 +95,17 @@ class _Running:
     group: Cgroup | None
 
 
-def _forget(job: _Running, process: int, walls: IsolationBackend, groups: CgroupManager | None) -> None:
+def _remove_job(job: _Running, process: int, backend: IsolationBackend, groups: CgroupManager | None) -> None:
     os.close(process)
     os.waitpid(job.supervisor, 0)
-    with suppress(OSError):  # what is left of a killed one may still be ending; then it goes at the end
-        walls.leave(job.supervisor)
+    with suppress(OSError):  # processes of a killed job may still be ending; `close` cleans up later
+        backend.leave(job.supervisor)
     if groups is not None and job.group is not None:
         groups.remove(job.group)
 
 
 def _reap_orphans(jobs: dict[int, _Running]) -> None:
-    """Programs whose supervisor was killed are this process's children then (PR_SET_CHILD_SUBREAPER)."""
+    """Reap programs whose supervisor was killed; they are now this process's children (PR_SET_CHILD_SUBREAPER)."""
     known = {job.supervisor for job in jobs.values()}
     peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with suppress(ChildProcessError):
@@ -113,9 +113,9 @@ def _reap_orphans(jobs: dict[int, _Running]) -> None:
             os.waitpid(found.si_pid, 0)
 
 
-def _groups(walls: IsolationBackend) -> tuple[CgroupManager | None, str]:
-    """Control groups, or why there are none."""
-    if not walls.safe:
+def _groups(backend: IsolationBackend) -> tuple[CgroupManager | None, str]:
+    """Return the control groups, or the reason why there are none."""
+    if not backend.safe:
         return None, ""
     try:
         return CgroupManager(), ""
@@ -123,11 +123,11 @@ def _groups(walls: IsolationBackend) -> tuple[CgroupManager | None, str]:
         return None, str(error)
 
 
-def _end(jobs: dict[int, _Running], walls: IsolationBackend) -> NoReturn:
+def _shut_down(jobs: dict[int, _Running], backend: IsolationBackend) -> NoReturn:
     for process, job in jobs.items():
         signal.pidfd_send_signal(process, signal.SIGKILL)
         os.waitpid(job.supervisor, 0)
-    walls.close()
+    backend.close()
     os._exit(0)
 
 
@@ -137,6 +137,6 @@ def _refuse(caller: socket.socket, error: OSError) -> None:
 
 
 def main() -> NoReturn:
-    """The program of the process: its arguments are the control socket, the backend and the view."""
+    """Run the server process: its arguments are the control socket, the backend and the view."""
     found = json.loads(sys.argv[2])
     serve(int(sys.argv[1]), build_backend(found["backend"], FilesystemView(found["binds"], found["hidden"])))

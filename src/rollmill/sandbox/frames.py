@@ -1,6 +1,6 @@
-"""What travels in a session: frames of byte strings, read without trust in who wrote them.
+"""Frames of byte strings for a session, read without trusting the sender.
 
-A frame is its length and its parts, each behind its own length; lengths are 4 bytes, big endian. Nothing is unpickled.
+A frame is its length and its parts, each preceded by its length; lengths are 4 bytes, big endian. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _LENGTH = struct.Struct("!I")
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame."""
+    """Bytes that are not a frame."""
 
 
 class FrameTooLongError(FrameError):
@@ -19,24 +19,24 @@ class FrameTooLongError(FrameError):
 
 
 def pack_frame(*parts: bytes) -> bytes:
-    """One frame."""
+    """Pack one frame."""
     body = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameReader:
-    """Cuts a stream into frames of at most `most` bytes."""
+    """Splits a stream into frames of at most `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._bytes = bytearray()
 
     def feed(self, chunk: bytes) -> None:
-        """The next bytes of the stream."""
+        """Append the next bytes of the stream."""
         self._bytes += chunk
 
     def take(self) -> list[bytes] | None:
-        """The parts of the next whole frame, None before it is there. Raises FrameError."""
+        """Return the parts of the next complete frame, None if it is incomplete. Raises FrameError."""
         if len(self._bytes) < _LENGTH.size:
             return None
         (size,) = _LENGTH.unpack_from(self._bytes)

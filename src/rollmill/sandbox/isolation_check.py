@@ -1,4 +1,4 @@
-"""Runs the hostile programs against a backend, and says what that backend is worth here."""
+"""Runs the hostile programs against a backend and reports whether it contains them here."""
 
 from __future__ import annotations
 
@@ -17,44 +17,46 @@ from rollmill.sandbox.visible_files import build_filesystem_view
 
 @dataclass(frozen=True, slots=True)
 class IsolationReport:
-    """What a backend is worth on this machine."""
+    """The result of an isolation check on this machine."""
 
     backend: BackendName
     safe: bool
     """Whether it works and every hostile program was contained."""
     programs: int
-    """How many hostile programs were run."""
+    """Number of hostile programs that were run."""
     through: tuple[str, ...]
     """The names of those that were not contained."""
     missing: str
-    """Why the backend does not work here; empty if it does."""
+    """The reason if the backend does not work here; else empty."""
     lacks: tuple[str, ...]
-    """What it does not promise even where it is safe."""
+    """Guarantees that it does not give even if it is safe."""
     no_cgroups: str
-    """Why no control groups limit all processes of a program together; empty if they do, or if it does not work."""
+    """The reason if no control groups limit all processes of a program together; else empty, also if the backend does
+    not work.
+    """
 
     def as_json(self) -> dict[str, Any]:
-        """For json.dumps."""
+        """Return it as plain JSON."""
         return asdict(self)
 
 
 _AT_ONCE = 8
-"""Most programs wait for their limits, not for a processor."""
+"""Programs at once; most of them wait for their limits, not for a CPU."""
 
 
 async def run_attacks(sandbox: Sandbox, programs: Sequence[Attack] = ()) -> list[tuple[Attack, ProgramResult]]:
-    """Run hostile programs, all if none are given, except for those that the sandbox's backend cannot run.
+    """Run attack programs (all by default), except those that the sandbox's backend cannot run.
 
     Raises SandboxError if the sandbox does not start.
     """
     backend = await asyncio.to_thread(sandbox.chosen)
-    meant = [hostile for hostile in programs or ATTACKS if hostile.is_for(backend)]
-    results = await asyncio.gather(*(sandbox.run(hostile.program, limits=hostile.limits) for hostile in meant))
-    return list(zip(meant, results, strict=True))
+    attacks = [attack for attack in programs or ATTACKS if attack.is_for(backend)]
+    results = await asyncio.gather(*(sandbox.run(attack.program, limits=attack.limits) for attack in attacks))
+    return list(zip(attacks, results, strict=True))
 
 
 def check_isolation(backend: BackendName) -> IsolationReport:
-    """Attack a backend. The plain one is not attacked, because nothing would stop the programs."""
+    """Attack a backend, except the plain one: nothing would stop the programs."""
     lacks = build_backend(backend, build_filesystem_view([])).lacks
     if backend == "plain":
         return IsolationReport(backend, False, 0, (), "", lacks, "")
@@ -64,5 +66,5 @@ def check_isolation(backend: BackendName) -> IsolationReport:
             no_cgroups = sandbox.without_cgroups()
     except SandboxError as error:
         return IsolationReport(backend, False, 0, (), str(error), lacks, "")
-    through = tuple(hostile.name for hostile, result in found if not hostile.is_contained(result, backend))
+    through = tuple(attack.name for attack, result in found if not attack.is_contained(result, backend))
     return IsolationReport(backend, not through, len(found), through, "", lacks, no_cgroups)

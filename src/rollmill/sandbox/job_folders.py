@@ -1,4 +1,4 @@
-"""The folders of jobs on the machine's own disk, for backends that cannot mount one."""
+"""Job folders on the machine's disk, for backends that cannot mount one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_FILES = 16384
 
 
 class JobFolders:
-    """A folder for each job, named by its supervisor, and one with links to the allowed packages."""
+    """A folder for each job, named after its supervisor, and one with links to the allowed packages."""
 
     def __init__(self, view: FilesystemView) -> None:
         self.base = tempfile.mkdtemp(prefix="rollmill-sandbox-")
@@ -26,11 +26,11 @@ class JobFolders:
                 os.symlink(path, self.packages + inside.removeprefix(PACKAGES))
 
     def of(self, supervisor: int) -> str:
-        """Where a job's folder is, or will be."""
+        """Return the path of a job's folder, which may not exist yet."""
         return os.path.join(self.base, str(supervisor))
 
     def remove(self, supervisor: int) -> None:
-        """Remove a job's folder, if it is still there."""
+        """Remove a job's folder, if it exists."""
         if os.path.isdir(self.of(supervisor)):
             remove_tree(self.of(supervisor))
 
@@ -51,7 +51,7 @@ def remove_tree(folder: str) -> None:
         if not folders:
             os.rmdir(folder)
             return
-        for path in folders:  # what is deep comes up, so that no path is ever long
+        for path in folders:  # move deep folders up, so that no path gets long
             for entry in _entries(path):
                 if entry.is_dir(follow_symlinks=False):
                     os.chmod(entry.path, 0o700)
@@ -64,7 +64,7 @@ def remove_tree(folder: str) -> None:
 def exceeds_disk_limit(folder: str, program: int, limits: SandboxLimits) -> bool:
     """Whether files below a folder, and unnamed ones that a process holds open, exceed the disk limit.
 
-    Also for what cannot be looked at: paths that are too long and folders without permissions.
+    Also true if it cannot be measured: too long paths and folders without permissions.
     """
     size = files = 0
     pending = [folder]
@@ -87,11 +87,11 @@ def exceeds_disk_limit(folder: str, program: int, limits: SandboxLimits) -> bool
 
 
 def _unnamed(folder: str, program: int, limits: SandboxLimits) -> int:
-    """Bytes of files without a name. One that is mapped and not open has a size that cannot be seen: the largest.
+    """Return the bytes of files without a name. A mapped file that is not open counts as the maximum.
 
-    Raises OSError where no thread can be looked at.
+    Raises OSError if no thread can be inspected.
     """
-    for task in os.listdir(f"/proc/{program}/task"):  # the first one may have ended; the others share what is open
+    for task in os.listdir(f"/proc/{program}/task"):  # the first thread may have ended; the others share its open files
         with suppress(FileNotFoundError, ProcessLookupError):
             if (mapped := _mapped(folder, f"/proc/{program}/task/{task}/maps")) is not None:
                 sizes = dict.fromkeys(mapped, limits.disk_mb << 20) | _open_sizes(f"/proc/{program}/task/{task}/fd")
@@ -100,7 +100,7 @@ def _unnamed(folder: str, program: int, limits: SandboxLimits) -> int:
 
 
 def _open_sizes(descriptors: str) -> dict[int, int]:
-    """Inode: bytes, of the unnamed files in a folder of descriptors."""
+    """Return inode -> bytes of the unnamed files in a folder of descriptors."""
     sizes = {}
     with os.scandir(descriptors) as entries:
         for entry in entries:
@@ -112,7 +112,7 @@ def _open_sizes(descriptors: str) -> dict[int, int]:
 
 
 def _mapped(folder: str, maps: str) -> set[int] | None:
-    """The inodes of unnamed files below a folder that a thread has mapped; None where it has ended."""
+    """Return the inodes of unnamed files below a folder that a thread has mapped; None if it has ended."""
     with open(maps, "rb") as file:
         lines = file.read().splitlines()
     inside = f" {folder}/".encode()

@@ -1,4 +1,4 @@
-"""The supervisor of a job: it reads the job, starts the program without any rights, watches it and replies."""
+"""The supervisor of a job: reads the job, starts the program without any rights, watches it and replies."""
 
 from __future__ import annotations
 
@@ -18,45 +18,48 @@ from rollmill.sandbox.watchdog import RunningProgram, reap, watch_program
 
 _CHANNEL = 3
 _JOB_LIMIT_S = 30.0
-"""Longest wait for a caller that has begun to send a job."""
+"""Timeout of a caller that is sending a job."""
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # against further seals, shrinking, growing, writing
 
 
-def serve_job(caller: socket.socket, walls: IsolationBackend) -> NoReturn:
-    """Serve the one job of this process."""
+def serve_job(caller: socket.socket, backend: IsolationBackend) -> NoReturn:
+    """Run the single job of this process."""
     program: RunningProgram | None = None
     status = 1
     try:
         kernel.die_with_parent()
         caller.settimeout(_JOB_LIMIT_S)
         job = read_job(caller.recv)
-        if walls.group is not None:
-            walls.group.join(job.limits)
-        walls.enter(job)
-        program, channel = _start(job, walls)
+        if backend.group is not None:
+            backend.group.join(job.limits)
+        backend.enter(job)
+        program, channel = _start(job, backend)
         if channel is not None:
-            SessionServer(caller, channel, program, job, walls).serve()
+            SessionServer(caller, channel, program, job, backend).serve()
         else:
-            ending, program = watch_program(program, job.limits, walls, caller.fileno()), None
+            reply, program = watch_program(program, job.limits, backend, caller.fileno()), None
             caller.settimeout(_JOB_LIMIT_S)
-            caller.sendall(pack_reply(ending))
+            caller.sendall(pack_reply(reply))
         status = 0
-    except (EOFError, TimeoutError, ConnectionError):  # the caller went away
+    except (EOFError, TimeoutError, ConnectionError):  # the caller disconnected
         pass
     except OSError as error:
-        _say(caller, error)
+        _send_error(caller, error)
     finally:
         try:
             if program is not None:
-                walls.signal_all(program.pid, signal.SIGKILL)
-                reap(program.pid, walls.reaps(program.pid))
-            walls.leave(os.getpid())
+                backend.signal_all(program.pid, signal.SIGKILL)
+                reap(program.pid, backend.reaps(program.pid))
+            backend.leave(os.getpid())
         finally:
             os._exit(status)
 
 
-def _start(job: Job, walls: IsolationBackend) -> tuple[RunningProgram, socket.socket | None]:
-    """The program, and for a session this side's end of its channel. Raises OSError if it cannot be confined."""
+def _start(job: Job, backend: IsolationBackend) -> tuple[RunningProgram, socket.socket | None]:
+    """Start the program; for a session also return this side's end of its channel.
+
+    Raises OSError if it cannot be confined.
+    """
     session = job.idle_s > 0
     stdin = _sealed(job.stdin)
     (stdout, stdout_end), (stderr, stderr_end) = os.pipe(), os.pipe()
@@ -69,7 +72,7 @@ def _start(job: Job, walls: IsolationBackend) -> tuple[RunningProgram, socket.so
     pid = os.fork()
     if pid == 0:
         try:
-            _confine(job, walls, failed_end)
+            _confine(job, backend, failed_end)
             for number, descriptor in enumerate(theirs):
                 os.dup2(descriptor, number, inheritable=number < 3)
             os.closerange(len(theirs), 1 << 16)
@@ -80,25 +83,25 @@ def _start(job: Job, walls: IsolationBackend) -> tuple[RunningProgram, socket.so
             os._exit(1)
     for descriptor in (*theirs, failed_end):
         os.close(descriptor)
-    failure = os.read(failed, 4096)  # nothing, when the program is confined
+    failure = os.read(failed, 4096)  # empty if the program is confined
     os.close(failed)
     if failure:
         raise OSError(failure.decode())
     return RunningProgram(pid, stdout, stderr), channel
 
 
-def _confine(job: Job, walls: IsolationBackend, failed: int) -> None:
-    """From here on the process has no rights; it ends at once if that fails, and says why on `failed`."""
+def _confine(job: Job, backend: IsolationBackend, failed: int) -> None:
+    """Drop all rights of this process; if that fails, write the error to `failed` and exit."""
     try:
         os.setsid()
-        walls.confine(job.limits, job.idle_s > 0)
+        backend.confine(job.limits, job.idle_s > 0)
     except BaseException as error:
         os.write(failed, f"cannot confine it: {error}".encode())
         os._exit(1)
 
 
 def _sealed(content: bytes) -> int:
-    """A read-only file without a name."""
+    """Return a read-only file without a name."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
@@ -107,7 +110,7 @@ def _sealed(content: bytes) -> int:
     return descriptor
 
 
-def _say(caller: socket.socket, error: OSError) -> None:
+def _send_error(caller: socket.socket, error: OSError) -> None:
     try:
         caller.settimeout(_JOB_LIMIT_S)
         caller.sendall(pack_reply(JobReply("broken", 1, 0.0, 0.0, 0.0, b"", str(error).encode())))

@@ -1,4 +1,4 @@
-"""The kernel's calls that Python lacks. Each raises OSError that names the call."""
+"""System calls that Python lacks. Each raises OSError with the name of the call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def clone(flags: int) -> int:
-    """A fork into new namespaces: 0 in the child, the process id in the parent. The caller has one thread."""
+    """Fork into new namespaces: 0 in the child, the process id in the parent. The caller has one thread."""
     return syscall("clone", _SYS_CLONE[platform.machine()], flags | signal.SIGCHLD, 0, 0, 0, 0)
 
 
@@ -35,7 +35,7 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     words = [word.encode() for word in (source, target, kind, options)]
     _checked(f"mount on {target}", _libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]))
 
@@ -54,22 +54,22 @@ def make_read_only(target: str) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL this process when its parent ends."""
+    """Receive SIGKILL when the parent ends."""
     _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of all below it whose own parent ends."""
+    """Adopt all descendants whose parent ends."""
     _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Whether processes of the same user may look into this one through /proc and ptrace."""
+    """Set whether processes of the same user may inspect this one through /proc and ptrace."""
     _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, int(dumpable))
 
 
 def set_host_name(name: str) -> None:
-    """sethostname(2)."""
+    """Call sethostname(2)."""
     _checked("sethostname", _libc.sethostname(name.encode(), ctypes.c_size_t(len(name))))
 
 
@@ -85,7 +85,7 @@ def drop_privileges() -> None:
 
 
 def install_filter(code: bytes) -> None:
-    """Put a seccomp filter on this process; `code` is an array of struct sock_filter."""
+    """Install a seccomp filter on this process; `code` is an array of struct sock_filter."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
@@ -95,7 +95,7 @@ def install_filter(code: bytes) -> None:
 
 
 def syscall(name: str, number: int, *arguments: Any) -> int:
-    """A system call by number."""
+    """Make a system call by number."""
     found: int = _libc.syscall(
         ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
     )

@@ -1,4 +1,4 @@
-"""Landlock (Linux 5.13): a second wall around the file system. https://docs.kernel.org/userspace-api/landlock.html"""
+"""Landlock (Linux 5.13): file system access rules. https://docs.kernel.org/userspace-api/landlock.html"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RULE_PATH_BENEATH = 1
 
 
 def landlock_version() -> int:
-    """The version of Landlock in this kernel, 0 where it has none."""
+    """Return the version of Landlock in this kernel, 0 if it has none."""
     try:
         return syscall("landlock_create_ruleset", _CREATE, 0, 0, 1)
     except OSError:
@@ -28,9 +28,9 @@ def landlock_version() -> int:
 
 
 class LandlockRuleset:
-    """A set of rules; a process that restricts itself with it, even twice, can do only what all of them allow.
+    """A set of rules. A process that restricts itself with several sets can do only what all of them allow.
 
-    `version` is landlock_version(), above 0. With `reads_only`, rules for reading and running files alone.
+    `version` is landlock_version(), above 0. With `reads_only`, the rules cover only reading and running files.
     """
 
     def __init__(self, version: int, reads_only: bool = False) -> None:
@@ -43,23 +43,23 @@ class LandlockRuleset:
         self._rules = syscall("landlock_create_ruleset", _CREATE, attributes, len(attributes), 0)
 
     def allow_reading(self, path: str) -> None:
-        """Read and run a file, or everything below a folder."""
+        """Allow to read and run a file, or everything below a folder."""
         self._add(path, _READS)
 
     def allow_listing(self, path: str) -> None:
-        """See the names below a folder."""
+        """Allow to list the names below a folder."""
         self._add(path, _READ_DIR)
 
     def allow_writing(self, path: str) -> None:
-        """Read and write a file."""
+        """Allow to read and write a file."""
         self._add(path, _READ_FILE | _WRITE_FILE)
 
     def allow_all(self, path: str) -> None:
-        """Everything below a folder."""
+        """Allow everything below a folder."""
         self._add(path, self._every)
 
     def restrict(self) -> None:
-        """Restrict this process. It has given up its privileges before (PR_SET_NO_NEW_PRIVS)."""
+        """Restrict this process. Requires PR_SET_NO_NEW_PRIVS."""
         syscall("landlock_restrict_self", _RESTRICT, self._rules, 0)
         os.close(self._rules)
 
@@ -73,9 +73,9 @@ class LandlockRuleset:
 
 
 def restrict_files(version: int, writable: str) -> None:
-    """Let this process read everything that it sees, write below `writable` only, and use no network.
+    """Let this process read all visible files, write below `writable` only, and use no network.
 
-    It has given up its privileges before (PR_SET_NO_NEW_PRIVS). `version` is landlock_version(), above 0.
+    Requires PR_SET_NO_NEW_PRIVS. `version` is landlock_version(), above 0.
     """
     rules = LandlockRuleset(version)
     rules.allow_reading("/")

@@ -1,7 +1,7 @@
-"""The backend `landlock`: for kernels and containers that allow no user namespaces.
+"""The backend `landlock`: for kernels and containers without user namespaces.
 
-Landlock decides which files a program may open, seccomp which system calls it may make. It is one process that can
-start no other, and it ends with its supervisor. What this backend cannot promise is in docs/guide/sandbox.md.
+Landlock restricts the files that a program may open, seccomp its system calls. It is a single process that cannot start
+others, and it ends with its supervisor. Missing guarantees are listed in docs/guide/sandbox.md.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rollmill.sandbox.root_filesystem import DEVICES, NOBODY, FilesystemView, ca
 from rollmill.sandbox.seccomp import build_filter
 
 LEAST_VERSION = 3
-"""Landlock before (Linux 6.2) lets programs truncate files that they may only read."""
-_SHARE = 10  # a tenth of the time, at most, goes into looking at many files
+"""Earlier Landlock versions (before Linux 6.2) let programs truncate files that they may only read."""
+_SHARE = 10  # checking many files takes at most a tenth of the time
 
 
 class LandlockBackend(IsolationBackend):
-    """Landlock, seccomp and limits, in a folder of its own on the machine's disk."""
+    """Landlock, seccomp and limits, in a separate folder on the machine's disk."""
 
     lacks = (
         "names, sizes and times of the machine's files can be found out by guessing; their contents cannot be read",
@@ -80,16 +80,16 @@ class LandlockBackend(IsolationBackend):
         folder = os.getcwd()
         os.environ.update(HOME=folder, TMPDIR=folder)
         most = _tasks() + 1 + limits.threads
-        own = LandlockRuleset(self.landlock)
+        ruleset = LandlockRuleset(self.landlock)
         for path in {*self.view.binds.values(), self._folders.packages}:
-            own.allow_reading(path)
+            ruleset.allow_reading(path)
         for device in DEVICES:
-            own.allow_writing(device)
-        own.allow_all(folder)
+            ruleset.allow_writing(device)
+        ruleset.allow_all(folder)
         kernel.drop_privileges()
         kernel.set_dumpable(True)  # the supervisor counts its open files
         self._readable.restrict()
-        own.restrict()
+        ruleset.restrict()
         set_limits(limits, most, session)
         kernel.install_filter(build_filter(False, alone=os.getpid()))
 
@@ -100,11 +100,11 @@ class LandlockBackend(IsolationBackend):
     def full(self, program: int, limits: SandboxLimits) -> bool:
         if time.monotonic() < self._next_look:
             return False
-        began = time.thread_time()
+        started = time.thread_time()
         found = exceeds_disk_limit(os.getcwd(), program, limits)
-        self._next_look = time.monotonic() + max(self.look_s, _SHARE * (time.thread_time() - began))
+        self._next_look = time.monotonic() + max(self.look_s, _SHARE * (time.thread_time() - started))
         before, self._suspected = self._suspected, found
-        return found and before  # seen twice: a process that is just ending cannot be looked into either
+        return found and before  # require two checks: a process that is just ending cannot be inspected either
 
     def leave(self, supervisor: int) -> None:
         self._folders.remove(supervisor)
@@ -117,7 +117,7 @@ class LandlockBackend(IsolationBackend):
 
 
 def _allow(rules: LandlockRuleset, path: str, hidden: list[str]) -> None:
-    """Reading of all below a path, except for what is hidden there: of that the names only."""
+    """Allow to read everything below a path, except hidden folders: of those only the names."""
     if path in hidden:
         return
     if not any(folder.startswith(path + "/") for folder in hidden):
@@ -129,7 +129,7 @@ def _allow(rules: LandlockRuleset, path: str, hidden: list[str]) -> None:
 
 
 def _nobody_can_read(view: FilesystemView) -> bool:
-    """Whether root may become an ordinary user, to whom the files of Python and of the packages are open."""
+    """Whether root may become an ordinary user who can read the files of Python and of the packages."""
     if not can_become_nobody():
         return False
     pid = os.fork()
@@ -149,6 +149,6 @@ def _become_nobody() -> None:
 
 
 def _tasks() -> int:
-    """How many processes and threads the machine has; those of this user are fewer."""
+    """Return the number of processes and threads of the machine; those of this user are fewer."""
     with open("/proc/loadavg") as file:
         return int(file.read().split()[3].partition("/")[2])

@@ -1,4 +1,4 @@
-"""What a program may use, and how it ended."""
+"""Limits of programs, and their results."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 ProgramOutcome = Literal["ok", "error", "timeout", "memory", "output", "killed"]
-"""How a program ended.
+"""The outcome of a program.
 
-ok: exit status 0. error: another exit status. timeout: the wall or CPU limit. memory: a MemoryError that nobody caught.
-output: more output than the limit. killed: a signal that is not a limit's, for example a segmentation fault; in a
-session, whose interpreter has to go on, every other end of its process too, and messages that are not a session's.
+ok: exit status 0. error: another exit status. timeout: the wall or CPU limit. memory: an uncaught MemoryError. output:
+more output than the limit. killed: a signal other than a limit's, for example a segmentation fault; in a session also
+every other end of its interpreter's process, and invalid messages.
 """
 
 Ended = Literal["ended"]
-"""What a session answers after it has come to its end."""
+"""The outcome of executions in a session that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class SandboxLimits:
     wall_s: float = 10.0
     """Seconds from its start until it is killed."""
     cpu_s: int = 10
-    """CPU seconds of each process; whole seconds, because that is the kernel's unit."""
+    """CPU seconds of each process; an integer, as in the kernel."""
     memory_mb: int = 512
     """Address space of each process, MiB."""
     disk_mb: int = 64
-    """Size of its only writable folder (current, $HOME and $TMPDIR), and of each file in it, MiB. `files` count."""
+    """Size of its only writable folder (current, $HOME and $TMPDIR), and of each file in it, MiB. Includes `files`."""
     output_bytes: int = 1 << 20
     """Bytes of stdout and stderr together; in a session also of a value, and of a message to `host`."""
     processes: int = 1
@@ -44,36 +44,39 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended and what it wrote."""
+    """The outcome of a program and its output."""
 
     outcome: ProgramOutcome
     exit_code: int
-    """The exit status; minus the signal that ended it otherwise."""
+    """The exit status, or minus the signal that ended it."""
     stdout: str
     """Up to the limit; bytes that are not UTF-8 are replaced by U+FFFD."""
     stderr: str
     seconds: float
-    """From the program's start to its end."""
+    """Wall time."""
     cpu_seconds: float
     """Of all its processes."""
     peak_mb: float
-    """The largest resident memory of one process, MiB. About 15 MiB of it are the interpreter's."""
+    """The largest resident memory of one process, MiB, including about 15 MiB of the interpreter."""
     safe: bool = True
-    """False where the program ran in the `plain` backend, which isolates nothing."""
+    """False in the `plain` backend, which isolates nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionExecution:
-    """How one execution in a session ended, and what came out of it."""
+    """The outcome of one execution in a session, and its output."""
 
     outcome: ProgramOutcome | Ended
-    """After ok and error the session goes on. After anything else it has ended, and further executions are `ended`."""
+    """After ok and error the session continues.
+
+    After anything else it has ended, and further executions are `ended`.
+    """
     value: str | None
-    """`repr` of the last statement, if that is an expression and not None. It is what the program says it is."""
+    """`repr` of the last statement, if that is an expression and not None. Not trusted: the program controls it."""
     stdout: str
     stderr: str
-    """With the traceback, if the outcome is error."""
+    """Includes the traceback if the outcome is error."""
     seconds: float
-    """In the sandbox; without the time that the caller's `host` took."""
+    """Wall time in the sandbox, without the caller's `host`."""
     safe: bool = True
     """False in the `plain` backend, which isolates nothing."""

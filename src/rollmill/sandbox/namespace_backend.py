@@ -1,7 +1,7 @@
-"""The backend `namespaces`: a file system and a process tree of its own for each job, gone when it ends.
+"""The backend `namespaces`: a separate file system and process tree for each job, removed when it ends.
 
-The server and all jobs share one empty network, for no job can open a socket in it. A job's supervisor is process 1 of
-its namespaces. When it ends, for whatever reason, the kernel kills all that is left.
+The server and all jobs share one empty network, because no job can open a socket in it. A job's supervisor is process 1
+of its namespaces. When it ends, for whatever reason, the kernel kills all remaining processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EVERY_CHILD = -1
 
 
 class NamespaceBackend(IsolationBackend):
-    """Namespaces, a root of its own, seccomp, limits, and Landlock where the kernel has it."""
+    """Namespaces, a separate root, seccomp, limits, and Landlock if the kernel has it."""
 
     clone_flags = (
         kernel.CLONE_NEWUSER
@@ -73,7 +73,10 @@ class NamespaceBackend(IsolationBackend):
 
 
 def build_filters() -> dict[bool, bytes]:
-    """The filters of programs that may fork, and of those that may not. Raises OSError on other architectures."""
+    """Return the filters of programs that may fork, and of those that may not.
+
+    Raises OSError on other architectures.
+    """
     try:
         return {forks: build_filter(forks) for forks in (False, True)}
     except KeyError:

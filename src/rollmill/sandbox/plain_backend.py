@@ -1,4 +1,4 @@
-"""The backend `plain`: an ordinary process with limits. It isolates nothing, and every Result of it says so."""
+"""The backend `plain`: an ordinary process with limits. It isolates nothing, and its results have `safe` False."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollmill.sandbox.root_filesystem import FilesystemView
 
 
 class PlainBackend(IsolationBackend):
-    """A program can read and write what this user can, and use the network.
+    """Lets a program read and write whatever this user can, and use the network.
 
     `disk_mb` limits each file, `processes` nothing; a process that leaves its program's process group outlives it.
     """

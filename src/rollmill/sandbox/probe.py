@@ -1,4 +1,4 @@
-"""Hostile attempts made when a sandbox starts: it refuses to serve if one of them gets through."""
+"""Attacks that a sandbox runs when it starts; it refuses to serve if one succeeds."""
 
 from __future__ import annotations
 

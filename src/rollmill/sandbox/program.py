@@ -1,4 +1,4 @@
-"""Runs a program in a process that can do nothing else."""
+"""Runs a program in a confined process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _FOLDER = os.path.dirname(__file__)
 
 
 def set_limits(limits: SandboxLimits, tasks: int | None, session: bool) -> None:
-    """The kernel's limits on this process and its children. `tasks` is the most processes and threads of its user.
+    """Set the kernel's limits on this process and its children.
 
-    The CPU limit of a session is that of each execution, and the supervisor's to keep.
+    `tasks` is the maximum number of processes and threads of its user. In a session the supervisor enforces the CPU
+    limit, per execution.
     """
     memory, disk, cpu = limits.memory_mb << 20, limits.disk_mb << 20, limits.cpu_s
     for kind, value in (
@@ -47,10 +48,10 @@ def set_limits(limits: SandboxLimits, tasks: int | None, session: bool) -> None:
 
 
 def run_program(text: str) -> NoReturn:
-    """Run a program as `__main__`, the way the interpreter does, and end the process. Never returns."""
+    """Run a program as `__main__`, like the interpreter, and end the process. Never returns."""
     status = 1
     try:
-        status = _status_of(text)
+        status = _run(text)
         threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter does
         atexit._run_exitfuncs()
     except MemoryError:
@@ -64,12 +65,12 @@ def run_program(text: str) -> NoReturn:
         os._exit(status)
 
 
-def _status_of(text: str) -> int:
+def _run(text: str) -> int:
     module = start_main(text)
     try:
         exec(compile(text, PROGRAM_NAME, "exec", dont_inherit=True), module.__dict__)
-    except SystemExit as wish:
-        return _exit_status(wish.code)
+    except SystemExit as exit_request:
+        return _exit_status(exit_request.code)
     except MemoryError:
         module.__dict__.clear()
         gc.collect()
@@ -82,7 +83,7 @@ def _status_of(text: str) -> int:
 
 
 def _flush_all() -> None:
-    """What an interpreter writes at its end: its streams, and files that the program has left open in its names."""
+    """Flush the streams, and files that the program left open in its names, like an interpreter at its end."""
     names = dict(getattr(sys.modules.get("__main__"), "__dict__", {}))
     for each in (sys.stdout, sys.stderr, *names.values(), sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(BaseException):
@@ -92,7 +93,7 @@ def _flush_all() -> None:
 
 
 def start_main(text: str) -> Any:
-    """A fresh module `__main__` for a program, and what the interpreter sets up beside it."""
+    """Create a module `__main__` for a program, and set up what the interpreter would."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _open_streams()
     for name in ("exit", "quit"):
@@ -106,7 +107,7 @@ def start_main(text: str) -> Any:
 
 
 def _open_streams() -> None:
-    """The standard streams anew: those that the server has left were /dev/null, and would be taken for files."""
+    """Reopen the standard streams: the server's were /dev/null, and would be treated as files."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
         lines = 1 if old.line_buffering else -1
@@ -117,7 +118,7 @@ def _open_streams() -> None:
 
 
 def add_lines(name: str, text: str) -> None:
-    """Let tracebacks show the lines of a text that is no file."""
+    """Let tracebacks show the lines of a text without a file."""
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
@@ -131,7 +132,7 @@ def _exit_status(code: object) -> int:
 
 
 def print_traceback(error: BaseException) -> None:
-    """Without the frames of the sandbox, at the start and at the end."""
+    """Print a traceback without the frames of the sandbox, at the start and at the end."""
     inner = error.__traceback__
     while inner is not None and _is_ours(inner):
         inner = inner.tb_next

@@ -1,7 +1,7 @@
-"""What travels over a job's socket: the job in, its outcome out.
+"""Messages on a job's socket: the job in, its outcome out.
 
-A job is pickled, because it comes from the caller. A reply is JSON and bytes, because it comes from where untrusted
-programs run. Frames begin with their length, 4 bytes, big endian.
+A job is pickled, because it comes from the caller. A reply is JSON and bytes, because it comes from the side that runs
+untrusted programs. Frames begin with their length, 4 bytes, big endian.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from rollmill.sandbox.limits import ProgramResult, SandboxLimits
 
 HEADER = struct.Struct("!I")
 CONTROL = struct.Struct("!d")
-"""The message that hands a job's socket to the server: the seconds after which the server kills the job."""
+"""The message that passes a job's socket to the server: the seconds after which the server kills the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program and all it gets."""
+    """A program and its inputs."""
 
     program: str
     stdin: bytes
     files: dict[str, bytes]
     limits: SandboxLimits
     idle_s: float = 0.0
-    """Above 0 it is a session, which has no program, and this the longest wait for its caller."""
+    """Above 0: a session, without a program; the longest wait for its caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobReply:
-    """How a job ended. `outcome` is an Outcome, or "broken" where the sandbox failed; stderr then says why."""
+    """The result of a job. `outcome` is a ProgramOutcome, or "broken" with the sandbox's error in stderr."""
 
     outcome: str
     exit_code: int
@@ -47,28 +47,28 @@ class JobReply:
 
 
 def pack_job(job: Job) -> bytes:
-    """The frame of a job."""
+    """Pack a job into a frame."""
     body = pickle.dumps(job)
     return HEADER.pack(len(body)) + body
 
 
 def read_job(receive: Callable[[int], bytes]) -> Job:
-    """The job that `receive` (at most so many bytes, none at the end) delivers. Raises EOFError if it is cut short."""
+    """Read a job through `receive` (at most so many bytes; empty at the end). Raises EOFError if it is cut short."""
     (size,) = HEADER.unpack(_exactly(receive, HEADER.size))
     job: Job = pickle.loads(_exactly(receive, size))
     return job
 
 
-def pack_reply(ending: JobReply) -> bytes:
-    """The frame of an ending."""
-    lengths = [len(ending.stdout), len(ending.stderr)]
-    words = [ending.outcome, ending.exit_code, ending.seconds, ending.cpu_seconds, ending.peak_mb]
+def pack_reply(reply: JobReply) -> bytes:
+    """Pack a reply into a frame."""
+    lengths = [len(reply.stdout), len(reply.stderr)]
+    words = [reply.outcome, reply.exit_code, reply.seconds, reply.cpu_seconds, reply.peak_mb]
     head = json.dumps(words + lengths).encode()
-    return HEADER.pack(len(head)) + head + ending.stdout + ending.stderr
+    return HEADER.pack(len(head)) + head + reply.stdout + reply.stderr
 
 
 def parse_result(reply: bytes, safe: bool) -> ProgramResult | None:
-    """The result in a whole reply; None if it was cut short. Raises SandboxError if the sandbox failed."""
+    """Parse the result in a whole reply; None if it was cut short. Raises SandboxError if the sandbox failed."""
     if len(reply) < HEADER.size or len(reply) < HEADER.size + (size := HEADER.unpack_from(reply)[0]):
         return None
     words: list[Any] = json.loads(reply[HEADER.size : HEADER.size + size])
@@ -82,7 +82,7 @@ def parse_result(reply: bytes, safe: bool) -> ProgramResult | None:
 
 
 def killed_result(seconds: float, safe: bool = True) -> ProgramResult:
-    """The result of a program whose sandbox was killed from outside."""
+    """Return the result of a program whose sandbox was killed from outside."""
     return ProgramResult("killed", -9, "", "", seconds, 0.0, 0.0, safe)
 
 

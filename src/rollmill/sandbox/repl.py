@@ -1,4 +1,4 @@
-"""The interpreter of a session: executes texts in one namespace, in a process that can do nothing else."""
+"""The interpreter of a session: executes texts in one namespace, in a confined process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CHUNK = 1 << 16
 
 
 def serve_repl(descriptor: int, most: int) -> NoReturn:
-    """Execute what comes over a socket until it closes. `most` is the longest value or message to `host`, bytes."""
+    """Execute texts from a socket until it closes. `most` is the longest value or message to `host`, in bytes."""
     channel = _Channel(descriptor)
     names = start_main("").__dict__
 
     def host(text: str) -> str:
-        """What the caller of the sandbox answers to `text`."""
+        """Return the caller's answer to `text`."""
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("host() can be called in the main thread only")
         message = str(text).encode(errors="surrogatepass")
@@ -47,7 +47,7 @@ def serve_repl(descriptor: int, most: int) -> NoReturn:
 
 
 def _execute(text: str, name: str, names: dict[str, Any]) -> tuple[str, str | None]:
-    """The outcome, and the last expression as a REPL shows it."""
+    """Return the outcome, and the last expression as in a REPL."""
     add_lines(name, text)
     try:
         body: Any = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)

@@ -1,4 +1,4 @@
-"""The file system that programs see: the interpreter and its libraries, read-only, and nothing else of the machine."""
+"""The file system of programs: the interpreter and its libraries, read-only, and nothing else of the machine."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from rollmill.sandbox.kernel import (
 )
 
 PACKAGES = "/packages"
-"""Where allowed packages are found inside."""
+"""The folder of allowed packages inside."""
 NOBODY = 65534
-"""The user that root becomes."""
+"""The user that root switches to."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _NEW_ROOT = "/tmp"  # any folder that exists everywhere: it is covered in this process's namespace only
 
 
 @dataclass(frozen=True, slots=True)
 class FilesystemView:
-    """What of the machine is seen, read-only."""
+    """The visible part of the machine's files, read-only."""
 
     binds: dict[str, str]
     """Path inside: path on the machine."""
     hidden: list[str]
-    """Folders below them that are seen empty."""
+    """Folders below them that appear empty."""
 
 
 def enter_root(view: FilesystemView) -> None:
-    """Move this process (one thread) into a root and an empty network of its own, and from root to a plain user.
+    """Move this process (one thread) into a separate root and an empty network, and from root to an ordinary user.
 
-    Raises OSError that names what the kernel refuses. Needs Linux 5.12 and, for an ordinary user, user namespaces.
+    Raises OSError with what the kernel refuses. Needs Linux 5.12 and, for an ordinary user, user namespaces.
     """
     privileged = os.geteuid() == 0 and can_become_nobody()
     uid, gid = os.geteuid(), os.getegid()
@@ -62,7 +62,7 @@ def enter_root(view: FilesystemView) -> None:
 
 
 def map_user(proc: int, inside_uid: int, inside_gid: int, uid: int, gid: int) -> None:
-    """Name this process's user and group in its new user namespace. `proc` is an open /proc."""
+    """Map this process's user and group in its new user namespace. `proc` is an open /proc."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside_uid} {uid} 1"),
@@ -74,7 +74,7 @@ def map_user(proc: int, inside_uid: int, inside_gid: int, uid: int, gid: int) ->
 
 
 def can_become_nobody() -> bool:
-    """False for the root of a user namespace that maps root alone; it is an ordinary user outside."""
+    """Return False for the root of a user namespace that maps root alone; it is an ordinary user outside."""
     with open("/proc/self/uid_map") as users, open("/proc/self/setgroups") as groups:
         starts = [(int(start), int(count)) for start, _, count in (line.split() for line in users)]
         return groups.read().strip() == "allow" and any(first <= NOBODY < first + many for first, many in starts)
@@ -95,13 +95,13 @@ def _build(view: FilesystemView) -> None:
     for folder in view.hidden:
         mount("tmpfs", f".{folder}", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=4k")
     os.makedirs("./tmp", exist_ok=True)
-    os.symlink("/tmp", "./dev/shm")  # where the C library keeps semaphores
+    os.symlink("/tmp", "./dev/shm")  # the C library's folder for semaphores
     pivot_root_here()
     make_read_only("/")
 
 
 def _place(inside: str, folder: bool) -> None:
-    """An empty folder or file to mount on."""
+    """Create an empty folder or file to mount on."""
     path = f".{inside}"
     if folder:
         os.makedirs(path, mode=0o755, exist_ok=True)

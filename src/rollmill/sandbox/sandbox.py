@@ -29,16 +29,16 @@ _TRIES = 2
 
 
 class Sandbox:
-    """Runs programs, each on its own, with nothing left of it when it ends.
+    """Runs programs in isolation from each other; nothing of a program is left when it ends.
 
-    `packages` are the import names they may use beside the standard library. `jobs` programs run at once (the number of
-    processor cores if 0), others wait. `sessions` are open at once; they wait for a turn among `jobs` only while they
+    `packages` are the import names they may use besides the standard library. `jobs` programs run at once (0: the
+    number of CPU cores), others wait. `sessions` can be open at once; they wait for a slot among `jobs` only while they
     execute. `backend="auto"` is the first of namespaces and landlock that works here. `plain` isolates nothing, is for
-    trusted programs or machines that are thrown away, and is never chosen by itself. Works on Linux, as root and as an
+    trusted programs or disposable machines, and is never chosen automatically. Works on Linux, as root and as an
     ordinary user.
 
-    The first run starts a server process, probes it with hostile attempts and raises SandboxError, which says what is
-    missing, if no safe sandbox can be built or one of them gets through.
+    The first run starts a server process and probes it with hostile attempts. It raises SandboxError with the reason if
+    no safe sandbox can be built or an attempt succeeds.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Sandbox:
     ) -> ProgramResult:
         """Run a program in a folder that holds `files` (relative path: content). A cancelled run is killed.
 
-        Raises SandboxError if no sandbox can be built, or for a path in `files` that leads out of the folder.
+        Raises SandboxError if no sandbox can be built, or for a path in `files` outside of the folder.
         """
         job = self._job(program, stdin, files, limits)
         async with self._slots.turn_async():
@@ -103,12 +103,12 @@ class Sandbox:
     async def session(
         self, files: Mapping[str, bytes] | None = None, limits: SandboxLimits | None = None, idle_s: float = 600.0
     ) -> AsyncIterator[SandboxSession]:
-        """An interpreter that executes one program after another in a folder that holds `files`, and keeps its state.
+        """Open an interpreter that executes programs one after another in a folder with `files`, and keeps its state.
 
-        The limits are those of each execution, except for memory, disk, processes and threads, which are the
-        session's. It ends after the `async with`, when it is idle for `idle_s` seconds, and with this process.
-        A session waits for its turn among `sessions`; one that is opened inside another one, by the same task, does
-        not, so that tasks with several sessions cannot wait for each other.
+        The limits apply to each execution, except for memory, disk, processes and threads, which apply to the session.
+        It ends after the `async with`, after `idle_s` idle seconds, and with this process. A session waits for a slot
+        among `sessions`; one that the same task opens inside another one does not, so that tasks with several sessions
+        cannot deadlock.
 
         Raises SandboxError as `run`.
         """
@@ -123,19 +123,22 @@ class Sandbox:
                 session.close()
 
     def pid(self) -> int | None:
-        """The process id of the server; None before the first run."""
+        """Return the process id of the server; None before the first run."""
         return self._server.pid if self._server else None
 
     def chosen(self) -> BackendName:
-        """The backend in use. Starts it, if no program has run yet."""
+        """Return the backend in use. Starts the server if no program has run yet."""
         return self._ready().backend
 
     def without_cgroups(self) -> str:
-        """Why there are no limits on all processes of a program together; empty if there are. Starts it as well."""
+        """Return why there are no limits on all processes of a program together; empty if there are.
+
+        Starts the server as well.
+        """
         return self._ready().no_cgroups
 
     def close(self) -> None:
-        """End the server and every program; later runs raise SandboxError."""
+        """Stop the server and every program; later runs raise SandboxError."""
         with self._lock:
             self._closed = True
             server, self._server = self._server, None
@@ -159,7 +162,7 @@ class Sandbox:
         return Job(program, stdin.encode(errors="surrogatepass"), dict(files or {}), limits)
 
     def _ready(self) -> ForkServer:
-        """A live server that has passed the probe."""
+        """Return a live server that has passed the probe."""
         with self._lock:
             if self._closed:
                 raise SandboxError("the sandbox is closed")

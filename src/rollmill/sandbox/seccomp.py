@@ -39,13 +39,12 @@ _CLONE_NEW = 0x7E020080  # user, pid, net, ipc, uts, cgroup, mount, time
 
 
 def build_filter(forks: bool, machine: str = "", alone: int = 0) -> bytes:
-    """The filter as an array of struct sock_filter. A denied call fails with EPERM, an unknown one with ENOSYS.
+    """Return the filter as an array of struct sock_filter. A denied call fails with EPERM, an unknown one with ENOSYS.
 
-    `forks` says whether new processes are allowed; threads, which share their open files, always are. `machine` is
-    "x86_64" or "aarch64", this machine's if empty; KeyError for another. `clone3` fails with ENOSYS, because its flags
-    are out of a filter's reach, and the C library then uses `clone`. `alone` is the process id of a program that is in
-    no namespace of its own: it may send signals to itself only, start nothing, not change who it is or what files are,
-    and not outlive its parent.
+    `forks`: new processes are allowed; threads, which share their open files, always are. `machine` is "x86_64" or
+    "aarch64", by default this machine's; KeyError for another. `clone3` fails with ENOSYS, because a filter cannot read
+    its flags, and the C library then uses `clone`. `alone` is the process id of a program without namespaces: it may
+    send signals only to itself, start nothing, change no users and no file attributes, and not outlive its parent.
     """
     machine = machine or platform.machine()
     column = _COLUMN[machine]
@@ -84,7 +83,7 @@ def build_filter(forks: bool, machine: str = "", alone: int = 0) -> bytes:
 
 
 def _with_argument(number: int, then: list[bytes], argument: int = 0) -> list[bytes]:
-    """`then`, with the low half of an argument loaded, for one system call; it is allowed where that ends."""
+    """Run `then` with the low half of an argument loaded, for one system call; it is allowed if that falls through."""
     return [
         _step(_EQUAL, number, 0, len(then) + 2),
         _step(_LOAD, _FIRST_ARGUMENT + 8 * argument),

@@ -1,4 +1,4 @@
-"""How many jobs run at once, for callers with and without an event loop."""
+"""A fair semaphore for callers with and without an event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 
 class FairSemaphore:
-    """`count` turns, given first come, first served."""
+    """`count` slots, given in order of arrival."""
 
     def __init__(self, count: int) -> None:
         assert count >= 1
@@ -21,39 +21,39 @@ class FairSemaphore:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """A turn, for a thread."""
-        self._ask().result()
+        """Hold a slot, in a thread."""
+        self._acquire().result()
         try:
             yield
         finally:
-            self._give_back()
+            self._release()
 
     @asynccontextmanager
     async def turn_async(self) -> AsyncIterator[None]:
-        """A turn, for a coroutine, which may be cancelled while it waits."""
-        mine = self._ask()
+        """Hold a slot, in a coroutine, which may be cancelled while it waits."""
+        slot = self._acquire()
         try:
-            await asyncio.wrap_future(mine)
+            await asyncio.wrap_future(slot)
         except asyncio.CancelledError:
-            if not mine.cancel():
-                self._give_back()
+            if not slot.cancel():
+                self._release()
             raise
         try:
             yield
         finally:
-            self._give_back()
+            self._release()
 
-    def _ask(self) -> Future[None]:
-        mine: Future[None] = Future()
+    def _acquire(self) -> Future[None]:
+        slot: Future[None] = Future()
         with self._lock:
             if self._free:
                 self._free -= 1
-                mine.set_result(None)
+                slot.set_result(None)
             else:
-                self._waiting.append(mine)
-        return mine
+                self._waiting.append(slot)
+        return slot
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         with self._lock:
             while self._waiting:
                 following = self._waiting.popleft()

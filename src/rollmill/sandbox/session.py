@@ -1,4 +1,4 @@
-"""Sessions: one interpreter that executes text after text and keeps its state."""
+"""Sessions: one interpreter that executes several programs and keeps its state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rollmill.sandbox.protocol import parse_result
 from rollmill.sandbox.semaphore import FairSemaphore
 
 HostCallback = Callable[[str], Awaitable[str]]
-"""What answers `host(text)` of a program. It runs in the caller's event loop."""
+"""Answers a program's `host(text)`. It runs in the caller's event loop."""
 READY = pack_frame(b"ready")
 _CHUNK = 1 << 16
 _FRAME_ROOM = 1 << 10
 
 
 class SandboxSession:
-    """One interpreter in a sandbox of its own. Made by Sandbox.session; used by one task at a time."""
+    """One interpreter in a separate sandbox. Created by Sandbox.session; used by one task at a time."""
 
     def __init__(self, caller: socket.socket, limits: SandboxLimits, slots: FairSemaphore, safe: bool) -> None:
         self._caller, self._limits, self._slots, self._safe = caller, limits, slots, safe
@@ -38,11 +38,11 @@ class SandboxSession:
     async def execute(
         self, program: str, wall_s: float | None = None, host: HostCallback | None = None
     ) -> SessionExecution:
-        """Execute a program among the names that the executions before have left.
+        """Execute a program in the namespace of the previous executions.
 
-        `wall_s` is limits.wall_s if None. `host` answers the program's calls of `host(text)`; the time that it takes
-        is not the program's, and what it raises ends the session and is raised here. A session that has ended, for
-        whatever reason, answers with the outcome "ended". A cancelled execution ends the session.
+        `wall_s` is limits.wall_s if None. `host` answers the program's calls of `host(text)`; its time does not count
+        towards the program's, and its exceptions end the session and are raised here. A session that has ended, for
+        whatever reason, returns the outcome "ended". A cancelled execution ends the session.
 
         Raises SandboxError when called while another execution runs, as from within `host`.
         """
@@ -53,16 +53,16 @@ class SandboxSession:
             raise ValueError(f"wall_s is {wall_s:g}; it has to be above 0")
         if self._ended or self._gone():
             self.close()
-            return self._without_answer("ended")
+            return self._empty_result("ended")
         self._busy = True
         request = pack_frame(program.encode(errors="surrogatepass"), b"%.6f" % wall_s, b"" if host is None else b"host")
         try:
             while True:
-                async with self._slots.turn_async():  # given back while `host` answers, which may need one itself
+                async with self._slots.turn_async():  # released while `host` answers, which may need one itself
                     reply = await self._ask(request, wall_s + GRACE_S)
                 if reply is None:
                     self.close()
-                    return self._without_answer("killed")
+                    return self._empty_result("killed")
                 if reply[0] != b"host":
                     return self._execution(reply)
                 assert host is not None
@@ -74,30 +74,30 @@ class SandboxSession:
             self._busy = False
 
     def close(self) -> None:
-        """End it; later executions are `ended`."""
+        """End the session; later executions are `ended`."""
         self._ended = True
         with suppress(OSError):
             self._caller.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold the socket as well
         self._caller.close()
 
     async def ready(self, job: bytes) -> bool:
-        """Hand over the job and wait until the interpreter is there; False if the server died.
+        """Send the job and wait until the interpreter is ready; False if the server died.
 
-        Raises SandboxError that says why a session cannot start.
+        Raises SandboxError with the reason if a session cannot start.
         """
-        said = bytearray()
+        received = bytearray()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(GRACE_S):
                 await loop.sock_sendall(self._caller, job)
-                while said != READY and (chunk := await loop.sock_recv(self._caller, _CHUNK)):
-                    said += chunk
+                while received != READY and (chunk := await loop.sock_recv(self._caller, _CHUNK)):
+                    received += chunk
         except OSError:  # a TimeoutError is one
             return False
-        return said == READY or parse_result(bytes(said), self._safe) is not None
+        return received == READY or parse_result(bytes(received), self._safe) is not None
 
     async def _ask(self, request: bytes, seconds: float) -> list[bytes] | None:
-        """The reply to a request, None if there is no sense in it or no end of it."""
+        """Return the reply to a request, None if it is invalid or does not come in time."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
@@ -118,7 +118,7 @@ class SandboxSession:
         return pack_frame(b"answer", answer.encode(errors="surrogatepass"))
 
     def _gone(self) -> bool:
-        """Whether the other side has ended, for example because it waited for too long."""
+        """Whether the other side has ended, for example after an idle timeout."""
         try:
             return not self._caller.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -134,5 +134,5 @@ class SandboxSession:
             self.close()
         return SessionExecution(named, value[0] if value else None, stdout, stderr, float(seconds), self._safe)
 
-    def _without_answer(self, outcome: Any) -> SessionExecution:
+    def _empty_result(self, outcome: Any) -> SessionExecution:
         return SessionExecution(outcome, None, "", "", 0.0, self._safe)

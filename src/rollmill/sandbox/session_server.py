@@ -1,7 +1,7 @@
-"""The trusted side of a session, in process 1 of its namespaces: executes what the caller sends, within its limits.
+"""The trusted side of a session, in the supervisor's process: executes the caller's requests within its limits.
 
-Between executions, and while the caller answers `host`, every process of the session is stopped: it uses no processor
-and writes nothing. What the program writes to its channel is checked here and never trusted.
+Between executions, and while the caller answers `host`, every process of the session is stopped: it uses no CPU and
+writes nothing. The program's output on its channel is validated here and never trusted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rollmill.sandbox.watchdog import DISK_FULL, RunningProgram, has_ended
 _CHUNK = 1 << 16
 _REQUEST_BYTES = (1 << 32) - 1
 _FRAME_ROOM = 256
-"""Bytes of a frame beside its text."""
+"""Bytes of a frame besides its text."""
 _OUTCOMES = (b"ok", b"error", b"memory", b"output")
-_GOES_ON = (b"ok", b"error")
+_CONTINUING = (b"ok", b"error")
 _NO_HOST = b"host() has nobody to answer it in this execution"
 
 
@@ -31,9 +31,14 @@ class SessionServer:
     """One session: `program` is its interpreter, `channel` the trusted end of its socket."""
 
     def __init__(
-        self, caller: socket.socket, channel: socket.socket, program: RunningProgram, job: Job, walls: IsolationBackend
+        self,
+        caller: socket.socket,
+        channel: socket.socket,
+        program: RunningProgram,
+        job: Job,
+        backend: IsolationBackend,
     ) -> None:
-        self._caller, self._channel, self._program, self._walls = caller, channel, program, walls
+        self._caller, self._channel, self._program, self._backend = caller, channel, program, backend
         self._limits, self._idle_s = job.limits, job.idle_s
         self._requests, self._frames = FrameReader(_REQUEST_BYTES), FrameReader(job.limits.output_bytes + _FRAME_ROOM)
         self._to_send = bytearray()
@@ -46,26 +51,29 @@ class SessionServer:
         self._poll.register(caller, 0)
 
     def serve(self) -> None:
-        """Until the session ends. Raises EOFError or TimeoutError when the caller went away or let it wait too long."""
+        """Serve until the session ends.
+
+        Raises EOFError or TimeoutError if the caller disconnects or is idle for too long.
+        """
         self._caller.settimeout(self._idle_s)
         self._caller.sendall(pack_frame(b"ready"))
-        goes_on, number = True, 0
-        while goes_on:
+        continues, number = True, 0
+        while continues:
             number += 1
             text, wall_s, host = self._request()
-            started = _Clock(float(wall_s), self._cpu_clock() + self._limits.cpu_s)
-            outcome, value = self._execute(b"%d" % number, text, bool(host), started)
-            goes_on = outcome in _GOES_ON
-            stdout, stderr = self._collect(goes_on)
+            clock = _Clock(float(wall_s), self._cpu_clock() + self._limits.cpu_s)
+            outcome, value = self._execute(b"%d" % number, text, bool(host), clock)
+            continues = outcome in _CONTINUING
+            stdout, stderr = self._collect(continues)
             if len(stdout) + len(stderr) > self._limits.output_bytes:
-                outcome, value, goes_on = b"output", [], False
+                outcome, value, continues = b"output", [], False
                 self._signal_all(signal.SIGKILL)
                 stdout = stdout[: self._limits.output_bytes]
                 stderr = stderr[: self._limits.output_bytes - len(stdout)]
-            self._caller.sendall(pack_frame(b"done", outcome, b"%.6f" % started.used, stdout, stderr, *value))
+            self._caller.sendall(pack_frame(b"done", outcome, b"%.6f" % clock.used, stdout, stderr, *value))
 
     def _execute(self, number: bytes, text: bytes, host: bool, clock: _Clock) -> tuple[bytes, list[bytes]]:
-        """The outcome, and the value if there is one. Afterwards everything is stopped, or has to be killed."""
+        """Return the outcome, and the value if there is one. Afterwards everything is stopped, or must be killed."""
         self._to_send += pack_frame(number, text)
         while True:
             clock.resume()
@@ -74,7 +82,7 @@ class SessionServer:
             self._signal_all(signal.SIGSTOP)
             clock.pause()
             match found:
-                case [*_] if self._to_send:  # it cannot have read what it answers
+                case [*_] if self._to_send:  # it cannot have read the request that it answers
                     return b"killed", []
                 case [b"host", _] if not host:
                     self._to_send += pack_frame(b"refuse", _NO_HOST)
@@ -89,7 +97,7 @@ class SessionServer:
                     return b"killed", []
 
     def _until_frame(self, clock: _Clock) -> list[bytes] | bytes:
-        """The program's next frame, or the outcome that ends it before."""
+        """Return the program's next frame, or the outcome that ends it before."""
         channel = self._channel.fileno()
         while True:
             try:
@@ -104,7 +112,7 @@ class SessionServer:
             if left <= 0 or cpu_left <= 0:
                 return b"timeout"
             self._poll.modify(channel, select.POLLIN | (select.POLLOUT if self._to_send else 0))
-            ready = dict(self._poll.poll(min(left, cpu_left / _CORES + 0.002, self._walls.look_s) * 1000 + 1))
+            ready = dict(self._poll.poll(min(left, cpu_left / _CORES + 0.002, self._backend.look_s) * 1000 + 1))
             for descriptor in ready.keys() & self._output.keys():
                 if not _gather(descriptor, self._output[descriptor]):
                     self._poll.unregister(descriptor)
@@ -114,14 +122,14 @@ class SessionServer:
                 raise EOFError
             if channel in ready and not self._talk(ready[channel]):
                 return b"killed"
-            if self._process in ready and channel not in ready:  # what it said before it ended has been read
+            if self._process in ready and channel not in ready:  # its last output has been read
                 return b"killed"
-            if self._walls.full(self._program.pid, self._limits) and not has_ended(self._process):
+            if self._backend.full(self._program.pid, self._limits) and not has_ended(self._process):
                 self._output[self._program.stderr] += DISK_FULL
                 return b"killed"
 
     def _talk(self, events: int) -> bool:
-        """Move bytes over the channel; False when the program has closed it."""
+        """Move bytes over the channel; False if the program has closed it."""
         try:
             if self._to_send and events & select.POLLOUT:
                 del self._to_send[: self._channel.send(self._to_send[:_CHUNK])]
@@ -136,7 +144,7 @@ class SessionServer:
         return True
 
     def _request(self) -> list[bytes]:
-        """The caller's next frame."""
+        """Return the caller's next frame."""
         while (frame := self._requests.take()) is None:
             chunk = self._caller.recv(_CHUNK)
             if not chunk:
@@ -144,9 +152,9 @@ class SessionServer:
             self._requests.feed(chunk)
         return frame
 
-    def _collect(self, goes_on: bool) -> tuple[bytes, bytes]:
-        """What has been written and not been handed over; the processes are stopped, or killed here."""
-        if not goes_on:
+    def _collect(self, continues: bool) -> tuple[bytes, bytes]:
+        """Return the output that has not been sent yet; the processes are stopped, or killed here."""
+        if not continues:
             self._signal_all(signal.SIGKILL)
         for descriptor, gathered in self._output.items():
             while len(gathered) <= self._limits.output_bytes and _gather(descriptor, gathered):
@@ -157,10 +165,10 @@ class SessionServer:
         return stdout, stderr
 
     def _signal_all(self, number: int) -> None:
-        self._walls.signal_all(self._program.pid, number)
+        self._backend.signal_all(self._program.pid, number)
 
     def _cpu_clock(self) -> float:
-        """CPU seconds of the interpreter so far; 0 when it is gone."""
+        """Return the CPU seconds of the interpreter so far; 0 after its end."""
         try:
             return time.clock_gettime((~self._program.pid << 3) | 2)  # its clock, as of clock_getcpuclockid(3)
         except OSError:
@@ -169,7 +177,7 @@ class SessionServer:
 
 @dataclass(slots=True)
 class _Clock:
-    """The wall clock of one execution, which stands still while the caller answers."""
+    """The wall clock of one execution, which is paused while the caller answers."""
 
     wall_s: float
     cpu_end: float
@@ -190,7 +198,7 @@ _CORES = os.cpu_count() or 1
 
 
 def _gather(descriptor: int, into: bytearray) -> bool:
-    """Read what is there; False where nothing is."""
+    """Read the available bytes; False if there are none."""
     try:
         chunk = os.read(descriptor, _CHUNK)
     except BlockingIOError:

@@ -1,13 +1,13 @@
-"""Numbers of the system calls that a program may not make, and of those it may make with some arguments.
+"""Numbers of the system calls that are denied to a program, and of those allowed with some arguments.
 
-Columns: x86_64 (arch/x86/entry/syscalls/syscall_64.tbl), aarch64 (include/uapi/asm-generic/unistd.h); -1 where the
+Columns: x86_64 (arch/x86/entry/syscalls/syscall_64.tbl), aarch64 (include/uapi/asm-generic/unistd.h); -1 if the
 architecture has no such call.
 """
 
 from __future__ import annotations
 
 DENIED: dict[str, tuple[int, int]] = {
-    # The network, and what reaches beyond the process through it. `socketpair` stays: asyncio needs it.
+    # The network. `socketpair` is allowed: asyncio needs it.
     "socket": (41, 198),
     "bind": (49, 200),
     "connect": (42, 203),
@@ -62,7 +62,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    # Signals that come later: SIGCONT would let a session go on that stands still.
+    # Delayed signals: SIGCONT would resume a paused session.
     "timer_create": (222, 107),
     # Large parts of the kernel that no program needs.
     "bpf": (321, 280),
@@ -100,7 +100,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "vhangup": (153, 58),
 }
 DENIED_ALONE: dict[str, tuple[int, int]] = {
-    # What namespaces would make harmless: other processes, and who one is.
+    # Harmless inside namespaces: other processes, and user ids.
     "execve": (59, 221),
     "execveat": (322, 281),
     "tkill": (200, 130),
@@ -117,7 +117,7 @@ DENIED_ALONE: dict[str, tuple[int, int]] = {
     "setgroups": (116, 159),
     "setfsuid": (122, 151),
     "setfsgid": (123, 152),
-    # What Landlock does not see: modes, owners, times and attributes of files, and who watches them.
+    # Not covered by Landlock: modes, owners, times, attributes and watches of files.
     "chmod": (90, -1),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -138,16 +138,16 @@ DENIED_ALONE: dict[str, tuple[int, int]] = {
     "inotify_init": (253, -1),
     "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),
-    # Descriptors in messages: files in flight are in no table of open files.
+    # Descriptors in messages: files in flight are in no process's list of open files.
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
-    # Objects that other processes have made.
+    # Objects of other processes.
     "semop": (65, 193),
     "semtimedop": (220, 192),
     "msgsnd": (69, 189),
     "msgrcv": (70, 188),
 }
-"""Denied as well to programs that share the machine's namespaces."""
+"""Also denied to programs that share the machine's namespaces."""
 KILL, TGKILL, PRCTL, FCNTL, IOCTL = (62, 129), (234, 131), (157, 167), (72, 25), (16, 29)
 SCHEDULING: dict[str, tuple[int, int]] = {
     "sched_setparam": (142, 118),
@@ -162,4 +162,4 @@ PRLIMIT64 = (302, 261)
 CLOSE_RANGE = (436, 436)
 SOCKETPAIR = (53, 199)
 FIRST_UNKNOWN = 451
-"""From here on the tables know no call, and none is let through."""
+"""Calls from this number on are not in the tables, and are all denied."""

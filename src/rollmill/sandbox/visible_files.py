@@ -1,4 +1,4 @@
-"""Which files of this machine programs may read: Python, the C libraries, and packages that the caller names."""
+"""The files of this machine that programs may read: Python, the C libraries, and packages that the caller names."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _SITES = ("site-packages", "dist-packages")
 
 
 def find_interpreter() -> str:
-    """The Python program outside of any virtual environment."""
+    """Return the Python program outside of any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def build_filesystem_view(packages: Sequence[str]) -> FilesystemView:
-    """What programs see when they may import `packages` (import names, each with what its distribution installs).
+    """Return the file view of programs that may import `packages` (import names).
 
-    What a package depends on is named too, or is not found. Raises SandboxError for a package that is not installed
-    and for a Python below /tmp.
+    Each package includes everything that its distribution installs, but not its dependencies; these must be named too.
+    Raises SandboxError for a package that is not installed and for a Python below /tmp.
     """
     library = sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix})
     shared = sorted(str(path) for path in Path(sys.base_prefix, "lib").glob("libpython*.so*"))
@@ -45,7 +45,7 @@ def build_filesystem_view(packages: Sequence[str]) -> FilesystemView:
 
 
 def _installed(name: str) -> dict[str, str]:
-    """Everything that the distributions of one import name put beside it."""
+    """Return everything that the distributions of one import name install beside it."""
     owners = metadata.packages_distributions().get(name)
     if not owners:
         raise SandboxError(f"package {name!r} cannot be allowed in the sandbox: it is not installed here")

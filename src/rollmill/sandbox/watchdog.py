@@ -1,4 +1,4 @@
-"""Watches one program: gathers its output, keeps the wall and output limits, ends its processes, names the outcome."""
+"""Watches one program: collects its output, enforces its limits, ends its processes, and returns the outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollmill.sandbox.limits import SandboxLimits
 from rollmill.sandbox.protocol import JobReply
 
 DISK_FULL = b"killed: it uses more disk than allowed\n"
-"""What a program's stderr says then, where the kernel does not keep that limit."""
+"""Added to a program's stderr if the supervisor, not the kernel, enforces the disk limit."""
 _CHUNK = 1 << 16
 
 
@@ -28,8 +28,8 @@ class RunningProgram:
     started: float = field(default_factory=time.monotonic)
 
 
-def watch_program(program: RunningProgram, limits: SandboxLimits, walls: IsolationBackend, caller: int) -> JobReply:
-    """Wait for the program's end and describe it. `caller` is a socket whose hang-up cancels the program."""
+def watch_program(program: RunningProgram, limits: SandboxLimits, backend: IsolationBackend, caller: int) -> JobReply:
+    """Wait for the program's end and return its reply. `caller` is a socket whose hang-up cancels the program."""
     gathered: dict[int, bytearray] = {program.stdout: bytearray(), program.stderr: bytearray()}
     process = os.pidfd_open(program.pid)
     poll = select.poll()
@@ -41,7 +41,7 @@ def watch_program(program: RunningProgram, limits: SandboxLimits, walls: Isolati
     running = True
     while running and not stopped:
         left = program.started + limits.wall_s - time.monotonic()
-        ready = {descriptor for descriptor, _ in poll.poll(min(left, walls.look_s) * 1000 + 1)} if left > 0 else set()
+        ready = {descriptor for descriptor, _ in poll.poll(min(left, backend.look_s) * 1000 + 1)} if left > 0 else set()
         for descriptor in ready & gathered.keys():
             if not _gather(descriptor, gathered[descriptor]):
                 poll.unregister(descriptor)
@@ -52,12 +52,12 @@ def watch_program(program: RunningProgram, limits: SandboxLimits, walls: Isolati
             stopped = "killed"
         elif left <= 0:
             stopped = "timeout"
-        elif running and walls.full(program.pid, limits) and not has_ended(process):
+        elif running and backend.full(program.pid, limits) and not has_ended(process):
             stopped = "error"
             gathered[program.stderr] += DISK_FULL
     seconds = time.monotonic() - program.started
-    walls.signal_all(program.pid, signal.SIGKILL)
-    status, cpu, peak = reap(program.pid, walls.reaps(program.pid))
+    backend.signal_all(program.pid, signal.SIGKILL)
+    status, cpu, peak = reap(program.pid, backend.reaps(program.pid))
     os.close(process)
     for descriptor, bytes_so_far in gathered.items():
         while sum(map(len, gathered.values())) <= limits.output_bytes and _gather(descriptor, bytes_so_far):
@@ -65,7 +65,7 @@ def watch_program(program: RunningProgram, limits: SandboxLimits, walls: Isolati
     if sum(map(len, gathered.values())) > limits.output_bytes:
         stopped = stopped or "output"
     stdout, stderr = bytes(gathered[program.stdout]), bytes(gathered[program.stderr])
-    ran_out = status == -signal.SIGKILL and walls.group is not None and walls.group.ran_out()
+    ran_out = status == -signal.SIGKILL and backend.group is not None and backend.group.ran_out()
     outcome = stopped or ("memory" if ran_out else _outcome(status, cpu, stderr, limits))
     stdout = stdout[: limits.output_bytes]
     stderr = stderr[: limits.output_bytes - len(stdout)]
@@ -73,12 +73,12 @@ def watch_program(program: RunningProgram, limits: SandboxLimits, walls: Isolati
 
 
 def has_ended(process: int) -> bool:
-    """Whether the process of a pidfd has ended: then nobody may look into it any more."""
+    """Whether the process of a pidfd has ended: then it cannot be inspected any more."""
     return bool(select.select([process], [], [], 0)[0])
 
 
 def _gather(descriptor: int, into: bytearray) -> bool:
-    """Read what is there; False at the end of the stream, or where a pipe that is still open holds nothing."""
+    """Read the available bytes; False at the end of the stream, or if a pipe that is still open is empty."""
     try:
         chunk = os.read(descriptor, _CHUNK)
     except BlockingIOError:
@@ -88,7 +88,10 @@ def _gather(descriptor: int, into: bytearray) -> bool:
 
 
 def reap(program: int, reaps: int) -> tuple[int, float, float]:
-    """The program's exit status, the CPU seconds of all its processes and the largest resident memory of one, MiB."""
+    """Reap the program's processes.
+
+    Returns its exit status, the CPU seconds of all processes and the largest resident memory of one, MiB.
+    """
     status, cpu, peak = 0, 0.0, 0.0
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Serving a model to applications: a checkpoint as it is, or a run that learns from what they do."""
+"""Serves a model to applications: a fixed checkpoint, or a run that trains on their sessions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RUN_FILES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server listens, and whom it serves. `ready` is called when it does."""
+    """Listener, access rules and limits of a server. `ready` is called once it listens."""
 
     listener: socket.socket
     rules: AccessRules
@@ -53,11 +53,11 @@ class ServerAddress:
 def serve_checkpoint(
     source: Path, place: ServerAddress, *, step: int | None = None, record: Path | None = None, device: str = "auto"
 ) -> None:
-    """Serve a checkpoint until SIGINT or SIGTERM; requests under way are answered.
+    """Serve a checkpoint until SIGINT or SIGTERM; running requests are completed.
 
     Args:
         source: a model's folder, a run directory (its newest checkpoint, or that of `step`), or a run file.
-        record: where committed sessions are written.
+        record: folder for committed sessions.
 
     Raises:
         ConfigError: there is no model at `source`.
@@ -73,7 +73,7 @@ def serve_checkpoint(
 
 
 def find_checkpoint(source: Path, step: int | None) -> Path:
-    """The folder of the model that is meant. Raises ConfigError or CheckpointError where there is none."""
+    """Find the model's folder. Raises ConfigError or CheckpointError if there is none."""
     if step is not None and not (source / CONFIG).is_file():
         raise ConfigError(f"{source} is no run directory, so it has no step {step}; leave out --step")
     if source.suffix in _RUN_FILES:
@@ -100,7 +100,7 @@ async def _serve(
     async with _served(policy, engine, sampling, place, sink):
         await ended.wait()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # another one ends at once
+            loop.remove_signal_handler(number)  # a second signal stops at once
     await engine.close()
 
 
@@ -134,15 +134,15 @@ def serve_training(
     out: Path | None = None,
     view: RunView | None = None,
 ) -> dict[str, Any]:
-    """Serve a policy and train it on the sessions that are committed, until `steps` are made or SIGINT; the summary.
+    """Serve a policy and train it on committed sessions, until `steps` are made or SIGINT; return the summary.
 
     Args:
-        source: a run file, or the directory of such a run to go on with.
+        source: a run file, or the directory of such a run to resume.
 
     Raises:
-        ConfigError: the run is not rolled out by applications, or has several stages.
+        ConfigError: the run's workflow is not `traffic`, or it has several stages.
         RollmillError: the run failed.
-        KeyboardInterrupt: the user ended it; a checkpoint is written.
+        KeyboardInterrupt: the user stopped it; a checkpoint is written.
     """
     is_run = (source / CONFIG).is_file()
     if is_run and (overrides or out is not None):
@@ -166,5 +166,5 @@ def serve_training(
 
 
 def set_threads(count: int) -> None:
-    """How many CPU threads this process computes with."""
+    """Set the number of CPU threads of this process."""
     torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""Learning from what a served application does: its finished sessions are the rollouts.
+"""Trains on the sessions of a served application: finished sessions are the rollouts.
 
 application -> endpoint -> sessions, rewarded and committed -> groups -> pipeline -> store -> batch
 """
@@ -21,54 +21,54 @@ from rollmill.types import Experience, Task
 
 
 class SessionGrouper:
-    """Where committed sessions go: they are put together to groups, which pass the pipeline.
+    """A SessionSink that collects committed sessions into groups, which then pass the pipeline.
 
-    Until a session's group is in the store, the session itself is there: a process that ends loses none.
+    Until its group is complete, a session is stored by itself, so a process that ends loses none.
 
     Args:
-        size: sessions per group, where those that began alike are compared.
+        size: sessions per group, if sessions with equal prompts are compared.
     """
 
-    def __init__(self, config: TrafficWorkflow, size: int, supply: TrafficBatches) -> None:
-        self._config, self._size, self._supply = config, size, supply
+    def __init__(self, config: TrafficWorkflow, size: int, batches: TrafficBatches) -> None:
+        self._config, self._size, self._batches = config, size, batches
         self._waiting: OrderedDict[str, list[list[Experience]]] = OrderedDict()  # by prompt, the oldest first
-        for prompt, experiences in supply.kept():
+        for prompt, experiences in batches.kept():
             self._take(prompt, experiences)
 
     def check(self, session: EndpointSession) -> None:
-        """See Sink: what has no reward cannot be learned from."""
+        """See SessionSink: refuses sessions without a reward."""
         if session.reward is None:
             text = f"session {session.id} has no reward; post it to /feedback first"
             raise ApiError(text, 409, code="no_reward")
 
     def take(self, finished: FinishedSession) -> int:
-        """See Sink. Raises StoreError where the session cannot be written."""
-        self._supply.keep(finished.prompt, finished.experiences)
+        """See SessionSink. Raises StoreError if the session cannot be written."""
+        self._batches.keep(finished.prompt, finished.experiences)
         return self._take(finished.prompt, finished.experiences)
 
     def _take(self, prompt: str, experiences: list[Experience]) -> int:
         if self._config.group == "session":
-            self._supply.arrived([experiences])
+            self._batches.arrived([experiences])
             return 0
         alike = self._waiting.setdefault(prompt, [])
         alike.append(experiences)
         if len(alike) == self._size:
-            self._supply.arrived(self._waiting.pop(prompt))
+            self._batches.arrived(self._waiting.pop(prompt))
         if sum(map(len, self._waiting.values())) <= self._config.pending:
             return 0
         _, oldest = self._waiting.popitem(last=False)
-        self._supply.forget(oldest)
+        self._batches.forget(oldest)
         return len(oldest)
 
 
 class TrafficBatches(RolloutBatches):
-    """A Supply whose groups come from outside, when they come.
+    """Batches of groups that applications send at any time; a BatchSource.
 
-    They pass the pipeline and are in the store at once: nobody would send them again. Those that have become staler
-    than `max_staleness` before a batch is there are not learned from.
+    Groups pass the pipeline and are stored at once, as they cannot be sent again. Those that become staler than
+    `max_staleness` before a batch is complete are not trained on.
     """
 
-    writer = FEEDBACK  # of groups that a run which resumes must not make again
+    writer = FEEDBACK  # marks groups that a resumed run cannot make again
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -78,20 +78,20 @@ class TrafficBatches(RolloutBatches):
         self._version = self._first_version
 
     def keep(self, prompt: str, session: list[Experience]) -> None:
-        """Write a session down, with how it began, until its group is there."""
+        """Store a session with its first prompt, until its group is complete."""
         info = {"prompt": prompt}
         self._store.put([Group(_kept_as(session), session, ExperienceKind.PARTIAL, writer=self.writer, info=info)])
 
     def kept(self) -> list[tuple[str, list[Experience]]]:
-        """Sessions that were written down, and whose group is not there."""
+        """Stored sessions whose group is not complete."""
         return [(group.info["prompt"], group.experiences) for _, group in self._store.read(ExperienceKind.PARTIAL)]
 
     def forget(self, sessions: Sequence[list[Experience]]) -> None:
-        """Sessions need not be kept any longer."""
+        """Remove stored sessions."""
         self._store.remove([_kept_as(session) for session in sessions], by="rollmill serve")
 
     def arrived(self, sessions: Sequence[list[Experience]]) -> None:
-        """The sessions of a group are there; their experiences get its name."""
+        """Process the sessions of a complete group; their experiences get its name."""
         task = asyncio.ensure_future(self._take_in(sessions))
         self._coming.add(task)
         task.add_done_callback(self._coming.discard)
@@ -110,7 +110,7 @@ class TrafficBatches(RolloutBatches):
         self._news.set()
 
     async def roll_out(self, version: int, deadlines: int = 1) -> None:
-        """Wait until there is a batch. Nobody can say how long that takes. Raises what the pipeline or store raised."""
+        """Wait for a batch, without a deadline, as sessions take any time. Raises errors of the pipeline or store."""
         self._version = version
         while self._failure is None and self._waiting(version) < self._config.rollout.batch:
             self._news.clear()
@@ -126,10 +126,10 @@ class TrafficBatches(RolloutBatches):
         return found
 
     def known(self) -> None:
-        """Nothing is computed ahead while requests are answered."""
+        """None: nothing is computed ahead while requests are served."""
 
     async def close(self) -> None:
-        """Stop, once what has come is in the store."""
+        """Stop, once all received groups are stored."""
         await asyncio.gather(*self._coming)
         await super().close()
 
@@ -142,7 +142,7 @@ def _kept_as(session: list[Experience]) -> str:
 
 
 class NoTasksSampler(Sampler):
-    """The sampler of a stage without tasks."""
+    """Sampler of a stage without tasks."""
 
     def __init__(self) -> None:
         self.uses_success = False

@@ -1,4 +1,4 @@
-"""Records of a run as it goes on: metrics, rollouts, the console, TensorBoard, heartbeats and the summary."""
+"""Trackers of a run: metrics, rollouts, console, TensorBoard, heartbeats and the summary."""
 
 from rollmill.trackers.console import PlainView, RunView, make_view
 from rollmill.trackers.metrics_log import (

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a live terminal view, or plain lines when nobody watches."""
+"""Console output of a run: a live view in a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from rollmill.trackers.eval_metrics import accuracies
 from rollmill.trackers.metrics_log import Metric, Metrics
 from rollmill.types import Experience
 
-# Model output made safe for a terminal.
-
 # Control characters (a completion may hold terminal escape codes), text-direction overrides and lone surrogates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """`text` with everything that could steer a terminal spelled out, such as `\\x1b`. Line breaks and tabs stay."""
+    """Escape everything in `text` that could control a terminal, such as `\\x1b`. Line breaks and tabs stay."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def one_line(text: str, width: int) -> str:
-    """`text` on one line, line breaks shown as `\\n`, cut to `width` characters."""
+    """Put `text` on one line, with line breaks as `\\n`, truncated to `width` characters."""
     flat = printable(text).replace("\n", "\\n").replace("\t", "\\t")
     return flat if len(flat) <= width else flat[: max(0, width - 3)] + "..."
 
-
-# Where a run is: which stage, which step, and how long the stage will still take.
 
 Stages = Sequence[tuple[str, int]]
 
@@ -36,17 +32,17 @@ _RECENT = 20
 
 
 class RunProgress:
-    """Follows the metrics of a run. Steps count over all stages; a stage may end before its planned steps."""
+    """Tracks stage, step and remaining time. Steps count over all stages; a stage may end before its planned steps."""
 
     def __init__(self, stages: Stages) -> None:
         self.stages = list(stages)
-        self.index = 0  #: of the stage
+        self.index = 0  #: index of the stage
         self.begun_at = 0  #: steps made before this stage
         self.step = 0
         self._recent: list[float] = []
 
     def update(self, metrics: Metrics) -> None:
-        """Take in the metrics of a step or of an evaluation."""
+        """Update from the metrics of a step or of an evaluation."""
         step = metrics["step"]
         assert isinstance(step, int)
         while self.index + 1 < len(self.stages) and self._left_stage(step, metrics.get("stage")):
@@ -65,7 +61,7 @@ class RunProgress:
 
     @property
     def total(self) -> int:
-        """Steps of the whole run, as far as known: stages that ended early count with the steps they made."""
+        """Steps of the whole run; stages that ended early count with their actual steps."""
         return max(self.step, self.begun_at + sum(steps for _, steps in self.stages[self.index :]))
 
     @property
@@ -80,7 +76,7 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the stage ends, from the mean of its recent steps; None before its first step."""
+        """Seconds until the stage ends, from the mean of its recent steps; None before its first step."""
         if not self._recent:
             return None
         return (self.stage_total - self.stage_step) * sum(self._recent) / len(self._recent)
@@ -106,33 +102,33 @@ class RunView(Protocol):
     """Shows a run. Calls come from one thread; `metrics` has the keys of metrics.jsonl."""
 
     def start(self, run_name: str, stages: Stages) -> None:
-        """The run begins; `stages` are names and planned steps."""
+        """Start of the run; `stages` are names and planned steps."""
 
     def resume(self, history: Sequence[Metrics]) -> None:
-        """The run goes on after the steps in `history`."""
+        """The run resumes after the steps in `history`."""
 
     def message(self, text: str) -> None:
-        """Something worth a line happened."""
+        """Show a message."""
 
     def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
-        """A training step ended."""
+        """Show a finished training step."""
 
     def evaluation(self, metrics: Metrics) -> None:
-        """An evaluation ended."""
+        """Show a finished evaluation."""
 
     def close(self) -> None:
-        """The run ended, well or not."""
+        """End of the run, successful or not."""
 
 
 def make_view(show_completions: int, stream: TextIO | None = None) -> RunView:
-    """A live view when `stream` (default: stdout) is a terminal, else plain lines.
+    """Make a live view if `stream` (default: stdout) is a terminal, else a plain one.
 
-    `show_completions` is how many sample completions the live view shows.
+    `show_completions` is the number of sample completions in the live view.
     """
     stream = stream or sys.stdout
     if not stream.isatty():
         return PlainView(stream)
-    from rollmill.trackers.live_console import LiveView  # rich takes a while to import and plain runs do without
+    from rollmill.trackers.live_console import LiveView  # importing rich is slow, and plain runs do not need it
 
     return LiveView(show_completions, stream)
 
@@ -151,7 +147,7 @@ class PlainView:
         self.message(f"run {run_name}: {plan}")
 
     def resume(self, history: Sequence[Metrics]) -> None:
-        """Print after which step the run goes on."""
+        """Print the step after which the run resumes."""
         for metrics in history:
             self._progress.update(metrics)
         self.message(f"resumed after step {self._progress.step}")
@@ -173,7 +169,7 @@ class PlainView:
         self.message(self._line("eval", metrics))
 
     def close(self) -> None:
-        """Nothing to do: every line is out."""
+        """Does nothing, because every line is flushed."""
 
     def _line(self, what: str, metrics: Metrics) -> str:
         words = [what, f"{metrics['step']}/{self._progress.total}"]
@@ -189,7 +185,7 @@ class PlainView:
 
 
 def format_metric(value: Metric) -> str:
-    """A metric in few characters; `nan` when it is missing."""
+    """Format a metric briefly; `nan` if it is missing."""
     if value is None:
         return "nan"
     if isinstance(value, str | int):
@@ -198,7 +194,7 @@ def format_metric(value: Metric) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration as people say it: 0.31 s, 8.3 s, 2 min 05 s, 1 h 12 min."""
+    """Format a duration: 0.31 s, 8.3 s, 2 min 05 s, 1 h 12 min."""
     if seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 59.95:

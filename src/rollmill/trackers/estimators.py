@@ -1,4 +1,4 @@
-"""Estimates from n samples of each task: pass@k, maj@k, and intervals that know that samples of a task go together."""
+"""Estimators from n samples per task: pass@k, maj@k, and confidence intervals for samples clustered by task."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import numpy as np
 from rollmill.trackers.metrics_log import wilson_interval
 
 Votes = Sequence[tuple[str | None, bool]]
-"""Of each sample the answer it votes for (None: it abstains), and whether it was judged correct."""
+"""For each sample, the answer it votes for (None: it abstains), and whether it was correct."""
 
 _FLIPS = 10_000
-_ALL_FLIPS = 13  # differences up to which every assignment of signs is looked at
+_ALL_FLIPS = 13  # number of differences up to which every assignment of signs is tried
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that one of k samples is correct: 1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, eq. 1).
+    """Probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, eq. 1).
 
-    Computed with whole numbers, so that it is exact to the last digit for every n.
+    Computed with integers, so that it is exact for every n.
     """
     assert 0 <= correct <= n
     assert 1 <= k <= n
@@ -32,11 +32,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def maj_at_k(votes: Votes, k: int) -> float:
-    """The chance that a vote of k of the n samples elects a correct answer, over all subsets of size k.
+    """Probability that a vote of k of the n samples elects a correct answer, over all subsets of size k.
 
-    Ties are shared: each of t answers with most votes is elected with chance 1/t. An answer counts as correct by the
-    share of its samples that were judged correct, which is 0 or 1 where a reward looks at nothing but the answer.
-    Where nobody votes nothing is elected. Exact: see `_elected`.
+    Ties are shared: each of t answers with most votes is elected with probability 1/t. An answer's correctness is the
+    share of its samples that were correct, which is 0 or 1 if the reward depends only on the answer. Without votes,
+    nothing is elected. Exact: see `_elected`.
     """
     assert 1 <= k <= len(votes)
     answers: dict[str, list[bool]] = {}
@@ -51,11 +51,11 @@ def maj_at_k(votes: Votes, k: int) -> float:
 def _elected(classes: tuple[tuple[int, int], ...], n: int, k: int) -> float:
     """`maj_at_k` for answers of (samples, correct samples).
 
-    For every winning number of votes v, all ways to choose are counted class by class: ways[j, t] with j samples drawn
-    and t answers that have v votes, and good[j, t], the same weighted by how many of the t are correct.
+    For every winning number of votes v, counts all choices class by class: ways[j, t] with j samples drawn and t
+    answers that have v votes, and good[j, t], the same weighted by how many of the t are correct.
     """
     silent = n - sum(size for size, _ in classes)
-    whole = math.lcm(*(size for size, _ in classes))  # shares in these are whole numbers, and fast
+    whole = math.lcm(*(size for size, _ in classes))  # makes all shares integers, which are fast
     total = Fraction(0)
     for votes in range(1, min(k, max((size for size, _ in classes), default=0)) + 1):
         ways: dict[tuple[int, int], int] = {(j, 0): math.comb(silent, j) for j in range(min(silent, k) + 1)}
@@ -90,7 +90,7 @@ def _with_class(
 
 @dataclass(frozen=True, slots=True)
 class IntervalEstimate:
-    """A mean over tasks with its 95 % interval."""
+    """A mean over tasks with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -98,15 +98,15 @@ class IntervalEstimate:
 
 
 def mean_over_tasks(values: Sequence[float], samples: int = 1) -> IntervalEstimate:
-    """The mean of estimates between 0 and 1, one per task, as an estimate for all tasks like these.
+    """Mean of estimates between 0 and 1, one per task, with a confidence interval for the population of tasks.
 
-    Wilson's interval for as many independent trials as have the same variance: p (1 - p) / (s^2 / tasks), with s^2 the
-    variance between tasks (the effective sample size of clustered samples; Franco et al. 2019, J. Surv. Stat.
-    Methodol. 7(3)). With one sample per task it is Wilson's own. Unlike a bootstrap it has a width where all tasks
-    agree.
+    Wilson's interval for the number of independent trials with the same variance: p (1 - p) / (s^2 / tasks), with s^2
+    the variance between tasks (the effective sample size of clustered samples; Franco et al. 2019, J. Surv. Stat.
+    Methodol. 7(3)). With one sample per task it is Wilson's interval. Unlike a bootstrap interval, it has a width even
+    if all tasks agree.
 
     Args:
-        samples: of a task; there are never more trials than samples, nor fewer than tasks.
+        samples: per task; the number of trials is at least the number of tasks and at most that of all samples.
     """
     tasks, mean = len(values), float(np.mean(values))
     spread, error = mean * (1 - mean), float(np.var(values)) / len(values)
@@ -118,7 +118,7 @@ def mean_over_tasks(values: Sequence[float], samples: int = 1) -> IntervalEstima
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """The mean difference of paired values, its 95 % interval, and the chance of one as large where there is none."""
+    """Mean difference of paired values, its 95 % confidence interval, and the p-value of no difference."""
 
     value: float
     low: float
@@ -127,7 +127,7 @@ class PairedDifference:
 
 
 def paired_difference(one: Sequence[float], other: Sequence[float]) -> PairedDifference:
-    """Of two lists of values of the same tasks, the second minus the first.
+    """Difference between two lists of values of the same tasks: `other` minus `one`.
 
     The interval is the mean plus or minus 1.96 standard errors of the differences (Miller 2024, arXiv:2411.00640, eq.
     7). p is Fisher's sign-flip test, exact for few differences, else from 10 000 random assignments of signs.
@@ -146,7 +146,7 @@ def _sign_flips(differences: np.ndarray) -> float:
         signs = np.array([[1 - 2 * (number >> bit & 1) for bit in range(n)] for number in range(2**n)], float)
         return float(np.mean(np.abs(signs.reshape(2**n, n) @ moved) >= observed - 1e-9))
     random, sums = np.random.default_rng(0), np.zeros(_FLIPS)
-    for size, count in zip(*np.unique(np.abs(moved), return_counts=True), strict=True):  # signs of equal sizes at once
+    for size, count in zip(*np.unique(np.abs(moved), return_counts=True), strict=True):  # equal sizes at once
         sums += size * (2 * random.binomial(count, 0.5, _FLIPS) - count)
     extreme = int(np.sum(np.abs(sums) >= observed - 1e-9))
     return (extreme + 1) / (_FLIPS + 1)  # the observed signs are one of the assignments (Phipson and Smyth 2010)

@@ -1,4 +1,4 @@
-"""Evaluations among the metrics of a run: which sets and measures there are, and their curves."""
+"""Finds and plots the evaluation metrics of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _ACCURACIES = ("greedy", "sampled")
 
 
 def has_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics has those of an evaluation."""
+    """Whether a row of metrics has those of an evaluation."""
     return any(key.startswith(EVAL_PREFIX) for key in row)
 
 
 def accuracies(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Greedy and sampled accuracy of every set, by their names without `eval/`."""
+    """Greedy and sampled accuracy of every evaluation set, by name without `eval/`."""
     return {
         key.removeprefix(EVAL_PREFIX): value
         for key, value in row.items()
@@ -27,7 +27,7 @@ def accuracies(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_accuracy(row: Mapping[str, Any], order: Sequence[str] = ("sampled", "greedy")) -> float | None:
-    """Sampled accuracy of the first set that has it, else greedy (or in another `order`); None: it has neither."""
+    """Sampled accuracy of the first set that has it, else greedy (or in another `order`); None if there is neither."""
     found = accuracies(row)
     for what in order:
         for key, value in found.items():
@@ -37,7 +37,7 @@ def first_accuracy(row: Mapping[str, Any], order: Sequence[str] = ("sampled", "g
 
 
 def eval_sets_in(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Set -> what is measured of it, in the order of the lines; "" is the set without a name."""
+    """Evaluation set -> its measures, in the order of the rows; "" is the set without a name."""
     found: dict[str, list[str]] = {}
     for row in rows:
         for key in row:
@@ -49,7 +49,7 @@ def eval_sets_in(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def evaluation_charts(rows: Sequence[MetricsRow]) -> list[LineChart | None]:
-    """Of every set a chart of its accuracies, one of pass@k and the like, and one of rewards that are no accuracy."""
+    """Draw charts for every set: its accuracies, pass@k and the like, and rewards that are no accuracies."""
     drawn: list[LineChart | None] = []
     for name, measures in eval_sets_in(rows).items():
         title = name or "Accuracy"
@@ -57,9 +57,9 @@ def evaluation_charts(rows: Sequence[MetricsRow]) -> list[LineChart | None]:
         several = [each for each in measures if "@" in each]
         drawn.append(charts.draw_line_chart(title, "Share of held-out tasks solved", _lines(name, simple), rows, 0.0))
         for what in dict.fromkeys(each.partition("@")[0] for each in several):
-            own = [each for each in several if each.startswith(f"{what}@")]
+            chosen = [each for each in several if each.startswith(f"{what}@")]
             caption = {"pass": "One of k is correct", "maj": "A vote of k is correct", "mean": "Mean of k"}[what]
-            drawn.append(charts.draw_line_chart(f"{what}@k {name}".strip(), caption, _lines(name, own), rows, 0.0))
+            drawn.append(charts.draw_line_chart(f"{what}@k {name}".strip(), caption, _lines(name, chosen), rows, 0.0))
         key = f"{EVAL_PREFIX}{name}/reward" if name else f"{EVAL_PREFIX}reward"
         if any(charts.is_plottable(row.get(key)) and not 0 <= row[key] <= 1 for row in rows) or not simple:
             line = Series(key, "mean reward", dots=True)

@@ -1,4 +1,7 @@
-"""Who works on a run: every process keeps a small file in the run directory that says what it does and awaits."""
+"""Heartbeats of a run's processes, and the status of a run read from its directory.
+
+Every process keeps a small file in the run directory with its current activity.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +31,25 @@ HEARTBEAT_INTERVAL_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatRecord:
-    """What a process last said. Times are seconds since the epoch."""
+    """Last heartbeat of a process. Times are seconds since the epoch."""
 
-    name: str  #: such as `trainer` or `explorer 0`; one process of a run at a time has it
+    name: str  #: such as `trainer` or `explorer 0`; unique in the run
     host: str
     pid: int
     began: float
     beat: float
     doing: str  #: such as `train, step 12`
-    waits_for: str = ""  #: such as `4 groups of explorers`; nothing while it computes
-    since: float = 0.0  #: when it began to do, or wait for, that
-    version: int = -1  #: of the weights it has
-    ended: str = ""  #: how it ended, if it did: `done`, `interrupted`, or an error
+    waits_for: str = ""  #: such as `4 groups of explorers`; empty while it computes
+    since: float = 0.0  #: start of the activity or of the wait
+    version: int = -1  #: version of its weights
+    ended: str = ""  #: `done`, `interrupted`, or an error; empty while it runs
 
 
 class HeartbeatWriter:
-    """Says every two seconds that this process lives, from a thread of its own, and at once what has changed.
+    """Writes a heartbeat every two seconds from a thread, and immediately when the activity changes.
 
-    A process that is killed says nothing more: who reads its file sees an old `beat`. What cannot be written is left
-    out: only `rollmill status`, and explorers that wait for a trainer in another process, depend on it.
+    The file of a killed process has an old `beat`. Write errors are ignored, because only `rollmill status`, and
+    explorers that wait for a trainer in another process, depend on the file.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -59,7 +62,7 @@ class HeartbeatWriter:
         self._thread.start()
 
     def set_activity(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
-        """What the process does from now on, and what it waits for."""
+        """Set the current activity, and what the process waits for."""
         with self._lock:
             before = self._now
             since = before.since if (doing, waits_for) == (before.doing, before.waits_for) else time.time()
@@ -69,7 +72,7 @@ class HeartbeatWriter:
             self._write()
 
     def close(self, ended: str) -> None:
-        """The last beat: how the process ended. May be called twice; the first call counts."""
+        """Write the last heartbeat, with the way the process ended. Only the first call has an effect."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -94,7 +97,7 @@ class HeartbeatWriter:
 
 @contextmanager
 def keep_heartbeat(run_dir: Path, name: str) -> Iterator[HeartbeatWriter]:
-    """A process that says what it does inside, and how that ended."""
+    """Write heartbeats during the body, and how it ended."""
     heartbeat = HeartbeatWriter(run_dir, name)
     try:
         yield heartbeat
@@ -108,7 +111,7 @@ def keep_heartbeat(run_dir: Path, name: str) -> Iterator[HeartbeatWriter]:
 
 
 def read_heartbeats(run_dir: Path) -> list[HeartbeatRecord]:
-    """What the processes of a run last said, by name; files that are no beats are left out."""
+    """Read the last heartbeats of a run's processes, by name; skips invalid files."""
     found = []
     for path in sorted((run_dir / HEARTBEAT_FOLDER).glob("*.json")):
         try:
@@ -118,20 +121,22 @@ def read_heartbeats(run_dir: Path) -> list[HeartbeatRecord]:
     return found
 
 
-# Who works on a run, and where the run is, read from its directory.
+# Status of a run
 
 CONFIG = "config.yaml"
 LATE_BEATS = 3
-"""A process that was silent for more beats is late."""
+"""Number of missed heartbeats after which a process is late."""
 _RECENT = 5
-_SAME_PROCESS_S = 5.0  # a process that began so much later than the first beat has only the same id
+_SAME_PROCESS_S = (
+    5.0  # a process that started this much later than the first heartbeat is another one with the same pid
+)
 
 ProcessState = Literal["alive", "late", "gone", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
-    """Where a run is. Seconds are means of the last steps; None before the first."""
+    """Progress of a run. Seconds are means of the last steps; None before the first."""
 
     stage: str
     step: int  #: steps done in the stage
@@ -144,7 +149,7 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """What is known of a run. `state` is running, late, done, interrupted, failed, killed, or unknown."""
+    """Status of a run. `state` is running, late, done, interrupted, failed, killed, or unknown."""
 
     state: str
     position: RunPosition
@@ -153,13 +158,13 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the other steps take, if they take as long as the last ones; without evaluations and checkpoints."""
+        """Seconds for the remaining steps at the speed of the last ones, without evaluations and checkpoints."""
         each, left = self.position.seconds_per_step, self.position.total_steps - self.position.total
         return None if each is None else each * left
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """The status of a run.
+    """Read the status of a run.
 
     Raises:
         ConfigError: the folder holds no run.
@@ -174,7 +179,7 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def process_state(beat: HeartbeatRecord, now: float) -> ProcessState:
-    """Whether a process lives: known of this host's at once, of others' by their silence."""
+    """State of a process: on this host by its pid, on others by the age of its heartbeat."""
     if beat.ended:
         return "ended"
     if beat.host == socket.gethostname() and not _lives(beat):
@@ -191,7 +196,7 @@ def _lives(beat: HeartbeatRecord) -> bool:
 
 
 def _run_state(processes: Sequence[tuple[HeartbeatRecord, ProcessState]], summary: dict[str, Any]) -> str:
-    """That of the process that trains: a run goes on without any other, and not without this one."""
+    """State of the run: that of the trainer process, the only one that a run cannot continue without."""
     trainer = [(beat, state) for beat, state in processes if beat.name == TRAINER_PROCESS]
     if not trainer:
         return str(summary.get("status", "unknown"))
@@ -202,7 +207,7 @@ def _run_state(processes: Sequence[tuple[HeartbeatRecord, ProcessState]], summar
 
 
 def _planned(config: dict[str, Any]) -> list[tuple[str, int]]:
-    """Names and steps of a resolved run file's stages. Raises ConfigError where it is damaged."""
+    """Names and steps of a resolved run file's stages. Raises ConfigError if it is damaged."""
     stages = config.get("stages") or [config | {"name": "train"}]
     try:
         return [(str(stage["name"]), int(stage["steps"])) for stage in stages]
@@ -211,17 +216,17 @@ def _planned(config: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def _position(planned: list[tuple[str, int]], rows: list[dict[str, Any]]) -> RunPosition:
-    done = [row for row in rows if row.get("seconds/total") is not None]  # others have an evaluation alone
+    done = [row for row in rows if row.get("seconds/total") is not None]  # other rows have only an evaluation
     total_steps = sum(steps for _, steps in planned)
     if not done:
         name, steps = planned[0]
         return RunPosition(name, 0, steps, 0, total_steps, None, None)
     last = done[-1]
-    own = [row for row in done if row["stage"] == last["stage"]]
-    recent = [row["seconds/total"] for row in own[-_RECENT:]]
+    stage = [row for row in done if row["stage"] == last["stage"]]
+    recent = [row["seconds/total"] for row in stage[-_RECENT:]]
     return RunPosition(
         last["stage"],
-        len(own),
+        len(stage),
         dict(planned)[last["stage"]],
         last["step"],
         total_steps,

@@ -1,4 +1,4 @@
-"""Resident memory of this process: its peak since a moment, and over all."""
+"""Resident memory of this process: resettable peak, and lifetime peak."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 
 _STATUS, _MARKS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET = "5"  # proc(5): sets the peak of the resident set to what it is now
-_before = 0  # the highest peak that was reset: the kernel forgets it
+_RESET = "5"  # proc(5): resets the peak of the resident set to its current size
+_before = 0  # the highest peak before a reset, which the kernel does not keep
 
 
 def peak_rss() -> int:
-    """Largest resident set in bytes since `reset_peak_rss`; that of now where it cannot be reset (not Linux)."""
+    """Largest resident set in bytes since `reset_peak_rss`; the current one where it cannot be reset (not Linux)."""
     if _resets():
         found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
         if found is not None:
@@ -26,7 +26,7 @@ def peak_rss() -> int:
 
 
 def reset_peak_rss() -> None:
-    """Forget how much it was."""
+    """Reset the peak to the current size."""
     global _before
     if _resets():
         _before = max(_before, peak_rss())
@@ -44,6 +44,6 @@ def _resets() -> bool:
 
 
 def trim_heap() -> None:
-    """To the system, what was freed: glibc keeps it, in case it is wanted again."""
+    """Return freed memory to the system, which glibc would keep for reuse."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal."""
+"""Live view of a run in a terminal."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SAMPLE_LINES = 6
 
 
 class LiveView:
-    """Redraws a panel in place at every event; messages and evaluations scroll by above it.
+    """Redraws a panel in place at every event; messages and evaluations scroll above it.
 
-    Text that a model wrote is shown literally: neither rich markup nor terminal escape codes in it have any effect.
+    Model output is shown literally, without the effect of rich markup or terminal escape codes.
     """
 
     def __init__(self, show_completions: int = 1, stream: TextIO | None = None, console: Console | None = None) -> None:
@@ -47,14 +47,14 @@ class LiveView:
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis")
 
     def start(self, run_name: str, stages: Stages) -> None:
-        """Take over the terminal's last lines."""
+        """Start the panel at the end of the terminal."""
         self._run_name = run_name
         self._progress = RunProgress(stages)
         self._live.start()
         self._redraw()
 
     def resume(self, history: Sequence[Metrics]) -> None:
-        """Show the curves as far as they had come; a trainer that was started again goes back."""
+        """Reset the curves to `history`."""
         self._rewards, self._accuracies = [], []
         for metrics in history:
             self._take(metrics)
@@ -66,7 +66,7 @@ class LiveView:
         self._redraw()
 
     def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
-        """Show a step's metrics and its first completions, each of another group."""
+        """Show a step's metrics and the first completion of its first groups."""
         self._take(metrics)
         self._metrics = metrics
         if has_evaluation(metrics):
@@ -81,7 +81,7 @@ class LiveView:
         self._redraw()
 
     def close(self) -> None:
-        """Leave the last state of the panel on the screen."""
+        """Stop the panel; its last state stays on the screen."""
         self._live.stop()
 
     def _take(self, metrics: Metrics) -> None:
@@ -105,7 +105,7 @@ class LiveView:
             self._live.update(self.render(), refresh=True)
 
     def render(self) -> RenderableType:
-        """The panel as it is now."""
+        """The current panel."""
         parts: list[RenderableType] = [self._header(), self._curves()]
         if self._metrics:
             parts += [self._numbers(), self._phases()]
@@ -158,7 +158,7 @@ class LiveView:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """The last `width` values as block characters between their lowest and highest; a missing value is a gap."""
+    """The last `width` values as block characters, scaled to their range; a missing value is a gap."""
     shown = values[-width:]
     present = [value for value in shown if value is not None]
     low, high = min(present, default=0.0), max(present, default=0.0)
@@ -167,7 +167,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def phase_seconds(metrics: Mapping[str, object]) -> dict[str, float]:
-    """Seconds by phase of a step, in the order of a step: the `seconds/...` metrics without their total."""
+    """Seconds by phase of a step, in the order of the phases: the `seconds/...` metrics without their total."""
     spent = {
         key.removeprefix("seconds/"): float(value)
         for key, value in metrics.items()
@@ -177,7 +177,7 @@ def phase_seconds(metrics: Mapping[str, object]) -> dict[str, float]:
 
 
 def percent(value: object) -> str:
-    """A share as a percentage."""
+    """Format a share as a percentage."""
     return f"{100 * value:.1f} %" if isinstance(value, float | int) else "not measured"
 
 

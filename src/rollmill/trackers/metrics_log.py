@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step, readable while the run goes on and after it was killed."""
+"""Metrics of a run: metrics.jsonl (one JSON object per step, readable during the run) and summary.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsLog:
     """Appends metrics to a file, one line per step, flushed at once.
 
-    An existing file is continued; a last line that a killed run left unfinished is removed.
+    Continues an existing file; removes the incomplete last line of a killed run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class MetricsLog:
     def append(self, metrics: Metrics) -> None:
         """Write the metrics of `metrics["step"]`. A second call for the same step adds its keys to that step's line.
 
-        NaN and infinities are written as null. Raises RollmillError when the file cannot be written.
+        NaN and infinities are written as null. Raises RollmillError if the file cannot be written.
         """
         row = to_jsonable(dict(metrics))
         assert isinstance(row.get("step"), int), "metrics need an integer step"
@@ -48,7 +48,7 @@ class MetricsLog:
         self._last = row
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps, atomically."""
+        """Remove the lines of later steps, atomically."""
         self._rewrite([row for row in read_jsonl_rows(self.path) if row["step"] <= step])
 
     def close(self) -> None:
@@ -67,9 +67,9 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The metrics of a run, one mapping per step in the order written. Raises RollmillError on a damaged line.
+    """Read the metrics of a run, one mapping per step in the order written. Raises RollmillError on a damaged line.
 
-    A last line that is still being written is left out.
+    Leaves out a last line that is still being written.
     """
     return read_jsonl_rows(Path(run_dir) / METRICS_FILE)
 
@@ -90,7 +90,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def read_jsonl_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file, a last line without an end left out. Raises RollmillError on a damaged line."""
+    """Read the rows of a JSONL file, without an incomplete last line. Raises RollmillError on a damaged line."""
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")
@@ -112,8 +112,6 @@ def read_jsonl_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# summary.json: what a run came to, in one object a program can read.
-
 SUMMARY_FILE = "summary.json"
 
 
@@ -125,7 +123,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def read_summary(run_dir: Path | str) -> dict[str, Any]:
-    """The summary of a run; empty when the run has not ended. Raises CorruptFileError."""
+    """Read the summary of a run; empty if the run has not ended. Raises CorruptFileError."""
     path = Path(run_dir) / SUMMARY_FILE
     return read_json_object(path) if path.is_file() else {}
 

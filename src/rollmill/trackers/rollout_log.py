@@ -1,4 +1,4 @@
-"""rollouts/: every experience of a run, one file per step, and the way to read them back."""
+"""Stores and reads the experiences of a run: RUN/rollouts, one file per step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import atomic_write, explain_write_errors, to_jsonable
 from rollmill.types import STORED_FIELDS, Experience, ExperienceSource, FloatArray, RoutingArray, StopReason, Turn
 
-# Experiences as JSON objects, exactly: every float32 comes back bit for bit, and no number is rounded.
-
 
 def encode_experience(experience: Experience, *, routing: bool = False) -> dict[str, Any]:
-    """An experience as JSON can hold it.
+    """Encode an experience as JSON, exactly.
 
-    Arrays become lists; NaN and infinities become their names. Values of `info` that JSON has no notion of are stored
-    as their `repr`.
+    Arrays become lists; NaN and infinities become their names. Values of `info` that are not JSON become their `repr`.
 
     Args:
-        routing: keep the experts of its tokens, too, which only a trainer can use.
+        routing: include the expert routing, which only a trainer can use.
     """
     row = {name: getattr(experience, name) for name in STORED_FIELDS}
     if routing and experience.routing is not None:
@@ -43,7 +40,7 @@ def encode_experience(experience: Experience, *, routing: bool = False) -> dict[
 
 
 def decode_experience(row: dict[str, Any]) -> Experience:
-    """The experience that `encode_experience` made `row` from."""
+    """Inverse of `encode_experience`."""
     known = {name: row[name] for name in STORED_FIELDS}
     known["routing"] = decode_routing(row.get("routing"))
     known["token_ids"] = np.array(row["token_ids"], np.int32)
@@ -62,7 +59,7 @@ def decode_experience(row: dict[str, Any]) -> Experience:
 
 
 def encode_routing(routing: RoutingArray | None) -> dict[str, Any] | None:
-    """Experts of tokens as JSON can hold them: little-endian bytes in base64."""
+    """Encode expert routing as JSON: little-endian bytes in base64."""
     if routing is None:
         return None
     data = routing.astype(routing.dtype.newbyteorder("<")).tobytes()
@@ -70,7 +67,7 @@ def encode_routing(routing: RoutingArray | None) -> dict[str, Any] | None:
 
 
 def decode_routing(row: dict[str, Any] | None) -> RoutingArray | None:
-    """The experts that `encode_routing` made `row` from. Raises ValueError where their number does not fit."""
+    """Inverse of `encode_routing`. Raises ValueError if the size does not match the shape."""
     if row is None:
         return None
     kind: Any = {1: np.uint8, 2: np.uint16}[row["bytes"]]
@@ -103,14 +100,14 @@ class RolloutLog:
         self.folder = folder
 
     def write(self, step: int, experiences: Sequence[Experience]) -> Path:
-        """Store a step's experiences, replacing what was stored for it. Raises RollmillError if that fails."""
+        """Store a step's experiences, replacing earlier ones of the step. Raises RollmillError if that fails."""
         lines = [json.dumps({"step": step, **encode_experience(one)}, allow_nan=False) for one in experiences]
         path = self.folder / f"step-{step:06d}.jsonl"
         atomic_write(path, "".join(line + "\n" for line in lines).encode())
         return path
 
     def drop_after(self, step: int) -> None:
-        """Remove the files of later steps: a resumed run makes them again."""
+        """Remove the files of later steps, which a resumed run writes again."""
         for later, path in _stored(self.folder).items():
             if later > step:
                 with explain_write_errors(path):
@@ -118,20 +115,20 @@ class RolloutLog:
 
 
 def stored_steps(run_dir: Path | str) -> list[int]:
-    """The steps whose experiences are stored, in order. Raises ConfigError when `run_dir` is no run directory."""
+    """Steps with stored experiences, in order. Raises ConfigError if `run_dir` is no run directory."""
     return list(_stored(check_run_dir(run_dir) / ROLLOUTS_FOLDER))
 
 
 def load_experiences(run_dir: Path | str, step: int | None = None, task: str | None = None) -> list[Experience]:
-    """The stored experiences of a run, in the order of steps; only those of `step` and of task id `task` if given.
+    """Load the stored experiences of a run, in the order of steps; only those of `step` and of task id `task` if given.
 
-    Raises ConfigError when `run_dir` is no run directory or nothing is stored for `step` (`task` may match nothing).
+    Raises ConfigError if `run_dir` is no run directory or nothing is stored for `step` (`task` may match nothing).
     """
     return list(iter_experiences(run_dir, step, task))
 
 
 def iter_experiences(run_dir: Path | str, step: int | None = None, task: str | None = None) -> Iterator[Experience]:
-    """Like `load_experiences`, holding one experience at a time."""
+    """Like `load_experiences`, but holds one experience at a time."""
     files = _stored(check_run_dir(run_dir) / ROLLOUTS_FOLDER)
     if step is not None and step not in files:
         raise ConfigError(f"{run_dir} stores no experiences of step {step}. {_nearest(step, list(files))}")
@@ -139,7 +136,7 @@ def iter_experiences(run_dir: Path | str, step: int | None = None, task: str | N
 
 
 def check_run_dir(run_dir: Path | str) -> Path:
-    """`run_dir` as a path. Raises ConfigError, naming runs that lie nearby, unless it holds a run."""
+    """Return `run_dir` as a path. Raises ConfigError, naming nearby runs, unless it holds a run."""
     path = Path(run_dir)
     if _is_run(path):
         return path

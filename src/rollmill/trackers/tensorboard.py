@@ -1,4 +1,4 @@
-"""Metrics and sample completions for TensorBoard (extra `tensorboard`)."""
+"""Writes metrics and sample completions for TensorBoard (extra `tensorboard`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmill.types import Experience
 
 
 class TensorBoardWriter:
-    """Writes event files to a folder. Raises ConfigError when the package is not installed."""
+    """Writes event files to a folder. Raises ConfigError if the package is not installed."""
 
     def __init__(self, folder: Path, samples: int = 1, resumed_after: int | None = None) -> None:
         try:
@@ -40,6 +40,6 @@ class TensorBoardWriter:
 
 
 def _literally(experience: Experience) -> str:
-    """As an indented block: TensorBoard renders Markdown, and a model's text must not become markup."""
+    """Format as an indented block, because TensorBoard renders Markdown."""
     text = f"{experience.prompt}\n--- response, reward {experience.reward}\n{experience.response}"
     return "\n".join("    " + line for line in text.encode("utf-8", "backslashreplace").decode().splitlines())

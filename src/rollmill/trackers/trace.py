@@ -1,4 +1,4 @@
-"""What happened when: spans of work, collected while a step runs."""
+"""Trace of a training step: time spans of generation, rewards and phases."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 GENERATE, REWARD = "generate", "reward/"
-"""Kinds of spans: a completion, and, followed by its name, a reward's judgement."""
+"""Kinds of spans: a completion, and a reward (a prefix; the reward's name follows)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of one kind: `time.perf_counter()` seconds. Between `asked` and `started` it waited for its turn."""
+    """One piece of work, in `time.perf_counter()` seconds; between `asked` and `started` it was queued."""
 
     kind: str
     asked: float
@@ -22,18 +22,18 @@ class Span:
 
 
 class Trace:
-    """Spans in the order they ended."""
+    """Collects spans in the order in which they ended."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
 
     def add(self, kind: str, asked: float, started: float, ended: float) -> None:
-        """Note some work that has ended."""
+        """Record finished work."""
         self._spans.append(Span(kind, asked, started, ended))
 
     @contextmanager
     def record_span(self, kind: str, waits_for: str = "") -> Iterator[None]:
-        """Note what happens inside; `waits_for` is for those who watch."""
+        """Record the body as a span; `waits_for` is used by subclasses that show the activity."""
         started = time.perf_counter()
         try:
             yield
@@ -41,13 +41,13 @@ class Trace:
             self.add(kind, started, started, time.perf_counter())
 
     def take(self) -> list[Span]:
-        """The spans since the last call."""
+        """Spans since the last call."""
         taken, self._spans = self._spans, []
         return taken
 
 
 def max_queue_depth(spans: list[Span]) -> int:
-    """How many of them waited for their turn at the same time, at most."""
+    """Largest number of spans that were queued at the same time."""
     moves = [(span.asked, 1) for span in spans if span.started > span.asked]
     moves += [(span.started, -1) for span in spans if span.started > span.asked]
     depth = deepest = 0

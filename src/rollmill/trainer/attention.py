@@ -25,15 +25,16 @@ from rollmill.models.attention import (
 )
 from rollmill.models.recurrent import RecurrentCall, RecurrentState
 
-_SHORT = 6_000_000  # scores of a block, in fp32 24 MB: larger ones would take fresh memory at every call
-_PADDING = 0.75  # segments share a block while the shortest has at least this share of the longest's length
+_SHORT = 6_000_000  # scores of a block (24 MB in fp32); larger blocks would allocate new memory at every call
+_PADDING = 0.75  # segments share a block while the shortest is at least this fraction of the longest
 
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Where the segments of a flat row lie, in row order without gaps: first all roots, then all children.
+    """Segments of a flat row, in row order without gaps: first all roots, then all children.
 
-    A child continues its parent, a root: its tokens see the parent's tokens and their own predecessors.
+    A child continues its parent, which is a root: its tokens attend to the parent's tokens and to their own
+    predecessors.
     """
 
     lengths: tuple[int, ...]
@@ -42,15 +43,15 @@ class SegmentLayout:
 
 @dataclass(frozen=True)
 class _Block:
-    """Neighbouring segments of similar length, attended to in one call."""
+    """Neighbouring segments of similar length, computed in one attention call."""
 
     tokens: int
     n: int
     longest: int
-    slots: Tensor | None  #: [tokens] where each token lies in [n * longest]; None: all lengths equal
-    parents: Tensor | None = None  #: [n] index into the block's m distinct parents; None: roots
-    parent_rows: Tensor | None = None  #: [parent tokens] where the parents' tokens lie in the row
-    parent_slots: Tensor | None = None  #: [parent tokens] where they go in [m * P]
+    slots: Tensor | None  #: [tokens] index of each token in [n * longest]; None: all lengths equal
+    parents: Tensor | None = None  #: [n] index into the block's m distinct parents; None for roots
+    parent_rows: Tensor | None = None  #: [parent tokens] index of the parents' tokens in the row
+    parent_slots: Tensor | None = None  #: [parent tokens] their index in [m * P]
     parent_lengths: Tensor | None = None  #: [n]
     m: int = 0
     parent_longest: int = 0
@@ -99,8 +100,11 @@ class PackedAttention:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
-        """Run a recurrent layer over every sequence of the row; children go on from the state after their parent, or,
-        where the layer cannot do that, read their parent's tokens once more."""
+        """Runs a recurrent layer over every sequence of the row.
+
+        Children continue from their parent's final state. If the layer cannot continue from a state, they read their
+        parent's tokens again.
+        """
         if call.continues not in self._sequences:
             self._sequences[call.continues] = _sequences(self._layout, self._device, call.continues)
         sequences = self._sequences[call.continues]
@@ -118,7 +122,7 @@ class PackedAttention:
         return row[None]
 
     def _mask(self, i: int, reach: AttentionWindow, dtype: torch.dtype, *, always: bool) -> Tensor | None:
-        """Additive mask [n or 1, 1, S, P + S] of a block; None where plain causal attention is right."""
+        """Additive mask [n or 1, 1, S, P + S] of a block; None if plain causal attention is correct."""
         block = self._blocks[i]
         if fits_window(block.longest + block.parent_longest, reach):
             reach = None, None
@@ -131,17 +135,20 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class _RecurrentBatch:
-    """Segments that a recurrent layer reads in one call: of the same kind and, if others go on from them, length."""
+    """Segments that a recurrent layer processes in one call, all of the same length if others continue from them."""
 
-    places: Tensor  #: [n, S] which tokens of the row are read, padded at the end
-    tokens: Tensor  #: [tokens] the segments' own tokens among them
-    real: Tensor | None  #: [tokens] which of the n * S those are; None: all
-    parent: int | None = None  #: the call after whose states they go on
-    parent_rows: Tensor | None = None  #: [n] whose state in that call
+    places: Tensor  #: [n, S] indices into the row, padded at the end
+    tokens: Tensor  #: [tokens] row indices of the segments' own tokens (without re-read parents)
+    real: Tensor | None  #: [tokens] positions of `tokens` in the flat [n * S]; None: all
+    parent: int | None = None  #: index of the call whose final states these segments continue from
+    parent_rows: Tensor | None = None  #: [n] row of that call's states
 
 
 class _ScatterRows(torch.autograd.Function):
-    """out[to] = x[source] in zeros of `size` rows; both index lists are free of duplicates. None: 0, 1, 2, ..."""
+    """Computes out[to] = x[source] in zeros of `size` rows.
+
+    Neither index list has duplicates. None stands for 0, 1, 2, ...
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor | None, to: Tensor | None, size: int) -> Tensor:
@@ -183,7 +190,7 @@ def _parents(x: Tensor, block: _Block) -> Tensor:
 
 
 def _short(q: Tensor, k: Tensor) -> bool:
-    """Whether plain products beat the fused kernel: its backward pass is slow in half precision on a CPU."""
+    """Whether unfused matrix products beat the fused kernel, whose backward pass is slow in half precision on a CPU."""
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
     return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and scores <= _SHORT
 
@@ -199,7 +206,7 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scali
 
 
 def _unfused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """[n, S, H, D], [n, L, K, D] -> [n, S, H, D]; sums over scores are taken in fp32."""
+    """[n, S, H, D], [n, L, K, D] -> [n, S, H, D]; sums over scores use fp32."""
     n, longest, heads, _ = q.shape
     kv_heads, seen = k.shape[2], k.shape[1]
     queries = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(n * kv_heads, -1, q.shape[3])
@@ -235,11 +242,13 @@ def _block_mask(block: _Block, reach: AttentionWindow, device: torch.device, dty
 
 
 def _sequences(layout: SegmentLayout, device: torch.device, continues: bool) -> list[_RecurrentBatch]:
-    """The calls of a recurrent layer. Padding must not get into a state that others go on from, so parents share a call
-    only with parents of their length; others share one while the shorter ones have half the longest's length.
+    """Groups the segments into the calls of a recurrent layer.
+
+    Padding must not enter a state that others continue from, so parents share a call only with parents of the same
+    length. Other segments share a call while the shorter ones have at least half the longest length.
 
     Args:
-        continues: children go on from their parent's state; else they are read from their parent's first token on.
+        continues: children continue from their parent's state; otherwise they start at their parent's first token.
     """
     starts = torch.tensor((0, *layout.lengths)).cumsum(0).tolist()
     read = [torch.arange(start, start + n) for start, n in zip(starts, layout.lengths, strict=False)]

@@ -1,8 +1,13 @@
-"""From experiences to packed micro-batches in which a shared prompt is computed once.
+"""Packs experiences into micro-batches that compute a shared prompt once.
 
 The tokens before an experience's first action are its prefix. In one micro-batch, experiences with the same prefix
-share it: the row holds the prefix once, as a root segment, and what follows of each experience as a child. Tokens after
-the last prediction that counts are left out. Shapes: T tokens of a row, M action tokens of a micro-batch, A of all.
+share it: the row holds the prefix once, as a root segment, and the rest of each experience as a child segment. Tokens
+after the last prediction are left out.
+
+Rows are packed by Best-Fit Decreasing under a token budget and dealt over the ranks, equally many per rank (as in
+DeepSeek-R1's RL infrastructure, arXiv:2501.12948).
+
+Shapes: T tokens of a row, M action tokens of a micro-batch, A action tokens of the batch, N experiences.
 """
 
 from __future__ import annotations
@@ -20,18 +25,15 @@ from torch import Tensor
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
 from rollmill.types import Experience, ExperienceSource
 
-# Packing: which units of work go into which forward pass, on which rank.
-#
-# Sort by cost, deal over the ranks, Best-Fit into chunks of a budget, the same number of chunks on every rank
-# (DeepSeek-R1's RL infrastructure, arXiv:2501.12948).
+_CPU_ROW = 2048  # tokens of a row on a CPU: keeps activations near the caches
 
 
 def pack_rows(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
-    """Chunks of units for every rank: `result[rank][chunk]` is a list of indices into `costs`.
+    """Assigns units to chunks for every rank: `result[rank][chunk]` is a list of indices into `costs`.
 
-    A chunk costs at most `budget`; only a unit that costs more stands alone in a larger one. Every unit is in exactly
-    one chunk. All ranks have equally many chunks: where a rank has fewer, its largest are cut in two, and where there
-    is nothing left to cut it gets empty ones.
+    A chunk costs at most `budget`; a unit that costs more gets a chunk of its own. Every unit is in exactly one chunk.
+    All ranks get equally many chunks: a rank with fewer splits its largest ones, and gets empty ones once nothing is
+    left to split.
     """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     for n, unit in enumerate(sorted(range(len(costs)), key=lambda i: -costs[i])):
@@ -43,7 +45,7 @@ def pack_rows(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[li
 
 
 def _best_fit(units: list[int], costs: Sequence[int], budget: int) -> list[list[int]]:
-    """Best-Fit Decreasing: a unit goes to the fullest chunk that has room for it. `units` are sorted by cost."""
+    """Best-Fit Decreasing: a unit goes to the fullest chunk with room for it. `units` are sorted by cost."""
     chunks: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free, -chunk), sorted; of equally full chunks the newest
     for unit in units:
@@ -69,12 +71,9 @@ def _cut(chunks: list[list[int]], costs: Sequence[int], count: int) -> list[list
     return chunks
 
 
-_CPU_ROW = 2048
-
-
 @dataclass(frozen=True)
 class TokenTable:
-    """Every action token of a batch, experience by experience: [A] unless said otherwise."""
+    """Every action token of a batch, experience by experience. Shape [A] unless noted."""
 
     target: Tensor  #: int64, the token's id
     rollout_logprob: Tensor  #: float32
@@ -82,7 +81,7 @@ class TokenTable:
     temperature: Tensor  #: float32, of the rollout; 1 for experts
     experience: Tensor  #: int64, index into the batch
     expert: Tensor  #: bool
-    offsets: list[int]  #: [N + 1], where each experience's tokens begin
+    offsets: list[int]  #: [N + 1], start of each experience's tokens
     positions: list[npt.NDArray[Any]]  #: N arrays: index of each action token within its experience
 
     @property
@@ -99,21 +98,23 @@ class MicroBatch:
     input_ids: Tensor  #: int64 [1, T]
     position_ids: Tensor  #: int64 [1, T]
     attention: PackedAttention
-    rows: Tensor  #: int64 [M], place in the row whose hidden state predicts each action token
+    rows: Tensor  #: int64 [M], row position whose hidden state predicts each action token
     tokens: Tensor  #: int64 [M], index of each action token in the batch's TokenTable
-    sequence: Tensor  #: int64 [M], which of `experiences` the token belongs to
-    group: Tensor  #: int64 [M], which group of the row
+    sequence: Tensor  #: int64 [M], index into `experiences`
+    group: Tensor  #: int64 [M], index of the token's group within the row
     routing: Tensor | None = None
-    """int16 [T, L, k]: the experts that the rollout chose for each token, -1 where it is not known; None: for none."""
+    """int16 [T, L, k]: experts that the rollout chose for each token, -1 where unknown; None: all unknown."""
 
     def of_source(self, source: ExperienceSource, sources: Sequence[ExperienceSource]) -> Tensor:
-        """Indices of the tokens whose experience is of `source`; `sources` are those of the batch's experiences."""
-        wanted = torch.tensor([sources[i] is source for i in self.experiences], device=self.sequence.device)
-        return wanted[self.sequence].nonzero()[:, 0]
+        """Indices of the tokens whose experience has this source; `sources` holds the source of each experience of the
+        batch.
+        """
+        matches = torch.tensor([sources[i] is source for i in self.experiences], device=self.sequence.device)
+        return matches[self.sequence].nonzero()[:, 0]
 
 
 def build_token_table(experiences: Sequence[Experience], device: torch.device) -> TokenTable:
-    """Gather what the loss needs of every action token. A first token has nothing to predict it and never counts."""
+    """Collects the action tokens of a batch. A first token is never included, since nothing predicts it."""
     positions = [np.flatnonzero(e.action_mask[1:]) + 1 for e in experiences]
     counts = [len(p) for p in positions]
 
@@ -152,19 +153,18 @@ def build_micro_batches(
     even: bool = False,
     routing: tuple[int, int] | None = None,
 ) -> list[MicroBatch]:
-    """Pack the chosen experiences into rows of at most `budget` tokens (more only if one experience is longer).
+    """Packs the chosen experiences into rows of at most `budget` tokens (more only if one experience is longer).
 
-    On a CPU rows end sooner where that cuts no family: 2048 tokens keep activations near the caches and fewer of them.
-    Experiences are never cut; those with a common prefix stay together as far as the budget allows. Experiences without
-    action tokens are left out.
+    Experiences are never split, and those with a common prefix stay together as far as the budget allows. Experiences
+    without action tokens are left out. On a CPU, rows end at 2048 tokens where that splits no shared prefix.
 
     Args:
-        keep_groups: the experiences of a group share a row, whatever the budget.
-        ranks: on how many ranks the rows are; all have equally many, some of which may be missing at the end.
-        rank: whose rows are returned.
-        even: rows of nothing in place of missing ones, since all ranks have to make equally many passes.
-        routing: routers of the model and experts per token, where the rollout's choice of experts shall be replayed.
-            That of another model, with other numbers, is left out.
+        keep_groups: keep the experiences of a group in one row, whatever the budget.
+        ranks: number of ranks to deal the rows over; all get equally many, some of which may be missing at the end.
+        rank: rank whose rows are returned.
+        even: replace missing rows by dummy rows, for ranks that must make equally many forward passes.
+        routing: (routers of the model, experts per token), to replay the rollout's choice of experts. Recorded choices
+            of another shape are ignored.
     """
     atoms: dict[object, list[int]] = {}
     for i in chosen:
@@ -188,7 +188,7 @@ def build_micro_batches(
 
 
 def _dummy_row(device: torch.device) -> MicroBatch:
-    """A row of one token, of which nothing is predicted."""
+    """Builds a row of one token that predicts nothing."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     none = token[0, :0]
     attention = PackedAttention(SegmentLayout((1,), (-1,)), device)
@@ -196,7 +196,7 @@ def _dummy_row(device: torch.device) -> MicroBatch:
 
 
 def _split_family(atoms: list[list[int]], cost: Callable[[list[int]], int], budget: int) -> list[list[int]]:
-    """The atoms of a family in pieces of at most the budget, each of which pays for the prefix."""
+    """Splits a family into pieces of at most `budget` tokens, each of which includes the prefix."""
     pieces: list[list[int]] = [[]]
     for atom in sorted(atoms, key=lambda each: -cost(each)):
         if pieces[-1] and cost(pieces[-1] + atom) > budget:
@@ -206,7 +206,7 @@ def _split_family(atoms: list[list[int]], cost: Callable[[list[int]], int], budg
 
 
 def _cost(experiences: Sequence[Experience], table: TokenTable, members: list[int], share: bool) -> int:
-    """Tokens of a row with these experiences."""
+    """Number of tokens of a row with these experiences."""
     families = _families(experiences, table, members, share)
     return sum(_prefix(table, family[0]) for family in families) + sum(_suffix(table, i) for i in members)
 
@@ -227,13 +227,13 @@ def _prefix(table: TokenTable, i: int) -> int:
 
 
 def _suffix(table: TokenTable, i: int) -> int:
-    """Tokens after the prefix that are needed as input: the last action token predicts nothing."""
+    """Number of tokens after the prefix that are needed as input: the last action token predicts nothing."""
     return int(table.positions[i][-1] - table.positions[i][0])
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Tokens first .. last - 1 of an experience; `start` is where they lie in the row."""
+    """Tokens first .. last - 1 of an experience; `start` is their position in the row."""
 
     experience: int
     first: int
@@ -255,7 +255,7 @@ def _micro_batch(
 ) -> MicroBatch:
     roots: list[_Segment] = []
     children: list[_Segment] = []
-    homes: dict[int, tuple[_Segment, _Segment]] = {}  # experience -> the segments of its prefix and of the rest
+    homes: dict[int, tuple[_Segment, _Segment]] = {}  # experience -> segments of its prefix and its suffix
     for family in families:
         prefix = _prefix(table, family[0])
         alone = len(family) == 1
@@ -297,7 +297,7 @@ def _micro_batch(
 def _routing(
     experiences: Sequence[Experience], segments: list[_Segment], shape: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    """Experts of a row's tokens; those of a shared prefix are the ones of its first experience."""
+    """Experts of a row's tokens; a shared prefix takes those of its first experience."""
     found = np.full((sum(segment.length for segment in segments), *shape), -1, np.int16)
     known = False
     for segment in segments:
@@ -310,5 +310,5 @@ def _routing(
 
 
 def _rows(predictors: npt.NDArray[Any], root: _Segment, child: _Segment) -> npt.NDArray[Any]:
-    """Places in the row of an experience's positions."""
+    """Row positions of an experience's predictors."""
     return np.where(predictors < root.last, root.start + predictors, child.start + predictors - child.first)

@@ -1,6 +1,6 @@
-"""The critic: a network with one output per token, and an optimizer of its own (PPO, arXiv:1707.06347).
+"""The critic (PPO, arXiv:1707.06347): a value model with one output per token and its own optimizer.
 
-Shapes: A action tokens of the batch, M of a micro-batch, T tokens of the row, d hidden size.
+Shapes: A action tokens of the batch, M of a micro-batch, T tokens of the row, d hidden size, N experiences.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from rollmill.types import Experience
 
 
 class ValueModel(nn.Module):
-    """V of the state in which each token is chosen, 0 at the start: a linear head on a network.
+    """Predicts the value of the state in which each token is chosen; 0 at initialization. A linear head on a network.
 
-    The network is a copy of the policy's, which learns, too; or the policy's own, whose hidden states are taken as
-    they are: then the value loss moves the head alone.
+    The network is a trained copy of the policy's network, or the policy's network itself. In the second case the hidden
+    states are detached, and the value loss trains the head only.
     """
 
     def __init__(self, policy: Any, *, own_network: bool = True) -> None:
         super().__init__()
         self._own = own_network
-        self._shared = [] if own_network else [policy.base_model]  # in a list, so that it is no part of this module
+        self._shared = [] if own_network else [policy.base_model]  # in a list, so it is not registered as a submodule
         if own_network:
             self.copied = copy.deepcopy(policy.base_model)
         weight = policy.get_output_embeddings().weight
@@ -57,21 +57,23 @@ class ValueModel(nn.Module):
 
     @property
     def network(self) -> Any:
-        """What makes the hidden states."""
+        """The network that computes the hidden states."""
         return self.copied if self._own else self._shared[0]
 
     def forward(self, micro: MicroBatch, *, bf16: bool) -> Tensor:
-        """Values [M] of a micro-batch's action tokens; run it inside `attending`."""
+        """Values [M] of a micro-batch's action tokens; call it inside `use_attention_context`."""
         autocast = torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext()
         with autocast, torch.set_grad_enabled(self._own and torch.is_grad_enabled()):
             output = self.network(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
         hidden_Md = output.last_hidden_state[0].index_select(0, micro.rows)
-        values: Tensor = self.head(hidden_Md.to(self.head.weight.dtype))[:, 0].clone()  # FSDP hooks no views
+        values: Tensor = self.head(hidden_Md.to(self.head.weight.dtype))[
+            :, 0
+        ].clone()  # FSDP hooks do not work on views
         return values
 
 
 class Critic:
-    """A value model that learns from the same batches as the policy."""
+    """A value model trained on the same batches as the policy."""
 
     def __init__(self, policy: Any, options: CriticOptions, passes: ForwardPasses, total_steps: int) -> None:
         self.model = ValueModel(policy, own_network=options.network == "own")
@@ -81,16 +83,16 @@ class Critic:
 
     @cached_property
     def _optimizer(self) -> torch.optim.AdamW:
-        """Made when it is first needed, since the model may be cut into shards before."""
+        """The optimizer, built on first use because the model may be sharded before that."""
         return build_optimizer(self.model, self._config)
 
     def offloadable_tensors(self) -> dict[str, TensorGetter]:
-        """See Trainer."""
+        """See `Trainer.offloadable_tensors`."""
         return {"critic": self.model.parameters, "critic_optimizer": partial(optimizer_tensors, self._optimizer)}
 
     @torch.no_grad()
     def values(self, micros: Sequence[MicroBatch], table: TokenTable) -> Tensor:
-        """Values of the micro-batches' tokens: float32 [A], 0 elsewhere."""
+        """Values of the micro-batches' tokens: float32 [A], 0 for all other tokens."""
         result = torch.zeros(len(table.target), device=table.target.device)
         for micro in micros:
             with use_attention_context(self.model.network, micro.attention):
@@ -107,15 +109,15 @@ class Critic:
         step: int,
         task_ids: Iterable[str],
     ) -> dict[str, float]:
-        """One optimizer step towards `returns` [A].
+        """Takes one optimizer step towards `returns` [A].
 
         Args:
-            counted: bool [N], which experiences of the part count.
+            counted: bool [N], experiences that count in the loss.
             old_values: [A], values at the start of the training step.
-            task_ids: of the part, for the error.
+            task_ids: tasks to name in the error.
 
         Raises:
-            TrainingError: the gradient is not finite; the critic is as before.
+            TrainingError: the gradient is not finite; the critic is unchanged.
         """
         weights = token_mean(table.lengths * counted)[table.experience]
         lr = compute_learning_rate(self._config, step, self._total_steps)
@@ -141,11 +143,11 @@ class Critic:
         return {"value/loss": self._ranks.add(total).item(), "value/grad_norm": norm}
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer."""
+        """Returns weights and optimizer state."""
         return {"model": self.model.state_dict(), "optimizer": optimizer_state_dict(self._optimizer, self.model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restores what `state_dict` returned."""
         load_full_weights(self.model, state["model"])
         load_optimizer_state_dict(self._optimizer, self.model, state["optimizer"])
 
@@ -165,5 +167,5 @@ def value_metrics(values: Tensor, returns: Tensor, tokens: Tensor) -> dict[str, 
 def select_critic_experiences(
     experiences: Sequence[Experience], table: TokenTable, part: Sequence[int], counted: Tensor
 ) -> list[int]:
-    """Those of the part that the critic learns from."""
+    """Returns the experiences of `part` that the critic learns from."""
     return [i for i in part if experiences[i].source == "usual" and len(table.positions[i]) and bool(counted[i])]

@@ -1,6 +1,6 @@
-"""KTO's baseline z0: how much likelier the policy makes completions after prompts that are not their own.
+"""KTO's baseline z0: the policy's log-ratio to the reference on mismatched prompt-completion pairs.
 
-Shapes: N experiences of the batch, A action tokens of all mismatched ones.
+Shapes: N experiences of the batch, A action tokens of all mismatched experiences.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from rollmill.types import Experience
 
 @dataclass(frozen=True)
 class KTOBaselineBatch:
-    """One mismatched experience for each one of a batch."""
+    """One mismatched experience for each experience of a batch."""
 
     experiences: list[Experience]
     table: TokenTable
-    reference: Tensor  #: [A], log-probs of the reference
+    reference: Tensor  #: [A], log-probs under the reference
 
 
 def build_mismatched_experiences(experiences: Sequence[Experience], context: int | None) -> list[Experience]:
-    """Each experience's prompt before the completion of the one before it in the batch, the last one before the first.
+    """Combines each experience's prompt with the completion of the previous experience in the batch (the last one for
+    the first).
 
-    Where that one has the same prompt, the next one before it that has another takes its place. So the completions are
-    those of the batch, as far as prompts differ (KTO, arXiv:2402.01306, section 4.2).
+    If the previous experience has the same prompt, the nearest earlier one with another prompt is taken instead. So the
+    completions are those of the batch, as far as prompts differ (KTO, arXiv:2402.01306, section 4.2).
 
     Args:
-        context: longest sequence of the model in tokens; what is longer is cut at its end. None: nothing is cut.
+        context: longest sequence of the model in tokens; longer ones are truncated. None: no truncation.
     """
     starts = [int(np.argmax(e.action_mask)) for e in experiences]
     prompts = [e.token_ids[:start].tobytes() for e, start in zip(experiences, starts, strict=True)]
@@ -66,7 +67,9 @@ def build_mismatched_experiences(experiences: Sequence[Experience], context: int
 
 @torch.no_grad()
 def compute_kto_baseline(model: Any, passes: ForwardPasses, mismatched: KTOBaselineBatch, chosen: list[int]) -> Tensor:
-    """z0 of one optimizer step, a number: over the mismatched ones of the experiences `chosen`, on all ranks."""
+    """Computes z0 of one optimizer step, a scalar, over the mismatched partners of the experiences `chosen` on all
+    ranks.
+    """
     table = mismatched.table
     logprob = torch.zeros_like(mismatched.reference)
     for micro in passes.rows(mismatched.experiences, table, chosen):

@@ -1,6 +1,9 @@
-"""Log-probs and entropies of chosen tokens, without ever holding [tokens, vocabulary].
+"""Log-probs and entropies of chosen tokens, computed in chunks so that [tokens, vocabulary] never exists at once.
 
-Shapes: T tokens of the row, M predictions that count, C rows of a chunk, V vocabulary, d hidden size.
+`compute_logprobs` works on a micro-batch, `token_logprobs` on hidden states, and `ForwardPasses` on the batches of a
+stage. `compute_vocabulary_sums` sums over whole next-token distributions.
+
+Shapes: T tokens of the row, M predictions, C rows of a chunk, V vocabulary, d hidden size.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.types import Experience
 
-CHUNK_LOGITS = 1 << 26  #: logits that exist at a time, unless a number of rows is given
+CHUNK_LOGITS = 1 << 26  #: default number of logits that exist at a time
 
 
 def compute_logprobs(
@@ -38,10 +41,10 @@ def compute_logprobs(
     """Log-probs and entropies (nats) of a micro-batch's action tokens at their rollout temperatures: float32 [M] each.
 
     Args:
-        hidden_Td: what `compute_hidden_states` gave, if it was called before.
+        hidden_Td: result of `compute_hidden_states`, if already computed.
         chunk: rows of logits that exist at a time; None: as many as take 256 MiB in float32, at most 1024.
-        entropy_gradient: whether the entropy is differentiable.
-        bf16: compute in bfloat16 (logits are turned into float32 before anything is summed).
+        entropy_gradient: make the entropy differentiable.
+        bf16: compute in bfloat16 (logits are cast to float32 before any sum).
     """
     if hidden_Td is None:
         hidden_Td = compute_hidden_states(model, micro, bf16=bf16)
@@ -71,7 +74,7 @@ def compute_hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) 
 
 
 def compute_logits(model: Any, hidden_Cd: Tensor) -> Tensor:
-    """The model's logits, [C, V], float32 (float64 for float64 models), by plain differentiable operations."""
+    """Logits of the model [C, V], float32 (float64 for float64 models), by plain differentiable operations."""
     head = model.get_output_embeddings()
     logits = linear(hidden_Cd.to(head.weight.dtype), head.weight, head.bias) * _logit_scale(model.config)
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -81,10 +84,10 @@ def compute_logits(model: Any, hidden_Cd: Tensor) -> Tensor:
 
 @contextmanager
 def use_packed_attention(model: Any, micro: MicroBatch, *, replay: bool = False) -> Iterator[None]:
-    """Context in which `predict` and its backward pass must run.
+    """Context in which `compute_logprobs` and its backward pass must run.
 
     Args:
-        replay: experts are those that the rollout chose, as far as they are known: for the policy itself.
+        replay: use the experts that the rollout chose, where known. For the policy only.
     """
     routing = micro.routing if replay else None
     replaying = nullcontext() if routing is None else replay_routing(model, routing)
@@ -108,9 +111,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log_softmax(logits / temperature)[target] and the entropy of that distribution, for chosen rows.
 
-    logits = scale * (hidden W^T + bias), then softcap * tanh(logits / softcap). Sums over the vocabulary are taken in
-    float32 (float64 for float64 inputs). Gradients flow into hidden states, weight and bias; backward recomputes the
-    logits chunk by chunk, unless one chunk held them all. `chunk` as in `predict`.
+    logits = scale * (hidden W^T + bias), then softcap * tanh(logits / softcap). Sums over the vocabulary use float32
+    (float64 for float64 inputs). Gradients flow into hidden states, weight and bias; backward recomputes the logits
+    chunk by chunk, unless there was only one chunk. For `chunk` see `compute_logprobs`.
 
     Returns:
         log-probs [M] and entropies [M].
@@ -154,7 +157,7 @@ class _TokenLogprobs(torch.autograd.Function):
             entropies.append(-torch.linalg.vecdot(p, log_p))
             if len(rows) <= options.chunk and options.softcap is None:
                 kept = p
-            del log_p, p  # before the next chunk's are made
+            del log_p, p  # before the next chunk is allocated
         entropy = torch.cat(entropies)
         if not options.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -198,7 +201,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _accumulate_product(total_Vd: Tensor | None, g_CV: Tensor, hidden_Cd: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + g^T hidden, in `dtype`, without a second [V, d] where the types allow."""
+    """total + g^T hidden, in `dtype`, without a second [V, d] tensor where the types allow it."""
     if total_Vd is None:
         return torch.mm(g_CV.t(), hidden_Cd).to(dtype)
     if g_CV.dtype == dtype:
@@ -209,7 +212,7 @@ def _accumulate_product(total_Vd: Tensor | None, g_CV: Tensor, hidden_Cd: Tensor
 def _log_softmax(
     hidden_Cd: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, temperature_C: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor | None]:
-    """log-probs [C, V] and, with a softcap, its slope d capped / d logit [C, V]."""
+    """Log-probs [C, V] and, with a softcap, its slope d capped / d logit [C, V]."""
     logits = linear(hidden_Cd, weight_Vd, None if bias_V is None else bias_V.to(weight_Vd.dtype))
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if options.scale != 1.0:
@@ -244,28 +247,28 @@ def _logit_gradient(
 
 
 def _logit_scale(config: Any) -> float:
-    """Factor some families put on their logits, by the names that Cohere, Falcon-H1 and Granite have for it."""
+    """Factor that some model families apply to their logits, by the config names of Cohere, Falcon-H1 and Granite."""
     scale: float = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
     scaling: float = getattr(config, "logits_scaling", None) or 1.0
-    return scale * scaling if config.model_type == "hyperclovax" else scale / scaling  # the others divide by it
-
-
-# Forward passes over chosen experiences of a batch, as a recipe and the section `trainer` have them.
+    return scale * scaling if config.model_type == "hyperclovax" else scale / scaling  # other families divide by it
 
 
 @dataclass
 class ForwardPasses:
-    """What all passes have in common. `precision` (fp32 or bf16) is a checkpoint's after a resume."""
+    """Runs forward passes over chosen experiences of a batch, as configured by the recipe and the section `trainer`.
+
+    `precision` is fp32 or bf16; a resumed run takes it from the checkpoint.
+    """
 
     recipe: Recipe
     config: TrainerConfig
     precision: str
     device: torch.device
     ranks: RankGroup
-    routing: tuple[int, int] | None = None  #: routers and experts per token, where the rollout's choice is replayed
+    routing: tuple[int, int] | None = None  #: (routers, experts per token) for router replay
 
     def rows(self, experiences: Sequence[Experience], table: TokenTable, chosen: list[int]) -> list[MicroBatch]:
-        """This rank's share of the chosen experiences."""
+        """Packs the chosen experiences and returns this rank's micro-batches."""
         return build_micro_batches(
             experiences,
             table,
@@ -280,13 +283,13 @@ class ForwardPasses:
         )
 
     def hidden(self, model: nn.Module, micro: MicroBatch) -> Tensor:
-        """Last hidden states of a row [T, d]; run it inside `attending_to`."""
+        """Last hidden states of a row [T, d]; call it inside `use_packed_attention`."""
         return compute_hidden_states(model, micro, bf16=self.precision == "bf16")
 
     def predict(
         self, model: nn.Module, micro: MicroBatch, table: TokenTable, hidden_Td: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of a row's action tokens, [M] each; run it inside `attending_to`."""
+        """Log-probs and entropies of a row's action tokens, [M] each; call it inside `use_packed_attention`."""
         return compute_logprobs(
             model,
             micro,
@@ -298,13 +301,8 @@ class ForwardPasses:
         )
 
 
-# What some algorithms ask of the policy's whole next-token distributions, without holding [tokens, vocabulary].
-#
-# Shapes: T tokens of the row, M predictions that count, C rows of a chunk, V vocabulary, d hidden size.
-
-
 class VocabularySums(NamedTuple):
-    """Sums over the vocabulary at each prediction, [M] each, without gradient."""
+    """Sums over the vocabulary for each prediction, [M] each, without gradient."""
 
     collision: Tensor  #: sum_v p_v^2
     expected_discriminant: Tensor  #: sum_v p_v^2 (H + log p_v)
@@ -314,7 +312,7 @@ class VocabularySums(NamedTuple):
 def compute_vocabulary_sums(
     model: Any, hidden_Td: Tensor, micro: MicroBatch, table: TokenTable, *, chunk: int | None = None
 ) -> VocabularySums:
-    """Sums over the vocabulary for a micro-batch's action tokens, at their rollout temperatures.
+    """Computes sums over the vocabulary for a micro-batch's action tokens, at their rollout temperatures.
 
     Args:
         hidden_Td: last hidden states of the row.

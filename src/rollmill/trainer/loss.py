@@ -1,6 +1,8 @@
-"""The loss of a recipe: terms summed over micro-batches under denominators fixed for the whole optimizer step.
+"""Advantages of a batch, and the loss of one optimizer step.
 
-Shapes: N experiences of the batch, A action tokens of all, M action tokens of a micro-batch.
+The loss is a sum of the recipe's terms over micro-batches, with denominators fixed for the whole optimizer step.
+
+Shapes: N experiences of the batch, A action tokens of the batch, M action tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -24,26 +26,26 @@ from rollmill.types import Experience, ExperienceSource
 
 @dataclass(frozen=True)
 class PrecomputedScores:
-    """What other models than the trained policy say of all action tokens of the batch, [A] each; None: not needed."""
+    """Log-probs and values computed before the update for all action tokens of the batch: [A]; None: not needed."""
 
-    old: Tensor | None = None  #: log-probs of the policy the update starts from; None: see `interpolated`
-    reference: Tensor | None = None  #: log-probs of the reference
-    values: Tensor | None = None  #: of the critic
+    old: Tensor | None = None  #: log-probs of the policy that the update starts from
+    reference: Tensor | None = None  #: log-probs under the reference
+    values: Tensor | None = None  #: values of the critic
     policy: Tensor | None = None  #: the policy's own log-probs at the start of the step
-    mismatched: KTOBaselineBatch | None = None  #: what KTO's baseline is measured on
-    collision: Tensor | None = None  #: sums of its squared probabilities over the vocabulary
-    interpolated: bool = False  #: old log-probs lie between the rollout's and the policy's own, rather than being these
+    mismatched: KTOBaselineBatch | None = None  #: mismatched pairs for KTO's baseline
+    collision: Tensor | None = None  #: the policy's squared probabilities, summed over the vocabulary
+    interpolated: bool = False  #: interpolate old log-probs between the rollout's and the policy's
 
 
 @dataclass(frozen=True)
 class BatchAdvantages:
-    """What the rewards of a batch come to."""
+    """Advantages of a batch, computed from its rewards."""
 
     advantage: Tensor  #: float32 [A]; 0 for experts and pairs
     reward: Tensor  #: float32 [N], NaN where missing
-    counted: Tensor  #: bool [N]: enters the denominators
+    counted: Tensor  #: bool [N]: counts in the denominators
     sources: list[ExperienceSource]  #: [N]
-    returns: Tensor | None = None  #: float32 [A], what the critic should predict
+    returns: Tensor | None = None  #: float32 [A], targets of the critic
 
 
 def compute_advantages(
@@ -54,10 +56,10 @@ def compute_advantages(
     *,
     kl_coefficient: float = 0.0,
 ) -> BatchAdvantages:
-    """Advantages by the recipe's rule, and each experience's `advantage` array filled in.
+    """Computes advantages by the recipe's rule and fills in each experience's `advantage` array.
 
     Args:
-        kl_coefficient: weight of the KL penalty that is taken off the reward, where the recipe does that.
+        kl_coefficient: weight of the KL penalty subtracted from the reward, if the recipe has one.
     """
     scores, device = scores or PrecomputedScores(), table.target.device
     sources = [e.source for e in experiences]
@@ -67,12 +69,12 @@ def compute_advantages(
     counted = torch.tensor([not compared or source is not ExperienceSource.ROLLOUT for source in sources])
     if recipe.teacher_prompts:
         counted = torch.tensor([e.teacher_prompt is not None for e in experiences])
-    usual = [i for i, source in enumerate(sources) if source is ExperienceSource.ROLLOUT]
+    rollouts = [i for i, source in enumerate(sources) if source is ExperienceSource.ROLLOUT]
     returns = None
-    if usual and compared:
-        index = torch.full((len(experiences),), -1).index_copy_(0, torch.tensor(usual), torch.arange(len(usual)))
+    if rollouts and compared:
+        index = torch.full((len(experiences),), -1).index_copy_(0, torch.tensor(rollouts), torch.arange(len(rollouts)))
         tokens = (index[table.experience.cpu()] >= 0).nonzero()[:, 0]
-        sequence, reward_U = index[table.experience.cpu()[tokens]], rewards[usual]
+        sequence, reward_U = index[table.experience.cpu()[tokens]], rewards[rollouts]
         penalty_A = _penalty(table, recipe, scores, kl_coefficient)[tokens] if recipe.kl_in_reward else None
         if recipe.critic_advantage is not None:
             assert scores.values is not None
@@ -82,21 +84,21 @@ def compute_advantages(
             values[tokens] = targets.advantages.float()
             returns = torch.zeros_like(values)
             returns[tokens] = targets.returns.float()
-            counted[usual] = ~reward_U.isnan()
+            counted[rollouts] = ~reward_U.isnan()
         elif recipe.token_advantage is not None:
-            inputs = _reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual])
+            inputs = _reward_inputs([experiences[i] for i in rollouts], reward_U, table.lengths[rollouts])
             policy, collision = (
                 None if each is None else each.cpu()[tokens] for each in (scores.policy, scores.collision)
             )
             result = recipe.token_advantage(inputs, sequence, TokenAdvantageInputs(penalty_A, policy, collision))
-            values[tokens], counted[usual] = result.values.float(), result.counted
+            values[tokens], counted[rollouts] = result.values.float(), result.counted
         else:
             assert recipe.advantage is not None
-            inputs = _reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual])
+            inputs = _reward_inputs([experiences[i] for i in rollouts], reward_U, table.lengths[rollouts])
             if penalty_A is not None:
-                inputs = _less(inputs, sum_by_sequence(penalty_A, sequence, len(usual)))
+                inputs = _less(inputs, sum_by_sequence(penalty_A, sequence, len(rollouts)))
             result = recipe.advantage(inputs)
-            values[tokens], counted[usual] = result.values.float()[sequence], result.counted
+            values[tokens], counted[rollouts] = result.values.float()[sequence], result.counted
     _annotate(experiences, table, values)
     return BatchAdvantages(
         values.to(device),
@@ -129,14 +131,16 @@ def _reward_inputs(experiences: list[Experience], rewards: Tensor, lengths: Tens
 
 
 def _less(inputs: AdvantageInputs, penalty: Tensor) -> AdvantageInputs:
-    """Rewards with each experience's penalty [N] taken off: its own step's, and all of its rollout's."""
+    """Subtracts each experience's penalty [N]: from its step reward its own, from its reward that of its whole
+    rollout.
+    """
     episodes, index = torch.unique(inputs.episodes, return_inverse=True)
     whole = penalty.new_zeros(len(episodes)).index_add_(0, index, penalty)[index]
     return inputs._replace(rewards=inputs.rewards - whole, step_rewards=inputs.step_rewards - penalty)
 
 
 def _penalty(table: TokenTable, recipe: Recipe, scores: PrecomputedScores, coefficient: float) -> Tensor:
-    """What the KL to the reference takes off each token's reward: float64 [A]."""
+    """KL penalty to the reference, to subtract from each token's reward: float64 [A]."""
     assert scores.reference is not None
     assert scores.policy is not None
     estimate = get_kl_estimator(recipe.kl.estimator)
@@ -154,16 +158,16 @@ class StepLoss:
     """The loss of one optimizer step over the experiences of `part`.
 
     Args:
-        step: training step, for the weights that follow a schedule.
-        version: of the weights at the start of the training step.
-        kl_coefficient, entropy_coefficient: of the moment.
+        step: training step, for term weights that follow a schedule.
+        version: version of the weights at the start of the training step.
+        kl_coefficient, entropy_coefficient: current values.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         table: TokenTable,
-        judgement: BatchAdvantages,
+        advantages: BatchAdvantages,
         scores: PrecomputedScores,
         part: list[int],
         *,
@@ -172,10 +176,10 @@ class StepLoss:
         kl_coefficient: float = 0.0,
         entropy_coefficient: float = 0.0,
     ) -> None:
-        self.recipe, self._table, self._judgement, self._scores = recipe, table, judgement, scores
+        self.recipe, self._table, self._advantages, self._scores = recipe, table, advantages, scores
         self._version = version
         self.mismatched = scores.mismatched
-        self.kl_baseline: Tensor | None = None  #: set before the step's first pass, where the recipe needs it
+        self.kl_baseline: Tensor | None = None  #: set before the step's first pass, if the recipe needs it
         lengths = torch.zeros_like(table.lengths)
         lengths[part] = table.lengths[part]
         self._kept = torch.ones_like(table.expert) if recipe.masks else None
@@ -185,27 +189,29 @@ class StepLoss:
         self.weights = [
             term.weight_at(step) * moment.get((term.is_kl, term.is_adaptive_entropy), 1.0) for term in recipe.terms
         ]
-        usual = torch.tensor(
-            [source is ExperienceSource.ROLLOUT for source in judgement.sources], device=lengths.device
+        rollouts = torch.tensor(
+            [source is ExperienceSource.ROLLOUT for source in advantages.sources], device=lengths.device
         )
-        self.judged = ((lengths > 0) & judgement.counted & usual).nonzero()[:, 0].tolist()  #: usual experiences
+        self.judged = (
+            ((lengths > 0) & advantages.counted & rollouts).nonzero()[:, 0].tolist()
+        )  #: rollout experiences that count
         moves = torch.zeros_like(lengths, dtype=torch.bool)
-        moves[table.experience[judgement.advantage != 0]] = True
+        moves[table.experience[advantages.advantage != 0]] = True
         raised = torch.zeros_like(moves)
-        raised[table.experience[judgement.advantage > 0]] = True
+        raised[table.experience[advantages.advantage > 0]] = True
         learned = torch.zeros_like(moves)
         for term, weight, share in zip(recipe.terms, self.weights, self._shares, strict=True):
             if weight:
                 moved = moves if term.uses_advantage else torch.ones_like(moves)
                 learned |= (share != 0) & (raised if term.only_positive else moved)
-        self.learned = learned.nonzero()[:, 0].tolist()  #: the experiences that have a gradient
+        self.learned = learned.nonzero()[:, 0].tolist()  #: experiences with a gradient
 
     def choose(self, logprob: Tensor, entropy: Tensor, expected_discriminant: Tensor | None, draw: Tensor) -> None:
-        """Apply the recipe's masks and selection to the tokens of the step; `inputs` then has what they chose.
+        """Applies the recipe's masks and selection to the tokens of the step; `inputs` then carries the result.
 
         Args:
             logprob, entropy, expected_discriminant: of all tokens of the batch just before the optimizer step, [A];
-                only those of the experiences `judged` are looked at.
+                only tokens of the experiences `judged` are read.
             draw: uniform random numbers [A], the same on all ranks.
         """
         table, recipe = self._table, self.recipe
@@ -220,7 +226,7 @@ class StepLoss:
             logprob=own,
             old_logprob=old,
             rollout_logprob=rollout,
-            advantage=self._judgement.advantage[tokens],
+            advantage=self._advantages.advantage[tokens],
             entropy=entropy[tokens],
             dropped=torch.zeros_like(tokens, dtype=torch.bool),
             draw=draw[tokens],
@@ -243,8 +249,10 @@ class StepLoss:
         source: ExperienceSource,
         divergence: Tensor | None = None,
     ) -> tuple[LossInputs, Tensor]:
-        """What terms on `source` see of a micro-batch, and which tokens of the batch these are (indices)."""
-        table, chosen = self._table, micro.of_source(source, self._judgement.sources)
+        """Returns the loss inputs for the tokens of `source` in a micro-batch, and the indices of these tokens in the
+        batch.
+        """
+        table, chosen = self._table, micro.of_source(source, self._advantages.sources)
         everything = len(chosen) == len(micro.tokens)
         logprob, entropy = (x if everything else x[chosen] for x in (logprob, entropy))
         tokens = micro.tokens[chosen]
@@ -254,8 +262,8 @@ class StepLoss:
             logprob=logprob,
             old_logprob=self._old(logprob, rollout, staleness, tokens),
             rollout_logprob=rollout,
-            advantage=self._judgement.advantage[tokens],
-            reward=self._judgement.reward[table.experience[tokens]],
+            advantage=self._advantages.advantage[tokens],
+            reward=self._advantages.reward[table.experience[tokens]],
             entropy=entropy,
             reference_logprob=None if reference is None else reference[tokens],
             divergence=None if divergence is None else divergence[chosen],
@@ -269,7 +277,7 @@ class StepLoss:
         return inputs, tokens
 
     def terms(self, inputs: LossInputs, tokens: Tensor, source: ExperienceSource) -> dict[str, tuple[float, Tensor]]:
-        """Weight and value (this micro-batch's share of the term) of every term on `source`."""
+        """Weight and value (this micro-batch's share) of every term on `source`."""
         experience = self._table.experience[tokens]
         return {
             term.name: (weight, torch.dot(share[experience].to(inputs.logprob.dtype), term.fn(inputs)))
@@ -288,11 +296,11 @@ class StepLoss:
         return logprob.detach()
 
     def _lengths(self, term: LossTerm, lengths: Tensor) -> Tensor:
-        """How many tokens of each experience a term's denominator counts, [N]; `lengths` are those of the part."""
-        judgement = self._judgement
-        of_source = [source is term.source for source in judgement.sources]
-        members = judgement.counted & torch.tensor(of_source, device=lengths.device)
+        """Number of tokens of each experience in a term's denominator, [N]; `lengths` are those of the part."""
+        advantages = self._advantages
+        of_source = [source is term.source for source in advantages.sources]
+        members = advantages.counted & torch.tensor(of_source, device=lengths.device)
         if term.only_positive:
-            accepted = self._table.experience[judgement.advantage > 0]
+            accepted = self._table.experience[advantages.advantage > 0]
             lengths = torch.minimum(lengths, torch.bincount(accepted, minlength=len(lengths)))
         return lengths * members

@@ -24,7 +24,7 @@ class TokenMetrics:
 
     @torch.no_grad()
     def usual(self, inputs: LossInputs, fresh: Tensor, *, first_pass: bool) -> None:
-        """Add rolled-out tokens; `fresh` [tokens] says which the weights made that they are compared with."""
+        """Adds rollout tokens; `fresh` [tokens] marks those sampled with the current weights."""
         ratio = torch.exp(inputs.logprob - inputs.old_logprob)
         self._add("ratio/mean", ratio)
         if self._recipe.dropped is not None:
@@ -47,7 +47,7 @@ class TokenMetrics:
 
     @torch.no_grad()
     def demonstrated(self, inputs: LossInputs) -> None:
-        """Add demonstrated tokens of a first pass."""
+        """Adds demonstration tokens of a first pass."""
         self._add("expert_entropy", inputs.entropy)
         if self._recipe.measures is not None:
             for name, values in self._recipe.measures(inputs).items():
@@ -55,12 +55,12 @@ class TokenMetrics:
 
     @property
     def mismatch(self) -> LogprobMismatch:
-        """Engine/trainer mismatch of the tokens that the present weights made."""
+        """Engine/trainer mismatch of the tokens sampled with the current weights."""
         total, tokens = (self._ranks.merged({_GAP: each.get(_GAP, 0.0)})[_GAP] for each in (self._sums, self._counts))
         return LogprobMismatch(tokens, total, self._ranks.greatest(self._gap_max))
 
     def result(self) -> dict[str, float]:
-        """The means; what was never seen is left out."""
+        """Returns the means; metrics without tokens are left out."""
         sums, counts = self._ranks.merged(self._sums), self._ranks.merged(self._counts)
         means = {name: total / counts[name] for name, total in sums.items() if counts[name] and name != _GAP}
         if "expert_entropy" in means and "entropy" not in means:

@@ -1,16 +1,16 @@
-"""Engine/trainer mismatch of tokens that older weights made, from a small sample of completions.
+"""Engine/trainer mismatch of stale tokens, measured on a small sample of completions.
 
 A token's mismatch is |log-prob of the trainer - log-prob of the engine|, both with the weights of the token's version.
-For tokens of the present weights the training pass itself gives it. A stale token has to be compared while the weights
-that made it are still there:
+For tokens of the current weights the training pass itself gives it. A stale token must be compared while the weights
+that sampled it still exist:
 
-- Completions of later steps are compared before the update that ends their version. Where rollouts end before the
-  trainer begins, this finds all of them, and nothing has to be kept.
-- Where completions may arrive later (remote explorers, served applications), copies of the last versions' weights are
-  kept in host memory, and the batch's own completions are compared.
+- Completions of later steps are compared before the update that ends their version. If rollouts end before the trainer
+  begins, this covers all of them, and no copy of weights is needed.
+- If completions may arrive later (remote explorers, served applications), copies of the last versions' weights are kept
+  in host memory, and the batch's own completions are compared.
 
-What was found is kept by completion, in checkpoints as well, and reported with the step that learns from it. Comparing
-is a forward pass without gradient: it changes no number of the training.
+Results are kept per completion, in checkpoints as well, and reported with the step that learns from the completion. The
+comparison is a forward pass without gradient and does not change training.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
 
 PROBED_COMPLETIONS = 4
-"""Completions compared of each batch, each from another group."""
+"""Completions compared per batch, each from a different group."""
 _TOKENS = 1024
 _SHARE_OF_BATCH = 1 / 16
-"""A sample has at most this share of the batch's tokens, or `_TOKENS` where that is more."""
+"""A sample has at most this share of the batch's tokens, or `_TOKENS` if that is more."""
 _MIN_TOKENS = 32
-"""Tokens compared of a completion, however long its prompt is."""
+"""Tokens compared per completion at least, however long its prompt is."""
 _REMEMBERED = 4096
-"""Completions whose mismatch is kept until they are learned from; some never are."""
+"""Completions whose mismatch is kept until they are trained on; some never are."""
 _VERSIONS = 8
 _SHARE_OF_MEMORY = 1 / 8
-"""Copies of at most so many versions, in at most this share of the host's memory."""
+"""Weight copies are kept of at most `_VERSIONS` versions, in at most this share of the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class LogprobMismatch:
 
 
 class MismatchProbe:
-    """Compares a sample of each batch's stale tokens with what the weights of their version say.
+    """Compares a sample of each batch's stale tokens with the log-probs under the weights of their version.
 
     Args:
-        logprobs: gives the model's log-probs of all action tokens of experiences, [A].
-        kept_versions: how many earlier versions' weights to keep, as far as they fit; 0 where no completion of a
+        logprobs: returns the model's log-probs of all action tokens of experiences, [A].
+        kept_versions: number of earlier versions whose weights to keep, memory permitting; 0 if no completion of a
             version arrives after the next update has begun.
     """
 
@@ -78,17 +78,18 @@ class MismatchProbe:
     ) -> None:
         self._logprobs, self._device = logprobs, device
         self._kept = WeightHistory(model, kept_versions, ranks)
-        self._found: dict[str, LogprobMismatch] = {}  # by completion
+        self._found: dict[str, LogprobMismatch] = {}  # completion id -> mismatch
         self._last: LogprobMismatch | None = None
 
     def choose(
         self, upcoming: Sequence[Sequence[Experience]], batch: Sequence[Experience], version: int
     ) -> list[Experience]:
-        """Completions of later steps to compare now, while weights are at `version`: some of every batch to come.
+        """Selects completions of later steps to compare now, with weights at `version`: a sample of each upcoming
+        batch.
 
         Args:
             upcoming: completions of later steps, batch by batch.
-            batch: of this step, for its size.
+            batch: batch of this step, which bounds the sample's size.
         """
         versions = [version, *self._kept.before(version)]
         missing = [each for each in upcoming if not self._knows(each)]
@@ -97,12 +98,11 @@ class MismatchProbe:
     def compare(
         self, batch: Sequence[Experience], chosen: Sequence[Experience], version: int, *, fresh_as_well: bool
     ) -> None:
-        """Compare `chosen`, and a sample of the batch, before the update; every rank calls this with the same.
+        """Compares `chosen` and a sample of the batch before the update. Every rank calls this with the same arguments.
 
         Args:
-            version: of the weights as they are.
-            fresh_as_well: whether tokens of the batch that these weights made are compared here, since no pass of
-                the training does.
+            version: version of the current weights.
+            fresh_as_well: also compare tokens of the batch sampled with these weights, if no training pass does.
         """
         self._kept.keep(version)
         versions = [*self._kept.before(version), *([version] if fresh_as_well else [])]
@@ -111,23 +111,23 @@ class MismatchProbe:
         by_version: dict[int, list[Experience]] = {}
         for each in chosen:
             by_version.setdefault(int(each.versions[each.action_mask][0]), []).append(each)
-        looked = LogprobMismatch()
+        compared = LogprobMismatch()
         for number, experiences in sorted(by_version.items()):
             with self._kept.loaded(number, version):
                 for name, found in self._differences(experiences).items():
-                    self._found[name], looked = found, looked + found
-        if looked.tokens:
-            self._last = looked
+                    self._found[name], compared = found, compared + found
+        if compared.tokens:
+            self._last = compared
         for name in list(self._found)[:-_REMEMBERED]:
             del self._found[name]
 
     def metrics(self, batch: Sequence[Experience], fresh: LogprobMismatch) -> dict[str, float]:
-        """logprob_gap/mean, /max and /tokens of a batch that was learned from; nothing before the first comparison.
+        """Returns logprob_gap/mean, /max and /tokens of a trained batch; nothing before the first comparison.
 
-        Where no token of the batch could be compared, mean and max are those of the last comparison, and tokens is 0.
+        If no token of the batch was compared, mean and max are those of the last comparison, and tokens is 0.
 
         Args:
-            fresh: of tokens that the training pass has compared.
+            fresh: mismatch of the tokens compared by the training pass.
         """
         stale = [self._found.pop(each.id) for each in batch if each.id in self._found]
         own = sum(stale, start=fresh)
@@ -143,12 +143,12 @@ class MismatchProbe:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found and is not reported yet."""
+        """Returns the results that are not reported yet."""
         last = None if self._last is None else astuple(self._last)
         return {"found": {name: astuple(each) for name, each in self._found.items()}, "last": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; copies of weights are not part of it."""
+        """Restores what `state_dict` returned; it does not include copies of weights."""
         self._found = {name: LogprobMismatch(*each) for name, each in state["found"].items()}
         self._last = None if state["last"] is None else LogprobMismatch(*state["last"])
 
@@ -166,10 +166,10 @@ class MismatchProbe:
 
 
 class WeightHistory:
-    """Copies of the trained parameters of the last versions, in host memory: of each rank those it holds.
+    """Copies of the last versions' trained parameters in host memory; each rank copies what it holds.
 
     Args:
-        count: of earlier versions wanted.
+        count: number of earlier versions to keep.
     """
 
     def __init__(self, model: nn.Module, count: int, ranks: RankGroup) -> None:
@@ -178,15 +178,15 @@ class WeightHistory:
         self._count = count and self._fitting(min(count, _VERSIONS), ranks)
 
     def before(self, version: int) -> list[int]:
-        """The versions before this one that are there, and still are when this one is kept, too."""
+        """Versions before this one that are available, and still are after `keep` of this one."""
         return sorted(each for each in self._copies if each < version)[-self._count :]
 
     @torch.no_grad()
     def keep(self, version: int) -> None:
-        """Copy the weights as they are, in place of the oldest copy where there are enough."""
+        """Copies the current weights, replacing the oldest copy if there are enough."""
         if not self._count:
             return
-        for later in [each for each in self._copies if each >= version]:  # of steps that are made again
+        for later in [each for each in self._copies if each >= version]:  # left from steps that are repeated
             del self._copies[later]
         own = local_shards(self._parameters)
         full = len(self._copies) > self._count
@@ -197,7 +197,7 @@ class WeightHistory:
 
     @contextmanager
     def loaded(self, version: int, current: int) -> Iterator[None]:
-        """The parameters are those of `version` inside, and bit for bit those of `current` afterwards."""
+        """Context in which the parameters are those of `version`; restores those of `current` bit for bit."""
         if version == current:
             yield
             return
@@ -213,7 +213,7 @@ class WeightHistory:
             parameter.copy_(copy)
 
     def _fitting(self, count: int, ranks: RankGroup) -> int:
-        """How many versions besides the present one fit, on every rank: they all have to choose the same sample."""
+        """Number of versions besides the current one that fit on every rank: all ranks must choose the same sample."""
         size = sum(each.nbytes for each in local_shards(self._parameters))
         fits = int(_SHARE_OF_MEMORY * psutil.virtual_memory().total / ranks.size / max(size, 1)) - 1
         counts = [min(count, max(fits, 0))] * ranks.size
@@ -223,12 +223,14 @@ class WeightHistory:
 
 
 def _probe_token_budget(batch: Sequence[Experience]) -> int:
-    """Tokens of a sample, prompts included."""
+    """Maximum tokens of a sample, prompts included."""
     return max(_TOKENS, int(_SHARE_OF_BATCH * sum(len(each.token_ids) for each in batch)))
 
 
 def _sample(batch: Sequence[Experience], versions: Sequence[int], budget: int) -> list[Experience]:
-    """A completion each of up to COMPLETIONS groups, spread evenly, reduced to the tokens of one version."""
+    """Takes one completion each of up to PROBED_COMPLETIONS groups, spread evenly, reduced to the tokens of one
+    version.
+    """
     groups: dict[str, list[Experience]] = {}
     for each in batch:
         groups.setdefault(each.group, []).append(each)
@@ -241,20 +243,20 @@ def _sample(batch: Sequence[Experience], versions: Sequence[int], budget: int) -
 
 
 def _restrict_to_version(experience: Experience, versions: Sequence[int]) -> Experience | None:
-    """The experience with an action mask of the tokens that one of `versions` made, the one that made most."""
+    """Masks the experience to the tokens of one of `versions`, the one with most tokens; None if there are none."""
     if experience.source is not ExperienceSource.ROLLOUT or IMPORTED_FROM in experience.info:
         return None
     made = experience.versions[1:][experience.action_mask[1:]]  # nothing predicts a first token
-    there, counts = np.unique(made[np.isin(made, versions)], return_counts=True)
-    if not len(there):
+    present, counts = np.unique(made[np.isin(made, versions)], return_counts=True)
+    if not len(present):
         return None
-    mask = experience.action_mask & (experience.versions == there[counts.argmax()])
+    mask = experience.action_mask & (experience.versions == present[counts.argmax()])
     mask[0] = False
     return replace(experience, action_mask=mask)
 
 
 def _truncate(experience: Experience, tokens: int) -> Experience:
-    """The first tokens of it, at least `_MIN_TOKENS` after its first action token."""
+    """Truncates to `tokens`, but keeps at least `_MIN_TOKENS` after the first action token."""
     end = max(tokens, int(experience.action_mask.argmax()) + _MIN_TOKENS)
     arrays = ("token_ids", "action_mask", "logprobs", "versions")
     return replace(experience, **{name: getattr(experience, name)[:end] for name in arrays}, advantage=None)

@@ -1,4 +1,4 @@
-"""A model made ready for training: the type of its weights, dropout, activations."""
+"""Prepares a model for training: master weights, gradient checkpointing, evaluation mode, compute type and threads."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def to_master_weights(model: Model) -> Model:
-    """The model with fp32 master weights (float64 models stay float64)."""
+    """Returns the model with fp32 master weights (float64 models stay float64)."""
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return model.float() if narrow else model
 
 
-def set_gradient_checkpointing(model: Any, wanted: bool) -> None:
-    """Recompute the activations of a transformers model in the backward pass, or keep them."""
+def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
+    """Turns gradient checkpointing of a transformers model on or off."""
     renamed = hasattr(model, "activation_checkpointing_enable")  # since transformers 5.2x
     name = "activation_checkpointing" if renamed else "gradient_checkpointing"
-    if wanted:
+    if enabled:
         getattr(model, f"{name}_enable")({"use_reentrant": False})
-    elif getattr(model, f"is_{name}"):  # an earlier stage wanted it
+    elif getattr(model, f"is_{name}"):  # enabled by an earlier stage
         getattr(model, f"{name}_disable")()
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off; layers that checkpoint their activations stay in training mode, without which they would not."""
+    """Turns dropout off. Layers that checkpoint their activations stay in training mode, which that requires."""
     before = {module: module.training for module in model.modules()}
     for module in before:
         module.training = isinstance(module, GradientCheckpointingLayer)
@@ -45,19 +45,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-# Short measurements that choose the compute type and the number of threads for a model on this machine.
-
 _ROWS, _FLOP = 1024, 1.5e9
-_MOST, _ENOUGH_S = 10, 0.8
+_MAX_REPEATS, _ENOUGH_S = 10, 0.8
 
 
 def choose_precision(model: nn.Module, device: torch.device | str) -> Literal["fp32", "bf16"]:
-    """The faster compute type over fp32 master weights.
+    """Chooses the faster compute type over fp32 master weights.
 
-    On a GPU bf16; on a CPU whichever ran a forward and backward pass of the model's largest linear layer faster
-    (bf16 where the CPU multiplies it in hardware, else fp32). Takes about a second; more where the layer is very wide
-    and the CPU has no bf16. A process measures layers of one shape once: on a busy machine a second answer may differ,
-    and models to be compared would compute differently.
+    bf16 on a GPU. On a CPU, whichever runs a forward and backward pass of the model's largest linear layer faster (bf16
+    if the CPU multiplies it in hardware, else fp32). Takes about a second; longer if the layer is very wide and the CPU
+    has no bf16. Each layer shape is measured once per process: on a busy machine a second measurement may differ, and
+    models to be compared would compute differently.
     """
     if torch.device(device).type != "cpu":
         return "bf16"
@@ -65,9 +63,9 @@ def choose_precision(model: nn.Module, device: torch.device | str) -> Literal["f
 
 
 def choose_threads(model: nn.Module) -> int:
-    """The thread count of 1, 2, 4, ... up to the available CPUs at which the model's largest linear layer is fastest.
+    """Chooses the thread count of 1, 2, 4, ... up to the available CPUs that runs the largest linear layer fastest.
 
-    More threads are chosen only where they bring at least 20 % each time. The thread count in force is left as it is.
+    More threads are chosen only if each doubling is at least 20 % faster. The current thread count is not changed.
     """
     shape = _largest(model)
     best, best_seconds = 1, float("inf")
@@ -84,19 +82,21 @@ def choose_threads(model: nn.Module) -> int:
 
 @cache
 def _faster(wide: int, narrow: int, threads: int) -> Literal["fp32", "bf16"]:
-    """The type in which a layer of this shape is faster; `threads` are in force."""
+    """The faster type for a layer of this shape with the current number of threads."""
     fp32, bf16 = _seconds(wide, narrow, None, torch.bfloat16)
     return "bf16" if bf16 < 0.9 * fp32 else "fp32"
 
 
 def _seconds(wide: int, narrow: int, *dtypes: torch.dtype | None) -> list[float]:
-    """Best time of a forward and backward pass under autocast to each type; in turn, so that others disturb all."""
+    """Best time of a forward and backward pass under autocast to each type. Types alternate, so that other load affects
+    all.
+    """
     rows = int(min(max(_FLOP / (6 * wide * narrow), 32), _ROWS))
     layer = nn.Linear(narrow, wide, bias=False, device="cpu")
     x = torch.randn(rows, narrow, requires_grad=True)
     best = [float("inf")] * len(dtypes)
     began = time.perf_counter()
-    for repeat in range(_MOST):
+    for repeat in range(_MAX_REPEATS):
         if repeat and time.perf_counter() - began > _ENOUGH_S:
             break
         for at, dtype in enumerate(dtypes):
@@ -108,7 +108,7 @@ def _seconds(wide: int, narrow: int, *dtypes: torch.dtype | None) -> list[float]
 
 
 def _largest(model: nn.Module) -> tuple[int, int]:
-    """Shape of the largest linear layer that is no output embedding of a large vocabulary."""
+    """Shape of the largest linear layer, ignoring the output embedding of a large vocabulary."""
     shapes = [m.weight.shape for m in model.modules() if isinstance(m, nn.Linear)]
     wide, narrow = max(shapes, key=lambda shape: shape[0] * shape[1] if shape[0] < 65536 else 0)
     return wide, narrow

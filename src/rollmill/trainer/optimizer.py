@@ -1,4 +1,4 @@
-"""AdamW over the trainable parameters, the norm of their gradient, and its state for checkpoints."""
+"""AdamW over the trainable parameters: gradient norm and clipping, state for checkpoints, learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rollmill.errors import TrainingError
 from rollmill.trainer.distributed.fsdp import gather_state_dict, global_norm, is_sharded, local_shards, shard_like
 
 TensorGetter = Callable[[], Iterable[Tensor]]
-"""Tensors that lie in memory, as they are when asked."""
+"""Returns the tensors of a component as they are at the time of the call."""
 
 
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) with decoupled weight decay on matrices only: norms and biases never decay."""
+    """Builds AdamW (arXiv:1711.05101) with decoupled weight decay on matrices only: norms and biases never decay."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in _in_order(model):  # one kernel updates either distributed tensors or plain ones
+    for parameter in _in_order(model):  # one fused kernel takes distributed tensors or plain ones, not both
         groups.setdefault((parameter.ndim >= 2, isinstance(parameter, DTensor)), []).append(parameter)
     decays = [
         {"params": parameters, "weight_decay": config.weight_decay if matrices else 0.0}
@@ -31,17 +31,17 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Adam
 
 
 def collect_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients of all parameters that have one."""
+    """Returns the gradients of all parameters that have one."""
     return [p.grad for p in _parameters(optimizer) if p.grad is not None]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Its state, which it makes at its first step."""
+    """Returns the optimizer's state tensors, which exist after its first step."""
     return [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
 
 
 def compute_gradient_norm(grads: list[Tensor]) -> float:
-    """Euclidean norm over all gradients, whole. Where some are cut, every rank calls this."""
+    """Euclidean norm over all gradients. With sharded gradients, every rank must call this."""
     plain = local_shards([grad for grad in grads if not is_sharded(grad)])
     cut = local_shards([grad for grad in grads if is_sharded(grad)])
     norms = [_norm(plain)] if plain else []
@@ -49,14 +49,17 @@ def compute_gradient_norm(grads: list[Tensor]) -> float:
 
 
 def clip_gradients(grads: list[Tensor], norm: float, max_norm: float) -> None:
-    """Scale the gradients in place so that their norm is at most `max_norm`."""
+    """Scales the gradients in place so that their norm is at most `max_norm`."""
     if norm > max_norm:
         torch._foreach_mul_(local_shards(grads), max_norm / norm)
 
 
 def optimizer_state_dict(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """`state_dict` of the optimizer of a model, the same however the model is cut: whole tensors on rank 0, and
-    parameters numbered as on one rank. Where it is cut every rank calls this."""
+    """Returns the optimizer's state, the same however the model is sharded.
+
+    Tensors are whole, on rank 0, and parameters are numbered as on one rank. With a sharded model, every rank must call
+    this.
+    """
     state, numbers = optimizer.state_dict(), _numbers(optimizer, model)
     parameters = _parameters(optimizer)
     groups: dict[bool, dict[str, Any]] = {}
@@ -71,7 +74,7 @@ def optimizer_state_dict(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
 
 
 def load_optimizer_state_dict(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
-    """Go on from `optimizer_state_dict`, of a model that may be cut in another way."""
+    """Restores what `optimizer_state_dict` returned; the model may be sharded differently."""
     numbers, parameters = _numbers(optimizer, model), _parameters(optimizer)
     options = {number: group for group in state["param_groups"] for number in group["params"]}
     groups = [
@@ -87,7 +90,7 @@ def load_optimizer_state_dict(optimizer: torch.optim.Optimizer, model: nn.Module
 
 
 def _in_order(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable parameters in the order of one rank: matrices first."""
+    """Trainable parameters in the order of a single rank: matrices first."""
     return sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.ndim < 2)
 
 
@@ -96,7 +99,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[int]:
-    """The number of each of the optimizer's parameters on one rank."""
+    """Number of each of the optimizer's parameters on a single rank."""
     places = {id(parameter): number for number, parameter in enumerate(_in_order(model))}
     return [places[id(parameter)] for parameter in _parameters(optimizer)]
 
@@ -105,11 +108,8 @@ def _norm(tensors: list[Tensor]) -> float:
     return float(torch.stack(torch._foreach_norm(tensors)).norm())
 
 
-# What is said when a training step cannot go on.
-
-
 def failed_step_error(step: int, what: str, task_ids: Iterable[str]) -> TrainingError:
-    """The error of an update that was not made, naming the tasks it was about."""
+    """Builds the TrainingError for a failed optimizer step, naming the affected tasks."""
     tasks = sorted(set(task_ids))
     shown = ", ".join(tasks[:8]) + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
     return TrainingError(
@@ -118,14 +118,11 @@ def failed_step_error(step: int, what: str, task_ids: Iterable[str]) -> Training
     )
 
 
-# Learning-rate schedules.
-
-
 def compute_learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     """Learning rate of training step `step` (0-based) of `total_steps`.
 
-    Warm-up rises linearly to `lr`, which step `warmup_steps - 1` reaches. Afterwards linear and cosine fall from `lr`
-    towards `min_lr_ratio * lr`, which they would reach at step `total_steps`; constant stays.
+    Warm-up rises linearly to `lr`, reached at step `warmup_steps - 1`. Then linear and cosine fall from `lr` towards
+    `min_lr_ratio * lr`, which they would reach at step `total_steps`; constant stays at `lr`.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

@@ -1,4 +1,4 @@
-"""The inference phase: what a loss compares with, computed before the weights change. It needs no rewards."""
+"""Computes reference and old log-probs and values of a batch before its weights change; needs no rewards."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 
 class Precomputer:
-    """Old and reference log-probs and values of a batch, as far as a recipe needs them.
+    """Old and reference log-probs and values of a batch, as far as the recipe needs them.
 
     Args:
-        ready: makes the models ready for one pass.
+        ready: context that prepares the models for one pass.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Precomputer:
         self._ahead: tuple[list[tuple[str, bytes]], int, TokenTable, PrecomputedScores] | None = None
 
     def ahead(self, experiences: Sequence[Experience], version: int, device: torch.device) -> Generator[None]:
-        """Compute it while rewards are awaited, with a yield after every pass; `take` hands it out.
+        """Computes the scores while rewards are pending, with a yield after every pass; `take` returns them.
 
-        Nothing happens where it has been computed.
+        Does nothing if they are already computed.
         """
         if self._ahead is not None and self._ahead[:2] == (_names(experiences), version):
             return
@@ -56,7 +56,7 @@ class Precomputer:
     def take(
         self, experiences: Sequence[Experience], version: int, device: torch.device
     ) -> tuple[TokenTable, PrecomputedScores]:
-        """The tokens and scores of a batch, computed now unless they were ahead."""
+        """Returns token table and scores of a batch, computing them now unless `ahead` did."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[:2] == (_names(experiences), version):
             return ahead[2:]
@@ -64,11 +64,11 @@ class Precomputer:
         return table, _finished(self._scores(experiences, table, version))
 
     def logprobs(self, experiences: Sequence[Experience], table: TokenTable) -> Tensor:
-        """The policy's log-probs of all action tokens but the experts': float32 [A]. Every rank calls this."""
+        """The policy's log-probs of all action tokens except experts': float32 [A]. Every rank calls this."""
         return _finished(self._evaluated(self._model, experiences, table))
 
     def _scores(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> PrecomputeSteps:
-        """The scores; yields after every forward pass."""
+        """Computes the scores; yields after every forward pass."""
         single = self._passes.config.updates_per_batch * self._passes.config.epochs_per_batch == 1
         fresh = bool((table.version[table.version >= 0] == version).all())
         own = single and (fresh or self._recipe.proximal != "rollout")
@@ -93,9 +93,9 @@ class Precomputer:
             mismatched = KTOBaselineBatch(others, tokens, (yield from self._evaluated(None, others, tokens)))
         values = None
         if self._critic is not None:
-            usual = [i for i, e in enumerate(experiences) if e.source is ExperienceSource.ROLLOUT]
+            rollouts = [i for i, e in enumerate(experiences) if e.source is ExperienceSource.ROLLOUT]
             with self._ready():
-                values = self._critic.values(self._passes.rows(experiences, table, usual), table)
+                values = self._critic.values(self._passes.rows(experiences, table, rollouts), table)
             yield
         interpolated = self._recipe.proximal == "interpolate" and not own
         return PrecomputedScores(old, reference, values, policy, mismatched, collision, interpolated=interpolated)
@@ -107,13 +107,13 @@ class Precomputer:
         table: TokenTable,
         collision: Tensor | None = None,
     ) -> Generator[None, None, Tensor]:
-        """Log-probs under a model (None: the reference) of all action tokens but the experts': float32 [A], 0 there.
+        """Log-probs under a model (None: the reference) of all action tokens, 0 for experts': float32 [A].
 
-        Fills in `collision` [A], where it is given: sums of the model's squared probabilities.
+        Fills in `collision` [A], if given, with sums of the model's squared probabilities.
         """
         result = torch.zeros_like(table.rollout_logprob)
-        judged = [i for i, e in enumerate(experiences) if e.source is not ExperienceSource.EXPERT]
-        for micro in self._passes.rows(experiences, table, judged):
+        chosen = [i for i, e in enumerate(experiences) if e.source is not ExperienceSource.EXPERT]
+        for micro in self._passes.rows(experiences, table, chosen):
             with torch.no_grad(), self._ready():
                 if model is not None:
                     result[micro.tokens] = self._logprobs(model, micro, table, collision, replay=True)
@@ -135,7 +135,9 @@ class Precomputer:
         *,
         replay: bool = False,
     ) -> Tensor:
-        """`replay`: the model is the policy, which takes the experts of the rollout; others choose for themselves."""
+        """Log-probs of a micro-batch; with `replay` (for the policy) the model uses the experts that the
+        rollout chose.
+        """
 
         def predicted() -> Tensor:
             hidden_Td = self._passes.hidden(model, micro)
@@ -150,7 +152,7 @@ class Precomputer:
 
 
 def _names(experiences: Sequence[Experience]) -> list[tuple[str, bytes]]:
-    """What tells batches apart: a buffer hands out copies of what was there when their tokens were."""
+    """Identifies a batch by ids and tokens, since a buffer hands out copies."""
     return [(each.id, each.token_ids.tobytes()) for each in experiences]
 
 

@@ -1,4 +1,4 @@
-"""The frozen policy that a KL penalty or a preference loss compares with."""
+"""The frozen reference policy of a KL penalty or a preference loss."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from rollmill.trainer.distributed.fsdp import load_full_weights
 
 
 class ReferenceModel:
-    """The policy of the moment this is made, unless another model is given.
+    """A frozen copy of the policy as it is now, or a given model.
 
-    It is a frozen copy of the model. Where the model has LoRA adapters only these are copied, and put in the place of
-    the trained ones while the reference is asked.
+    If the policy has LoRA adapters, only these are copied, and swapped in while the reference is active.
     """
 
     def __init__(self, trained: nn.Module, given: nn.Module | None, device: torch.device) -> None:
         self._trained, self._given = trained, given is not None
-        self.model: nn.Module | None = None  #: a model of its own, if it has one
+        self.model: nn.Module | None = None  #: the separate model; None with copied adapters
         self._adapter: dict[str, Tensor] = {}
         if given is None and has_lora(trained):
             self._adapter = {name: weight.detach().clone() for name, weight in self._trainable()}
@@ -33,7 +32,7 @@ class ReferenceModel:
 
     @contextmanager
     def active(self) -> Iterator[nn.Module]:
-        """The model that is the reference inside."""
+        """Context that yields the reference model."""
         if self.model is not None:
             yield self.model
             return
@@ -49,7 +48,7 @@ class ReferenceModel:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The policy of the moment becomes the reference. One that was given stays."""
+        """Replaces the reference with the current policy. A given model stays."""
         if self._given:
             return
         if self.model is not None:
@@ -60,7 +59,7 @@ class ReferenceModel:
 
     @torch.no_grad()
     def follow(self, rate: float) -> None:
-        """Move the weights towards the policy of the moment by a share of the difference: an exponential average."""
+        """Moves the weights towards the current policy by a share of the difference (exponential moving average)."""
         trained = dict(self._trained.named_parameters())
         if self.model is not None:
             for name, weight in self.model.named_parameters():
@@ -69,14 +68,14 @@ class ReferenceModel:
             own.lerp_(trained[name], rate)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps; None for a reference that was given."""
+        """Returns the weights for a checkpoint; None for a given model."""
         if self._given:
             return None
         return self._adapter if self.model is None else self.model.state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restores what `state_dict` returned."""
         if state is None or self._given:
             return
         if self.model is not None:

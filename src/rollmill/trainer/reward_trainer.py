@@ -1,4 +1,4 @@
-"""Reward-model training: the policy's network with one score per sequence, learning from preference pairs.
+"""Reward-model training on preference pairs: the policy's network with one score per sequence.
 
 Shapes: T tokens of the row, n experiences of a micro-batch, P pairs of a micro-batch, d hidden size.
 """
@@ -45,9 +45,9 @@ from rollmill.types import Experience
 
 
 class ScoringNetwork(nn.Module):
-    """Score of a prompt with its completion, from the state of the last token (arXiv:2203.02155).
+    """Scores a prompt with its completion, from the hidden state of the last token (arXiv:2203.02155).
 
-    It starts as a copy of the policy's network that says 0.
+    Starts as a copy of the policy's network with a score of 0.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -58,7 +58,7 @@ class ScoringNetwork(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, micro: MicroBatch, *, bf16: bool) -> Tensor:
-        """Scores [n] of a micro-batch made of `append_end_token` experiences; run it inside `attending`."""
+        """Scores [n] of a micro-batch of `append_end_token` experiences; call it inside `use_attention_context`."""
         with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
             output = self.network(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
         hidden_nd = output.last_hidden_state[0].index_select(0, micro.rows[_last(micro)])
@@ -67,12 +67,12 @@ class ScoringNetwork(nn.Module):
 
 
 class RewardTrainer:
-    """Trains a scoring model on batches of preference pairs, with the Bradley-Terry loss. The policy stays as it is.
+    """Trains a scoring model on batches of preference pairs, with the Bradley-Terry loss. The policy is not changed.
 
     Args:
         policy: a transformers causal LM, whose network is copied.
         total_steps: training steps of the stage, for the schedule.
-        ranks: data-parallel ranks; every rank calls `step` with the same batch. Default those of torch.distributed.
+        ranks: data-parallel ranks; every rank calls `step` with the same batch. Default: those of torch.distributed.
     """
 
     def __init__(
@@ -98,22 +98,22 @@ class RewardTrainer:
         set_gradient_checkpointing(self.model.network, config.gradient_checkpointing)
 
     def start(self) -> None:
-        """Do nothing: one process needs no others."""
+        """No-op: there are no other processes."""
 
     def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
-        """Make no passes: pairs need none before they are learned from."""
+        """No-op: pairs need no passes before they are learned from."""
         return iter(())
 
     def probes(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
-        """Choose nothing to compare: no engine samples from a reward model."""
+        """Returns nothing to compare: no engine samples from a reward model."""
         return []
 
     def step(
         self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
     ) -> dict[str, float]:
-        """Learn from one batch of pairs; `version` and `probes` are not looked at.
+        """Learns from one batch of pairs; `version` and `probes` are ignored.
 
         Returns the metrics: loss and grad_norm (means over the updates), lr, tokens (of the completions), updates, and
         of the pairs, each before it is learned from in this step: pairs/accuracy (share whose chosen completion has the
@@ -147,7 +147,7 @@ class RewardTrainer:
         return {**means, **pairs, "lr": lr, "tokens": tokens, "updates": float(updates)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed trainer needs: the scoring model included, which is no part of the policy."""
+        """Returns the state to resume from, including the scoring model, which is no part of the policy."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -157,23 +157,23 @@ class RewardTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Restores what `state_dict` returned."""
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps, self.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])
 
     def export(self, folder: Path, policy: PolicyModel) -> None:
-        """Write the reward model into a folder of this checkpoint folder."""
+        """Writes the reward model into a subfolder of the checkpoint folder."""
         directory = folder / REWARD_MODEL_FOLDER
         network, head = self.model.network, self.model.head
         save_classifier(policy.model, network, head, policy.tokenizer, directory, end_id=policy.end_id)
 
     def close(self) -> None:
-        """Do nothing: there are no other processes."""
+        """No-op: there are no other processes."""
 
     def _update(self, experiences: Sequence[Experience], table: TokenTable, part: list[int]) -> dict[str, float]:
-        """One optimizer step: loss and grad_norm, and sums over the pairs of the part."""
+        """Takes one optimizer step; returns loss and grad_norm, and sums over the pairs of the part."""
         self._optimizer.zero_grad(set_to_none=True)
         total: dict[str, float] = {}
         for micro in self._rows(experiences, table, part):
@@ -203,7 +203,7 @@ class RewardTrainer:
         return {**self._ranks.merged(total), "grad_norm": norm}
 
     def _rows(self, experiences: Sequence[Experience], table: TokenTable, chosen: list[int]) -> list[MicroBatch]:
-        """This rank's share of the chosen experiences; a pair is never cut."""
+        """This rank's share of the chosen experiences; a pair is never split."""
         return build_micro_batches(
             experiences,
             table,
@@ -221,7 +221,7 @@ class RewardTrainer:
 
 
 def append_end_token(experience: Experience) -> Experience:
-    """The experience with one token more, which nothing reads: so its last token lies in the packed row."""
+    """Appends a token that nothing reads, so that the experience's last token is part of the packed row."""
     return replace(
         experience,
         token_ids=np.append(experience.token_ids, np.int32(0)),

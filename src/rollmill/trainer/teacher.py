@@ -1,6 +1,10 @@
-"""The teacher of a policy that distils: another model, or the policy itself with other weights or another prompt.
+"""Distillation: the teacher model, and divergences between its next-token distributions and the policy's.
 
-Shapes: M action tokens of a micro-batch, d hidden size.
+The teacher is another model, or the policy itself with other weights or another prompt. Divergences are computed in
+chunks, so that [tokens, vocabulary] never exists at once.
+
+Shapes: T tokens of the row, M predictions (action tokens of a micro-batch), C rows of a chunk, V vocabulary, d hidden
+size.
 """
 
 from __future__ import annotations
@@ -32,10 +36,10 @@ from rollmill.types import Experience
 
 
 class Teacher:
-    """A frozen model, or the policy: an average of its weights, those it has now, or those it had when this was made.
+    """A frozen model, or the policy with the average of its weights, its current or its initial weights.
 
     Args:
-        given: the model of a recipe that has a teacher of its own.
+        given: teacher model, for a recipe with a separate teacher.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class Teacher:
         assert given is not None or isinstance(options, SelfDistill), "a recipe that distils needs a teacher"
         self._policy, self._passes = policy, passes
         self._rate: float | None = None
-        self._weights: ReferenceModel | None = None  #: None: the policy's own
+        self._weights: ReferenceModel | None = None  #: None: the policy's current weights
         if not isinstance(options, SelfDistill):
             self._weights = ReferenceModel(policy, given, device)
         elif options.weights != "current":
@@ -58,19 +62,19 @@ class Teacher:
 
     @property
     def model(self) -> nn.Module:
-        """The model whose head turns the hidden states into logits."""
+        """The model whose output layer turns the hidden states into logits."""
         own = None if self._weights is None else self._weights.model
         return self._policy if own is None else own
 
     @property
     def own_model(self) -> nn.Module | None:
-        """The model that lies beside the policy, if there is one."""
+        """The model kept beside the policy, if any."""
         return None if self._weights is None else self._weights.model
 
     def hidden(self, experiences: Sequence[Experience], micro: MicroBatch) -> Tensor:
-        """The hidden states that predict a micro-batch's action tokens, without gradient: [M, d].
+        """Hidden states that predict a micro-batch's action tokens, without gradient: [M, d].
 
-        An experience with a `teacher_prompt` is read after it, others after their own prompt.
+        An experience with a `teacher_prompt` is read after that prompt, others after their own.
         """
         members = [experiences[i] for i in micro.experiences]
         with torch.no_grad(), self._active() as model:
@@ -93,17 +97,17 @@ class Teacher:
         return hidden_Md
 
     def follow(self) -> None:
-        """Let the policy of the moment join the average, if there is one."""
+        """Updates the moving average with the current policy, if there is one."""
         if self._rate is not None:
             assert self._weights is not None
             self._weights.follow(self._rate)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps; None for a model that was given, and for the policy's own weights."""
+        """Returns the weights for a checkpoint; None for a given model and for the policy's current weights."""
         return None if self._weights is None else self._weights.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue where `state_dict` was taken."""
+        """Restores what `state_dict` returned."""
         if self._weights is not None:
             self._weights.load_state_dict(state)
 
@@ -130,10 +134,6 @@ def _after_teacher_prompt(e: Experience) -> Experience:
     )
 
 
-# Divergences between the policy's and a teacher's next-token distributions, without holding [tokens, vocabulary].
-#
-# Shapes: T tokens of the row, M predictions that count, C rows of a chunk, V vocabulary, d hidden size.
-
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -148,12 +148,12 @@ def compute_divergences(
     *,
     chunk: int | None = None,
 ) -> Tensor:
-    """A term per prediction, [M], with gradient to the policy; backward recomputes the logits chunk by chunk.
+    """Divergence per prediction, [M], with gradient to the policy; backward recomputes the logits chunk by chunk.
 
     Args:
         policy, teacher: causal LMs with the same vocabulary, whose last hidden states are given.
         rows_M: rows of the policy's hidden states that predict.
-        teacher_hidden_Md: the teacher's hidden states that predict the same tokens, maybe after another prompt.
+        teacher_hidden_Md: the teacher's hidden states that predict the same tokens, possibly after another prompt.
         target_M: the sampled tokens.
         chunk: rows of logits that exist at a time; None: as many as take 256 MiB in float32, at most 1024.
     """

@@ -1,4 +1,4 @@
-"""The trainer: one batch of experiences in, one or more optimizer steps, metrics out."""
+"""The trainer: turns a batch of experiences into one or more optimizer steps and their metrics."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
 class Trainer:
     """Learns from batches of experiences by a recipe, on one device.
 
-    Old log-probs (the policy a ratio is taken to): with one optimizer step per batch, and either all tokens made by the
-    current weights or old log-probs to be recomputed, they are the policy's own, detached, so the ratio is exactly 1.
-    Otherwise (several optimizer steps, or stale tokens) they are what the recipe's `proximal` says: those the rollout
-    recorded, those recomputed once before the first step, or an interpolation.
+    Old log-probs (the denominator of the ratio): with one optimizer step per batch, and either all tokens sampled with
+    the current weights or old log-probs to be recomputed, they are the policy's own, detached, so the ratio is exactly
+    1. Otherwise (several optimizer steps, or stale tokens) the recipe's `proximal` decides: those recorded by the
+    rollout, those recomputed once before the first step, or an interpolation.
 
-    An optimizer step in which no token has a gradient (every advantage 0, and no other term) is skipped: the moments of
-    Adam would move the weights without any evidence. The metric `skipped` counts them. Experiences without a gradient
-    are only run forward, for the metrics.
+    An optimizer step in which no token has a gradient (every advantage 0, and no other term) is skipped: Adam's moments
+    would move the weights without any evidence. The metric `skipped` counts them. Experiences without a gradient are
+    only run forward, for the metrics.
 
     Args:
         model: a transformers causal LM; its weights become the fp32 master weights and are changed in place.
         total_steps: training steps of the stage, for the schedule.
         reference: frozen policy for the KL term; by default the policy as it is now, if the recipe needs one.
         teacher: frozen model with the policy's vocabulary, for a recipe that distils from another model.
-        ranks: data-parallel ranks; every rank calls `step` with the same batch. Default those of torch.distributed.
+        ranks: data-parallel ranks; every rank calls `step` with the same batch. Default: those of torch.distributed.
         kept_versions: see MismatchProbe.
     """
 
@@ -104,9 +104,9 @@ class Trainer:
             self._kl = AdaptiveKL(recipe.kl.coefficient, target=recipe.kl.target, horizon=recipe.kl.horizon)
         self._entropy: AdaptiveEntropy | None = None
         if recipe.entropy_control is not None:
-            steered = recipe.entropy_control
+            control = recipe.entropy_control
             self._entropy = AdaptiveEntropy(
-                recipe.entropy, target=steered.target, delta=steered.delta, maximum=steered.maximum
+                recipe.entropy, target=control.target, delta=control.delta, maximum=control.maximum
             )
         self._norms: NormReplacements = find_norms(*self._models()) if self.device.type == "cpu" else []
         self._cut_models()
@@ -127,12 +127,12 @@ class Trainer:
 
     @property
     def kl_coefficient(self) -> float:
-        """Weight of the KL penalty now."""
+        """Current weight of the KL penalty."""
         return self.recipe.kl.coefficient if self._kl is None else self._kl.coefficient
 
     @property
     def entropy_coefficient(self) -> float:
-        """Weight of the entropy bonus now."""
+        """Current weight of the entropy bonus."""
         return self.recipe.entropy if self._entropy is None else self._entropy.weight
 
     @property
@@ -143,10 +143,11 @@ class Trainer:
         return compares or recipe.kl_in_reward or recipe.uses_probabilities or recipe.proximal == "recompute"
 
     def start(self) -> None:
-        """Do nothing: one process needs no others."""
+        """No-op: there are no other processes."""
 
     def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
-        """The forward passes of `step` that need no rewards, one by one; `step` on the same batch goes on from there.
+        """Runs the forward passes of `step` that need no rewards, one per iteration; `step` on the same batch reuses
+        them.
 
         These are old and reference log-probs and values. There may be none.
         """
@@ -156,24 +157,24 @@ class Trainer:
     def probes(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
-        """Completions of later steps that `step` on `experiences` shall compare; see MismatchProbe.choose."""
+        """Selects completions of later steps for `step` on `experiences` to compare; see MismatchProbe.choose."""
         return self._mismatch.choose(upcoming, experiences, version)
 
     def step(
         self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
     ) -> dict[str, float]:
-        """Learn from one batch; `version` is the version of the weights as they are now.
+        """Learns from one batch; `version` is the version of the current weights.
 
-        Sets each experience's `advantage`. Returns the metrics: loss, loss/<term>, grad_norm and lr (of the last update
-        where they differ: lr; means over the updates: the others), entropy, kl (k3 from rollout policy to current),
-        kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean, /max and /tokens (|trainer - engine| with the weights
-        that made the token, see MismatchProbe), policy_drift/mean, /max and /k1 (of the log-prob ratio of the policy to
-        the rollout over all rolled-out tokens), tokens (action tokens), updates and skipped; weight/<term> where it
-        follows a schedule, kl_coefficient and entropy_coefficient where they adapt, ratio/masked_fraction where there
-        are masks, value/... where there is a critic.
+        Sets each experience's `advantage`. Returns the metrics: lr (of the last update), loss, loss/<term> and
+        grad_norm (means over the updates), entropy, kl (k3 from rollout policy to current), kl_ref, ratio/mean,
+        ratio/clip_fraction, logprob_gap/mean, /max and /tokens (|trainer - engine| with the weights that sampled the
+        token, see MismatchProbe), policy_drift/mean, /max and /k1 (of the log-prob ratio of the policy to the rollout
+        over all rollout tokens), tokens (action tokens), updates and skipped; weight/<term> if it follows a schedule,
+        kl_coefficient and entropy_coefficient if they adapt, ratio/masked_fraction if there are masks, value/... if
+        there is a critic.
 
         Args:
-            probes: what the method of this name chose.
+            probes: result of `probes`.
 
         Raises:
             TrainingError: a loss or gradient is not finite; the weights are as before the failing update.
@@ -194,7 +195,7 @@ class Trainer:
         extra |= {"kl_coefficient": self.kl_coefficient} if self._kl else {}
         extra |= {"entropy_coefficient": self.entropy_coefficient} if self._entropy else {}
         with self._ready():
-            judgement = compute_advantages(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
+            advantages = compute_advantages(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
             for epoch in range(config.epochs_per_batch):
                 for part in split_mini_batches(
                     experiences, config.updates_per_batch, self._generator if epoch else None
@@ -202,7 +203,7 @@ class Trainer:
                     objective = StepLoss(
                         self.recipe,
                         table,
-                        judgement,
+                        advantages,
                         scores,
                         part,
                         step=self.steps,
@@ -215,11 +216,11 @@ class Trainer:
                     batch = MiniBatch(experiences, table, objective, part, self.steps, fresh, self._generator)
                     if not self._critic_only:
                         totals.add(self._updates.make(batch, metrics, first_pass=epoch == 0))
-                    totals.add(self._update_critic(batch, judgement, scores))
+                    totals.add(self._update_critic(batch, advantages, scores))
                     updates += 1
-        if scores.values is not None and judgement.returns is not None:
-            usual = ~table.expert & judgement.counted[table.experience]
-            extra |= value_metrics(scores.values, judgement.returns, usual)
+        if scores.values is not None and advantages.returns is not None:
+            rollouts = ~table.expert & advantages.counted[table.experience]
+            extra |= value_metrics(scores.values, advantages.returns, rollouts)
         self.steps += 1
         if self._teacher is not None:
             self._teacher.follow()
@@ -233,7 +234,7 @@ class Trainer:
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
 
     def offloadable_tensors(self) -> dict[str, TensorGetter]:
-        """What lies in memory between steps, by the names that the key `residency` has for it."""
+        """Returns the tensors held in memory between steps, by component name of the key `residency`."""
         found: dict[str, TensorGetter] = {
             "policy": self.model.parameters,
             "optimizer": partial(optimizer_tensors, self._optimizer),
@@ -245,9 +246,10 @@ class Trainer:
         return found if self._critic is None else found | self._critic.offloadable_tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed trainer needs besides the model's weights: the same on however many ranks, whole tensors.
+        """Returns the state to resume from, besides the model's weights: whole tensors, the same for any number of
+        ranks.
 
-        With shards all ranks call this together, and rank 0 gets it.
+        With shards all ranks call this together, and rank 0 gets the result.
         """
         state = {
             "optimizer": optimizer_state_dict(self._optimizer, self.model),
@@ -265,7 +267,7 @@ class Trainer:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Restores what `state_dict` returned."""
         load_optimizer_state_dict(self._optimizer, self.model, state["optimizer"])
         self.steps, self._passes.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])
@@ -277,20 +279,20 @@ class Trainer:
             self._critic.load_state_dict(state["critic"])
         if self._kl is not None:
             self._kl.load_state_dict(state["kl"])
-        if "mismatch" in state:  # a checkpoint of an older version has none
+        if "mismatch" in state:  # absent in checkpoints of older versions
             self._mismatch.load_state_dict(state["mismatch"])
         if self._entropy is not None:
             self._entropy.load_state_dict(state["entropy"])
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """Models as they are during a pass: dropout off, fast norms."""
+        """Prepares the models for a pass: dropout off, fast norms."""
         critic = nullcontext() if self._critic is None else evaluation_mode(self._critic.model)
         with evaluation_mode(self.model), critic, use_fast_norms(self._norms):
             yield
 
     def _refresh_reference(self) -> None:
-        """Every N steps, once, the policy of the moment becomes the reference."""
+        """Replaces the reference with the current policy, once every N steps."""
         refresh = self.recipe.kl.refresh_every
         if self._reference is not None and refresh and self.steps % refresh == 0 and self._refreshed != self.steps:
             self._reference.refresh()
@@ -301,7 +303,7 @@ class Trainer:
         return self._critic is not None and self.steps < self._critic.options.warmup_steps
 
     def _models(self) -> list[Any]:
-        """All that learn or are compared with."""
+        """Policy, reference and critic, as far as they exist."""
         critic = None if self._critic is None else self._critic.model
         reference = None if self._reference is None else self._reference.model
         return [model for model in (self.model, reference, critic) if model is not None]
@@ -316,30 +318,30 @@ class Trainer:
                 parallelize_network(model.network if isinstance(model, ValueModel) else model.base_model, styles)
 
     def _update_critic(
-        self, batch: MiniBatch, judgement: BatchAdvantages, scores: PrecomputedScores
+        self, batch: MiniBatch, advantages: BatchAdvantages, scores: PrecomputedScores
     ) -> dict[str, float]:
         if self._critic is None:
             return {}
         assert scores.values is not None
-        assert judgement.returns is not None
-        chosen = select_critic_experiences(batch.experiences, batch.table, batch.chosen, judgement.counted)
+        assert advantages.returns is not None
+        chosen = select_critic_experiences(batch.experiences, batch.table, batch.chosen, advantages.counted)
         if not chosen:
             return {}
-        counted = torch.zeros_like(judgement.counted)
+        counted = torch.zeros_like(advantages.counted)
         counted[chosen] = True
         micros = self._passes.rows(batch.experiences, batch.table, chosen)
         tasks = [batch.experiences[i].task_id for i in chosen]
-        return self._critic.update(micros, batch.table, counted, judgement.returns, scores.values, self.steps, tasks)
+        return self._critic.update(micros, batch.table, counted, advantages.returns, scores.values, self.steps, tasks)
 
     def export(self, folder: Path, policy: PolicyModel) -> None:
-        """Write nothing: the policy is all that is trained."""
+        """No-op: only the policy is trained."""
 
     def close(self) -> None:
-        """Do nothing: there are no other processes."""
+        """No-op: there are no other processes."""
 
 
 class _Totals:
-    """Sums of the updates' numbers."""
+    """Sums the metrics of the updates."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Optimizer steps of the policy, each over a part of a batch."""
+"""Optimizer steps of the policy, each on a part of a batch; `split_mini_batches` makes the parts."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from rollmill.types import Experience, ExperienceSource
 
 LossTermValues = dict[str, tuple[float, Tensor]]
 FailureCause = tuple[str, list[int]]
-"""What is wrong, and the experiences that it is wrong with."""
+"""Description of the failure, and indices of the affected experiences."""
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The share of a batch that one optimizer step learns from: the experiences `chosen`."""
+    """The experiences `chosen` of a batch, for one optimizer step."""
 
     experiences: Sequence[Experience]
     table: TokenTable
     objective: StepLoss
     chosen: list[int]
     step: int  #: training step
-    fresh: Tensor  #: bool [A], made by the weights that the first pass of this part computes with
-    draws: torch.Generator  #: of random choices among tokens; in the same state on all ranks
+    fresh: Tensor  #: bool [A], sampled with the weights of this part's first pass
+    draws: torch.Generator  #: for random choices among tokens; in the same state on all ranks
 
 
 class PolicyUpdater:
-    """Makes them.
+    """Takes optimizer steps on mini-batches.
 
     Args:
         teacher: for a recipe that distils.
@@ -53,10 +53,10 @@ class PolicyUpdater:
         self._recipe, self._ranks = passes.recipe, passes.ranks
 
     def make(self, part: MiniBatch, metrics: TokenMetrics, *, first_pass: bool) -> dict[str, float]:
-        """One optimizer step: loss, loss/<term> and grad_norm, or `skipped` where nothing has a gradient.
+        """Takes one optimizer step; returns loss, loss/<term> and grad_norm, or `skipped` if nothing has a gradient.
 
         Raises:
-            TrainingError: a loss or gradient is not finite, on whichever rank; the weights are as before.
+            TrainingError: a loss or gradient is not finite on any rank; the weights are unchanged.
         """
         if self._recipe.needs_step_statistics:
             self._choose(part)
@@ -102,7 +102,7 @@ class PolicyUpdater:
     def forward(
         self, part: MiniBatch, micro: MicroBatch, metrics: TokenMetrics | None, *, first_pass: bool
     ) -> tuple[Tensor, LossTermValues]:
-        """The loss of one micro-batch; weight and share of every term."""
+        """Returns the loss of one micro-batch, and weight and share of every term."""
         taught = None if self._teacher is None else self._teacher.hidden(part.experiences, micro)
         logprob, entropy, divergence = call_unsharded(self._model, lambda: self._predicted(micro, part.table, taught))
         terms: LossTermValues = {}
@@ -118,9 +118,9 @@ class PolicyUpdater:
         return _total(terms) if terms else logprob.sum(), terms
 
     def _choose(self, part: MiniBatch) -> None:
-        """Let masks see all tokens of the step at once: a pass without gradient over its judged experiences.
+        """Applies masks to all tokens of the step at once, after a pass without gradient over its rollouts.
 
-        What a mask keeps therefore does not depend on micro-batches and ranks.
+        The result therefore does not depend on micro-batches and ranks.
         """
         table, passes = part.table, self._passes
         shape = (3, len(table.target))
@@ -149,7 +149,7 @@ class PolicyUpdater:
     def _predicted(
         self, micro: MicroBatch, table: TokenTable, taught_Md: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies and divergences from the teacher, whose hidden states are given, of a micro-batch."""
+        """Log-probs, entropies and divergences of a micro-batch; `taught_Md` are the teacher's hidden states."""
         with use_packed_attention(self._model, micro, replay=True):
             hidden_Td = self._passes.hidden(self._model, micro)
             logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
@@ -169,15 +169,17 @@ class PolicyUpdater:
         return logprob, entropy, divergence
 
     def _blame_gradient(self, part: MiniBatch, micros: list[MicroBatch]) -> NoReturn:
-        """Find the first micro-batch whose gradient is not finite, and report it on all ranks. (With shards every rank
-        has to make every pass, so none looks for it.)"""
+        """Finds the first micro-batch whose gradient is not finite, and raises on all ranks.
+
+        With shards every rank must make every pass, so none searches.
+        """
         found = self._ranks.first(self._culprit(part, micros) if self._ranks.sharding == "none" else None)
         alone = bool(micros) and self._ranks.size == 1
         last = micros[-1].experiences if alone else part.chosen
         self._fail(part, found or ("the sum of the micro-batches' gradients is not finite", last))
 
     def _culprit(self, part: MiniBatch, micros: list[MicroBatch]) -> FailureCause | None:
-        """What is wrong with one of this rank's micro-batches, and its experiences."""
+        """Describes the first of this rank's micro-batches with a gradient that is not finite, and its experiences."""
         for micro in micros:
             self._optimizer.zero_grad(set_to_none=True)
             with use_packed_attention(self._model, micro, replay=True):
@@ -199,16 +201,13 @@ def _total(terms: LossTermValues) -> Tensor:
     return torch.stack([weight * value for weight, value in terms.values()]).sum()
 
 
-# Cutting a batch into the parts of its optimizer steps, group by group.
-
-
 def split_mini_batches(
     experiences: Sequence[Experience], parts: int, generator: torch.Generator | None
 ) -> list[list[int]]:
-    """Indices of the experiences of each part.
+    """Splits a batch into the parts of its optimizer steps: indices of the experiences of each part.
 
-    Groups are never cut. Usual and expert groups are dealt separately, so that every part has its share of both; parts
-    that stay empty because there are too few groups are left out.
+    Groups are never split. Each source is dealt separately, so that every part gets its share of rollouts and experts.
+    Parts that stay empty because there are too few groups are left out.
 
     Args:
         generator: shuffles the groups; None keeps their order.

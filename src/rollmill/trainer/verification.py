@@ -1,7 +1,7 @@
-"""The check of a checkpoint at load: engine and trainer against the model's own forward pass in transformers.
+"""Verifies a checkpoint at load: compares engine and trainer with the model's own forward pass in transformers.
 
-Engine and trainer compute a model by attention of their own. Where an architecture does something that they do not
-know, both would be wrong in the same way and their log-probs would still agree, so neither is asked about the other.
+Engine and trainer use their own attention. If an architecture does something that neither implements, both are wrong in
+the same way and their log-probs still agree. So each is compared with transformers instead of with the other.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ log = logging.getLogger(__name__)
 
 _GRADIENT_TOLERANCE = 1e-2
 _GRADIENTS = 300_000_000  # parameters up to which gradients are compared
-_EXACT = 500_000_000  # parameters up to which a failure is looked at once more in float64
+_EXACT = 500_000_000  # parameters up to which a failure is re-checked in float64
 _BUDGET = 4096  # tokens of a row: all sequences share one
 
 
 def load_verified_policy(
     config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
 ) -> PolicyModel:
-    """`load_policy`, and the check of what came from a folder.
+    """Loads a policy, and verifies it if it comes from a folder.
 
     Raises:
         ModelError: see `load_policy` and `verify_checkpoint`.
@@ -65,29 +65,29 @@ def load_verified_policy(
 
 
 def verify_checkpoint(model: Any, folder: Path) -> None:
-    """Check the model of a checkpoint folder unless one with the same configuration and shapes has passed before.
+    """Verifies the model of a checkpoint folder, unless one with the same configuration and shapes has passed before.
 
     Raises:
-        ModelError: engine or trainer compute something else than the model, or cannot run it.
+        ModelError: the results of engine or trainer differ from the model's, or they cannot run it.
     """
-    noted = _notes() / f"{_digest(model, folder)}.json"
-    if noted.is_file():
+    record = _cache_folder() / f"{_digest(model, folder)}.json"
+    if record.is_file():
         return
     gaps = verify_model(model, folder)
     wrong = [gap for gap in gaps if not gap.right]
     if wrong:
         raise parity_error(folder, model, wrong)
     try:
-        noted.parent.mkdir(parents=True, exist_ok=True)
-        noted.write_text(json.dumps([asdict(gap) for gap in gaps]))
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps([asdict(gap) for gap in gaps]))
     except OSError as error:
         log.warning("the check of %s cannot be remembered, so it is made at every load: %s", folder, error)
 
 
 def verify_model(model: Any, folder: Path) -> list[LogprobGap]:
-    """Compare the engine, the trainer's forward pass and its gradient with the model's own.
+    """Compares the engine, the trainer's forward pass and its gradient with the model's own.
 
-    A gap that float64 closes is a matter of rounding and is given as it is in float64.
+    A gap that closes in float64 is a rounding error; its float64 value is returned.
 
     Raises:
         ModelError: the model cannot be run by one of them.
@@ -102,7 +102,7 @@ def verify_model(model: Any, folder: Path) -> list[LogprobGap]:
 
 @contextmanager
 def _unfrozen(model: Any) -> Iterator[None]:
-    """All parameters take gradients meanwhile: a teacher's do not, but the same folder may be trained later."""
+    """Enables gradients of all parameters: a teacher's are frozen, but the same folder may be trained later."""
     frozen = [each for each in model.parameters() if each.is_floating_point() and not each.requires_grad]
     for each in frozen:
         each.requires_grad_(True)
@@ -114,11 +114,13 @@ def _unfrozen(model: Any) -> Iterator[None]:
 
 
 def _without_rounding(model: Any, folder: Path, gaps: list[LogprobGap]) -> list[LogprobGap]:
-    """The same gaps, with those of float64 where these are a hundred times smaller: then it was rounding."""
+    """Repeats the check in float64 and takes its gaps where they are a hundred times smaller: those were rounding
+    errors.
+    """
     try:
         with _in_float64(model):
             exact = _gaps(model, folder)
-    except ModelError:  # a model that computes in float32 whatever its weights are
+    except ModelError:  # the model computes in float32 whatever the type of its weights
         return gaps
     rounded = [replace(gap, value=a.value, layer="") for a, gap in zip(exact, gaps, strict=True)]
     return [b if b.value < a.value / 100 else a for a, b in zip(gaps, rounded, strict=True)]
@@ -131,7 +133,9 @@ def _gaps(model: Any, folder: Path) -> list[LogprobGap]:
 
 
 def _trainer_gaps(model: Any, completions: list[list[Completion]]) -> list[LogprobGap]:
-    """Packed rows with shared prompts, in training mode: log-probs and the gradient of a weighted sum of them."""
+    """Compares packed rows with shared prompts, in training mode: log-probs and the gradient of a weighted
+    sum of them.
+    """
     device = next(model.parameters()).device
     experiences = [_experience(each, i) for i, group in enumerate(completions) for each in group]
     table = build_token_table(experiences, device)
@@ -167,7 +171,7 @@ def _trainer_gaps(model: Any, completions: list[list[Completion]]) -> list[Logpr
 
 
 def _gradient_gap(found: dict[str, Tensor], own: dict[str, Tensor]) -> LogprobGap:
-    """Relative, over all parameters; names the parameter that contributes most."""
+    """Relative gap over all parameters; names the parameter that contributes most."""
     apart = {name: float((found[name] - own[name]).double().norm()) for name in own}
     norm = sum(float(each.double().norm()) ** 2 for each in own.values()) ** 0.5
     total = sum(value**2 for value in apart.values()) ** 0.5
@@ -176,7 +180,7 @@ def _gradient_gap(found: dict[str, Tensor], own: dict[str, Tensor]) -> LogprobGa
 
 
 def _taken_gradient(model: Any) -> dict[str, Tensor]:
-    """The gradient by parameter, which the model loses."""
+    """Returns the gradient by parameter and clears it on the model."""
     taken = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None
@@ -184,7 +188,7 @@ def _taken_gradient(model: Any) -> dict[str, Tensor]:
 
 
 def _layer(model: Any, experiences: list[Experience]) -> str:
-    """Where the trainer's forward pass parts with the model, seen on one sequence alone."""
+    """Names the layer where the trainer's forward pass first differs from the model's, on a single sequence."""
     one, device = [experiences[0]], next(model.parameters()).device
     micro = build_micro_batches(one, build_token_table(one, device), [0], _BUDGET, device)[0]
     with (
@@ -214,7 +218,7 @@ def _experience(completion: Completion, group: int) -> Experience:
 
 @contextmanager
 def _in_float64(model: Any) -> Iterator[None]:
-    """The same weights in float64, and back: nothing is lost on the way."""
+    """Converts the weights to float64 and back, which is lossless."""
     model.double()
     try:
         yield
@@ -223,14 +227,16 @@ def _in_float64(model: Any) -> Iterator[None]:
         ensure_own_memory(model.parameters())
 
 
-def _notes() -> Path:
-    """The folder where passed checks are noted."""
+def _cache_folder() -> Path:
+    """Folder of the records of passed checks."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rollmill")
     return Path(os.environ.get("ROLLMILL_CACHE", cache)) / "models"
 
 
 def _digest(model: Any, folder: Path) -> str:
-    """Names a configuration, the names and shapes of its weights, and the code that computes it."""
+    """Hash of the configuration, names and shapes of the weights, library versions and the code that computes the
+    model.
+    """
     found = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
     found.update((folder / "config.json").read_bytes())
     for name, parameter in model.named_parameters():

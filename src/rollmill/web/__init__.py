@@ -1,4 +1,4 @@
-"""What the servers of this package share."""
+"""Listening sockets and Host checks, shared by the servers of this package."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from urllib.parse import urlsplit
 
 from rollmill.errors import ConfigError
 
-# Where a server listens, and whether a request is meant for it.
-
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; port 0 is any free one. Raises ConfigError where that is impossible."""
+    """Opens a listening socket; port 0 is any free one. Raises ConfigError if that is impossible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -22,13 +20,13 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def server_url(host: str, listener: socket.socket) -> str:
-    """`http://HOST:PORT` of a socket that listens on `host`, as other machines would write it."""
+    """Returns `http://HOST:PORT` of a socket that listens on `host`, as other machines would write it."""
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listener.getsockname()[1]}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`."""
+    """Returns whether only this machine can reach a server that listens on `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -36,10 +34,10 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own_host(header: str, listening: str) -> bool:
-    """Whether a Host header names the server that listens on `listening`.
+    """Returns whether a Host header names the server that listens on `listening`.
 
-    A page may have a name of its own pointed here (DNS rebinding). Addresses cannot be rebound; any port may be
-    forwarded here.
+    This stops DNS rebinding, where a page's own domain name resolves to this machine. IP addresses cannot be rebound;
+    any port is accepted, because it may be forwarded.
     """
     try:
         name = urlsplit(f"//{header}").hostname or ""
@@ -55,5 +53,5 @@ def is_own_host(header: str, listening: str) -> bool:
 
 @cache
 def _own_names() -> frozenset[str]:
-    """Asked for once: it may take a name server seconds to answer."""
+    """Returns this machine's host names; cached, because a name server may take seconds to answer."""
     return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})

@@ -1,4 +1,4 @@
-"""Weight transfer: how the trainer's weights reach the engines, with a version, whole or not at all."""
+"""Weight transfer: versioned, atomic updates of the engines' weights from the trainer."""
 
 from rollmill.weights.broadcast import BroadcastReceiver, BroadcastSender
 from rollmill.weights.folder import FolderReceiver, FolderSender

@@ -1,7 +1,7 @@
-"""Bytes from one process to several others at once: a broadcast in buckets, by gloo, or by NCCL between GPUs.
+"""Broadcasts bytes from one process to several others, in buckets, by gloo, or by NCCL between GPUs.
 
-The groups are made apart from torch.distributed's default one, which the trainer's ranks may have, and which knows no
-members that come and go.
+The groups are separate from torch.distributed's default group, which the trainer's ranks may use and whose members
+cannot change.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store
 
 BUCKET_BYTES = 64 << 20
-"""Bytes that go at once; gloo ends processes that disagree about it."""
+"""Bytes sent at once; gloo ends processes that disagree about it."""
 _POLL_S = 0.001
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class BroadcastGroup:
-    """One member of a group, in which rank 0 sends. All members make theirs at the same time.
+    """One member of a group, in which rank 0 sends. All members create theirs at the same time.
 
     Args:
-        store: where they find each other.
-        number: of the group; each has another one.
-        host: the address of this host by which the others reach it.
-        device: the GPU of this member, for NCCL; None: gloo.
-        deadline_s: how long the others may take to come, and each bucket to arrive.
+        store: store for their rendezvous.
+        number: unique number of the group.
+        host: address of this host that the others can reach.
+        device: this member's GPU, for NCCL; None: gloo.
+        deadline_s: timeout for the others to join, and for each bucket to arrive.
 
     Raises:
-        RuntimeError: another member did not come in time. The methods raise it where one has ended, or is too slow.
+        RuntimeError: another member did not join in time. The methods raise it if one has ended, or is too slow.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class BroadcastGroup:
         deadline_s: float = 30.0,
     ) -> None:
         self.number, self._rank, self._device, self._deadline_s = number, rank, device, deadline_s
-        meeting = PrefixStore(f"group/{number}", store)
+        group_store = PrefixStore(f"group/{number}", store)
         make = _gloo if device is None else _nccl
-        self._group: Any = make(meeting, rank, size, host, timedelta(seconds=deadline_s))
+        self._group: Any = make(group_store, rank, size, host, timedelta(seconds=deadline_s))
 
     def broadcast(self, block: Tensor) -> None:
-        """Make the bytes of a block in host memory (uint8) what they are on rank 0."""
+        """Sends rank 0's block in host memory (uint8) into the blocks of the others."""
         options = BroadcastOptions()
         options.rootRank = 0
-        group = self._group  # until the end of this call, whoever closes it meanwhile
+        group = self._group  # keeps it alive during this call, even if `close` is called meanwhile
         if group is None:
             raise RuntimeError("the group was left")
         for part in block.split(BUCKET_BYTES):
@@ -66,8 +66,8 @@ class BroadcastGroup:
                 part.copy_(moved)
 
     def close(self) -> None:
-        """Leave: what the others still wait for fails at once. May be called twice, and in another thread."""
-        group, self._group = self._group, None  # gloo closes its connections when nothing refers to it
+        """Leaves the group: pending operations of the others fail at once. Idempotent and thread-safe."""
+        group, self._group = self._group, None  # gloo closes its connections with the last reference
         if group is not None and self._device is not None:
             group.abort()
 
@@ -76,29 +76,32 @@ class BroadcastGroup:
             work.wait()
             return
         ends = time.monotonic() + self._deadline_s
-        while not work.is_completed():  # to wait for NCCL would be to wait for ever where another one has ended
+        while not work.is_completed():  # NCCL's own wait would hang if another member has ended
             if time.monotonic() > ends:
                 raise RuntimeError(f"a bucket did not arrive within {self._deadline_s:.0f} s")
             time.sleep(_POLL_S)
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """What tells a GPU from all others; "" for a CPU, and where this torch has no NCCL."""
+    """Unique id of a GPU; "" for a CPU, or if this torch has no NCCL."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _gloo(store: Store, rank: int, size: int, host: str, deadline: timedelta) -> Any:
-    made: Any = ProcessGroupGloo
-    options = made._Options()
-    options._devices = [made.create_device(hostname=host)]
+    group_class: Any = ProcessGroupGloo
+    options = group_class._Options()
+    options._devices = [group_class.create_device(hostname=host)]
     options._timeout = deadline
-    return made(store, rank, size, options)
+    return group_class(store, rank, size, options)
 
 
 def _nccl(store: Store, rank: int, size: int, host: str, deadline: timedelta) -> Any:
-    """NCCL finds the way by itself (NCCL_SOCKET_IFNAME). Its watchdog would end this process when another one ends."""
+    """Creates an NCCL group, without its watchdog, which would end this process when another one ends.
+
+    NCCL chooses the network by itself (NCCL_SOCKET_IFNAME).
+    """
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
     before = os.environ.get(_WATCHDOG)

@@ -1,9 +1,11 @@
-"""Weights through a folder that both sides see: whole versions from time to time, and between them what changed.
+"""Transfers weights through a shared folder: whole versions from time to time, and deltas between them.
 
     FOLDER/000012.whole.safetensors    all tensors of version 12
-    FOLDER/000013.delta.safetensors    what to change in the version it names as its base
+    FOLDER/000013.delta.safetensors    changes relative to the base version that it names
 
-A file appears under its name when it is complete. Its metadata has the checksum of the weights after it.
+A file appears under its name once it is complete. Its metadata has the checksum of the resulting weights. After a small
+update most weights are equal once rounded to bf16. Deltas compare elements by their bits, so that applying one gives
+exactly the new block, including NaNs and signed zeros.
 """
 
 from __future__ import annotations
@@ -23,20 +25,17 @@ from torch import Tensor
 from rollmill.errors import DeadlineError, WeightSyncError
 from rollmill.weights.layout import BlockLayout, compute_checksum, pack_block
 
-# What changed between two blocks of weights, in as few bytes as it takes.
-#
-# After a small update most weights are the same once they are rounded to bf16. Elements that differ are found by their
-# bits, so that applying a delta gives exactly the block it was made from, NaNs and signed zeros included.
-
 _MAX_DELTA_SHARE = 0.5
-"""A tensor is sent whole where its delta would take more than this share of its bytes."""
+"""A tensor is sent whole if its delta would take more than this share of its bytes."""
 INDEX_PREFIX, VALUE_PREFIX = "at.", "new."
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compute_delta(layout: BlockLayout, old: Tensor, new: Tensor) -> dict[str, Tensor]:
-    """The tensors to send: `new.NAME` has the bits that differ, `at.NAME` where (int32 or int64); none if none does."""
+    """Returns the tensors to send: `new.NAME` has the changed bits, `at.NAME` their indices (int32 or int64; all if
+    absent).
+    """
     found: dict[str, Tensor] = {}
     for name, place in layout.places.items():
         bits = _BITS[place.type.itemsize]
@@ -52,7 +51,7 @@ def compute_delta(layout: BlockLayout, old: Tensor, new: Tensor) -> dict[str, Te
 
 
 def apply_delta(layout: BlockLayout, block: Tensor, delta: Mapping[str, Tensor]) -> None:
-    """Turn the old block into the new one."""
+    """Updates the old block to the new one, in place."""
     for name, place in layout.places.items():
         if (values := delta.get(VALUE_PREFIX + name)) is None:
             continue
@@ -77,9 +76,9 @@ class FolderSender:
     """Writes versions to a folder.
 
     Args:
-        dtype: what floating-point tensors are sent as; None leaves each as it is. Deltas are small for bfloat16.
-        whole_every: every how many versions all tensors are written; 1 never writes a delta.
-        keep: whole versions, with the deltas since them, that stay.
+        dtype: type to send floating-point tensors as; None keeps their types. Deltas are small for bfloat16.
+        whole_every: write all tensors every this many versions; 1 never writes a delta.
+        keep: number of whole versions to keep, with the deltas since them.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class FolderSender:
         """See WeightSender."""
         self.layout.require(weights, "the trainer's model")
         self._block, self._old = self._old, self._block
-        about = {"checksum": str(pack_block(weights, self.layout, self._block)), "layout": self.layout.to_json()}
+        metadata = {"checksum": str(pack_block(weights, self.layout, self._block)), "layout": self.layout.to_json()}
         if not self._began:
             self._forget(version)
             self._began = True
@@ -112,23 +111,26 @@ class FolderSender:
             self._since_whole = 0
         else:
             kind, tensors = "delta", compute_delta(self.layout, self._old, self._block)
-            about["base"] = str(self._last)
+            metadata["base"] = str(self._last)
             self._since_whole += 1
-        from rollmill.files import atomic_write  # engines' environments import this package, and lack that one
+        from rollmill.files import atomic_write  # engines' environments import this package but lack its dependencies
 
-        data = save(tensors, about)
-        self._last = None  # after a failure the next one is whole
+        data = save(tensors, metadata)
+        self._last = None  # after a failure the next version is whole
         atomic_write(self._folder / f"{version:06d}.{kind}.safetensors", data)
         self.bytes_sent += len(data)
         self._last = version
         self._remove_old()
 
     def close(self) -> None:
-        """The files stay: a receiver may come later."""
+        """Keeps the files: a receiver may come later."""
 
     def _forget(self, first: int) -> None:
-        """Remove what a trainer has written that was ahead of the checkpoint this one begins from; the newest first, so
-        that what a reader sees meanwhile has no gaps."""
+        """Removes versions from `first` on, written by a trainer that was ahead of the checkpoint this one resumes
+        from.
+
+        Goes from newest to oldest, so that readers see no gaps meanwhile.
+        """
         for each in reversed(list_versions(self._folder)):
             if each.version >= first:
                 each.path.unlink(missing_ok=True)
@@ -142,10 +144,10 @@ class FolderSender:
 
 
 class FolderReceiver:
-    """Reads what a FolderSender writes; what it has read is the base of the deltas that follow.
+    """Reads what a FolderSender writes; the last version read is the base of the next delta.
 
     Args:
-        deadline_s: how long to wait for the first version.
+        deadline_s: timeout for the first version.
     """
 
     def __init__(self, folder: Path, *, deadline_s: float = 60.0) -> None:
@@ -160,16 +162,16 @@ class FolderReceiver:
         return max((each.version for each in list_versions(self._folder)), default=None)
 
     def has_newer(self) -> bool:
-        """Whether there is another version than the one that was read: a newer one, or one of a trainer that has gone
-        back to a checkpoint.
+        """Whether the newest version is another one than was read: newer, or from a trainer that resumed from a
+        checkpoint.
         """
         known = list_versions(self._folder)
         with suppress(FileNotFoundError):
             return bool(known) and _file_identity(known[-1]) != self._read_last
-        return False  # removed meanwhile; the next look finds what came instead
+        return False  # removed meanwhile; the next call finds its successor
 
     def receive(self, into: Mapping[str, Tensor], version: int | None = None) -> int:
-        """See WeightReceiver. With `version` that one, which may be older than what is here."""
+        """See WeightReceiver. With `version`, receives that one, which may be older than the current one."""
         ends = time.monotonic() + self._deadline_s
         while (newest := self.newest() if version is None else version) is None or not self._catch_up(newest):
             if time.monotonic() > ends:
@@ -184,10 +186,10 @@ class FolderReceiver:
         return newest
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No-op: there are no open files."""
 
     def _catch_up(self, newest: int) -> bool:
-        """Whether the block has become `newest`; False if a file it needs has just been removed."""
+        """Whether the block is now at version `newest`; False if a file it needs was just removed."""
         with suppress(FileNotFoundError):
             for each in self._route(newest):
                 self._read(each)
@@ -195,10 +197,10 @@ class FolderReceiver:
         return False
 
     def _route(self, newest: int) -> list[_File]:
-        """What to read: what came since the version that is here, or the last whole version and what came since."""
+        """Returns the files to read: those after the current version, or the last whole version and its successors."""
         known = [each for each in list_versions(self._folder) if each.version <= newest]
         if self._read_last not in [_file_identity(each) for each in known]:
-            self._version = None  # removed, or written again by a trainer that has gone back to a checkpoint
+            self._version = None  # removed, or rewritten by a trainer that resumed from a checkpoint
         missing = [each for each in known if self._version is None or each.version > self._version]
         wholes = [n for n, each in enumerate(missing) if each.kind == "whole"]
         if not wholes and self._version is None:
@@ -207,28 +209,30 @@ class FolderReceiver:
 
     def _read(self, file: _File) -> None:
         with safetensors.safe_open(file.path, "pt") as opened:
-            about = opened.metadata()
+            metadata = opened.metadata()
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        layout = BlockLayout.from_json(about["layout"])
+        layout = BlockLayout.from_json(metadata["layout"])
         if file.kind == "whole":
             self._layout, self._block = layout, torch.zeros(layout.size, dtype=torch.uint8)
             pack_block(tensors, layout, self._block)
-        elif self._layout is None or int(about["base"]) != self._version:
-            raise WeightSyncError(f"{file.path} changes version {about['base']}, but version {self._version} is here")
+        elif self._layout is None or int(metadata["base"]) != self._version:
+            raise WeightSyncError(
+                f"{file.path} changes version {metadata['base']}, but version {self._version} is here"
+            )
         else:
             apply_delta(layout, self._block, tensors)
-        if compute_checksum(layout, self._block) != int(about["checksum"]):
+        if compute_checksum(layout, self._block) != int(metadata["checksum"]):
             raise WeightSyncError(f"{file.path}: the weights do not have the checksum they were sent with")
         self._version, self._read_last = file.version, _file_identity(file)
 
 
 def _file_identity(file: _File) -> tuple[int, ...]:
-    """What tells a file from another one of the same version."""
-    about = file.path.stat()
-    return file.version, about.st_ino, about.st_mtime_ns
+    """Identifies a file among those of the same version."""
+    stat = file.path.stat()
+    return file.version, stat.st_ino, stat.st_mtime_ns
 
 
 def list_versions(folder: Path) -> list[_File]:
-    """The files of a folder, oldest first."""
+    """Lists the weight files of a folder, oldest first."""
     found = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(_File(int(match[1]), match[2], path) for match, path in found if match is not None)

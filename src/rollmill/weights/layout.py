@@ -1,4 +1,7 @@
-"""Where each tensor of a set lies in one block of bytes."""
+"""Packs a set of tensors into one block of bytes: layout, copying and checksums.
+
+Two threads copy and hash the block in chunks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """One tensor: its type's name, shape, and where its bytes begin."""
+    """One tensor of a block: name of its type, shape, and offset in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,12 +35,12 @@ class TensorSlot:
 
     @property
     def bytes(self) -> int:
-        """How many it takes."""
+        """Size in bytes."""
         return prod(self.shape) * self.type.itemsize
 
     @property
     def type(self) -> torch.dtype:
-        """As torch has it."""
+        """The torch dtype."""
         found = getattr(torch, self.dtype)
         assert isinstance(found, torch.dtype)
         return found
@@ -45,7 +48,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Tensors by name, in order, each aligned to 64 bytes."""
+    """Slots of tensors by name, in order, each aligned to 64 bytes."""
 
     places: Mapping[str, TensorSlot]
     size: int = field(init=False)  #: bytes of the whole block
@@ -56,7 +59,7 @@ class BlockLayout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> BlockLayout:
-        """The layout of these tensors; floating-point ones as `dtype`, where one is given."""
+        """Returns the layout of these tensors, with floating-point ones as `dtype` if given."""
         places, start = {}, 0
         for name, tensor in tensors.items():
             kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -65,14 +68,18 @@ class BlockLayout:
         return cls(places)
 
     def tensors(self, block: Tensor) -> dict[str, Tensor]:
-        """Views of a block (uint8, at least `size` long)."""
+        """Returns views of the tensors in a block (uint8, at least `size` long)."""
         return {
             name: block[place.start : place.start + place.bytes].view(place.type).view(place.shape)
             for name, place in self.places.items()
         }
 
     def require(self, tensors: Mapping[str, Tensor], whose: str) -> None:
-        """Raises WeightSyncError unless `tensors` have these names and shapes; types may differ."""
+        """Checks that `tensors` have these names and shapes; types may differ.
+
+        Raises:
+            WeightSyncError: they do not.
+        """
         for name, place in self.places.items():
             if name not in tensors:
                 raise WeightSyncError(f"{whose} has no tensor {name}, which the weights that are sent have")
@@ -84,41 +91,39 @@ class BlockLayout:
                 raise WeightSyncError(f"{name} of {whose} is not among the weights that are sent")
 
     def to_json(self) -> str:
-        """Its text; see `from_json`."""
+        """Serializes the layout; see `from_json`."""
         return json.dumps({name: [place.dtype, place.shape, place.start] for name, place in self.places.items()})
 
     @classmethod
     def from_json(cls, text: str) -> BlockLayout:
-        """The layout that `to_json` wrote."""
+        """Parses the output of `to_json`."""
         rows = json.loads(text).items()
         return cls({name: TensorSlot(dtype, tuple(shape), start) for name, (dtype, shape, start) in rows})
 
 
 def align_size(size: int) -> int:
-    """The next multiple of 64."""
+    """Rounds up to a multiple of 64."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-# Weights copied into a block of bytes, and what the block weighs: two threads hash and copy, part by part.
-
 XXH3, CRC32 = "xxh3", "crc32"
-"""Checksums: the fast one, and the one that every Python has."""
+"""Checksums: the fast one, and the one in the standard library."""
 CHUNK_BYTES = 8 << 20
-"""Bytes that one thread takes at once."""
+"""Bytes of one thread's unit of work."""
 PIECE_BYTES = 1 << 21
-"""Bytes that are hashed and copied together: a piece is copied while it is still in the processor's cache."""
+"""Bytes hashed and copied together: a piece is copied while it is still in the CPU's cache."""
 THREADS = min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-"""Copying and hashing leave Python's lock; more than two threads wait for memory."""
+"""Copying and hashing release the GIL; more than two threads are limited by memory bandwidth."""
 
 
 class Hasher(Protocol):
-    """As xxhash has it."""
+    """Interface of xxhash's hashers."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Count further bytes."""
+        """Adds bytes."""
 
     def intdigest(self) -> int:
-        """Of all bytes so far; 64 bits at most."""
+        """Returns the hash of all bytes so far; at most 64 bits."""
 
 
 class _CRC32:
@@ -133,14 +138,14 @@ class _CRC32:
 
 
 CopyChunk = tuple[Tensor, Tensor | None]
-"""Bytes of the block, and those that are to be copied there: uint8 [N] each."""
+"""(bytes of the block, bytes to copy there or None): uint8 [N] each."""
 
 
 @torch.no_grad()
 def pack_block(tensors: Mapping[str, Tensor], layout: BlockLayout, block: Tensor, checksum: str = XXH3) -> int:
-    """Copy tensors into a block in host memory, casting where the layout says so; the block's checksum.
+    """Copies tensors into a block in host memory, with the layout's types; returns the block's checksum.
 
-    The gaps between tensors are left as they are, and are not counted.
+    Gaps between tensors are not changed and not part of the checksum.
     """
     parts: list[CopyChunk] = []
     for name, view in layout.tensors(block).items():
@@ -153,7 +158,7 @@ def pack_block(tensors: Mapping[str, Tensor], layout: BlockLayout, block: Tensor
 
 
 def compute_checksum(layout: BlockLayout, block: Tensor, checksum: str = XXH3) -> int:
-    """The checksum of a block as `pack` counts it."""
+    """Returns the checksum of a block, as `pack_block` computes it."""
     places = layout.places.values()
     return _checksum_chunks(
         [p for each in places for p in _split_chunks(block[each.start : each.start + each.bytes], None)], checksum
@@ -161,7 +166,7 @@ def compute_checksum(layout: BlockLayout, block: Tensor, checksum: str = XXH3) -
 
 
 def _checksum_chunks(parts: list[CopyChunk], kind: str) -> int:
-    """The checksum of the parts' checksums, which does not depend on who computes which."""
+    """Checksum of the parts' checksums, independent of the assignment to threads."""
     one = partial(_hash_and_copy, get_hasher(kind))
     if THREADS == 1 or len(parts) < 2:
         sums = list(map(one, parts))
@@ -174,7 +179,7 @@ def _checksum_chunks(parts: list[CopyChunk], kind: str) -> int:
 
 
 def _hash_and_copy(new: Callable[[], Hasher], part: CopyChunk) -> int:
-    """Hash a part, and copy it where there is something to copy."""
+    """Hashes a part, and copies it if it has a source."""
     target = part[0].numpy()
     source = None if part[1] is None else part[1].numpy()
     found = new()
@@ -187,10 +192,10 @@ def _hash_and_copy(new: Callable[[], Hasher], part: CopyChunk) -> int:
 
 
 def get_hasher(kind: str) -> Callable[[], Hasher]:
-    """What makes a new hash of this kind."""
+    """Returns the constructor of hashers of this kind."""
     if kind == CRC32:
         return _CRC32
-    import xxhash  # the environment of an engine in another process may lack it
+    import xxhash  # an engine's own environment may lack it
 
     return xxhash.xxh3_64
 
@@ -202,5 +207,5 @@ def _split_chunks(target: Tensor, source: Tensor | None) -> Iterator[CopyChunk]:
 
 
 def _byte_view(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a view."""
+    """Views a contiguous tensor as bytes."""
     return tensor.view(-1).view(torch.uint8)

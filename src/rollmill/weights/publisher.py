@@ -1,4 +1,8 @@
-"""New weights for engines in other processes: sent whole, then announced."""
+"""Weight publishing: brings the trainer's weights to engines and announces the version.
+
+`InPlacePublisher` serves engines that share the trainer's parameters, `TransferPublisher` those in other processes.
+`WeightSender` and `WeightReceiver` are the interfaces of all transports.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +13,55 @@ from torch import Tensor
 
 from rollmill.engines.base import RolloutEngine
 
-# How weights travel from the trainer to who decodes with them: what all transports have in common.
-
 
 class WeightPublisher(Protocol):
-    """Brings the trainer's weights to engines, whatever the way."""
+    """Brings the trainer's weights to engines."""
 
     def publish(self, version: int) -> None:
-        """The trainer's parameters are now those of `version`: later tokens are sampled from them."""
+        """Publishes the trainer's current parameters as `version`; later tokens are sampled from them."""
 
     def close(self) -> None:
-        """Release what was allocated."""
+        """Releases allocated resources."""
 
 
 class WeightSender(Protocol):
-    """The trainer's side."""
+    """The trainer's side of a transport."""
 
     def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Make `weights` available as `version`, whole or not at all.
+        """Makes `weights` available as `version`, atomically.
 
         Raises:
-            WeightSyncError: they are not what was announced, or cannot be written.
-            DeadlineError: a receiver holds on to what has to be overwritten.
+            WeightSyncError: they do not match the announced layout, or cannot be written.
+            DeadlineError: a receiver still holds what would be overwritten.
         """
 
     def close(self) -> None:
-        """Release what was allocated."""
+        """Releases allocated resources."""
 
 
 class WeightReceiver(Protocol):
-    """The engine's side. It names tensors as the sender does; types may differ, shapes may not."""
+    """The engine's side of a transport. Tensor names and shapes match the sender's; types may differ."""
 
     def newest(self) -> int | None:
-        """The newest version that is whole; None before the first."""
+        """The newest complete version; None before the first."""
 
     def receive(self, into: Mapping[str, Tensor]) -> int:
-        """Copy the newest version into tensors; its number.
+        """Copies the newest version into tensors and returns its number.
 
         Raises:
-            WeightSyncError: the weights are damaged, or do not fit `into`.
-            DeadlineError: none came.
+            WeightSyncError: the weights are damaged, or do not match `into`.
+            DeadlineError: none arrived in time.
         """
 
     def close(self) -> None:
-        """Release what was mapped."""
+        """Releases mapped memory."""
 
 
 class TransferPublisher:
-    """Sends the trainer's weights and tells engines that they are there.
+    """Sends the trainer's weights and notifies engines.
 
     Args:
-        weights: gives them by name, as they are now.
+        weights: returns the current weights by name.
     """
 
     def __init__(
@@ -68,29 +70,26 @@ class TransferPublisher:
         self._sender, self._weights, self._engines = sender, weights, engines
 
     def publish(self, version: int) -> None:
-        """Send the trainer's parameters as `version`. Raises WeightSyncError or DeadlineError; see WeightSender."""
+        """Sends the trainer's parameters as `version`. Raises WeightSyncError or DeadlineError; see WeightSender."""
         self._sender.send(version, self._weights())
         for engine in self._engines:
             engine.weights_updated(version)
 
     def close(self) -> None:
-        """Release what the sender has allocated."""
+        """Closes the sender."""
         self._sender.close()
 
 
-# The engine decodes with the trainer's own parameters: publishing a version moves nothing.
-
-
 class InPlacePublisher:
-    """Tells engines of the same process that the parameters they share have changed."""
+    """Notifies engines that share the trainer's parameters; nothing is copied."""
 
     def __init__(self, *engines: RolloutEngine) -> None:
         self._engines = engines
 
     def publish(self, version: int) -> None:
-        """The trainer's parameters are now those of `version`."""
+        """See WeightPublisher."""
         for engine in self._engines:
             engine.weights_updated(version)
 
     def close(self) -> None:
-        """Nothing was allocated."""
+        """No-op: nothing was allocated."""

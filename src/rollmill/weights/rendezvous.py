@@ -1,12 +1,12 @@
-"""Where a sender and its receivers agree on transfers: a store of torch.distributed in the sender's process.
+"""Coordinates transfers between a sender and its receivers, through a torch.distributed store in the sender's process.
 
     layout, newest    of the weights, as JSON; the newest version
-    wishes, wish/N    how many there were; one of them
-    answer/N          what the sender says to it
-    failure           what the sender's last failed transfer failed by
-    group/N/...       how the members of a group find each other
+    wishes, wish/N    number of requests so far; one request
+    answer/N          the sender's assignment for request N
+    failure           error of the sender's last failed transfer
+    group/N/...       rendezvous of the members of a group
 
-All keys are below the sender's name, which is hard to guess: who knows the port alone learns nothing.
+All keys are prefixed with the sender's name, which is hard to guess: knowing the port alone reveals nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rollmill.weights.layout import BlockLayout
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
-    """A receiver asks for the newest version."""
+    """A receiver's request for the newest version."""
 
-    member: str  #: who it is; no other receiver is called so
-    group: int  #: the number of the group it is in; -1: none
-    gpu: str  #: its own, see `gpu_of`
+    member: str  #: unique name of the receiver
+    group: int  #: number of its current group; -1: none
+    gpu: str  #: see `gpu_uuid`
 
 
 @dataclass(frozen=True, slots=True)
 class TransferAssignment:
-    """The receiver takes part in the next transfer of a group, as this rank of so many."""
+    """The receiver's place in the next transfer: group, rank and size."""
 
     group: int
     rank: int
@@ -45,24 +45,24 @@ class TransferAssignment:
 
 
 class Rendezvous:
-    """One side's access to the store.
+    """Access to the store, for either side.
 
     Args:
-        store: with the keys of one sender.
-        host: the address of this host by which the other side reaches it.
+        store: store with the keys of one sender.
+        host: address of this host that the other side can reach.
     """
 
     def __init__(self, store: TCPStore, name: str, host: str) -> None:
         self.store, self.host = PrefixStore(name, store), host
         self._seen = 0
-        self._awaited: set[int] = set()  # announced, but not there yet: for good, where a receiver dies just then
+        self._pending: set[int] = set()  # counted but not written yet; never written if the receiver died in between
 
     def publish_layout(self, layout: BlockLayout) -> None:
-        """The sender's first word: what it sends."""
+        """Publishes the layout of the sender's weights, before anything else."""
         self.store.set("layout", layout.to_json())
 
     def layout(self) -> BlockLayout:
-        """What is sent."""
+        """Layout of the sender's weights."""
         return BlockLayout.from_json(self.store.get("layout").decode())
 
     def newest(self) -> int | None:
@@ -70,44 +70,44 @@ class Rendezvous:
         return int(self.store.get("newest")) if self.store.check(["newest"]) else None
 
     def announce(self, version: int) -> None:
-        """The sender has a newer version."""
+        """Announces the sender's newest version."""
         self.store.set("newest", str(version))
 
-    def ask(self, wish: TransferRequest) -> int:
-        """The number of the wish."""
+    def ask(self, request: TransferRequest) -> int:
+        """Submits a request and returns its number."""
         number = self.store.add("wishes", 1)
-        self.store.set(f"wish/{number}", json.dumps(asdict(wish)))
+        self.store.set(f"wish/{number}", json.dumps(asdict(request)))
         return number
 
     def asked(self) -> Iterator[tuple[int, TransferRequest]]:
-        """Wishes that have come since the last call."""
+        """Yields the requests since the last call."""
         count = self.store.add("wishes", 0)
-        self._awaited |= set(range(self._seen + 1, count + 1))
+        self._pending |= set(range(self._seen + 1, count + 1))
         self._seen = count
-        for number in sorted(self._awaited):
+        for number in sorted(self._pending):
             if (text := self._taken(f"wish/{number}")) is not None:
-                self._awaited.remove(number)
+                self._pending.remove(number)
                 yield number, TransferRequest(**json.loads(text))
 
     def answer(self, number: int, answer: TransferAssignment) -> None:
-        """The sender's answer to the wish of that number."""
+        """Sends the assignment for a request."""
         self.store.set(f"answer/{number}", json.dumps(asdict(answer)))
 
     def answered(self, number: int) -> TransferAssignment | None:
-        """The answer to one's wish, if it has come."""
+        """Returns the assignment for a request, or None if there is none yet."""
         text = self._taken(f"answer/{number}")
         return None if text is None else TransferAssignment(**json.loads(text))
 
     def report_failure(self, text: str) -> None:
-        """What made the sender's last transfer fail, for receivers' messages."""
+        """Records why the sender's last transfer failed, for receivers' messages."""
         self.store.set("failure", text)
 
     def failure(self) -> str:
-        """See `tell_failure`; "" where none has failed."""
+        """Returns the last report of `report_failure`, or ""."""
         return self.store.get("failure").decode() if self.store.check(["failure"]) else ""
 
     def _taken(self, key: str) -> bytes | None:
-        """What was there, and is no longer."""
+        """Removes and returns a value, or returns None."""
         if not self.store.check([key]):
             return None
         value = self.store.get(key)
@@ -116,9 +116,10 @@ class Rendezvous:
 
 
 def serve_rendezvous(host: str, name: str, deadline_s: float) -> tuple[Rendezvous, str]:
-    """A new store on this host, on a free port of this address alone, and where receivers find it: HOST:PORT/NAME.
+    """Creates a store on a free port of this address; also returns its address for receivers, HOST:PORT/NAME.
 
-    Raises WeightSyncError where this host has no such address.
+    Raises:
+        WeightSyncError: this host has no such address.
     """
     listener = socket.socket()
     try:
@@ -131,11 +132,11 @@ def serve_rendezvous(host: str, name: str, deadline_s: float) -> tuple[Rendezvou
 
 
 def join_rendezvous(address: str, deadline_s: float) -> Rendezvous:
-    """The store at HOST:PORT/NAME. Raises torch's DistNetworkError where there is none."""
+    """Connects to the store at HOST:PORT/NAME. Raises torch's DistNetworkError if there is none."""
     place, _, name = address.partition("/")
     host, _, port = place.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, int(port)))  # sends nothing; says which of this host's addresses leads there
-        own = way.getsockname()[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing; finds this host's address on the route
+        own = probe.getsockname()[0]
     store = TCPStore(host, int(port), None, False, timedelta(seconds=deadline_s), False)
     return Rendezvous(store, name, own)

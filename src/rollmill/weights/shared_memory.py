@@ -1,11 +1,12 @@
-"""Weights in shared memory, for processes of one host: one copy by the sender, none by the receiver.
+"""Transfers weights through shared memory, for processes of one host: the sender copies once, the receiver not at all.
 
-Two files hold a version each. The sender locks the older one, marks it empty, fills it and only then writes its version
-and checksum; a receiver locks the newer one for as long as it reads or decodes from it. So no one ever sees half of a
-version, and a process that dies lets go of its lock. A third file is locked as long as the sender lives: where it is
-not, the next sender on this host removes what was left.
+Two files hold one version each. The sender locks the older one, marks it empty, fills it and only then writes version
+and checksum; a receiver locks the newer one while it reads or decodes from it. So nobody sees a partial version, and a
+process that dies releases its lock. A third file is locked while the sender lives: if it is not locked, the next sender
+on this host removes the leftovers.
 
-    file: magic, bytes of the text, version, checksum | its kind, layout (JSON) | tensors, from a multiple of 4096 on
+    file: magic, bytes of the text, version, checksum | checksum kind, layout (JSON) | tensors, from a multiple of 4096
+        on
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _POLL_S = 0.001
 
 
 def shared_memory_folder() -> Path:
-    """Where files are memory: /dev/shm, or the folder for temporary files where there is none."""
+    """Returns a folder in memory: /dev/shm, or else the folder for temporary files."""
     import tempfile
 
     memory = Path("/dev/shm")
@@ -43,12 +44,12 @@ def shared_memory_folder() -> Path:
 
 
 class SharedMemorySender:
-    """Makes and fills the two files of `path` (PATH.0 and PATH.1) and removes them, and PATH.owner, when it is closed.
+    """Creates and fills the two files of `path` (PATH.0 and PATH.1); `close` removes them and PATH.owner.
 
     Args:
-        dtype: what floating-point tensors are sent as; None leaves each as it is.
-        checksum: xxh3, or crc32 where the receiver's Python has no xxhash.
-        deadline_s: how long a receiver may hold on to a version that is to be overwritten.
+        dtype: type to send floating-point tensors as; None keeps their types.
+        checksum: xxh3, or crc32 if the receiver's Python has no xxhash.
+        deadline_s: timeout for a receiver to release a version that is to be overwritten.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class SharedMemorySender:
         self._next = 1 - self._next
 
     def close(self) -> None:
-        """Remove the files; receivers keep what they have."""
+        """Removes the files; receivers keep what they have mapped."""
         for slot in self._slots:
             slot.close()
             slot.path.unlink(missing_ok=True)
@@ -98,8 +99,8 @@ class SharedMemoryReceiver:
     """Reads what a SharedMemorySender writes at the same path.
 
     Args:
-        verify: compare with the checksum before a version is used for the first time.
-        deadline_s: how long to wait for the first version.
+        verify: check the checksum before a version is used for the first time.
+        deadline_s: timeout for the first version.
     """
 
     def __init__(self, path: Path, *, verify: bool = True, deadline_s: float = 60.0) -> None:
@@ -114,13 +115,13 @@ class SharedMemoryReceiver:
         return max((found for slot in self._slots if (found := slot.version()[0]) != _EMPTY), default=None)
 
     def hold(self) -> tuple[int, dict[str, Tensor]]:
-        """The newest version and its tensors, which are views of the memory the sender filled: do not write to them.
+        """Returns the newest version and its tensors, which are read-only views of the sender's memory.
 
-        They stay as they are until the next call, `release` or `close`; the sender waits for that.
+        They do not change until the next call, `release` or `close`; the sender waits for that.
 
         Raises:
             WeightSyncError: the weights are damaged.
-            DeadlineError: none came.
+            DeadlineError: none arrived in time.
         """
         ends = time.monotonic() + self._deadline_s
         while True:
@@ -144,13 +145,13 @@ class SharedMemoryReceiver:
         return version
 
     def release(self) -> None:
-        """Let the sender overwrite what `hold` gave."""
+        """Lets the sender overwrite the tensors that `hold` returned."""
         if self._held is not None:
             self._held.unlock()
             self._held = None
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Closes the files."""
         self.release()
         for slot in self._slots:
             slot.close()
@@ -162,7 +163,7 @@ class SharedMemoryReceiver:
             return None
         slot = next((each for each in self._slots if each.version()[0] == version), None)
         if slot is None:
-            return None  # it is being overwritten: look again
+            return None  # being overwritten: try again
         if slot is self._held:
             return version
         if not slot.lock(fcntl.LOCK_SH, 0.0):
@@ -182,7 +183,7 @@ class SharedMemoryReceiver:
         return self._held.layout.tensors(self._held.block)
 
     def _open(self) -> bool:
-        """Map the files, anew if a sender has made others since."""
+        """Maps the files, again if a sender has created new ones."""
         with suppress(FileNotFoundError):
             if [each.identity for each in self._slots] != [os.stat(file).st_ino for file in slot_files(self._path)]:
                 opened = [_Slot(file) for file in slot_files(self._path)]
@@ -197,18 +198,18 @@ def slot_files(path: Path) -> list[Path]:
 
 
 def remove_stale_files(folder: Path) -> None:
-    """Remove what senders that were killed have left in a folder for shared weights; nothing of those that live."""
+    """Removes files left by killed senders in a folder for shared weights; those of live senders stay."""
     for owner in [*folder.glob(f"rollmill-*{_OWNER}"), *folder.glob(f"rollmill-*/*{_OWNER}")]:
-        with suppress(OSError), owner.open() as file:  # another user's; gone; or locked by a sender that lives
+        with suppress(OSError), owner.open() as file:  # another user's; gone; or locked by a live sender
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in (*slot_files(owner.with_name(owner.name.removesuffix(_OWNER))), owner):
                 path.unlink(missing_ok=True)
-            if owner.parent != folder:  # an engine's own
+            if owner.parent != folder:  # the folder of one engine
                 shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 class _Owner:
-    """A file beside those of a path, locked as long as this process lives and does not close it."""
+    """A file beside those of a path, locked until this process closes it or ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.with_name(path.name + _OWNER)
@@ -223,7 +224,7 @@ class _Owner:
 
 
 class _Slot:
-    """One file, mapped."""
+    """One memory-mapped file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -240,7 +241,7 @@ class _Slot:
 
     @classmethod
     def made(cls, path: Path, layout: BlockLayout, checksum: str) -> _Slot:
-        """A new file; it appears under its name when it is complete."""
+        """Creates a file, which appears under its name once it is complete."""
         text = f"{checksum}\n{layout.to_json()}".encode()
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -259,17 +260,17 @@ class _Slot:
         return cls(path)
 
     def version(self) -> tuple[int, int]:
-        """The version it holds and its checksum."""
+        """Version and checksum of the contents."""
         _, _, version, sum_ = _HEADER.unpack_from(self._map)
         return version, sum_
 
     def write_version(self, version: int, sum_: int) -> None:
-        """Say what it holds."""
+        """Records version and checksum of the contents."""
         length = _HEADER.unpack_from(self._map)[1]
         _HEADER.pack_into(self._map, 0, _MAGIC, length, version, sum_)
 
     def lock(self, kind: int, seconds: float) -> bool:
-        """Whether it could be locked in that time."""
+        """Tries to lock the file within this time; returns whether it did."""
         ends = time.monotonic() + seconds
         while True:
             try:
@@ -284,7 +285,7 @@ class _Slot:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """The memory stays as long as a tensor looks at it."""
+        """Closes the file; the mapping stays as long as a tensor uses it."""
         self.unlock()
         os.close(self._file)
 

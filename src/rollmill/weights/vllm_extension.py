@@ -1,4 +1,4 @@
-"""How vLLM takes over weights from shared memory. Runs in the processes that vLLM starts, one for each device."""
+"""Loads weights from shared memory into vLLM. Runs in the processes that vLLM starts, one per device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollmill.weights.shared_memory import SharedMemoryReceiver
 
 
 class SharedWeightsExtension:
-    """Mixed into vLLM's worker class (`worker_extension_cls`)."""
+    """Mixin of vLLM's worker class (`worker_extension_cls`)."""
 
     model_runner: Any
     _receiver: SharedMemoryReceiver | None = None
 
     def load_shared_weights(self, path: str) -> int:
-        """Put the newest version in shared memory into the model; its number.
+        """Loads the newest version in shared memory into the model; returns its number.
 
         Raises:
             WeightSyncError: the weights are damaged.
@@ -40,8 +40,10 @@ class SharedWeightsExtension:
 
 
 def _repack_tied(model: torch.nn.Module) -> None:
-    """On CPUs vLLM packs the output layer's weights. Where they are the embedding's, reloading leaves the packed ones
-    as they were: pack them again."""
+    """Repacks the output layer's weights on CPUs, where vLLM packs them.
+
+    If they are tied to the embedding, reloading does not update the packed copy.
+    """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

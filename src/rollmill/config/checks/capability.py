@@ -1,4 +1,5 @@
-"""Design rule 7: every key counts. Which keys does a stage's choice of components not honour, and who would?"""
+"""Capability check: every key must have an effect. Finds keys that the chosen components ignore, with those that use
+them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _SAMPLING = (
 
 
 def check_capabilities(resolved: ResolvedRun) -> list[ConfigProblem]:
-    """Explicit keys that nothing honours, and choices that contradict each other."""
+    """Returns explicit keys without effect, and choices that contradict each other."""
     found = _shadowed_base_keys(resolved) + _unused_stage_keys(resolved)
     for path, text in unused_run_keys(resolved.config, resolved.stages).items():
         if find(resolved.root, path):
@@ -62,7 +63,7 @@ def check_capabilities(resolved: ResolvedRun) -> list[ConfigProblem]:
 
 
 def find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Keys that no component of this stage honours, each with who would."""
+    """Returns keys that no component of this stage uses, each with those that would."""
     keys: dict[KeyPath, str] = {}
     algorithm, evaluation = stage.algorithm, stage.evaluation if stage.algorithm.trains_policy else None
     learner = f"algorithm `{algorithm.name}` learns from {algorithm.examples} and rolls nothing out"
@@ -120,7 +121,7 @@ def find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def _unused_buffer_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Keys of what lies between explorer and trainer."""
+    """Returns keys of `buffer` and `experts` without effect."""
     keys: dict[KeyPath, str] = {}
     algorithm, buffer = stage.algorithm, stage.buffer
     if not algorithm.uses_examples:
@@ -139,7 +140,7 @@ def _unused_buffer_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def unused_evaluation_keys(taskset: TasksetConfig, at: KeyPath) -> dict[KeyPath, str]:
-    """Order and weights of held-out tasks, which are all evaluated once."""
+    """Returns order and weights of held-out tasks, which are all evaluated once."""
     keys: dict[KeyPath, str] = {}
     for path, section in _sections(taskset, (*at, "taskset")):
         keys[(*path, "order")] = "not honoured: every held-out task is evaluated each time; remove it"
@@ -149,7 +150,7 @@ def unused_evaluation_keys(taskset: TasksetConfig, at: KeyPath) -> dict[KeyPath,
 
 
 def _sections(taskset: TasksetConfig | None, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
-    """The sections of a taskset that say in which order tasks come, each with its place."""
+    """Returns the sections of a taskset that set an order, each with its key path."""
     if taskset is None:
         return []
     entries = [((*at, "mix", index), entry) for index, entry in enumerate(taskset.mix)]
@@ -167,7 +168,7 @@ def _unused_order_keys(section: TasksetSection, at: KeyPath) -> dict[KeyPath, st
 
 
 def unused_algorithm_keys(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:
-    """Keys of the section `algorithm` that its choice of parts does not honour, each with who would."""
+    """Returns keys of `algorithm` that its components do not use, each with those that would."""
     keys: dict[KeyPath, str] = {}
     if isinstance(algorithm, DPO) and algorithm.loss == "ipo":
         keys["algorithm", "label_smoothing"] = "not honoured by loss `ipo`; it is by `sigmoid`"
@@ -215,7 +216,7 @@ def _instead(key: KeyPath) -> str:
 
 
 def unused_run_keys(config: RunConfig, stages: list[StageConfig]) -> dict[KeyPath, str]:
-    """Run-wide keys that nothing honours."""
+    """Returns run-wide keys without effect."""
     keys: dict[KeyPath, str] = {}
     if all(stage.evaluation is None for stage in stages):
         keys["checkpoint", "keep_best"] = (
@@ -232,7 +233,7 @@ def unused_run_keys(config: RunConfig, stages: list[StageConfig]) -> dict[KeyPat
 
 
 def _unused_stage_keys(resolved: ResolvedRun) -> list[ConfigProblem]:
-    """A key is a problem when no stage that has it honours it; a key of the whole file may serve only some stages."""
+    """Returns keys without effect in every stage that has them; a key of the whole file may serve only some stages."""
     marked = [_marked_leaves(stage, tree) for stage, tree in zip(resolved.stages, resolved.trees, strict=True)]
     honoured = {
         id(leaf)
@@ -256,7 +257,7 @@ def _marked_leaves(stage: StageConfig, tree: Node) -> set[int]:
 
 
 def _shadowed_base_keys(resolved: ResolvedRun) -> list[ConfigProblem]:
-    """Keys of the whole file that every stage replaces. Included files may offer defaults that nobody takes."""
+    """Returns keys of the whole file that every stage replaces. Unused defaults of included files are allowed."""
     alive = {id(leaf) for tree in resolved.trees for leaf in iter_leaves(tree)}
     found = []
     for key, section in resolved.root.value.items():

@@ -1,4 +1,4 @@
-"""Choices that cannot work together, found before anything is loaded."""
+"""Conflicting choices, found before anything is loaded."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ from rollmill.recipes import KTO, Distill, DistillationOptions, SelfDistill
 
 Conflict = tuple[KeyPath, str]
 
-"""Parts of workflows that are no models."""
 _FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv"}
 
 
 def find_conflicts(stage: StageConfig) -> Iterator[Conflict]:
-    """Key paths within the stage, each with what is wrong and what to do."""
+    """Yields key paths within the stage, each with the problem and a remedy."""
     yield from _sampling(stage)
     yield from _rollouts(stage)
     yield from engine_conflicts(stage)
@@ -107,7 +106,7 @@ def _rollouts(stage: StageConfig) -> Iterator[Conflict]:
 
 
 def _self_distillation(stage: StageConfig, algorithm: SelfDistill) -> Iterator[Conflict]:
-    """What a teacher that reads another prompt needs."""
+    """Checks what a teacher with another prompt needs."""
     if not (stage.workflow.single_turn and stage.workflow.uses_tasks):
         text = "the teacher reads the task's prompt with more context in place of what the policy saw"
         yield ("workflow",), f"algorithm `self_distill` needs workflow `single_turn`: {text}"
@@ -122,7 +121,7 @@ def _self_distillation(stage: StageConfig, algorithm: SelfDistill) -> Iterator[C
 
 
 def _truncated_rollouts(stage: StageConfig) -> Iterator[Conflict]:
-    """Completions that are put away or stopped before they have ended."""
+    """Checks options that suspend or cancel unfinished completions."""
     rollout, budget = stage.rollout, ("rollout", "token_budget")
     if rollout.token_budget is not None:
         if stage.max_staleness == 0:
@@ -148,7 +147,7 @@ def _truncated_rollouts(stage: StageConfig) -> Iterator[Conflict]:
 
 
 def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Conflict]:
-    """Weights old / rollout mean something only where old log-probs differ from the rollout's and are used."""
+    """Checks that weights old / rollout are used, and that the two log-probs can differ."""
     weights = [each for each in algorithm.corrections if not isinstance(each, OffPolicyMask)]
     if not weights:
         return
@@ -175,7 +174,7 @@ def _buffer(stage: StageConfig) -> Iterator[Conflict]:
 
 
 def buffer_conflicts(stages: Sequence[StageConfig]) -> Iterator[Conflict]:
-    """Key paths of the run: stages whose buffers would not see what belongs to the run."""
+    """Yields key paths of the run for stages whose buffers would miss groups of the run."""
     database: int | None = None
     for index, stage in enumerate(stages):
         at = ("stages", index, "buffer") if len(stages) > 1 else ("buffer",)
@@ -209,20 +208,20 @@ def _rewards(stage: StageConfig) -> Iterator[Conflict]:
 
 
 def _evaluated_by(stage: StageConfig) -> bool:
-    """Whether some set of held-out tasks is judged by the stage's own rewards."""
+    """Returns whether some evaluation set uses the stage's own rewards."""
     sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
     return any(each.rewards is None and each.workflow is None for each in sets)
 
 
 def _evaluated_rewards(stage: StageConfig) -> Iterator[Conflict]:
-    """What is wrong with the rewards of sets of held-out tasks."""
+    """Checks the rewards of evaluation sets."""
     for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
         if each.rewards is not None:
             yield from reward_conflicts(stage, each.rewards, (*evaluation_set_path(name), "rewards"))
 
 
 def reward_conflicts(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath) -> Iterator[Conflict]:
-    """What is wrong with a list of rewards, which stands at `at`; a single one may stand there without a list."""
+    """Checks the rewards at `at`: a list, or a single reward without a list."""
     for index, reward in enumerate(rewards):
         here = at if at[-1] != "rewards" else (*at, index)
         if isinstance(reward, FormatReward) and reward.pattern is not None:
@@ -277,7 +276,7 @@ def _training(stage: StageConfig) -> Iterator[Conflict]:
 
 
 def _sharding(algorithm: AlgorithmOptions) -> Iterator[Conflict]:
-    """What cannot be sharded yet."""
+    """Checks what cannot be sharded yet."""
     if not algorithm.trains_policy or isinstance(algorithm, SelfDistill):
         yield ("trainer", "sharding"), f"algorithm `{algorithm.name}` cannot be sharded yet; use `none`"
     if not isinstance(algorithm, PolicyGradientOptions) or not algorithm.advantage.uses_critic:
@@ -314,7 +313,7 @@ def _tasksets(stage: StageConfig) -> Iterator[Conflict]:
 
 
 def _useless_sort(taskset: TasksetConfig, section: TasksetSection, at: KeyPath) -> Iterator[Conflict]:
-    """`sort` decides only where tasks are handed out as they stand, or an operator behind it keeps the first ones."""
+    """Reports a `sort` without effect: neither the order nor a later operator depends on the sequence of tasks."""
     orders = [part.order for part in (taskset.parts() if section is taskset else [section])]
     if any(isinstance(order, SequentialOrder | CustomOrder) for order in orders):
         return
@@ -330,7 +329,7 @@ def _depends_on_order(operator: TaskOperatorSection) -> bool:
 
 
 def _sections(taskset: TasksetConfig, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
-    """A taskset and its entries, with their places."""
+    """Returns a taskset and its entries, with their key paths."""
     return [(at, taskset), *(((*at, "mix", index), entry) for index, entry in enumerate(taskset.mix))]
 
 
@@ -345,7 +344,7 @@ def _rows(taskset: RowsSection, at: KeyPath) -> Iterator[Conflict]:
 
 
 def model_conflicts(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
-    """The same for the model; `model.new` beside a checkpoint folder is on standby and not looked at."""
+    """Yields conflicts of `model`; `model.new` beside a checkpoint folder is ignored."""
     if isinstance(model.path, Path):
         if model.path.is_file():
             yield ("model", "path"), f"{model.path} is a file; give the checkpoint's folder"

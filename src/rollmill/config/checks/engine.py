@@ -1,4 +1,4 @@
-"""What the chosen engine cannot do."""
+"""Checks of `engine`: unsupported features of the chosen engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NATIVE = "use engine `native`, or remove this"
 
 
 def uses_engine(stage: StageConfig) -> bool:
-    """Whether the policy's engine has anything to do in this stage."""
+    """Returns whether the stage uses the policy's engine."""
     return stage.algorithm.uses_rollouts or (stage.evaluation is not None and stage.algorithm.trains_policy)
 
 
 def unused_engine_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """The section `engine` of a stage that generates nothing; what a stage that waits for its rollouts leaves out."""
+    """Returns the section `engine` of a stage that generates nothing, and keys that only asynchronous stages use."""
     if uses_engine(stage) and stage.max_staleness == 0:
         text = "not honoured with max_staleness 0: no completion is under way when weights change; remove it"
         return {("engine", "after_update"): text}
@@ -32,7 +32,8 @@ def unused_engine_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def engine_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Key paths within the stage: what vLLM does not offer, or not with the log-probs that training needs."""
+    """Yields key paths within the stage of what vLLM does not support, or not with the log-probs that training
+    needs."""
     if not isinstance(stage.engine, VLLMEngineConfig) or not uses_engine(stage):
         return
     if stage.engine.sleep and stage.max_staleness > 0:
@@ -63,7 +64,7 @@ def _of_rollouts(rollout: RolloutConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _of_sampling(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
-    """Keys of sampling settings."""
+    """Checks sampling settings."""
     for key, off in _TRUNCATION.items():
         if getattr(rollout, key) != off:
             text = "engine `vllm` does not say how much probability truncation keeps, which training needs"

@@ -1,4 +1,4 @@
-"""Keys of `evaluation` that nothing honours, and choices there that cannot work together."""
+"""Checks of `evaluation`: keys without effect and conflicting choices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OF_ALL = {"every", "at_start", "sets", "taskset"}
 
 
 def evaluation_set_path(name: str) -> tuple[str, ...]:
-    """Where a set of held-out tasks stands; "" is the one without a name."""
+    """Returns the key path of an evaluation set; "" is the unnamed one."""
     return ("evaluation", "sets", name) if name else ("evaluation",)
 
 
 def unused_evaluation_set_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Keys that no set of held-out tasks honours."""
+    """Returns keys without effect in each evaluation set, with the reason."""
     keys: dict[KeyPath, str] = {}
     if stage.evaluation is None:
         return keys
@@ -46,7 +46,7 @@ def _unhonoured(stage: StageConfig, each: EvaluationSet) -> Iterator[tuple[KeyPa
 
 
 def evaluation_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Key paths within the stage, each with what is wrong and what to do."""
+    """Yields key paths within the stage, each with the problem and a remedy."""
     evaluation = stage.evaluation
     if evaluation is None:
         return
@@ -63,27 +63,34 @@ def evaluation_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _of_set(stage: StageConfig, name: str, each: EvaluationSet) -> Iterator[tuple[KeyPath, str]]:
-    asked, prefix = stage.for_evaluation(each), f"evaluation.{f'sets.{name}.' if name else ''}"
+    stage_for_set, prefix = stage.for_evaluation(each), f"evaluation.{f'sets.{name}.' if name else ''}"
     if each.samples == 0 and not each.greedy:
         yield ("samples",), "0 samples and greedy: false evaluate nothing; raise samples or set greedy: true"
-    if each.samples > 0 and asked.rollout.temperature == 0:
+    if each.samples > 0 and stage_for_set.rollout.temperature == 0:
         text = f"{prefix}samples are sampled at this temperature; give a value above 0, or set {prefix}samples: 0"
         own = each.sampling.temperature is not None or name
         yield (("sampling", "temperature") if own else ("rollout", "temperature")), text
     if each.k and max(each.k) > each.samples:
         text = f"pass@{max(each.k)} needs at least {max(each.k)} samples, and there are {each.samples}; raise samples"
         yield ("k",), text
-    if asked.workflow.uses_environment and asked.environment is None and (name or each.workflow is not None):
-        yield ("workflow",), f"workflow `{asked.workflow.name}` acts in an environment; add a section `environment`"
+    if (
+        stage_for_set.workflow.uses_environment
+        and stage_for_set.environment is None
+        and (name or each.workflow is not None)
+    ):
+        yield (
+            ("workflow",),
+            f"workflow `{stage_for_set.workflow.name}` acts in an environment; add a section `environment`",
+        )
     if each.workflow is not None:
         yield from _of_workflow(stage, each.workflow)
     differs = each.rewards is not None or each.workflow is not None
-    if differs and asked.workflow.judged and not asked.rewards and stage.algorithm.trains_policy:
+    if differs and stage_for_set.workflow.judged and not stage_for_set.rewards and stage.algorithm.trains_policy:
         yield ("rewards",), "an evaluation needs at least one reward; for example rewards: [{name: math}]"
 
 
 def _of_workflow(stage: StageConfig, workflow: WorkflowConfig) -> Iterator[tuple[KeyPath, str]]:
-    """What a workflow of held-out tasks needs of the stage."""
+    """Checks what a workflow of an evaluation set needs of the stage."""
     if isinstance(workflow, TrafficWorkflow):
         yield ("workflow",), "workflow `traffic` waits for an application, and nothing asks it about held-out tasks"
     if workflow.uses_tools and not stage.tools:
@@ -109,7 +116,7 @@ def _watched(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def best_metric_conflicts(config: RunConfig, stages: list[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    """The metric by which the best checkpoint is chosen has to be measured by some stage."""
+    """Checks that some stage measures the metric of the best checkpoint."""
     watched = [each for stage in stages if stage.evaluation is not None for each in stage.evaluation.watched()]
     chosen = config.checkpoint.keep_best
     if isinstance(chosen, str) and watched and chosen not in watched:

@@ -1,4 +1,4 @@
-"""Which components a stage has, in which phases it needs them, and what `residency` cannot do there."""
+"""Checks of `residency`: a stage's components, the phases that need them, and conflicting choices."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rollmill.recipes import DPO, KTO, Distill, SelfDistill
 
 OFFLOAD_COMPONENTS = tuple(key for key in OffloadConfig.model_fields if key not in ("budget_gb", "folder"))
 REBUILT_COMPONENTS = ("cast", "cache")
-"""Components that are destroyed and made again, never moved."""
+"""Components that are destroyed and rebuilt, never moved."""
 
 
 def stage_phases(stage: StageConfig) -> tuple[Phase, ...]:
-    """The phases that a step of this stage has."""
+    """Returns the phases of a step of this stage."""
     samples = stage.algorithm.uses_rollouts or stage.evaluation is not None
     return tuple(phase for phase in PHASES if phase != "rollout" or samples)
 
 
 def component_phases(stage: StageConfig) -> dict[str, frozenset[Phase]]:
-    """The components that a stage may have, each with the phases that need it."""
+    """Returns the components that a stage may have, each with the phases that need it."""
     algorithm, phases = stage.algorithm, stage_phases(stage)
     needs: dict[str, Sequence[Phase]] = {"policy": phases, "optimizer": ["train"]}
     penalised = isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coefficient > 0
@@ -38,7 +38,8 @@ def component_phases(stage: StageConfig) -> dict[str, frozenset[Phase]]:
     if isinstance(algorithm, Distill) or (isinstance(algorithm, SelfDistill) and algorithm.weights != "current"):
         needs["teacher"] = ["train"]
     if reward_models(stage):
-        later: list[Phase] = ["train"] if stage.max_staleness else []  # rewards of later batches come while it trains
+        # rewards of later batches are computed while it trains
+        later: list[Phase] = ["train"] if stage.max_staleness else []
         needs["rewards"] = ["rollout", "inference", *later]
     if "rollout" in phases:
         needs |= {"cast": ["rollout"], "cache": ["rollout"]}
@@ -46,7 +47,7 @@ def component_phases(stage: StageConfig) -> dict[str, frozenset[Phase]]:
 
 
 def reward_models(stage: StageConfig) -> list[ModelReward]:
-    """The reward models of a stage, of its held-out tasks and of its pipeline."""
+    """Returns the reward models of a stage, of its evaluation sets and of its pipeline."""
     found: list[RewardSection] = [*stage.rewards]
     for each in [] if stage.evaluation is None else stage.evaluation.all_sets().values():
         found += each.rewards or []
@@ -55,7 +56,7 @@ def reward_models(stage: StageConfig) -> list[ModelReward]:
 
 
 def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Keys of `residency` that this stage does not honour, each with why."""
+    """Returns keys of `residency` without effect in this stage, each with the reason."""
     algorithm, needs = stage.algorithm, component_phases(stage)
     if not algorithm.trains_policy:
         text = f"not honoured by algorithm `{algorithm.name}`, which needs all that it has in every phase; remove it"
@@ -81,7 +82,7 @@ def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def offload_conflicts(model: ModelConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    """Key paths of the run: components that the engine and the trainer share."""
+    """Yields key paths of the run for components that engine and trainer share."""
     for index, stage in enumerate(stages):
         chosen, at = stage.residency, ("stages", index) if len(stages) > 1 else ()
         if chosen is None:

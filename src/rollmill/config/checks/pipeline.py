@@ -1,4 +1,4 @@
-"""Operators of a pipeline that cannot work with the rest of a stage, or with each other."""
+"""Checks of `pipeline`: operators that conflict with the stage or with each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DROP = ("reward_filter", "length_filter", "group_variance", "duplicates", "near
 
 
 def _drops(operator: OperatorSection) -> bool:
-    """Whether it takes out completions that were judged."""
+    """Returns whether an operator drops completions that have a reward."""
     match operator:
         case CheckOperator() | VerifyOperator():
             return operator.otherwise == "drop"
@@ -43,7 +43,7 @@ def _drops(operator: OperatorSection) -> bool:
 
 
 def _compares(operator: OperatorSection) -> bool:
-    """Whether it does nothing, or drops everything, where a group is a single completion."""
+    """Returns whether an operator does nothing, or drops everything, in groups of one completion."""
     match operator:
         case DuplicatesOperator() | NearDuplicatesOperator():
             return operator.within == "group"
@@ -53,7 +53,7 @@ def _compares(operator: OperatorSection) -> bool:
 
 
 def pipeline_conflicts(stage: StageConfig) -> Iterator[Conflict]:
-    """Key paths within the stage, each with what is wrong and what to do."""
+    """Yields key paths within the stage, each with the problem and a remedy."""
     if not stage.algorithm.uses_rollouts:
         return
     for index, operator in enumerate(stage.pipeline):
@@ -75,7 +75,7 @@ def pipeline_conflicts(stage: StageConfig) -> Iterator[Conflict]:
 
 
 def _part(stage: StageConfig, operator: RewardOperatorSection, at: KeyPath) -> Iterator[Conflict]:
-    """A part has to be one of the stage's rewards, and its weight the same."""
+    """Checks that a part is one of the stage's rewards, with the same weight."""
     if operator.part is None:
         return
     names, name = reward_part_names(stage.rewards), operator.part.partition("/")[0]
@@ -136,7 +136,7 @@ def _priority(stage: StageConfig, at: KeyPath) -> Iterator[Conflict]:
 
 
 def _late(stage: StageConfig, index: int, at: KeyPath) -> Iterator[Conflict]:
-    """Success rates of what filters left over are too high or too low."""
+    """Checks that success rates are measured before filters, which would distort them."""
     before = [each.name for each in stage.pipeline[:index] if _drops(each)]
     if before:
         text = f"`{before[0]}` comes first, so the rate is that of the completions it leaves"

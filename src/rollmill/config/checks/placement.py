@@ -1,4 +1,4 @@
-"""What explorers in other processes cannot do."""
+"""Checks of `placement` and `mode`: limits of explorers in other processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from rollmill.config.workflows import TrafficWorkflow
 
 
 def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    """Choices of stages that need explorers in the trainer's process, or that the engine of some explorers refuses; and
-    NCCL without GPUs.
-    """
+    """Yields choices of stages that need explorers in the trainer's process, or that an explorer's engine does not
+    support, and NCCL without GPUs."""
     if not isinstance(config.placement, RayPlacement):
         return
     if config.placement.nccl and not (config.placement.trainer_gpus >= 1 and _all_with_gpus(config.placement)):
@@ -44,7 +43,7 @@ def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Ite
 
 
 def unused_placement_keys(config: RunConfig, stages: Sequence[StageConfig]) -> dict[KeyPath, str]:
-    """Keys of `placement` that its other keys leave without effect, and of stages that it leaves without effect."""
+    """Returns keys of `placement` without effect, and keys of stages that it overrides."""
     keys: dict[KeyPath, str] = {}
     if not isinstance(config.placement, RayPlacement):
         return keys
@@ -85,11 +84,11 @@ def _needed_here(stage: StageConfig) -> Iterator[str]:
             yield f"models.{name}.policy"
 
 
-# What `mode` cannot be together with.
+# Modes
 
 
 def mode_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    """Choices that the mode does not allow, each with what to do."""
+    """Yields choices that the mode does not allow, each with a remedy."""
     if config.is_split:
         yield from _split(config, stages)
     elif config.mode in ("bench", "serve"):
@@ -97,7 +96,7 @@ def mode_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator
 
 
 def unused_mode_keys(config: RunConfig) -> dict[KeyPath, str]:
-    """Keys that only explorers in processes of their own honour."""
+    """Returns keys that only separate explorer processes use."""
     if config.is_split:
         return {}
     return {("trainer_away_s",): f"not honoured by mode `{config.mode}`; it is by `explore` (and `train` may have it)"}
@@ -123,7 +122,7 @@ def _split(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[K
 
 
 def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
-    """What needs rollouts and updates in one process."""
+    """Yields what needs rollouts and updates in one process."""
     if isinstance(stage.workflow, TrafficWorkflow):
         yield ("workflow",), "an application's sessions come to the process that trains: `traffic` goes with mode serve"
     if stage.residency is not None:

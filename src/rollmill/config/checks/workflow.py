@@ -1,4 +1,4 @@
-"""Keys of workflows, environments, tools and models that nothing honours, and choices that cannot work together."""
+"""Checks of workflows, environments, tools and models: keys without effect and conflicting choices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TAKEN = ("task", "policy", "judge", "environment", "tools", "examples", "endpoi
 
 
 def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Keys of what tasks are rolled out by."""
+    """Returns keys of workflows and their components without effect, each with the reason."""
     keys: dict[KeyPath, str] = {}
     name = stage.workflow.name
     if all(each.single_turn for each in stage.workflows):
@@ -68,13 +68,13 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowConfig]:
-    """The stage's workflow, and those of held-out tasks that have no environment of their own."""
+    """Returns the stage's workflow and those of evaluation sets that share its environment."""
     sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
     return [stage.workflow, *(stage.for_evaluation(each).workflow for each in sets if each.environment is None)]
 
 
 def _unused_traffic_keys(stage: StageConfig, workflow: TrafficWorkflow) -> dict[KeyPath, str]:
-    """Keys of rollouts that an application makes."""
+    """Returns keys without effect when an application makes the rollouts."""
     text = "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
     keys: dict[KeyPath, str] = {("evaluation",): text}
     for key in ("token_budget", "partial", "oversample", "reuse", "refills"):
@@ -86,7 +86,7 @@ def _unused_traffic_keys(stage: StageConfig, workflow: TrafficWorkflow) -> dict[
 
 
 def _unused_workflow_options(stage: StageConfig) -> dict[KeyPath, str]:
-    """Keys of the workflow itself."""
+    """Returns keys of the workflow itself without effect."""
     match stage.workflow:
         case FewShotWorkflow(choose="first"):
             return {("workflow", "seed"): "not honoured with choose `first`; it is with `random`"}
@@ -100,7 +100,7 @@ def _unused_workflow_options(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
-    """Choices of a workflow and its parts that cannot work together."""
+    """Yields conflicting choices of a workflow and its components."""
     if stage.workflow.uses_environment and stage.environment is None:
         text = f"workflow `{stage.workflow.name}` acts in one; add a section, for example environment: gymnasium"
         yield ("environment",), text
@@ -134,7 +134,7 @@ def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
 
 
 def _traffic(stage: StageConfig, workflow: TrafficWorkflow) -> Iterator[WorkflowConflict]:
-    """What cannot learn from the sessions of an application."""
+    """Yields what prevents learning from the sessions of an application."""
     if stage.max_staleness == 0:
         text = "conversations go on while weights change, and 0 would drop them; give at least 1, for example 4"
         yield ("max_staleness",), text

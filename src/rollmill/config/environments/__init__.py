@@ -1,4 +1,4 @@
-"""`environment`: what a workflow acts in."""
+"""`environment`: the environment that a workflow acts in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of the library gymnasium whose states are text."""
+"""Environments of the library gymnasium with text states."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from rollmill.config.environments.base import EnvironmentSection
 class GymnasiumSection(EnvironmentSection):
     """A gymnasium environment with discrete actions, rendered as text (extra `gym`).
 
-    Tasks may have `seed` and `options` in their metadata; options go over those here.
+    Tasks may have `seed` and `options` in their metadata; these options override those here.
     """
 
     name: Literal["gymnasium"] = "gymnasium"
     id: str = "FrozenLake-v1"
-    """Its id in gymnasium's registry."""
+    """Environment id in gymnasium's registry."""
     options: dict[str, Any] = {}
     """Keyword arguments of `gymnasium.make`."""
     actions: list[str] = []
-    """Words for the actions 0, 1, 2, ...; the last one in a reply counts. Known for FrozenLake, Taxi, CliffWalking."""
+    """Words for the actions 0, 1, 2, ...; the last one in a reply counts. Built in for FrozenLake, Taxi,
+    CliffWalking."""
     invalid_penalty: float = Field(0.0, ge=0)
-    """Taken off where a reply names no action. The policy is told the words and sees the state again, which stays
-    as it is."""
+    """Penalty for a reply without an action. The policy is shown the words and the unchanged state again."""
     max_steps: int | None = Field(None, ge=1)
-    """Actions after which an episode ends, invalid ones included; null: gymnasium's own limit."""
+    """Maximum actions per episode, invalid ones included; null: gymnasium's limit."""
     describe: str | None = None
-    """FILE.py:NAME of a function (environment, observation) -> text that says what the policy sees; null: the rendered
-    map."""
+    """FILE.py:NAME of a function (environment, observation) -> text shown to the policy; null: the rendered map."""

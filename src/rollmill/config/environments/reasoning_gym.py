@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym with more than one attempt."""
+"""Tasks of reasoning-gym with several attempts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rollmill.config.environments.base import EnvironmentSection
 
 
 class ReasoningGymSection(EnvironmentSection):
-    """Several attempts at a task of `taskset.generator`: a wrong answer gets feedback and another try.
+    """Several attempts at a task of `taskset.generator`, with feedback after a wrong answer.
 
-    The reward is the generator's score of the last answer. With one attempt, workflow `single_turn` and the reward
-    `reasoning_gym` do the same.
+    The reward is the generator's score of the last answer. With one attempt, it is equivalent to workflow `single_turn`
+    with the reward `reasoning_gym`.
     """
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
     attempts: int = Field(3, ge=1)
-    """Answers that may be given."""
+    """Maximum number of answers."""
     after: str | None = None
-    """The answer is what follows the last such marker; null: the whole reply."""
+    """The answer is the text after the last occurrence of this marker; null: the whole reply."""
     solved: float = Field(1.0, gt=0, le=1)
-    """A score that ends the episode."""
+    """Score at which the episode ends."""
     discount: float = Field(1.0, gt=0, le=1)
-    """The reward is multiplied by this for every attempt before."""
+    """Factor of the reward per previous attempt."""
     feedback: str = "That is not right. Try again."
-    """What the policy is told after a wrong answer."""
+    """Message to the policy after a wrong answer."""

@@ -1,4 +1,4 @@
-"""Text games of the library TextArenaSection."""
+"""Text games of the library TextArena."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rollmill.config.environments.base import EnvironmentSection
 
 
 class TextArenaSection(EnvironmentSection):
-    """A game of TextArenaSection for one player (extra `textarena`).
+    """A single-player game of TextArena (extra `textarena`).
 
-    Tasks may have `seed` and `options` in their metadata; options go over those here.
+    Tasks may have `seed` and `options` in their metadata; these options override those here.
     """
 
     name: Literal["textarena"] = "textarena"
     id: str
-    """Its id in TextArenaSection's registry, such as `GuessTheNumber-v0`."""
+    """Game id in TextArena's registry, such as `GuessTheNumber-v0`."""
     options: dict[str, Any] = {}
     """Keyword arguments of `textarena.make`."""
     max_steps: int | None = Field(None, ge=1)
-    """Actions after which an episode ends; null: the game's own limit."""
+    """Maximum actions per episode; null: the game's limit."""

@@ -1,4 +1,4 @@
-"""Operators that leave experiences out, or out of the loss."""
+"""Operators that drop experiences, mask them, or score them again."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FilterT = TypeVar("FilterT", bound=OperatorSection)
 
 
 class RewardFilter(RewardOperatorSection):
-    """Keeps completions whose reward lies within bounds; those that were not judged stay."""
+    """Keeps completions whose reward lies within bounds; completions without a reward are kept."""
 
     name: Literal["reward_filter"] = "reward_filter"
     at_least: float | None = None
-    """Drop completions that earn less."""
+    """Drop completions with a lower reward."""
     at_most: float | None = None
-    """Drop completions that earn more."""
+    """Drop completions with a higher reward."""
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
@@ -46,20 +46,20 @@ class LengthFilter(OperatorSection):
 
 
 class GroupVarianceFilter(RewardOperatorSection):
-    """Keeps groups whose completions earn different rewards, as far as wanted (dynamic sampling of DAPO).
+    """Keeps groups whose completions earn sufficiently different rewards (dynamic sampling of DAPO).
 
-    Others are dropped as a whole, and the run rolls out other tasks in their place.
+    Other groups are dropped as a whole, and the run rolls out other tasks in their place.
     """
 
     name: Literal["group_variance"] = "group_variance"
     threshold: float | None = None
     """Compare successes instead of rewards: 1 for at least this, else 0."""
     std_above: float = Field(0.0, ge=0)
-    """Drop groups whose standard deviation (of the population) is not above this; 0: those that are all equal."""
+    """Drop groups whose (population) standard deviation is at most this; 0: groups of equal rewards."""
     at_least: float | None = None
-    """Drop groups whose mean is lower: with `threshold` the share of successes."""
+    """Drop groups with a lower mean reward, or with `threshold` a lower success rate."""
     at_most: float | None = None
-    """Drop groups whose mean is higher."""
+    """Drop groups with a higher one."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -67,24 +67,23 @@ class GroupVarianceFilter(RewardOperatorSection):
 
 
 class InvalidRewardFilter(OperatorSection):
-    """Drops completions that have no reward, one that is not finite, or one that was judged too late."""
+    """Drops completions without a reward, with a reward that is not finite, or whose reward timed out."""
 
     name: Literal["invalid_reward"] = "invalid_reward"
     outcomes: list[str] = ["timeout", "late"]
-    """Drop a completion where judging it by some reward ended like this. Other outcomes: `gated`, `not_applicable`,
-    and words of the rewards' own such as `unparsable`. With the reward `code`, `timeout` is refused: there it means
-    that the program was too slow."""
+    """Outcomes of rewards to drop. Other outcomes: `gated`, `not_applicable`, and those of individual rewards such as
+    `unparsable`. With the reward `code`, `timeout` is refused: there it means that the program was too slow."""
 
 
 class TruncationOperator(OperatorSection):
-    """What becomes of completions that were cut off at the length limit."""
+    """Handles completions that were truncated at the length limit."""
 
     name: Literal["truncated"] = "truncated"
     then: Literal["mask", "drop", "reward"] = "mask"
-    """`mask`: none of its tokens counts in the loss, while its reward still counts in the group's baseline (overlong
-    filtering of DAPO). `drop`: it is gone. `reward`: it earns `reward`."""
+    """`mask`: exclude its tokens from the loss, while its reward still counts in the group's baseline (overlong
+    filtering of DAPO). `drop`: drop it. `reward`: give it the reward `reward`."""
     reward: float = 0.0
-    """What it earns. Only with `then: reward`."""
+    """Reward of truncated completions. Only with `then: reward`."""
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
@@ -104,7 +103,7 @@ def _in_order(section: FilterT, low: float | None, high: float | None) -> Filter
     return section
 
 
-# `data_juicer`: operators of Data-Juicer on the text of completions.
+# Data-Juicer
 
 
 class DataJuicerFilter(SuccessOperatorSection):
@@ -112,13 +111,13 @@ class DataJuicerFilter(SuccessOperatorSection):
 
     name: Literal["data_juicer"] = "data_juicer"
     process: list[dict[str, Any]] = Field(min_length=1)
-    """Operators as in a Data-Juicer recipe: [{words_num_filter: {min_num: 10}}, ...]. Filters drop completions; those
-    that need a whole data set are refused."""
+    """Operators as in a Data-Juicer recipe: [{words_num_filter: {min_num: 10}}, ...]. Filters drop completions;
+    operators that need a whole data set are refused."""
     text: Literal["response", "prompt", "both"] = "response"
-    """What the operators read."""
+    """Text that the operators read."""
     mapped: Literal["refuse", "expert"] = "refuse"
-    """What mappers, which change text, may do: nothing, or make expert experiences of the texts they changed, where
-    the completion is a success (`part`, `threshold`). The completion itself keeps its tokens."""
+    """Handling of mappers, which change text: refuse them, or create expert experiences of the changed texts of
+    successes (`part`, `threshold`). The completion itself keeps its tokens."""
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -131,19 +130,19 @@ class DataJuicerFilter(SuccessOperatorSection):
         return self
 
 
-# Operators against completions that say the same.
+# Duplicates
 
 
 class DuplicatesOperator(OperatorSection):
-    """Drops completions whose text was there before, but for white space. The first one stays."""
+    """Drops completions with the text of an earlier one, ignoring white space. The first one is kept."""
 
     name: Literal["duplicates"] = "duplicates"
     within: Literal["group", "task", "run"] = "group"
-    """Where it was there before: in the group, in the run for the same task, or in the run for any task."""
+    """Scope of earlier completions: the group, the run for the same task, or the run for any task."""
     ignore_case: bool = False
-    """Upper and lower case are the same."""
+    """Ignore upper and lower case."""
     memory: int = Field(10_000, ge=1)
-    """How many texts are remembered; what was not seen for longest is forgotten. Not with `within: group`."""
+    """Number of texts to remember; the least recently seen are dropped first. Not with `within: group`."""
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
@@ -156,17 +155,17 @@ class NearDuplicatesOperator(OperatorSection):
 
     name: Literal["near_duplicates"] = "near_duplicates"
     within: Literal["group", "task", "run"] = "group"
-    """Which earlier ones count: of the group, of the run for the same task, or of the run for any task."""
+    """Scope of earlier completions: the group, the run for the same task, or the run for any task."""
     threshold: float = Field(0.8, gt=0, le=1)
-    """Jaccard similarity of the n-grams, as estimated, from which a completion is dropped."""
+    """Minimum estimated Jaccard similarity of the n-grams of duplicates."""
     unit: Literal["words", "characters"] = "words"
-    """What n-grams consist of. A character of Chinese, Japanese or Thai is a word, and so is a punctuation mark."""
+    """Unit of the n-grams. A character of Chinese, Japanese or Thai is a word, and so is a punctuation mark."""
     ngram: int = Field(3, ge=1)
-    """Units of an n-gram; 3 words or 5 characters are usual."""
+    """Units per n-gram; 3 words or 5 characters are common."""
     permutations: int = Field(128, ge=16)
-    """Hash functions: the estimate is off by about 1 / sqrt of this."""
+    """Number of hash functions; the estimate's error is about 1 / sqrt of this."""
     memory: int = Field(2_000, ge=1)
-    """How many completions are remembered, the newest. Not with `within: group`."""
+    """Number of most recent completions to remember. Not with `within: group`."""
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
@@ -174,39 +173,38 @@ class NearDuplicatesOperator(OperatorSection):
         return self
 
 
-# Operators that judge completions again, by further rewards.
+# Verification by further rewards
 
 RewardKeyPath = tuple[str | int, ...]
 
 
 class VerifyOperator(RewardOperatorSection):
-    """Judges completions again by other rewards, and acts where these disagree with what was earned.
+    """Scores completions again with other rewards, and handles disagreements with the original reward.
 
-    Completions that a closed gate kept from being judged are left alone.
+    Completions that did not pass a gate are left unchanged.
     """
 
     name: Literal["verify"] = "verify"
     rewards: list[RewardConfig] = Field(min_length=1)
-    """What judges again, as in the run file's `rewards`. Its sum is compared with the reward, or with `part`."""
+    """Verifying rewards, as in the run file's `rewards`. Their sum is compared with the reward, or with `part`."""
     weight: float = 1.0
-    """The weight that `part` has in the run file's `rewards`. Only with `part`."""
+    """Weight of `part` in the run file's `rewards`. Only with `part`."""
     tolerance: float = Field(0.01, ge=0)
-    """A greater difference is a disagreement."""
+    """Larger differences are disagreements."""
     otherwise: Literal["replace", "drop", "penalty"] = "replace"
-    """What a disagreement does: the new verdict replaces the old one, the completion is dropped, or it loses
-    `penalty`."""
+    """On disagreement, replace the reward by the new one, drop the completion, or subtract `penalty`."""
     penalty: float = Field(1.0, gt=0)
-    """Only with `otherwise: penalty`."""
+    """Penalty to subtract. Only with `otherwise: penalty`."""
     share: float = Field(1.0, gt=0, le=1)
-    """Judge only this share of the completions again: always the same ones, chosen by their ids."""
+    """Verify only this fraction of the completions, chosen deterministically by their ids."""
     at_least: float | None = None
-    """Judge only completions again that earned at least this."""
+    """Verify only completions with at least this reward."""
     at_most: float | None = None
-    """Judge only completions again that earned at most this."""
+    """Verify only completions with at most this reward."""
 
     @property
     def reward_lists(self) -> list[tuple[RewardKeyPath, list[RewardSection]]]:
-        """Its rewards."""
+        """The operator's rewards."""
         return [(("rewards",), list(self.rewards))]
 
     @model_validator(mode="after")
@@ -221,21 +219,21 @@ class VerifyOperator(RewardOperatorSection):
 
 
 class CheckOperator(OperatorSection):
-    """Lets completions pass that a reward finds good enough: the right form, the right language, no loops."""
+    """Keeps completions that score high enough on one reward, such as format, language or repetition."""
 
     name: Literal["check"] = "check"
     reward: RewardConfig
-    """One reward as in the run file's `rewards`, such as {name: format, tags: [think, answer]}."""
+    """A reward as in the run file's `rewards`, such as {name: format, tags: [think, answer]}."""
     at_least: float = 1.0
-    """What it has to give. A completion that it does not apply to, or judges too late, passes."""
+    """Minimum value of the reward. Completions to which it does not apply, or that time out, are kept."""
     otherwise: Literal["drop", "penalty"] = "drop"
-    """The others are dropped, or lose `penalty`."""
+    """Drop the other completions, or subtract `penalty` from their reward."""
     penalty: float = Field(1.0, gt=0)
-    """Only with `otherwise: penalty`."""
+    """Penalty to subtract. Only with `otherwise: penalty`."""
 
     @property
     def reward_lists(self) -> list[tuple[RewardKeyPath, list[RewardSection]]]:
-        """Its reward."""
+        """The operator's reward."""
         return [(("reward",), [self.reward])]
 
     @model_validator(mode="after")

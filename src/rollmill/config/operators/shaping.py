@@ -1,4 +1,4 @@
-"""Operators that add to rewards. What they add is in the reward's parts, as `pipeline/NAME`."""
+"""Operators that shape rewards (added as the part `pipeline/NAME`), set replay priorities and report success rates."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from rollmill.config.operators.base import OperatorSection, RewardOperatorSectio
 
 
 class LengthShaping(SuccessOperatorSection):
-    """Shorter is better within a group, and a failure gains nothing (Kimi k1.5).
+    """Length reward within a group: shorter is better, and failures never gain (Kimi k1.5).
 
-    From .5 for the shortest to -.5 for the longest, at most 0 for failures.
+    From .5 for the shortest to -.5 for the longest completion, at most 0 for failures.
     """
 
     adds_to_rewards: ClassVar[bool] = True
 
     name: Literal["length_reward"] = "length_reward"
     weight: float = 1.0
-    """Factor of what is added."""
+    """Factor of the added reward."""
     warmup_steps: int = Field(0, ge=0)
-    """Add nothing before this many training steps were made."""
+    """Number of initial training steps without effect."""
 
 
 class OverlongPenalty(OperatorSection):
-    """0, then falling to -1 over the last `buffer` tokens before `longest` (DAPO)."""
+    """Soft overlong penalty: 0, then falling to -1 over the last `buffer` tokens before `longest` (DAPO)."""
 
     adds_to_rewards: ClassVar[bool] = True
 
     name: Literal["overlong_penalty"] = "overlong_penalty"
     longest: int | None = Field(None, ge=1)
-    """L_max, in tokens. Default: rollout.max_new_tokens."""
+    """Maximum length in tokens (L_max). Default: rollout.max_new_tokens."""
     buffer: int | None = Field(None, ge=1)
-    """L_c, over how many tokens the penalty grows. Default: a fifth of `longest`, as published."""
+    """Number of tokens over which the penalty grows (L_cache). Default: a fifth of `longest`, as published."""
     weight: float = Field(1.0, ge=0)
     """Factor of the penalty."""
 
@@ -45,7 +45,7 @@ class OverlongPenalty(OperatorSection):
 
 
 class RepetitionPenalty(OperatorSection):
-    """Down to -1: the share of n-grams that stood before, or of the text that is a loop at its end."""
+    """Penalty down to -1 for the fraction of repeated n-grams, or the fraction of the text in a loop at its end."""
 
     adds_to_rewards: ClassVar[bool] = True
 
@@ -53,30 +53,30 @@ class RepetitionPenalty(OperatorSection):
     ngram: int = Field(8, ge=1)
     """Length of an n-gram in tokens."""
     free: float = Field(0.0, ge=0, lt=1)
-    """Share that costs nothing; what is above it is scaled to reach -1."""
+    """Fraction without a penalty; the rest is scaled to reach -1."""
     loop_times: int = Field(4, ge=2)
-    """How often a stretch has to stand at the end, one right after the other, to be a loop."""
+    """Minimum number of consecutive repeats of a loop at the end."""
     loop_tokens: int = Field(32, ge=2)
-    """Fewest tokens of a loop, all its rounds together."""
+    """Minimum number of tokens of all repeats together."""
     weight: float = Field(1.0, ge=0)
     """Factor of the penalty."""
 
 
 class DiversityBonus(SuccessOperatorSection):
-    """Successes earn more the less they are like the other completions of their group: from 0 to 1."""
+    """Bonus from 0 to 1 for successes that differ from the other completions of their group."""
 
     adds_to_rewards: ClassVar[bool] = True
 
     name: Literal["diversity"] = "diversity"
     by: Literal["ngrams", "answer"] = "ngrams"
-    """`ngrams`: mean Jaccard distance of the n-grams to those of each other completion. `answer`: the share of the
-    others that say something else."""
+    """`ngrams`: mean Jaccard distance of n-grams to the other completions. `answer`: fraction of the other completions
+    with a different answer."""
     ngram: int = Field(4, ge=1)
     """Length of an n-gram in tokens. Only with `by: ngrams`."""
     after: str | None = None
-    """The answer is what follows the last occurrence of this text; default: the whole text. Only with `by: answer`."""
+    """The answer is what follows the last occurrence of this text. Default: the whole text. Only with `by: answer`."""
     weight: float = Field(0.1, ge=0)
-    """Factor of what is added."""
+    """Factor of the bonus."""
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
@@ -86,7 +86,7 @@ class DiversityBonus(SuccessOperatorSection):
 
 
 class RewardScaling(OperatorSection):
-    """reward * factor + offset, then within bounds."""
+    """reward * factor + offset, then clipped."""
 
     adds_to_rewards: ClassVar[bool] = True
     rewrites_rewards: ClassVar[bool] = True
@@ -95,7 +95,7 @@ class RewardScaling(OperatorSection):
     factor: float = 1.0
     """Multiplies the reward."""
     offset: float = 0.0
-    """Added after the factor."""
+    """Added after multiplying."""
     clip: tuple[float, float] | None = None
     """Lower and upper bound of the result."""
 
@@ -108,20 +108,20 @@ class RewardScaling(OperatorSection):
         return self
 
 
-# Operators that tell other components about a group: how soon to learn from it again, how hard its task is.
+# Replay priority and success rate
 
 
 class ReplayPriority(RewardOperatorSection):
-    """Sets the priority with which a group is learned from again (`buffer.replay`, order `priority`)."""
+    """Sets the replay priority of a group (`buffer.replay`, order `priority`)."""
 
     name: Literal["priority"] = "priority"
     by: Literal["variance", "balance", "reward", "failure", "length", "recency"] = "variance"
-    """`variance` of the rewards, p (1 - p) where they are 0 and 1. `balance`: 1 - 2 |mean - 0.5|. `reward`: their mean.
-    `failure`: 1 - mean. `length`: mean length / max_new_tokens. `recency`: the training step."""
+    """`variance` of the rewards, or p (1 - p) for rewards of 0 and 1. `balance`: 1 - 2 |mean - 0.5|. `reward`: their
+    mean. `failure`: 1 - mean. `length`: mean length / max_new_tokens. `recency`: the training step."""
     threshold: float | None = None
-    """Look at successes instead of rewards: 1 for at least this, else 0."""
+    """Use successes instead of rewards: 1 for at least this, else 0."""
     floor: float = Field(0.01, ge=0)
-    """The least priority. At 0 such groups are never learned from again."""
+    """Minimum priority. Groups with priority 0 are never replayed."""
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
@@ -131,9 +131,9 @@ class ReplayPriority(RewardOperatorSection):
 
 
 class SuccessRateOperator(SuccessOperatorSection):
-    """Says which completions count as a success, for samplers that choose tasks by it. Put it before filters.
+    """Reports which completions are successes to samplers that choose tasks by success rate. Put it before filters.
 
-    Without it samplers see the rewards of all completions, within 0 and 1.
+    Without it, samplers use the rewards of all completions, clipped to 0 and 1.
     """
 
     name: Literal["success_rate"] = "success_rate"

@@ -1,4 +1,4 @@
-"""Operators that make new experiences from what was rolled out. The tokens are those that the policy produced."""
+"""Operators that create experiences from rollouts, with the policy's own tokens."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rollmill.config.rewards import CodeReward, RewardSection
 
 
 class DemonstrationOperator(SuccessOperatorSection):
-    """Successes become expert experiences, which `mix`, `chord` and `sft` imitate."""
+    """Turns successes into expert experiences, which `mix`, `chord` and `sft` imitate."""
 
     creates_experiences: ClassVar[bool] = True
 
     name: Literal["demonstrations"] = "demonstrations"
     choose: Literal["best", "shortest", "first"] = "best"
-    """Which of a group's successes go first. Equally good ones: the shorter; equally short ones: the better."""
+    """Ranking of a group's successes. Ties are broken by length with `best`, and by reward with `shortest`."""
     count: int | None = Field(1, ge=1)
-    """How many of a group at most; null: all."""
+    """Maximum number per group; null: all."""
     per_task: int | None = Field(None, ge=1)
-    """How many of a task in the whole run at most. Default: no bound."""
+    """Maximum number per task in the whole run. Default: no limit."""
     memory: int = Field(100_000, ge=1)
-    """Tasks that are counted; what was not seen for longest is forgotten. Only with `per_task`."""
+    """Number of tasks to count; the least recently seen are dropped first. Only with `per_task`."""
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
@@ -32,7 +32,7 @@ class DemonstrationOperator(SuccessOperatorSection):
 
 
 class PreferencePairOperator(SuccessOperatorSection):
-    """Pairs of a group's completions, of which one is preferred, for `dpo` and reward models."""
+    """Creates preference pairs from a group's completions, for `dpo` and reward models."""
 
     creates_experiences: ClassVar[bool] = True
 
@@ -41,11 +41,11 @@ class PreferencePairOperator(SuccessOperatorSection):
     """`reward`: the best against the worst, the second best against the second worst, and so on. `length` (Kimi k1.5):
     the shortest success against longer failures and much longer successes."""
     count: int = Field(1, ge=1)
-    """How many of a group at most."""
+    """Maximum number of pairs per group."""
     margin: float = Field(0.0, ge=0)
-    """The rewards of a pair differ by more than this. Only with `by: reward`."""
+    """Minimum difference between the rewards of a pair (exclusive). Only with `by: reward`."""
     longer: float = Field(1.5, gt=1)
-    """A success is much longer from this many times the length. Only with `by: length`."""
+    """Length ratio from which a success is much longer. Only with `by: length`."""
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
@@ -55,49 +55,49 @@ class PreferencePairOperator(SuccessOperatorSection):
 
 
 class ReflectionOperator(SuccessOperatorSection):
-    """A failed attempt, a second thought and a correct solution become one expert experience; the attempt is masked."""
+    """Creates an expert experience from a failed attempt, a cue and a correct solution; the attempt is masked."""
 
     creates_experiences: ClassVar[bool] = True
 
     name: Literal["reflection"] = "reflection"
     cue: str = Field("\n\nWait, that is not right. Let me try again.\n\n", min_length=1)
-    """The text between the attempt and the solution."""
+    """Text between the attempt and the solution."""
     imitate_cue: bool = True
-    """The cue counts in the loss, so that the policy learns to have second thoughts."""
+    """Include the cue in the loss, so that the policy learns to correct itself."""
     solution: Literal["any", "group", "task"] = "any"
-    """Where the solution comes from: the shortest success of the group, the task's worked solution, or the first of
-    these that there is."""
+    """Source of the solution: the shortest success of the group, the task's worked solution, or the first of these that
+    exists."""
     count: int = Field(1, ge=1)
-    """How many of a group at most."""
+    """Maximum number per group."""
 
 
 class GeneratedTestsOperator(RewardOperatorSection):
-    """Code that passed its tests has to pass generated ones, too, once there are enough solutions to make them.
+    """Runs code that passed its tests on generated tests, too, once a task has enough solutions to generate them.
 
     Tasks with a column `generator` (a program that reads a number and prints a case) get tests by Kimi k1.5's rules
-    from the run's own successes: a case is valid where enough of them agree, and the tests are used where enough of
-    them pass all. A success that fails these tests earns `reward`.
+    from the run's own successes: a case is valid if enough of them agree, and the tests are used if enough of them pass
+    all. A success that fails these tests earns `reward`.
     """
 
     name: Literal["test_cases"] = "test_cases"
     generator: str = "generator"
-    """Column of the task with the program that makes cases."""
+    """Column of the task with the program that generates cases."""
     threshold: float = 1.0
-    """Code is a success when its reward (or the part) is at least this."""
+    """Minimum reward (or part) of a success."""
     reward: float = 0.0
-    """What a success earns that fails generated tests."""
+    """Reward of a success that fails generated tests."""
     cases: int = Field(50, ge=1)
-    """Cases made for a task."""
+    """Number of cases to generate per task."""
     submissions: int = Field(10, ge=1)
-    """Different successes of a task that are collected before its tests are made."""
+    """Number of distinct successes of a task to collect before its tests are generated."""
     agree: int = Field(7, ge=1)
-    """How many of them have to agree on a case."""
+    """Minimum number of submissions that agree on a valid case."""
     solve: int = Field(9, ge=1)
-    """How many of them have to pass all valid cases."""
+    """Minimum number of submissions that pass all valid cases."""
     memory: int = Field(200, ge=1)
-    """Tasks whose successes and tests are remembered; what was not seen for longest is forgotten."""
+    """Number of tasks whose successes and tests are remembered; the least recently seen are dropped first."""
     code: CodeReward = CodeReward(name="code")
-    """How programs are run and compared: a reward `code`."""
+    """Execution and comparison of programs: a reward `code`."""
 
     @property
     def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[RewardSection]]]:

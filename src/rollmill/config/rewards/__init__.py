@@ -1,4 +1,4 @@
-"""`rewards`: what judges a completion. Each entry is one part; the reward is the weighted sum of the parts."""
+"""`rewards`: scoring of completions. Each entry is one part; the reward is the weighted sum of the parts."""
 
 from __future__ import annotations
 

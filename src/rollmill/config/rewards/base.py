@@ -1,4 +1,4 @@
-"""What all rewards have in common: their weight, their bounds, and what they close."""
+"""Base class of rewards, gates, the reward manager's options, and users' Python rewards."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from rollmill.config.section import Section
 
 
 class GateConfig(Section):
-    """A reward as a gate: where it is not passed, the completion earns a fixed reward and nothing else is judged."""
+    """Makes a reward a gate: completions that do not pass it earn a fixed reward, and no other reward is computed."""
 
     at_least: float
-    """What the reward has to reach, within its `clip` and before its weight; the sum where it gives several numbers. A
-    task that the reward does not apply to passes."""
+    """Minimum value to pass, within the reward's `clip` and before its weight; the sum if the reward gives several
+    numbers. A task that the reward does not apply to passes."""
     otherwise: float = 0.0
-    """The completion's whole reward where the gate is not passed. Of several, the lowest counts."""
+    """The completion's whole reward if it does not pass. The lowest of several failed gates counts."""
 
 
 class RewardSection(Section):
     """Keys of every reward."""
 
     weight: float = 1.0
-    """Factor of this part in the sum. At 0 it is only logged."""
+    """Weight of this part in the sum. At 0 it is only logged."""
     clip: tuple[float, float] | None = None
-    """Bounds of each of its numbers, put on before the weight."""
+    """Bounds of each of the reward's numbers, applied before the weight."""
     gate: GateConfig | None = None
-    """Makes the reward a gate, which is judged before all others."""
+    """Makes the reward a gate, computed before all others."""
     after_steps: int = Field(0, ge=0)
-    """Counts, and closes as a gate, only for completions of policies that have made this many training steps; before,
-    it is only logged."""
+    """Number of training steps after which the reward counts (and its gate applies), by the policy that sampled the
+    completion; before that, it is only logged."""
     timeout_reward: float = 0.0
-    """Reward where judging takes too long: the outcomes `timeout` and `late`."""
+    """Reward of completions whose scoring times out (outcomes `timeout` and `late`)."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -41,17 +41,14 @@ class RewardSection(Section):
         return self
 
 
-# `judging`: how completions are judged, beside the rewards themselves.
-
-
 class RewardManagerConfig(Section):
-    """How completions are judged, beside the rewards themselves."""
+    """Settings of the reward manager, shared by all rewards."""
 
     workers: int = Field(1, ge=1)
-    """Grader processes: they compare formulas and run generators' scorers. Each starts when it is needed."""
+    """Number of grader processes, which compare formulas and run generators' scorers. Each starts on first use."""
     deadline_s: float = Field(300.0, gt=0)
-    """Longest wait for one reward of one completion, the wait for a free worker included. Past it the outcome is `late`
-    and the reward its `timeout_reward`."""
+    """Timeout of one reward of one completion, including waiting for a free worker. The outcome is then `late` and the
+    reward its `timeout_reward`."""
     clip: tuple[float, float] | None = None
     """Bounds of the weighted sum."""
 
@@ -62,21 +59,18 @@ class RewardManagerConfig(Section):
         return self
 
 
-# `rewards`: users' functions.
-
-
 class PythonReward(RewardSection):
     """A user's function `(task, completion) -> float | dict | None`, plain or async."""
 
     name: Literal["python"]
     function: str
-    """`FILE.py:NAME`, `package.module:NAME`, or the name of a reward that a plugin registers."""
+    """`FILE.py:NAME`, `package.module:NAME`, or the name of a reward registered by a plugin."""
     options: dict[str, Any] = {}
-    """Keyword arguments passed on."""
+    """Keyword arguments of the function."""
     time_limit_s: float = Field(60.0, gt=0)
-    """Longest wait for one judgement; past it the outcome is `timeout`."""
+    """Timeout of one call; the outcome is then `timeout`."""
     run_in: Literal["process", "thread"] = "process"
-    """Where a plain function runs. Processes leave the rollouts alone and can be ended; each has its own copy of the
-    file's global variables. An async function runs in an event loop of this process."""
+    """Isolation of a plain function. Processes do not slow down rollouts and can be killed; each has its own copy of
+    the file's global variables. An async function runs in an event loop of this process."""
     processes: int = Field(4, ge=1)
-    """Most processes of this function at once; each starts when it is needed."""
+    """Maximum number of processes for this function; each starts on first use."""

@@ -1,4 +1,4 @@
-"""`rewards`: language models that are asked for a verdict."""
+"""`rewards`: LLM judges and reward models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmill.config.rewards.base import RewardSection
 from rollmill.config.section import Endpoint
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
-_OF_ENDPOINTS = (
+_ENDPOINT_KEYS = (
     "model",
     "api_key_env",
     "structured",
@@ -27,11 +27,11 @@ _OF_ENDPOINTS = (
     "prompt_price",
     "completion_price",
 )
-_OWN_FIELDS = {"model", "messages", "n", "stream"}
+_RESERVED_FIELDS = {"model", "messages", "n", "stream"}
 
 
 class JudgeSection(RewardSection):
-    """Keys of every reward that asks a language model."""
+    """Keys of all LLM-judge rewards."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("verdict",)
@@ -39,53 +39,54 @@ class JudgeSection(RewardSection):
     endpoint: Endpoint | None = None
     """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1: vLLM's, or an external one."""
     model: str | None = None
-    """The model's name at the endpoint."""
+    """Model name at the endpoint."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the endpoint's key. The key itself stands in no file and no log."""
+    """Name of the environment variable with the endpoint's API key. The key itself is never written to a file or
+    log."""
     path: Path | None = None
-    """Instead of an endpoint: a Hugging Face folder of a chat model, which rollmill's own engine decodes."""
+    """Hugging Face folder of a chat model, served by the native engine, instead of an endpoint."""
     rubric: str | None = None
-    """What the judge goes by. A task's own column `rubric` (text, or a list of points) comes before it."""
+    """Rubric for the judge. A task's own column `rubric` (text, or a list of points) takes precedence."""
     template: str | None = None
-    """Text of the question to the judge, with places such as {prompt}, {response} and {verdict}. Default: rollmill's
-    own."""
+    """Prompt template of the judge, with placeholders such as {prompt}, {response} and {verdict}. Default: built in."""
     temperature: float = Field(0.0, ge=0)
-    """Of the judge; 0 is greedy."""
+    """Sampling temperature of the judge; 0 is greedy."""
     max_tokens: int = Field(1024, ge=1)
-    """Longest reply in tokens, thoughts included. A reply that is cut off there is no verdict."""
+    """Maximum reply length in tokens, reasoning included. A truncated reply has no verdict."""
     seed: int = 0
-    """What the judge's samples and the order of candidates derive from."""
+    """Seed of the judge's sampling and of the order of candidates."""
     votes: int = Field(1, ge=1)
-    """Replies to each question."""
+    """Replies sampled per question."""
     unparsable_reward: float = 0.0
-    """Reward where there is no verdict: the outcomes `unparsable`, `too_long` and `refused`."""
+    """Reward without a verdict: the outcomes `unparsable`, `too_long` and `refused`."""
     response_limit: int = Field(20_000, ge=1)
-    """Longest response in characters; the outcome of a longer one is `too_long`, and the judge is not asked."""
+    """Maximum response length in characters; longer responses have the outcome `too_long` and are not sent to the
+    judge."""
     images: bool = True
-    """Send a task's pictures (its column `images`) along. Only endpoints can see them."""
+    """Send a task's images (its column `images`). Only supported by endpoints."""
     structured: bool = False
-    """Ask the endpoint to enforce a JSON schema of thoughts and verdict."""
+    """Ask the endpoint to enforce a JSON schema of reasoning and verdict."""
     options: dict[str, Any] = {}
-    """Further fields of the request's body; null removes one, as in {max_tokens: null, max_completion_tokens: 900}."""
+    """Additional fields of the request body; null removes one, as in {max_tokens: null, max_completion_tokens: 900}."""
     requests_per_minute: int | None = Field(None, ge=1)
-    """Most requests in any 60 seconds."""
+    """Maximum requests in any 60 seconds."""
     tokens_per_minute: int | None = Field(None, ge=1)
-    """Most tokens in any 60 seconds: prompts as estimated (a token per 3 bytes), and `max_tokens` of each reply."""
+    """Maximum tokens in any 60 seconds: estimated prompt tokens (one per 3 bytes) plus `max_tokens` per reply."""
     max_in_flight: int = Field(32, ge=1)
-    """Most requests at the same time."""
+    """Maximum number of concurrent requests."""
     tries: int = Field(8, ge=1)
-    """How often a request is sent before it has failed: after statuses 408, 409, 425 and 5xx, time-outs and lost
-    connections, with growing pauses. After status 429 (too many requests) only `deadline_s` counts."""
+    """Maximum attempts per request: retried with growing pauses after statuses 408, 409, 425 and 5xx, timeouts and lost
+    connections. After status 429 (too many requests) only `deadline_s` counts."""
     try_s: float = Field(60.0, gt=0)
-    """Longest wait for the answer to one try."""
+    """Timeout of one attempt."""
     deadline_s: float = Field(180.0, gt=0)
-    """Longest time for all tries of a request and the pauses between them; waiting for a free place is not counted."""
+    """Timeout of a request over all attempts and pauses; waiting for a free slot is not counted."""
     cache: Path | None = None
-    """An SQLite file that keeps replies, so that no question is paid for twice. Any number of runs may share it."""
+    """SQLite file that caches replies, so that no question is paid for twice. Several runs may share it."""
     prompt_price: float = Field(0.0, ge=0)
     """Price of a million prompt tokens, in any currency, for the counter `cost`."""
     completion_price: float = Field(0.0, ge=0)
-    """Price of a million tokens of replies."""
+    """Price of a million completion tokens."""
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:
@@ -95,7 +96,7 @@ class JudgeSection(RewardSection):
             self._check_endpoint(self.endpoint)
         else:
             fields = type(self).model_fields
-            for key in _OF_ENDPOINTS:
+            for key in _ENDPOINT_KEYS:
                 if getattr(self, key) != fields[key].default:
                     raise ValueError(f"{key} is honoured with endpoint, not with path; remove it")
         return self
@@ -110,7 +111,7 @@ class JudgeSection(RewardSection):
             raise ValueError("model: an endpoint needs the name of a model")
         if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
             raise ValueError("api_key_env: expected the name of an environment variable, not the key itself")
-        if taken := _OWN_FIELDS & self.options.keys():
+        if taken := _RESERVED_FIELDS & self.options.keys():
             raise ValueError(f"options: {', '.join(sorted(taken))} is set by the reward itself; remove it")
 
     @model_validator(mode="after")
@@ -133,16 +134,16 @@ class JudgeSection(RewardSection):
 
 
 class JudgeReward(JudgeSection):
-    """A language model's score of the response, from 0 to 1: it thinks, then ends with a verdict in JSON."""
+    """LLM judge: scores the response from 0 to 1. The judge reasons first, then ends with a verdict in JSON."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "response", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("response", "verdict")
 
     name: Literal["judge"]
     scale: tuple[float, float] = (0.0, 10.0)
-    """Lowest and highest score the judge may give; they become 0 and 1. Any other is no verdict."""
+    """Lowest and highest score of the judge, mapped to 0 and 1. Scores outside this range are invalid."""
     combine: Literal["mean", "median", "majority"] = "mean"
-    """What several votes become. `majority` is the most frequent score, or the mean of those equally frequent."""
+    """Aggregation of several votes. `majority` is the most frequent score, or the mean of ties."""
 
     @model_validator(mode="after")
     def _scale_rises(self) -> Self:
@@ -152,7 +153,7 @@ class JudgeReward(JudgeSection):
 
 
 class PairwiseReward(JudgeSection):
-    """The share of comparisons that the response wins, from 0 to 1. Each is made in both orders; ties count half."""
+    """Fraction of comparisons that the response wins, from 0 to 1. Each is made in both orders; ties count half."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
@@ -161,7 +162,7 @@ class PairwiseReward(JudgeSection):
     against: Literal["siblings", "reference"] = "siblings"
     """Compare with the other completions of the task, or with its worked solution (without one, its answer)."""
     opponents: int | None = Field(None, ge=1)
-    """How many siblings each completion meets, chosen at random by `seed`; null: all."""
+    """Number of siblings to compare each completion with, chosen at random by `seed`; null: all."""
 
     @model_validator(mode="after")
     def _opponents_are_siblings(self) -> Self:
@@ -171,24 +172,22 @@ class PairwiseReward(JudgeSection):
 
 
 class RankingReward(JudgeSection):
-    """The place of the response among its siblings, from 1 (best) to 0: the judge sees all at once and ranks them."""
+    """Rank of the response among its siblings, from 1 (best) to 0: the judge sees and ranks all at once."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
 
     name: Literal["ranking"]
     shuffles: int = Field(2, ge=1)
-    """Orders in which the completions are shown; places are averaged. Every second order reverses the one before."""
-
-
-# `rewards`: models that judge.
+    """Number of orders in which the completions are shown; ranks are averaged. Every second order reverses the previous
+    one."""
 
 
 class ModelReward(RewardSection):
-    """The score of a reward model: a sequence classifier with one output."""
+    """Score of a reward model: a sequence classifier with one output."""
 
     name: Literal["model"]
     path: Path
     """A Hugging Face folder of a sequence classifier, such as RUN/checkpoints/step-N/reward_model."""
     batch_tokens: int = Field(8192, ge=1)
-    """Tokens per forward pass, padding included; one completion may have more."""
+    """Tokens per forward pass, padding included; a longer completion has its own pass."""

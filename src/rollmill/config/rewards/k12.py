@@ -1,4 +1,4 @@
-"""`rewards`: school questions."""
+"""`rewards`: K-12 school questions."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ K12Type = Literal["single", "multiple", "true_false", "blank", "numeric", "order
 
 
 class K12Reward(RewardSection):
-    """School questions, each by the rule of its type: single and multiple choice, true/false, blanks, numbers with
+    """Scores school questions by the rule of their type: single and multiple choice, true/false, blanks, numbers with
     units, ordering, matching, short answers. In English and Chinese."""
 
     name: Literal["k12"]
     multiple: Literal["subset", "all", "per_option"] = "subset"
-    """Multiple choice. `subset`: part of the right options earns part, any wrong one 0 (gaokao); `all`: all or nothing;
-    `per_option`: share of the right options chosen minus share of the wrong ones chosen, at least 0."""
+    """Multiple choice. `subset`: a subset of the right options earns partial credit, any wrong option earns 0 (gaokao);
+    `all`: all or nothing; `per_option`: fraction of the right options chosen minus fraction of the wrong ones chosen,
+    at least 0."""
     subset_credit: float | None = Field(None, ge=0, lt=1)
-    """With `multiple: subset`, what a part of the right options earns, however large: 0.4 is the gaokao's rule until
-    2023. Default: the share of the right options, its rule since 2024."""
+    """With `multiple: subset`, the credit of any proper subset of the right options: 0.4 is the gaokao's rule until
+    2023. Default: the fraction of the right options, its rule since 2024."""
     blanks: Literal["share", "all"] = "share"
-    """Several blanks: the share that is right, or all or nothing."""
+    """Several blanks: the fraction that is right, or all or nothing."""
     ordering: Literal["all", "pairs"] = "all"
     """Sequences: all or nothing, or Kendall's tau, at least 0."""
     matching: Literal["share", "all"] = "share"
-    """Pairs: the share that is right, or all or nothing."""
+    """Pairs: the fraction that is right, or all or nothing."""
     tolerance: float = Field(0.0, ge=0, lt=1)
-    """Relative difference that numbers may have, where a task has no `tolerance` of its own."""
+    """Accepted relative error of numbers, for tasks without their own `tolerance`."""
     units: Literal["optional", "required"] = "optional"
-    """Whether a number without the unit of the reference is right. A wrong unit never is."""
+    """Whether a number may omit the unit of the reference. A wrong unit is always wrong."""
     longest_short_answer: int = Field(600, ge=1)
-    """Characters of a short answer that is judged by key points; a longer one earns 0."""
+    """Maximum length in characters of a short answer scored by key points; a longer one earns 0."""
     time_limit_s: float = Field(1.5, gt=0)
-    """Hard limit for one formula; past it the grader process is killed and the outcome is `timeout`."""
+    """Timeout of one formula; the grader process is then killed and the outcome is `timeout`."""
     judge: JudgeReward | None = None
-    """Who scores short answers that have a rubric or a reference but no key points: keys of the reward `judge`."""
+    """LLM judge of short answers that have a rubric or a reference but no key points: keys of the reward `judge`."""
 
     @field_validator("judge", mode="before")
     @classmethod
@@ -64,32 +65,32 @@ class K12Reward(RewardSection):
 
 
 class K12Column(Section):
-    """The column `k12` of a task. It may be left out where type and answer are clear without."""
+    """The column `k12` of a task. It may be omitted if type and answer are clear without it."""
 
     type: K12Type | None = None
-    """What kind of question it is. Default: what the answer looks like."""
+    """Question type. Default: inferred from the answer."""
     answer: Any = None
-    """The reference, where it is not the task's own answer."""
+    """Reference answer, if it is not the task's answer."""
     options: dict[str, str] | list[str] | None = None
     """Texts of the options, by letter or in order. Default: the task's column `options` or `choices`."""
     synonyms: list[str | list[str]] = []
-    """Other right texts: a list per blank; for a single blank also one plain list."""
+    """Other accepted texts: a list per blank; for a single blank also one plain list."""
     unordered: bool = False
     """The blanks may be filled in any order."""
     tolerance: float | None = Field(None, ge=0, lt=1)
-    """Relative difference that numbers may have. Default: the reward's."""
+    """Accepted relative error of numbers. Default: the reward's."""
     absolute_tolerance: float = Field(0.0, ge=0)
-    """The same as a number in the unit of the reference; the larger of the two counts."""
+    """Accepted absolute error in the unit of the reference; the larger of the two tolerances counts."""
     unit: str | None = None
     """Unit of the reference: `km/h`, `千克`."""
     points: list[float] = []
     """Weights of the blanks, pairs or key points."""
     rubric: str | None = None
-    """What a short answer is scored by; the judge of short answers reads it."""
+    """Rubric of a short answer, for the judge."""
     keywords: list[str | list[str]] = []
-    """Key points of a short answer; a list is one point in several wordings."""
+    """Key points of a short answer; a list holds alternative wordings of one point."""
     wrong: list[str] = []
-    """What no right short answer says."""
+    """Texts that a right short answer must not contain."""
     subject: str | None = None
-    """Metrics are kept by subject and grade. Default: the task's own columns of these names."""
+    """Subject, for metrics by subject and grade. Default: the task's columns `subject` and `grade`."""
     grade: str | int | None = None

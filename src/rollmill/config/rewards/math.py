@@ -1,4 +1,4 @@
-"""`rewards`: final answers of mathematics."""
+"""`rewards`: final answers of math tasks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class MathReward(RewardSection):
 
     name: Literal["math"]
     time_limit_s: float = Field(1.5, gt=0)
-    """Hard limit for one answer; past it the grader process is killed and the outcome is `timeout`."""
+    """Timeout of one answer; the grader process is then killed and the outcome is `timeout`."""
     extract: AnswerExtraction = "auto"
-    """Where the answer stands: the last \\boxed{}, after `####`, the last number; `auto`: the best evidence of a box,
-    `####`, "the answer is" and the last conclusion, inside the last `<answer>...</answer>`, where there is one."""
+    """Location of the answer: the last \\boxed{}, after `####`, or the last number. `auto`: the best evidence of a box,
+    `####`, "the answer is" and the last conclusion, inside the last `<answer>...</answer>` if there is one."""
     extract_by_taskset: dict[str, AnswerExtraction] = {}
-    """Same for single tasksets, by the name of file (without suffix), generator or function."""
+    """Extraction for individual tasksets, by the name of file (without suffix), generator or function."""
     tolerance: float = Field(0.0, ge=0, lt=1)
-    """Relative difference that numbers may have. At 0, 0.3333 is not 1/3."""
+    """Accepted relative error of numbers. At 0, 0.3333 is not 1/3."""
     units: Literal["optional", "required"] = "optional"
-    """Whether an answer without the unit or percent sign of the reference is right. A wrong unit never is."""
+    """Whether an answer may omit the unit or percent sign of the reference. A wrong unit is always wrong."""
 
     def of_task(self, taskset: str, metadata: Mapping[str, Any]) -> MathReward:
-        """The settings for one task: of its taskset, and of its own column `math`.
+        """Returns the settings of one task: those of its taskset, updated by its column `math`.
 
-        Raises ValueError where the column is a mapping with other keys than extract, tolerance and units.
+        Raises ValueError if the column is a mapping with other keys than extract, tolerance and units.
         """
         changes: dict[str, Any] = {}
         if taskset in self.extract_by_taskset:
@@ -46,10 +46,10 @@ class MathReward(RewardSection):
 
 
 class ReasoningGymReward(RewardSection):
-    """The score that reasoning-gym's own generator gives. Only for tasks of a `generator`."""
+    """The score of reasoning-gym's own scorer. Only for tasks of a `generator`."""
 
     name: Literal["reasoning_gym"]
     after: str | None = None
     """Score only what follows the last occurrence of this text."""
     time_limit_s: float = Field(10.0, gt=0)
-    """Hard limit for one answer; past it the grader process is killed and the outcome is `timeout`."""
+    """Timeout of one answer; the grader process is then killed and the outcome is `timeout`."""

@@ -1,4 +1,4 @@
-"""What the parts of `rewards` are called in metrics, and where one names another."""
+"""Names of rewards in metrics and in references between rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollmill.config.rewards.base import PythonReward, RewardSection
 
 
 def reward_part_names(rewards: Sequence[RewardSection]) -> list[str]:
-    """One name per reward: its own, a Python function's; the second of a name is name#2."""
+    """Returns one name per reward: its own or its Python function's; a second one of the same name is name#2."""
     seen: Counter[str] = Counter()
     names = []
     for reward in rewards:

@@ -12,12 +12,12 @@ TagName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")]
 
 
 class TextReward(RewardSection):
-    """Keys of rewards that can judge a part of the text."""
+    """Base of rewards that can score a part of the text."""
 
     after: str | None = None
-    """Judge only what follows the last occurrence of this text, for example "Answer:"."""
+    """Score only what follows the last occurrence of this text, for example "Answer:"."""
     tag: TagName | None = None
-    """Judge only what stands inside the last `<tag>...</tag>`: give the name alone, for example `answer`."""
+    """Score only the text inside the last `<tag>...</tag>`; give the name alone, for example `answer`."""
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -27,11 +27,11 @@ class TextReward(RewardSection):
 
 
 class ExactReward(RewardSection):
-    """1 if the answer string equals the reference string."""
+    """1 if the answer string equals the reference string, else 0."""
 
     name: Literal["exact"]
     ignore_case: bool = False
-    """Compare without regard to upper and lower case."""
+    """Ignore upper and lower case."""
     strip: bool = True
     """Ignore leading and trailing white space."""
     after: str | None = None
@@ -39,37 +39,37 @@ class ExactReward(RewardSection):
 
 
 class FormatReward(RewardSection):
-    """1 if the completion has the form that one of `pattern`, `tags`, `sections` and a JSON schema asks for."""
+    """1 if the completion has the required format: one of `pattern`, `tags`, `sections` and a JSON schema."""
 
     name: Literal["format"]
     pattern: str | None = None
     """Regular expression (Python's syntax, DOTALL) that must match."""
     tags: list[TagName] = []
-    """Tags that must each stand once, closed, in this order, with text inside and nothing outside."""
+    """Tags that must each appear once, closed, in this order, with text inside and nothing outside."""
     sections: list[Annotated[str, Field(pattern=r"\S")]] = []
-    """Headings that must each stand once on a line of their own, in this order, with text below: `## Plan`, `**Plan**`
-    or `Plan:`."""
+    """Headings that must each appear once on their own line, in this order, with text below: `## Plan`, `**Plan**` or
+    `Plan:`."""
     json_schema: dict[str, Any] | None = None
-    """JSON Schema of the completion, or of its last fenced block (extra `schema`). A `$ref` points only inside
-    it, and the keyword `format` is not checked."""
+    """JSON Schema of the completion, or of its last fenced block (extra `schema`). A `$ref` may only refer to the
+    schema itself, and the keyword `format` is not checked."""
     schema_column: str | None = None
-    """Column of the task with such a schema; tasks without one are not judged."""
+    """Column of the task with such a schema; the reward does not apply to tasks without one."""
     whole: bool = False
     """Match the whole completion instead of anywhere in it. Only with `pattern` and JSON schemas."""
     opened: bool = False
-    """The prompt ends with the first tag opened, so that the completion begins inside it. Only with `tags`."""
+    """The prompt ends with the opening first tag, so the completion starts inside it. Only with `tags`."""
     words: int = Field(1, ge=1)
-    """Fewest words inside each tag and section. Only with `tags` and `sections`."""
+    """Minimum number of words inside each tag and section. Only with `tags` and `sections`."""
     partial: bool = False
-    """Give the share of rules kept instead of 0: one for each tag or section, one for the order and one for nothing
-    outside the tags. Only with `tags` and `sections`."""
+    """Give the fraction of satisfied rules instead of 0: one for each tag or section, one for the order and one for
+    nothing outside the tags. Only with `tags` and `sections`."""
     time_limit_s: float = Field(1.0, gt=0)
-    """Hard limit for one completion; some patterns take exponential time. Past it the outcome is `timeout`. Only with
+    """Timeout of one completion, since some patterns take exponential time; the outcome is then `timeout`. Only with
     `pattern` and JSON schemas."""
 
     @property
     def mode(self) -> str:
-        """Which key says what the form is."""
+        """Key that defines the format."""
         return next(key for key in _FORMS if getattr(self, key) not in (None, []))
 
     @model_validator(mode="after")
@@ -89,7 +89,7 @@ class FormatReward(RewardSection):
 
 
 def _changed(section: RewardSection, key: str) -> bool:
-    """Whether a key has another value than its default: a resolved run file gives all of them."""
+    """Returns whether a key differs from its default. A resolved run file sets all keys."""
     return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
@@ -104,34 +104,36 @@ _HONOURED_BY = {
 
 
 class LanguageReward(TextReward):
-    """Share of the words that are in the language wanted (DeepSeek-R1). Code, formulas and tags are left out."""
+    """Fraction of words in the target language (DeepSeek-R1). Code, formulas and tags are ignored."""
 
     name: Literal["language"]
     language: str = Field("prompt", pattern=r"^(prompt|[a-z]{2,3})$")
     """ISO 639 code, for example `en` or `zh`; `prompt` is the language of the task's prompt."""
     method: Literal["script", "identify"] = "script"
-    """`script` looks at the alphabet of each word, which tells English from Chinese, not from French. `identify` also
-    guesses the language of every 16 words of one alphabet (extra `language`)."""
+    """`script` checks the alphabet of each word, which distinguishes English from Chinese but not from French.
+    `identify` also detects the language of every 16 words of one alphabet (extra `language`)."""
 
 
 class LengthReward(RewardSection):
-    """A reward for shorter completions, in tokens (in words where a completion has no tokens)."""
+    """Length reward in tokens (in words if a completion has no tokens)."""
 
     name: Literal["length"]
     kind: Literal["kimi", "overlong", "target"]
     """`kimi`: within a group, from .5 for the shortest to -.5 for the longest; at most 0 for wrong ones. `overlong`
     (DAPO): 0, then falling to -1 over the last `buffer` tokens before `longest`. `target`: 1 at the task's column
-    `target_length`, falling to 0 at twice that length and at none."""
+    `target_length`, falling to 0 at twice that length and at length 0."""
     correct: str | None = None
-    """Which reward says whether a completion is correct, as in `math` or `python_function/part`. Only with `kimi`."""
+    """Name of the reward that decides whether a completion is correct, such as `math` or `python_function/part`. Only
+    with `kimi`."""
     threshold: float = 1.0
-    """What that reward has to reach, before its weight. Only with `kimi`."""
+    """Minimum of that reward for a correct completion, before its weight. Only with `kimi`."""
     longest: int | None = Field(None, ge=1)
-    """L_max, usually rollout.max_new_tokens. Only with `overlong`."""
+    """Maximum length (L_max), usually rollout.max_new_tokens. Only with `overlong`."""
     buffer: int | None = Field(None, ge=1)
-    """L_c, over how many tokens the penalty grows; published: a fifth of `longest`. Only with `overlong`."""
+    """Number of tokens over which the penalty grows (L_cache); published: a fifth of `longest`. Only with
+    `overlong`."""
     target: int | None = Field(None, ge=1)
-    """The length wanted of tasks without a column `target_length`. Only with `target`."""
+    """Target length of tasks without a column `target_length`. Only with `target`."""
 
     @model_validator(mode="after")
     def _of_the_kind(self) -> Self:
@@ -151,36 +153,36 @@ class LengthReward(RewardSection):
 
 
 class RepetitionReward(RewardSection):
-    """From 0 to -1: the share of n-grams that stood before, or the share of the text that is a loop at its end."""
+    """From 0 to -1: the fraction of repeated n-grams, or the fraction of the text in a loop at its end."""
 
     name: Literal["repetition"]
     ngram: int = Field(8, ge=1)
-    """Length of an n-gram, in tokens (in words where a completion has no tokens)."""
+    """Length of an n-gram in tokens (in words if a completion has no tokens)."""
     free: float = Field(0.0, ge=0, lt=1)
-    """Share that costs nothing; what is above it is scaled to reach -1."""
+    """Fraction without a penalty; the rest is scaled to reach -1."""
     loop_times: int = Field(4, ge=2)
-    """How often a stretch has to stand at the end, one right after the other, to be a loop."""
+    """Minimum number of consecutive repeats of a loop at the end."""
     loop_tokens: int = Field(32, ge=2)
-    """Fewest tokens of a loop, all its rounds together."""
+    """Minimum number of tokens of all repeats together."""
 
 
 class CitationReward(TextReward):
-    """How well the facts of the task's column `facts` are cited, as in [1] or [doc:3], from 0 to 1.
+    """Citation quality from 0 to 1: citations such as [1] or [doc:3] of the facts in the task's column `facts`.
 
-    Precision where the column `citations` does not say which have to be cited, else F1. Invented ids and quotations
-    that do not stand in the fact count as wrong citations.
+    Precision if the column `citations` does not list the required citations, else F1. Invented ids, and quotations that
+    do not appear in the fact, count as wrong citations.
     """
 
     name: Literal["citation"]
     quotes: Literal["check", "require", "ignore"] = "check"
-    """Text in quotation marks right before a citation must stand in the fact that is cited. `require`: a citation
-    without such a quotation is wrong."""
+    """Quoted text right before a citation must appear in the cited fact. `require`: a citation without such a quotation
+    is wrong."""
     quote_words: int = Field(3, ge=1)
-    """A quotation has at least this many words; shorter ones are not looked at."""
+    """Minimum words of a quotation; shorter ones are ignored."""
 
 
 class ToolCallReward(TextReward):
-    """Share of valid tool calls; where the task's column `tool_calls` says which are wanted, F1 of those made.
+    """Fraction of valid tool calls; if the task's column `tool_calls` lists the expected calls, F1 of the calls made.
 
     A call is valid if it is JSON, names a tool of the task's column `tools` and has arguments of its schema (extra
     `schema`).
@@ -189,8 +191,8 @@ class ToolCallReward(TextReward):
     name: Literal["tool_call"]
     syntax: Literal["tags", "json"] = "tags"
     """`tags`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. `json`: the text is one such object, a list
-    of them, or a message with `tool_calls` as of the OpenAI interface."""
+    of them, or a message with `tool_calls` as in the OpenAI API."""
     calls: int = Field(16, ge=1)
-    """Most calls in one completion; one with more earns 0."""
+    """Maximum number of calls in one completion; more earn 0."""
     time_limit_s: float = Field(1.0, gt=0)
-    """Hard limit for checking the arguments of one completion; past it the outcome is `timeout`."""
+    """Timeout for checking the arguments of one completion; the outcome is then `timeout`."""

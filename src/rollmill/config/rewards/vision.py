@@ -1,4 +1,4 @@
-"""`rewards`: answers about pictures. What a picture shows is the task's answer; no reward here looks at pixels."""
+"""`rewards`: answers about images, compared with the task's reference answer; the rewards do not read the images."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BoxLayout = Literal["xyxy", "xywh", "yxyx"]
 
 
 class VisionReward(TextReward):
-    """Keys of rewards for pictures. A task's column `vision` may set a reward's own keys, under its name."""
+    """Base of image rewards. A task's column `vision` may set a reward's own keys, under its name."""
 
     name: str
 
     def of_task(self, metadata: Mapping[str, Any]) -> Self | None:
-        """The settings for one task; None where its column `vision` names other rewards only.
+        """Returns the settings of one task; None if its column `vision` names other rewards only.
 
-        Raises ValueError where the column is no mapping of rewards to settings.
+        Raises ValueError if the column is not a mapping of rewards to settings.
         """
         column = metadata.get("vision")
         if column is None:
@@ -42,32 +42,33 @@ class VisionReward(TextReward):
 
 
 class LocalizationReward(VisionReward):
-    """Keys of rewards that compare places in a picture."""
+    """Base of rewards that compare locations in an image."""
 
     coordinates: Coordinates = "pixels"
-    """What the completion's numbers mean: pixels, or 0 to 1, 100 or 1000 from edge to edge."""
+    """Unit of the completion's coordinates: pixels, or 0 to 1, 100 or 1000 from edge to edge."""
     reference: Coordinates | None = None
-    """Same for the reference. Default: as for the completion. Pixels on one side only need the picture's size: from a
-    column `image`, or a column `image_size` with [width, height]."""
+    """Unit of the reference's coordinates. Default: as for the completion. If only one side uses pixels, the image size
+    is needed: from a column `image`, or a column `image_size` with [width, height]."""
     labels: bool = True
-    """Where the reference has a label, only a place with the same label counts."""
+    """If the reference has labels, only locations with the same label match."""
 
 
 class BoxesReward(LocalizationReward):
-    """F1 of boxes: twice the overlap of the best one-to-one matching over the number of boxes on both sides."""
+    """F1 of bounding boxes: twice the overlap of the best one-to-one matching over the number of boxes on both
+    sides."""
 
     name: Literal["boxes"]
     measure: Literal["iou", "giou"] = "iou"
     """Overlap of two boxes: intersection over union, or generalised IoU (arXiv:1902.09630) as (1 + GIoU) / 2, which
-    also tells near from far."""
+    also distinguishes near from far."""
     threshold: float = Field(0.0, ge=0, le=1)
     """Pairs with less overlap do not match."""
     credit: Literal["overlap", "hit"] = "overlap"
-    """What a matched pair counts: its overlap, or 1."""
+    """Credit of a matched pair: its overlap, or 1."""
     layout: BoxLayout = "xyxy"
-    """Order of the completion's four numbers: two corners, corner and size, or two corners with y first."""
+    """Layout of the completion's four numbers: two corners, corner and size, or two corners with y first."""
     reference_layout: BoxLayout = "xyxy"
-    """Same for the reference; COCO has `xywh`."""
+    """Layout of the reference's numbers; COCO has `xywh`."""
 
     @model_validator(mode="after")
     def _hits_need_a_threshold(self) -> Self:
@@ -77,15 +78,15 @@ class BoxesReward(LocalizationReward):
 
 
 class PointsReward(LocalizationReward):
-    """F1 of points: each has to hit a place of the reference (a box, a polygon or a point) of its own."""
+    """F1 of points: each must hit a different location of the reference (a box, a polygon or a point)."""
 
     name: Literal["points"]
     tolerance: float = Field(0.0, ge=0)
-    """How far from a reference point still hits, in the reference's units."""
+    """Maximum distance from a reference point that counts as a hit, in the reference's units."""
 
 
 class CountReward(VisionReward):
-    """1 if the number of the final answer is the reference."""
+    """1 if the number of the final answer equals the reference, else 0 or, with `credit: relative`, partial credit."""
 
     name: Literal["count"]
     credit: Literal["exact", "relative"] = "exact"
@@ -93,18 +94,18 @@ class CountReward(VisionReward):
 
 
 class OCRReward(VisionReward):
-    """Similarity to the text of a picture, by edit distance (extra `vision`); the best of several references counts."""
+    """Similarity to the text of an image, by edit distance (extra `vision`); the best of several references counts."""
 
     name: Literal["ocr"]
     measure: Literal["anls", "cer"] = "anls"
     """`anls` (arXiv:1905.13648): 1 - distance / length of the longer text, 0 below `threshold`. `cer`: 1 - distance /
     length of the reference, at least 0."""
     threshold: float = Field(0.5, ge=0, le=1)
-    """Least similarity that counts; of `cer`, too."""
+    """Similarities below this count as 0, with both measures."""
     ignore_case: bool = True
-    """Compare without regard to upper and lower case."""
+    """Ignore upper and lower case."""
     ignore_spaces: bool = False
-    """Leave white space out; otherwise any run of it counts as one space."""
+    """Ignore white space; otherwise any run of it counts as one space."""
 
 
 class ChartReward(VisionReward):
@@ -112,41 +113,41 @@ class ChartReward(VisionReward):
 
     name: Literal["chart"]
     tolerance: float = Field(0.05, ge=0, lt=1)
-    """Relative difference that numbers may have."""
+    """Accepted relative error of numbers."""
     exact_years: bool = True
-    """Years (1900 to 2099) have to be the same. `false` is as published, where 1950 passes for 2019."""
+    """Years (1900 to 2099) must match exactly. `false` is as published, where 1950 passes for 2019."""
 
 
 class TableReward(VisionReward):
-    """F1 of table cells, each found by its row's first cell and its column's heading. Markdown, CSV or JSON."""
+    """F1 of table cells, each identified by its row's first cell and its column's heading. Markdown, CSV or JSON."""
 
     name: Literal["table"]
     tolerance: float = Field(0.0, ge=0, lt=1)
-    """Relative difference that numbers may have."""
+    """Accepted relative error of numbers."""
 
 
 class VQAReward(VisionReward):
-    """VQA accuracy (arXiv:1505.00468): the share of people who agree, three of them being enough."""
+    """VQA accuracy (arXiv:1505.00468): the fraction of annotators who agree, with full credit for three."""
 
     name: Literal["vqa"]
 
 
 class GroundingReward(VisionReward):
-    """1 if the answer names places in the right form; says nothing of whether they are the right places."""
+    """1 if the answer gives boxes in the right format; their location is not checked."""
 
     name: Literal["grounding"]
     syntax: Literal["any", "json", "tags"] = "any"
     """`json`: objects with `bbox_2d`; `tags`: `<box>...</box>` or `<|box_start|>...<|box_end|>`."""
     coordinates: Coordinates = "pixels"
-    """What the numbers mean; boxes outside the picture are wrong, where its size is known."""
+    """Unit of the numbers; boxes outside the image are wrong, if its size is known."""
     layout: BoxLayout = "xyxy"
-    """Order of the four numbers."""
+    """Layout of the four numbers."""
     labels: bool = False
-    """Each box needs a label."""
+    """Require a label for each box."""
     fewest: int = Field(1, ge=0)
-    """Fewest boxes."""
+    """Minimum number of boxes."""
     most: int = Field(20, ge=1)
-    """Most boxes."""
+    """Maximum number of boxes."""
 
     @model_validator(mode="after")
     def _some_number_is_right(self) -> Self:
@@ -168,4 +169,4 @@ VISION_NAMES = frozenset(
         GroundingReward,
     )
 )
-"""What a column `vision` may name."""
+"""Rewards that a column `vision` may name."""

@@ -1,4 +1,4 @@
-"""`workflow`: how a task is rolled out."""
+"""`workflow`: the rollout procedure of a task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workflows with tools."""
+"""Workflows with tool calls."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class ToolWorkflowSection(WorkflowSection):
     multi_step: ClassVar[bool] = True
 
     turns: int = Field(8, ge=1)
-    """Most turns of the policy. After the last one calls are no longer answered."""
+    """Maximum turns of the policy. Tool calls of the last turn are not executed."""
     describe: bool = True
-    """Tell the policy which tools there are. False where it knows them from training."""
+    """Describe the tools to the policy. Set to false for policies trained with them."""
     malformed_penalty: float = Field(0.0, ge=0)
-    """What a rollout loses for each call that cannot be read, has wrong arguments or fails; the part
+    """Penalty for each call that cannot be parsed, has wrong arguments or fails; logged as the part
     `malformed_calls`."""
 
 
 class ToolWorkflow(ToolWorkflowSection):
-    """The policy calls tools until a turn makes no call: that turn is the answer, judged by `rewards`."""
+    """The policy calls tools until a turn has no call: that turn is the answer, scored by `rewards`."""
 
     name: Literal["tools"] = "tools"
     format: Literal["auto", "hermes", "json"] = "auto"
-    """How calls are written: within `<tool_call>` tags, as JSON, or `auto`: tags where there are some, else JSON."""
+    """Syntax of calls: within `<tool_call>` tags, as JSON, or `auto`: tags if there are any, else JSON."""
     result: str = "\n<tool_response>\n{result}\n</tool_response>\n"
-    """What a policy with plain prompts (no chat) sees of a result, at the place {result}."""
+    """Template of a tool result in plain prompts (no chat), with the placeholder {result}."""
 
     @field_validator("result")
     @classmethod
@@ -42,7 +42,7 @@ class ToolWorkflow(ToolWorkflowSection):
 
 
 class ReActWorkflow(ToolWorkflowSection):
-    """Thought, Action, Action Input and Observation in one text (arXiv:2210.03629); what follows `Final Answer:` is
-    judged by `rewards`."""
+    """Thought, Action, Action Input and Observation in one text (arXiv:2210.03629); the text after `Final Answer:` is
+    scored by `rewards`."""
 
     name: Literal["react"] = "react"

@@ -1,4 +1,4 @@
-"""Workflows with an environment."""
+"""Workflows that act in an environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollmill.config.workflows.base import WorkflowSection
 
 
 class EnvironmentWorkflow(WorkflowSection):
-    """Turns with the section `environment` until it is done; the reward is the sum of its rewards."""
+    """Interacts with the section `environment` until the episode ends; the reward is the sum of its rewards."""
 
     uses_rewards: ClassVar[bool] = False
     uses_environment: ClassVar[bool] = True
@@ -18,11 +18,11 @@ class EnvironmentWorkflow(WorkflowSection):
 
     name: Literal["environment"] = "environment"
     turns: int = Field(16, ge=1)
-    """Most turns of the policy."""
+    """Maximum turns of the policy."""
     system: str | None = None
-    """What the policy is told before everything else: a system message, or text in front of a plain prompt."""
+    """System message, or text in front of a plain prompt."""
     history: Literal["full"] | Annotated[int, Field(ge=1)] = "full"
-    """What the policy sees: everything so far, or the task and the last N observations with its actions between them.
-    With a number each turn is a step of its own, as `gigpo` and `stepwise_grpo` need it."""
+    """Context of the policy: the whole episode, or the task and the last N observations with the actions between them.
+    With a number each turn is a separate step, as `gigpo` and `stepwise_grpo` need it."""
     steps: bool = False
-    """With `history: full` too, make each turn a step of its own with its own reward."""
+    """Make each turn a separate step with its own reward, with `history: full`, too."""

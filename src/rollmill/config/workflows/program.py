@@ -1,4 +1,4 @@
-"""Workflows that are programs of their own."""
+"""Workflows that run an external program."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rollmill.config.workflows.base import WorkflowSection
 
 
 class ProgramWorkflow(WorkflowSection):
-    """A program that uses the policy through an OpenAI-compatible endpoint, started once per rollout (extra `serve`).
+    """Starts a program once per rollout that calls the policy through an OpenAI-compatible endpoint (extra `serve`).
 
-    It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, as OpenAI's clients expect, and the task as JSON on
-    stdin and in ROLLMILL_TASK. What it prints is its answer.
+    The environment variables OPENAI_BASE_URL and OPENAI_API_KEY are set as OpenAI clients expect. The task is passed as
+    JSON on stdin and in ROLLMILL_TASK. The program's output is its answer.
     """
 
     multi_step: ClassVar[bool] = True
@@ -23,23 +23,23 @@ class ProgramWorkflow(WorkflowSection):
     command: list[str] = Field(min_length=1)
     """The program and its arguments; `python` is the Python that runs rollmill."""
     folder: Path = Path()
-    """Where it is started."""
+    """Working directory of the program."""
     environment: dict[str, str] = {}
-    """Environment variables of the program, besides those of this process."""
+    """Environment variables of the program, in addition to those of this process."""
     time_limit_s: float = Field(300.0, gt=0)
-    """Longest run of the program; past it the rollout has failed."""
+    """Timeout of the program; the rollout then fails."""
     at_once: int = Field(8, ge=1)
-    """How many programs run at the same time."""
+    """Maximum number of concurrent programs."""
     rewarded_by: Literal["rewards", "feedback"] = "rewards"
-    """Who says what a rollout is worth: `rewards`, which judge what the program printed, or whoever posts to
-    /feedback (the program itself, or a verifier it starts)."""
+    """Source of the reward: `rewards`, which score the program's output, or `feedback` posted to /feedback (by the
+    program itself, or a verifier it starts)."""
     own_sampling: bool = True
-    """Whether the program may choose temperature, top_p, top_k and min_p; false: always those of `rollout`. Replies
-    that it wants greedy are not learned from."""
+    """Whether the program may choose temperature, top_p, top_k and min_p; false: always those of `rollout`. Greedy
+    replies are not trained on."""
     show_answer: bool = False
-    """Put the task's answer into what the program is told."""
+    """Include the task's answer in the task passed to the program."""
 
     @property
     def judged(self) -> bool:
-        """Whether `rewards` judge what it printed."""
+        """Whether `rewards` score the program's output."""
         return self.rewarded_by == "rewards"

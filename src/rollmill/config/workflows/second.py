@@ -1,4 +1,4 @@
-"""Workflows that show examples, ask again, or ask several times."""
+"""Workflows with few-shot examples, reflection, voting, or scoring by a model."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class FewShotExample(Section):
     """A worked example."""
 
     prompt: str
-    """What is asked."""
+    """Prompt of the example."""
     response: str
-    """How it is answered."""
+    """Response of the example."""
 
 
 class FewShotWorkflow(WorkflowSection):
-    """One completion of the task's prompt behind worked examples, judged by `rewards`."""
+    """One completion of the task's prompt after worked examples, scored by `rewards`."""
 
     name: Literal["few_shot"] = "few_shot"
     examples: list[FewShotExample] = []
-    """The examples. Default: tasks of the training taskset that have a worked solution; never the task itself."""
+    """The examples. Default: tasks of the training taskset with a worked solution, except the task itself."""
     count: int = Field(3, ge=1)
-    """How many are shown."""
+    """Number of examples to show."""
     choose: Literal["random", "first"] = "random"
     """`random` draws them for each task, the same for all of its rollouts; `first` shows the first ones."""
     seed: int = 0
-    """What is drawn. Only with `choose: random`."""
+    """Seed of the draw. Only with `choose: random`."""
     separator: str = "\n\n"
-    """Between examples of plain prompts (no chat)."""
+    """Separator between examples of plain prompts (no chat)."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
@@ -43,33 +43,32 @@ class FewShotWorkflow(WorkflowSection):
 
 
 class ReflectionWorkflow(WorkflowSection):
-    """The policy answers; where the answer is wrong it is told so, thinks about it and answers again."""
+    """The policy answers; after a wrong answer it is asked to reflect and to answer again."""
 
     multi_step: ClassVar[bool] = True
 
     name: Literal["reflection"] = "reflection"
     retries: int = Field(1, ge=1)
-    """How often it may answer again."""
+    """Maximum number of further answers."""
     critic: Literal["rewards", "self"] = "rewards"
-    """Who says that an answer is wrong: `rewards` (below `threshold`), or the policy itself in a turn of its own."""
+    """Judge of answers: `rewards` (wrong below `threshold`), or the policy itself in a separate turn."""
     threshold: float = 1.0
-    """Answers with at least this reward are right. Only with `critic: rewards`."""
+    """Minimum reward of a right answer. Only with `critic: rewards`."""
     check: str = "Is this answer right? Begin with yes or no, then say why."
-    """What the policy is asked about its own answer. Only with `critic: self`."""
+    """Question to the policy about its own answer. Only with `critic: self`."""
     retry: str = "That is not right. Think about what went wrong, then give a better answer."
-    """What it is told before it answers again."""
+    """Message to the policy before it answers again."""
     discount: float = Field(1.0, gt=0, le=1)
-    """What the reward of the last answer is multiplied by for each retry that it took; the part `retries` says how
-    much that takes away."""
+    """Factor of the last answer's reward per retry used; the part `retries` logs the amount it subtracts."""
 
     @property
     def needs_rewards(self) -> bool:
-        """See WorkflowSection."""
+        """See WorkflowSection.needs_rewards."""
         return self.critic == "rewards"
 
 
 class VoteWorkflow(WorkflowSection):
-    """Several answers to the task, each an experience of its own; the most frequent one wins (arXiv:2203.11171)."""
+    """Several answers to the task, each a separate experience; the most frequent one wins (arXiv:2203.11171)."""
 
     multi_step: ClassVar[bool] = True
 
@@ -77,17 +76,18 @@ class VoteWorkflow(WorkflowSection):
     samples: int = Field(8, ge=2)
     """Answers per rollout."""
     pattern: str | None = None
-    """Regular expression of the answer in the text: its last match, or the first group of it. A text that it takes
-    longer than a second for has no answer."""
+    """Regular expression of the answer in the text: its last match, or that match's first group. A text that takes
+    longer than a second to search has no answer."""
     after: str | None = None
-    """Instead of a pattern: the answer is what follows the last occurrence of this text. Default: all of the text."""
+    """Alternative to `pattern`: the answer is the text after the last occurrence of this text. Default: the whole
+    text."""
     reward: Literal["agreement", "winner"] = "agreement"
-    """`agreement` needs no labels: each sample that gives the winning answer earns 1, others 0 (arXiv:2504.16084).
-    `winner`: the winning answer is judged by `rewards`, and all samples share what it earns."""
+    """`agreement` needs no labels: each sample with the winning answer earns 1, others 0 (arXiv:2504.16084). `winner`:
+    the winning answer is scored by `rewards`, and all samples share its reward."""
 
     @property
     def judged(self) -> bool:
-        """See WorkflowSection."""
+        """See WorkflowSection.judged."""
         return self.reward == "winner"
 
     @model_validator(mode="after")
@@ -108,17 +108,17 @@ class JudgedWorkflow(WorkflowSection):
 
     name: Literal["judged"] = "judged"
     by: str = "scorer"
-    """Which of the `models` scores."""
+    """Name of the scoring model in `models`."""
     question: str = (
         "Rate the response to the request from 0 (worst) to {scale} (best).\n\nRequest:\n{prompt}\n\n"
         "Response:\n{response}\n\nEnd with the number alone."
     )
-    """What it is asked, with the places {prompt}, {response}, {answer} and {scale}."""
+    """Question to that model, with the placeholders {prompt}, {response}, {answer} and {scale}."""
     scale: float = Field(10.0, gt=0)
-    """The best score; it becomes 1. The last number of the reply counts; without one the rollout is rejected."""
+    """The best score, mapped to 1. The last number of the reply is the score; without one the rollout is rejected."""
 
     def takes(self, part: str) -> bool:
-        """See WorkflowSection."""
+        """See WorkflowSection.takes."""
         return part == self.by
 
     @model_validator(mode="after")

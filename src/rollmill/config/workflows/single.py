@@ -1,4 +1,4 @@
-"""Workflows of one completion."""
+"""Single-turn workflows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollmill.config.workflows.base import WorkflowSection
 
 
 class SingleTurnWorkflow(WorkflowSection):
-    """One completion of the task's prompt, judged by `rewards`."""
+    """One completion of the task's prompt, scored by `rewards`."""
 
     single_turn: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Rollouts that an application makes."""
+"""Workflows whose rollouts an application makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollmill.config.workflows.base import WorkflowSection
 
 
 class TrafficWorkflow(WorkflowSection):
-    """What applications do with the model that `rollmill serve RUN.yaml --train` serves; feedback rewards it."""
+    """Sessions of applications with the model that `rollmill serve RUN.yaml --train` serves, rewarded by feedback."""
 
     uses_rewards: ClassVar[bool] = False
     uses_tasks: ClassVar[bool] = False
@@ -19,7 +19,7 @@ class TrafficWorkflow(WorkflowSection):
 
     name: Literal["traffic"] = "traffic"
     group: Literal["session", "prompt"] = "session"
-    """What is compared: `session`: every session is a group of its own, for algorithms that compare with the whole
-    batch. `prompt`: `rollout.group_size` sessions that began with the same prompt."""
+    """Group of sessions that are compared. `session`: every session is its own group, for algorithms that compare with
+    the whole batch. `prompt`: `rollout.group_size` sessions with the same first prompt."""
     pending: int = Field(4096, ge=1)
-    """Sessions that wait for others with the same prompt; past that the oldest are dropped."""
+    """Maximum sessions that wait for others with the same prompt; beyond that the oldest are dropped."""

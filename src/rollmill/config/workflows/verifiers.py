@@ -1,4 +1,4 @@
-"""Environments of the library verifiers."""
+"""Workflows that run environments of the library verifiers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from rollmill.config.workflows.base import WorkflowSection
 
 
 class VerifiersWorkflow(WorkflowSection):
-    """An environment of the library verifiers (0.4), as it is: its tasks, tools and rewards, against our endpoint.
+    """An environment of the library verifiers (0.4), unmodified: its tasks, tools and rewards, with the policy behind
+    rollmill's endpoint.
 
-    It runs in a Python of its own, which `make verifiers-setup` makes; tasks come from `rollmill.data.verifiers:rows`.
+    It runs in a separate Python, created by `make verifiers-setup`; tasks come from `rollmill.data.verifiers:rows`.
     """
 
     uses_rewards: ClassVar[bool] = False
@@ -21,20 +22,21 @@ class VerifiersWorkflow(WorkflowSection):
 
     name: Literal["verifiers"] = "verifiers"
     taskset: str
-    """The id of an installed package of tasks, or FILE.py with one."""
+    """Id of an installed package of tasks, or FILE.py with one."""
     python: Path = Path(".venv-verifiers/bin/python")
-    """The Python that has verifiers."""
+    """Python interpreter that has verifiers."""
     options: dict[str, Any] = {}
     """Keys of the taskset's own configuration."""
     env: dict[str, Any] = {}
     """Keys of verifiers' section `env`: `id` of an environment, `agent`, `timeout` ..."""
     harness: str = "rollmill_chat"
-    """What talks to the policy: a conversation with tools, or the id of one of verifiers' programs, such as `bash`."""
+    """Harness that talks to the policy: a conversation with tools, or the id of one of verifiers' programs, such as
+    `bash`."""
     turns: int | None = Field(None, ge=1)
-    """Most turns of the policy; null: as the environment has it."""
+    """Maximum turns of the policy; null: the environment's limit."""
     at_once: int = Field(32, ge=1)
-    """Rollouts that run at the same time."""
+    """Maximum number of concurrent rollouts."""
     time_limit_s: float = Field(300.0, gt=0)
-    """Longest rollout; past it it has failed."""
+    """Timeout of a rollout."""
     restart_after: int = Field(500, ge=1)
-    """Rollouts after which the process is replaced, against leaks."""
+    """Rollouts after which the process is replaced, to limit memory leaks."""

@@ -1,4 +1,4 @@
-"""What a task operator sees and reports to: all tasks of a set, and what became of each."""
+"""Input and report of a task operator: the tasks of a taskset, and which were dropped or changed."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from rollmill.types import Task
 
 @dataclass(slots=True)
 class TaskOperatorReport:
-    """What one operator did to a taskset. Tasks stand by their id."""
+    """Result of one operator on a taskset; tasks are identified by id."""
 
     taskset: str
     operator: str
     seen: int
-    dropped: dict[str, str] = field(default_factory=dict)  #: task -> why
+    dropped: dict[str, str] = field(default_factory=dict)  #: task -> reason
     changed: set[str] = field(default_factory=set)
-    changes: Counter[str] = field(default_factory=Counter)  #: what was changed -> in how many tasks
+    changes: Counter[str] = field(default_factory=Counter)  #: kind of change -> number of tasks
 
     @property
     def kept(self) -> int:
-        """Tasks that are still there."""
+        """Number of remaining tasks."""
         return self.seen - len(self.dropped)
 
     def __str__(self) -> str:
-        """One line: numbers, and reasons with the most frequent first."""
+        """One line: counts, and reasons with the most frequent first."""
         words = [f"{self.kept} of {self.seen} tasks kept"]
         if self.changed:
             words.append(f"{len(self.changed)} changed ({_counts(self.changes)})")
@@ -36,9 +36,9 @@ class TaskOperatorReport:
 
 
 class TaskBatch:
-    """All tasks of a set, on their way through an operator, which changes them in place and says so.
+    """All tasks of a taskset during an operator, which changes them in place and records each change.
 
-    Reasons are short constant words such as `too long`: the report counts them.
+    Reasons are short constant texts such as `too long`, because the report counts them.
     """
 
     def __init__(self, tasks: Sequence[Task], report: TaskOperatorReport) -> None:
@@ -47,28 +47,28 @@ class TaskBatch:
         self._ids = {task.id for task in tasks}
 
     def check(self) -> None:
-        """Raises ValueError where an operator gave a task another id: reports, states and ratings go by ids."""
+        """Raises ValueError if an operator changed the id of a task: reports, states and ratings refer to ids."""
         if {task.id for task in self._tasks} != self._ids:
             raise ValueError("it changed the id of a task; write what you need into task.metadata")
 
     @property
     def tasks(self) -> list[Task]:
-        """Those that are still there, in order. A copy: dropping while looping is fine."""
+        """Remaining tasks in order, as a copy: tasks may be dropped while looping over it."""
         return [task for task in self._tasks if task.id not in self.report.dropped]
 
     def drop(self, task: Task, why: str) -> None:
-        """Take a task out. Raises ValueError for one that is not there."""
+        """Drop a task. Raises ValueError if it is unknown or already dropped."""
         if task.id in self.report.dropped or task.id not in self._ids:
             raise ValueError(f"task {task.id} is dropped, and it is not there")
         self.report.dropped[task.id] = why
 
     def change(self, task: Task, why: str) -> None:
-        """Note that a task was changed. Its id has to stay."""
+        """Record that a task was changed. Its id must not change."""
         self.report.changed.add(task.id)
         self.report.changes[why] += 1
 
-    def reorder(self, tasks: Sequence[Task]) -> None:
-        """Put the tasks that are still there into another order. Raises ValueError where they are not the same."""
+    def arrange(self, tasks: Sequence[Task]) -> None:
+        """Reorder the remaining tasks. Raises ValueError if `tasks` are not the same tasks."""
         if len(tasks) != len(self.tasks) or {task.id for task in tasks} != {task.id for task in self.tasks}:
             raise ValueError("arrange takes the same tasks in another order; take tasks out by drop")
         self._tasks = list(tasks)

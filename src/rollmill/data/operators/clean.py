@@ -1,4 +1,4 @@
-"""Texts written in one way."""
+"""Normalises texts: HTML entities, Unicode, control characters and white space."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmill.data.operators.batch import TaskBatch
 from rollmill.types import Message, Task
 
 _UNSEEN = "\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff"
-"""Soft hyphens, spaces without width, marks of writing direction. Joiners stay: letters of some scripts need them."""
+"""Soft hyphens, zero-width spaces, direction marks. Joiners stay, because some scripts need them."""
 _CONTROL = regex.compile(rf"[\p{{Cc}}--[\n\r\t\f\v\x85]]|[{_UNSEEN}]", regex.V1)
 _LINE_END = regex.compile("\r\n|[\r\f\v\x85\u2028\u2029]")
 _SPACE = regex.compile(r"[\p{Zs}--[ ]]", regex.V1)
@@ -24,7 +24,7 @@ Change = tuple[str, Callable[[str], str]]
 
 
 def clean(options: CleanTasks) -> Callable[[TaskBatch], None]:
-    """Rewrites texts and says which rule changed them; drops tasks without a prompt."""
+    """Rewrites texts and records which rule changed them; drops tasks with an empty prompt."""
     changes = _changes(options)
 
     def apply(batch: TaskBatch) -> None:
@@ -62,7 +62,7 @@ def _collapsed(text: str) -> str:
 
 
 def _apply(task: Task, options: CleanTasks, change: Callable[[str], str]) -> bool:
-    """Whether one of the task's texts is another one now."""
+    """Apply a change to the task's texts; returns whether one of them changed."""
     before = [getattr(task, name) for name in options.fields]
     for name in options.fields:
         value = getattr(task, name)

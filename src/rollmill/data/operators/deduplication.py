@@ -1,4 +1,4 @@
-"""Tasks that ask the same, or nearly the same."""
+"""Removes duplicate tasks, and training tasks that overlap with held-out ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from rollmill.data.operators.batch import TaskBatch
 from rollmill.errors import ConfigError
 from rollmill.types import Task
 
-# The texts and pictures of a task, and texts as words.
-
 _WORD = regex.compile(
     r"[\p{Han}\p{Hiragana}\p{Katakana}]|[[\p{L}\p{M}\p{N}_]--[\p{Han}\p{Hiragana}\p{Katakana}]]+|[^\s\p{L}\p{M}\p{N}_]",
     regex.V1,
@@ -25,41 +23,41 @@ _WORD = regex.compile(
 
 
 ImageDigests = tuple[str, ...]
-"""Digests of a task's pictures."""
+"""Digests of a task's images."""
 
 
 def image_digests(task: Task) -> ImageDigests:
-    """The pictures that a task asks about; tasks with different ones are different."""
+    """Digests of the images of a task; tasks with different images are different."""
     return tuple(image.sha256 for image in image_refs_of(task.metadata))
 
 
 def flatten_prompt(task: Task) -> str:
-    """What the task asks, as text; of a chat all messages but the system's."""
+    """The prompt as text; of a chat all messages except system messages."""
     if isinstance(task.prompt, str):
         return task.prompt
     return "\n".join(message["content"] for message in task.prompt if message["role"] != "system")
 
 
 def normalize_text(text: str) -> str:
-    """A text for comparison: compatible characters, case and spaces do not count."""
+    """Normalise a text for comparison: NFKC, case folding, single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def words(text: str) -> list[str]:
-    """Words, signs and Chinese or Japanese characters of a normalised text, in order."""
+    """Words, punctuation marks and Chinese or Japanese characters of a normalised text, in order."""
     return _WORD.findall(text)
 
 
 def word_ngrams(of: list[str], length: int) -> Iterator[str]:
-    """Every run of `length` words; all words, where there are fewer."""
+    """Every sequence of `length` words; all words if there are fewer."""
     for start in range(max(len(of) - length, 0) + 1):
         yield " ".join(of[start : start + length])
 
 
 def deduplicate(options: DeduplicateTasks) -> Callable[[TaskBatch], None]:
-    """Keeps the first task of each group of duplicates; with `conflicting: drop` none, if their answers differ.
+    """Keeps the first task of each group of duplicates; with `conflicting: drop` none if their answers differ.
 
-    Tasks with different pictures are different.
+    Tasks with different images are no duplicates.
     """
 
     def apply(batch: TaskBatch) -> None:
@@ -89,7 +87,7 @@ def _same(tasks: list[Task]) -> Iterator[list[Task]]:
 
 
 def _near(tasks: list[Task], options: DeduplicateTasks) -> Iterator[list[Task]]:
-    """Groups around the first task of each: MinHash finds candidates, and their sequences decide."""
+    """Group tasks around the first of each group: MinHash finds candidates, the Jaccard similarity decides."""
     try:
         from datasketch import MinHash, MinHashLSH
     except ModuleNotFoundError as error:
@@ -120,16 +118,14 @@ def _jaccard(one: set[str], other: set[str]) -> float:
     return len(one & other) / len(one | other)
 
 
-# Training tasks that overlap with held-out ones.
-
 _FEW = 2
-"""A sequence in so many held-out prompts is never taken for a part of a template."""
+"""A sequence in at most this many held-out prompts never counts as part of a template."""
 
 
 def decontaminate(options: DecontaminateTasks, held_out: Sequence[Task]) -> Callable[[TaskBatch], None]:
-    """Drops tasks whose prompt is a held-out one, or has a sequence of words in common with one.
+    """Drops tasks whose prompt is a held-out one, or shares an n-gram of words with one.
 
-    The same question about other pictures is another prompt.
+    The same question about other images is another prompt.
     """
     whole = set()
     counts: Counter[tuple[ImageDigests, str]] = Counter()

@@ -1,4 +1,4 @@
-"""A number for each task's difficulty, in the column `difficulty`: greater is harder."""
+"""Sets each task's difficulty in the column `difficulty`: greater is harder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIFFICULTY_COLUMN = "difficulty"
 
 
 def difficulty(options: RateTaskDifficulty) -> Callable[[TaskBatch], None]:
-    """Sets `difficulty` of every task. Raises TasksetError naming tasks that have none, unless `missing` says it."""
+    """Sets `difficulty` of every task. Raises TasksetError if a task has none and `missing` is not set."""
 
     def apply(batch: TaskBatch) -> None:
         scores = None if options.scores is None else read_scores(options.scores)
@@ -45,9 +45,9 @@ def difficulty(options: RateTaskDifficulty) -> Callable[[TaskBatch], None]:
 
 
 def read_scores(path: Path) -> dict[str, float]:
-    """Difficulties by id, of a file that `rollmill tasks score` wrote.
+    """Read difficulties by task id from a file of `rollmill tasks score`.
 
-    Raises TasksetError naming the line that has none.
+    Raises TasksetError naming the first line without one.
     """
     try:
         records = list(read_jsonl(path))

@@ -1,4 +1,4 @@
-"""Tasks that meet conditions on a field."""
+"""Filters, sorts and samples tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OWN = ("id", "answer", "response", "rejected", "taskset")
 def filter_tasks(options: FilterTasks) -> Callable[[TaskBatch], None]:
     """Drops tasks that fail a condition, or with `exclude` those that meet all.
 
-    Raises TasksetError where no task has the field.
+    Raises TasksetError if no task has the field.
     """
     pattern = None if options.matches is None else regex.compile(options.matches)
 
@@ -44,14 +44,14 @@ def filter_tasks(options: FilterTasks) -> Callable[[TaskBatch], None]:
 
 
 def task_field(task: Task, field: str) -> Any:
-    """A text of the task, or a column of its metadata; None where there is nothing."""
+    """A text of the task, or a column of its metadata; None if it has none."""
     if field == "prompt":
         return flatten_prompt(task)
     return getattr(task, field) if field in _OWN else task.metadata.get(field)
 
 
 def _failing(options: FilterTasks, pattern: regex.Pattern[str] | None, value: Any) -> str | None:
-    """Which condition a value fails, in words; None where it meets all."""
+    """Describe the condition that a value fails; None if it meets all."""
     something = value is not None and value != "" and value != []
     if options.present is not None and options.present != something:
         return "missing" if options.present else "present"
@@ -76,18 +76,15 @@ def _failing(options: FilterTasks, pattern: regex.Pattern[str] | None, value: An
     return None
 
 
-def _same(value: Any, wanted: str | int | float | bool) -> bool:
-    """Equal, also where a file holds a number as text; 1 is not true."""
-    if isinstance(value, bool) or isinstance(wanted, bool):
-        return value is wanted
-    return bool(value == wanted) or (isinstance(value, str) and value == str(wanted))
-
-
-# Tasks sorted, and some chosen at random.
+def _same(value: Any, expected: str | int | float | bool) -> bool:
+    """Whether two values are equal, also if a file holds a number as text; 1 does not equal true."""
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    return bool(value == expected) or (isinstance(value, str) and value == str(expected))
 
 
 def sort(options: SortTasks) -> Callable[[TaskBatch], None]:
-    """Sorts tasks by a column; equal ones keep their order. Raises TasksetError where a task has no number there."""
+    """Sorts tasks by a column, stably. Raises TasksetError if a task has no number there."""
 
     def apply(batch: TaskBatch) -> None:
         tasks = batch.tasks
@@ -101,13 +98,13 @@ def sort(options: SortTasks) -> Callable[[TaskBatch], None]:
             )
         sign = -1 if options.descending else 1
         order = sorted(range(len(tasks)), key=lambda index: sign * (numbers[index] or 0.0))
-        batch.reorder([tasks[index] for index in order])
+        batch.arrange([tasks[index] for index in order])
 
     return apply
 
 
 def sample(options: SampleTasks) -> Callable[[TaskBatch], None]:
-    """Drops all but `n` tasks."""
+    """Keeps `n` random tasks and drops the others."""
 
     def apply(batch: TaskBatch) -> None:
         tasks = batch.tasks

@@ -1,4 +1,4 @@
-"""From the run file's `taskset.pipeline` to prepared tasks."""
+"""Runs the run file's `taskset.pipeline`, with built-in and users' task operators."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ from rollmill.data.operators.filters import filter_tasks, sample, sort
 from rollmill.errors import RollmillError, TasksetError
 from rollmill.types import Task
 
-# The decorator that makes a user's function an operator of `taskset.pipeline`.
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def task_operator(function: Function) -> Function:
     """Register a task operator under its name: `taskset: {pipeline: [{name: NAME, ...}]}`.
 
-    The function takes one `rollmill.data.operators.TaskBatch` and returns nothing. It has to do the same every time,
-    because a resumed run calls it again. Keyword-only parameters with a type and a default are keys of the run file.
+    The function takes one `rollmill.data.operators.TaskBatch` and returns nothing. It has to be deterministic, because
+    a resumed run calls it again. Keyword-only parameters with a type and a default are keys of the run file.
 
     Raises ConfigError naming the parameter that lacks a type or a default.
     """
@@ -45,7 +43,7 @@ def task_operator(function: Function) -> Function:
 
 
 def build_custom_task_operator(section: TaskOperatorSection) -> Callable[..., Any]:
-    """The operator of a registered section."""
+    """Build the operator of a registered section."""
     function = type(section).function
     assert function is not None
     return partial(function, **section.arguments())
@@ -58,14 +56,14 @@ TaskReader = Callable[[RowsSection], list[Task]]
 def run_task_pipeline(
     taskset: str, tasks: Sequence[Task], pipeline: Sequence[TaskOperatorSection], read: TaskReader
 ) -> tuple[list[Task], list[TaskOperatorReport]]:
-    """What comes out of a pipeline, and what each operator did.
+    """Run a pipeline; returns its tasks and a report per operator.
 
     Args:
         taskset: name, for reports and errors.
-        tasks: stay as they are; operators get copies.
+        tasks: not changed; operators get copies.
         read: reads held-out tasks.
 
-    Raises TasksetError: an operator raised, or leaves no task.
+    Raises TasksetError: an operator raised, or left no task.
     """
     current = [copy.copy(task) for task in tasks]
     for task in current:

@@ -1,4 +1,4 @@
-"""Samplers: which task comes next. Each goes on exactly from its state."""
+"""Samplers choose the next task. Each resumes exactly from its state."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from rollmill.data.samplers.custom import CustomSampler, TaskView, order
 from rollmill.data.samplers.epochs import EasyToHardSampler, EpochSampler, MixtureSampler
 from rollmill.data.taskset import MixtureComponent, Taskset
 
-# From a taskset and its `order` to a sampler.
-
-_APART = 0x9E3779B97F4A7C15  # keeps the random numbers of a mix's sets apart
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # gives the tasksets of a mixture different random numbers
 
 
 def build_sampler(taskset: Taskset, order: OrderSection, seed: int, *, batch: int, observed: bool = True) -> Sampler:
-    """The sampler of a taskset.
+    """Build the sampler of a taskset.
 
     Args:
-        order: how to choose; a mix goes by the orders of its sets instead.
-        seed: what all randomness derives from.
-        batch: tasks per training step: how many are drawn at once where success decides.
-        observed: whether the sampler will be told of successes; where not, orders that go by them shuffle.
+        order: how to choose; a mixture uses the orders of its tasksets instead.
+        seed: seed of all randomness.
+        batch: tasks per training step, drawn at once by orders that depend on success.
+        observed: whether the sampler will observe successes; if not, orders that depend on them shuffle.
 
     Raises:
         TasksetError: the order needs a column that tasks lack.
@@ -38,7 +36,7 @@ def build_sampler(taskset: Taskset, order: OrderSection, seed: int, *, batch: in
 
         def of_set(part: Taskset, mixed: MixtureComponent, number: int, share: float) -> Sampler:
             of_this = max(1, round(batch * share))
-            return build_sampler(part, mixed.order, seed + number * _APART, batch=of_this, observed=observed)
+            return build_sampler(part, mixed.order, seed + number * _SEED_STRIDE, batch=of_this, observed=observed)
 
         return MixtureSampler(taskset, seed, of_set)
     order = order if observed else _unobserved(order)
@@ -58,7 +56,7 @@ def build_sampler(taskset: Taskset, order: OrderSection, seed: int, *, batch: in
 
 
 def _unobserved(order: OrderSection) -> OrderSection:
-    """The same order without what goes by success."""
+    """Replace an order that depends on success by one that does not."""
     plain = order.model_copy(update={"skip_uniform": 0})
     return ShuffledOrder() if plain.uses_success else plain
 

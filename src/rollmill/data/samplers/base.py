@@ -1,4 +1,4 @@
-"""What all samplers have in common: one taskset, an identity that a state has to match, and tasks by number."""
+"""Base class of samplers: a taskset, an identity that a restored state has to match, and tasks by index."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Sampler(ABC):
-    """Hands out the tasks of a taskset forever.
+    """Yields the tasks of a taskset forever.
 
     Args:
         taskset: not empty.
         order: how to choose.
-        seed: what all randomness derives from.
+        seed: seed of all randomness.
     """
 
     def __init__(self, taskset: Taskset, order: OrderSection, seed: int) -> None:
@@ -46,40 +46,40 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Epoch of the task that `next` returned last, from 0. Where a draw does not look back: draws / tasks."""
+        """Epoch of the last task that `next` returned, from 0; draws / tasks for samplers without epochs."""
 
     @abstractmethod
     def next(self, step: int = 0) -> Task:
-        """The next task; `step` is the training step (of the stage, from 0) that asks."""
+        """The next task; `step` is the training step of the stage, from 0."""
 
     @abstractmethod
     def observe(self, task_id: str, successes: Sequence[float]) -> None:
-        """Take note of the success (0 to 1) of each completion of a task's group, of which there is at least one.
+        """Record the success (0 to 1) of each completion of a task's group, which has at least one.
 
         Called in the order in which groups were submitted. Tasks of other tasksets are ignored.
         """
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """What the sampler knows, for the step's metrics."""
+        """Metrics of the sampler for the training step."""
 
     @abstractmethod
     def progress(self) -> dict[str, Any]:
-        """What `state_dict` holds besides the identity. Later draws do not change it."""
+        """State without the identity. Later draws do not change the returned value."""
 
     @abstractmethod
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from `progress`."""
+        """Restore the result of `progress`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler is, as plain JSON."""
+        """State as plain JSON."""
         return {**self.progress(), **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken.
+        """Restore `state`.
 
         Raises:
-            TasksetError: the state is of another taskset, order or seed.
+            TasksetError: the state belongs to another taskset, order or seed.
         """
         for key, value in self._identity.items():
             if state.get(key) != value:
@@ -91,11 +91,14 @@ class Sampler(ABC):
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        """Task id -> its number in the taskset."""
+        """Task id -> index in the taskset."""
         return {task.id: number for number, task in enumerate(self._taskset.tasks)}
 
     def _column(self, column: str, key: str) -> Floats:
-        """A number of each task's metadata, [tasks]; a part of the identity. Raises TasksetError where one has none."""
+        """Numbers from each task's metadata, [tasks]; adds them to the identity.
+
+        Raises TasksetError if a task has none.
+        """
         values = [to_finite_number(task.metadata.get(column)) for task in self._taskset.tasks]
         wrong = [number for number, value in enumerate(values) if value is None]
         if wrong:
@@ -110,7 +113,7 @@ class Sampler(ABC):
 
 
 def _identity(order: OrderSection) -> Any:
-    """The order as a state names it: its name, where the name says all."""
+    """Identify an order in a state: by its name if it has no options, else by all of them."""
     if isinstance(order, ShuffledOrder | SequentialOrder) and not order.skip_uniform:
         return order.name
     return order.model_dump(mode="json")
@@ -123,15 +126,15 @@ def _words(value: Any) -> str:
 
 
 def counter_rng(*counters: int) -> np.random.Generator:
-    """Random numbers that depend on `counters` alone, so that no generator's state has to be kept."""
+    """Random generator that depends only on `counters`, so that no generator's state has to be stored."""
     return np.random.default_rng([counter % 2**64 for counter in counters])
 
 
 def encode_array(array: npt.NDArray[Any]) -> str:
-    """An array as text: base64 of its bytes, little-endian. Exact, and a hundred times faster than a list."""
+    """Encode an array as base64 of its little-endian bytes: exact, and a hundred times faster than a list."""
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()).decode()
 
 
 def decode_array(text: str, kind: type[np.float64] | type[np.int64]) -> npt.NDArray[Any]:
-    """Inverse of `packed`."""
+    """Inverse of `encode_array`."""
     return np.frombuffer(base64.b64decode(text), np.dtype(kind).newbyteorder("<")).astype(kind)

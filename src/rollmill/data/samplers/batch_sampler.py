@@ -1,4 +1,4 @@
-"""Samplers without epochs: a batch of different tasks at a time, chosen among all of them by what is known so far."""
+"""Samplers without epochs: draw a batch of different tasks at once, by success rate or difficulty."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from rollmill.types import Task
 
 
 class BatchSampler(Sampler):
-    """Draws `batch` tasks at once: a few passes over arrays of [tasks], however many tasks there are.
+    """Draws `batch` tasks at once, with a few passes over arrays of [tasks].
 
-    No task comes twice in a batch while others may come. Random numbers depend on the seed and the number of the draw.
+    A batch repeats a task only if fewer tasks are eligible than it needs. Random numbers depend on the seed and the
+    number of the draw.
     """
 
     def __init__(self, taskset: Taskset, order: SuccessRateOrder, seed: int, batch: int) -> None:
@@ -70,16 +71,16 @@ class BatchSampler(Sampler):
 
     @abstractmethod
     def _eligible(self, step: int) -> Bools | None:
-        """Which tasks may come in this step, [tasks]; None: all. Never none."""
+        """Mask of the tasks that may be drawn in this step, [tasks]; None for all. At least one is True."""
 
     @abstractmethod
     def _keys(self, random: np.random.Generator) -> Floats:
-        """A number for each task, [tasks]: those with the least ones come."""
+        """A key for each task, [tasks]: those with the smallest keys are drawn."""
 
     def _draw(self, step: int) -> list[int]:
         allowed = self._allowed(step)
         drawn: list[int] = []
-        while len(drawn) < self._batch:  # once, unless fewer tasks may come than a batch has places
+        while len(drawn) < self._batch:  # once, unless fewer tasks are eligible than the batch needs
             keys = self._keys(counter_rng(self._seed, self._draws))
             self._draws += 1
             numbers = np.arange(self._size) if allowed is None else np.flatnonzero(allowed)
@@ -89,7 +90,7 @@ class BatchSampler(Sampler):
         return drawn
 
     def _allowed(self, step: int) -> Bools | None:
-        """Eligible tasks that are not left out. Where that is none, those come that were left out longest."""
+        """Mask of eligible tasks that are not skipped; if there is none, those whose skipping ends first."""
         eligible, epoch = self._eligible(step), self._handed_out // self._size
         due = self._skipping.due(epoch)
         if due is None:
@@ -99,18 +100,18 @@ class BatchSampler(Sampler):
 
 
 def _least(keys: Floats, count: int) -> Ints:
-    """Places of the `count` least keys, the least first."""
+    """Indices of the `count` smallest keys, in ascending order of the key."""
     if count < len(keys):
         places = np.argpartition(keys, count)[:count]
         return places[np.argsort(keys[places], kind="stable")]
     return np.argsort(keys, kind="stable")
 
 
-# Tasks with chances in proportion to weights: 1 - success rate (Kimi k1.5, arXiv:2501.12599), or a user's.
-
-
 class WeightedSampler(BatchSampler):
-    """Successive draws without replacement within a batch, by exponential keys (Efraimidis and Spirakis, 2006)."""
+    """Draws tasks in proportion to weights, without replacement within a batch.
+
+    Uses exponential keys (Efraimidis and Spirakis, 2006).
+    """
 
     @abstractmethod
     def _weights(self) -> Floats:
@@ -126,7 +127,7 @@ class WeightedSampler(BatchSampler):
 
 
 class PrioritisedSampler(WeightedSampler):
-    """P(task) proportional to 1 - its success rate, but at least `order.floor`."""
+    """P(task) proportional to max(1 - success rate, `order.floor`) (Kimi k1.5, arXiv:2501.12599)."""
 
     def __init__(self, taskset: Taskset, order: PrioritisedOrder, seed: int, batch: int) -> None:
         super().__init__(taskset, order, seed, batch)
@@ -137,13 +138,11 @@ class PrioritisedSampler(WeightedSampler):
         return weights
 
 
-# Thompson sampling of the tasks that are neither too easy nor too hard.
-
-
 class PosteriorSampler(BatchSampler):
-    """A success rate is drawn from each task's Beta posterior; the tasks whose draw is nearest to `order.target` come.
+    """Thompson sampling: draws a success rate from each task's Beta posterior and takes the tasks nearest to
+    `order.target`.
 
-    Tasks that were seldom rolled out have wide posteriors, so that they come often enough to be known.
+    Tasks that were seldom rolled out have wide posteriors, so that they are explored.
     """
 
     def __init__(self, taskset: Taskset, order: PosteriorOrder, seed: int, batch: int) -> None:
@@ -157,14 +156,11 @@ class PosteriorSampler(BatchSampler):
         return np.abs(random.beta(*self._success.parameters()) - self._target)
 
 
-# All tasks for some steps, then only hard ones (Kimi k1.5, arXiv:2501.12599).
-
-
 class CurriculumSampler(BatchSampler):
-    """For `order.warmup` steps all tasks, then those beyond `order.bound`; all again while there is no such task.
+    """All tasks for `order.warmup` steps, then only hard ones, beyond `order.bound` (Kimi k1.5, arXiv:2501.12599).
 
-    Among the tasks that may come, those come first that were drawn least often, at random where they are equal. Fewer
-    hard tasks than places in a batch come several times in it.
+    While no task is hard, all are eligible. The least often drawn tasks come first, with random ties. Hard tasks repeat
+    within a batch if there are too few.
     """
 
     def __init__(self, taskset: Taskset, order: CurriculumOrder, seed: int, batch: int) -> None:
@@ -172,12 +168,12 @@ class CurriculumSampler(BatchSampler):
         self._warmup, self._bound = order.warmup, order.bound
         by_column = order.by == "difficulty"
         self._difficulty = self._column(order.column, "order curriculum") if by_column else None
-        self._warm = True  #: the tasks that are ready were drawn in the warm-up
+        self._warm = True  #: whether the ready tasks were drawn in the warm-up
 
     def next(self, step: int = 0) -> Task:
         if (step < self._warmup) != self._warm:
             self._warm = step < self._warmup
-            np.subtract.at(self._drawn, self._ready, 1)  # they will not come
+            np.subtract.at(self._drawn, self._ready, 1)  # discarded, so they do not count as drawn
             self._ready = []
         return super().next(step)
 

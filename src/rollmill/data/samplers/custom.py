@@ -1,4 +1,4 @@
-"""Orders of users' files: a function that weighs the tasks."""
+"""Users' task orders: a function that returns a weight for each task."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """What a user's order goes by. Arrays have one entry per task."""
+    """Input of a user's order. Arrays have one entry per task."""
 
     tasks: Sequence[Task]
-    rates: Floats  #: success rates, the prior where nothing was seen
-    groups: Ints  #: how many groups were rolled out
+    rates: Floats  #: success rates; the prior for tasks without rollouts
+    groups: Ints  #: number of groups that were rolled out
     step: int  #: of the stage, from 0
 
 
 def order(function: Function) -> Function:
     """Register an order under its name: `taskset: {order: NAME}`.
 
-    The function takes a `TaskView` and returns a weight of at least 0 for each task; tasks are drawn with chances in
-    proportion. It is called once per batch. Keyword-only parameters with a type and a default are keys of the run file,
-    beside those of all orders that track success.
+    The function takes a `TaskView` and returns a weight of at least 0 for each task; tasks are drawn in proportion.
+    It is called once per batch. Keyword-only parameters with a type and a default are keys of the run file, beside
+    those of all orders that track success.
 
     Raises ConfigError naming the parameter that lacks a type or a default.
     """
@@ -43,7 +43,7 @@ def order(function: Function) -> Function:
 
 
 class CustomSampler(WeightedSampler):
-    """P(task) proportional to what a user's function says."""
+    """P(task) proportional to the weights of a user's function."""
 
     def __init__(self, taskset: Taskset, order: CustomOrder, seed: int, batch: int) -> None:
         super().__init__(taskset, order, seed, batch)
@@ -54,10 +54,10 @@ class CustomSampler(WeightedSampler):
         return super().next(step)
 
     def _weights(self) -> Floats:
-        function, own = type(self._order).function, self._order.arguments()
+        function, arguments = type(self._order).function, self._order.arguments()
         assert function is not None
         known = CustomOrder.model_fields.keys()
-        options = {key: value for key, value in own.items() if key not in known}
+        options = {key: value for key, value in arguments.items() if key not in known}
         view = TaskView(self._taskset.tasks, self._success.rates(), self._success.groups.copy(), self._step)
         name = f"taskset.order `{self._order.name}`"
         try:

@@ -1,4 +1,4 @@
-"""Every task once per epoch: shuffled, as it stands, or easy ones first."""
+"""Samplers with epochs: every task once per epoch (shuffled, sequential or easy ones first), and mixtures."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rollmill.types import Task
 
 
 class EpochSampler(Sampler):
-    """Goes through the tasks epoch after epoch, `shuffled` or `sequential`; `order.skip_uniform` leaves some out.
+    """Iterates over the tasks in epochs, `shuffled` or `sequential`; `order.skip_uniform` skips some.
 
-    What is left out is decided when an epoch begins. Where that would be every task, epochs pass until one comes again.
+    Skipped tasks are determined when an epoch starts. If that is every task, the next epoch with a task starts instead.
     """
 
     def __init__(self, taskset: Taskset, order: OrderSection, seed: int) -> None:
@@ -74,7 +74,7 @@ class EpochSampler(Sampler):
 
 
 class EasyToHardSampler(EpochSampler):
-    """The easy tasks of each epoch first, by a column or by the tracked success rate when the epoch begins."""
+    """Easy tasks of each epoch first, by a column or by the tracked success rate at the start of the epoch."""
 
     def __init__(self, taskset: Taskset, order: EasyToHardOrder, seed: int) -> None:
         self._success: SuccessTracker | None = None
@@ -110,16 +110,15 @@ class EasyToHardSampler(EpochSampler):
         return np.lexsort((ties, difficulty)).astype(np.int64)
 
 
-# Several tasksets in turn, in proportion to their weights; each in its own order.
-
-
 class MixtureSampler(Sampler):
-    """The set that is furthest behind its share comes next, so that after n draws each has its share of n within one
-    (for two sets; within a few for more).
+    """Draws from several tasksets in proportion to their weights; each has its own order.
+
+    The taskset furthest behind its share is next, so that after n draws each has its share of n within one (for two
+    tasksets; within a few for more).
 
     Args:
-        taskset: with `mixed`; a task belongs to the set that `task.taskset` names. Sets without tasks are left out.
-        build: makes the sampler of a set; told the share of the whole.
+        taskset: has `mixed`; `task.taskset` names the component of a task. Components without tasks are left out.
+        build: builds the sampler of a component from its taskset, its entry, its index and its share.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class MixtureSampler(Sampler):
 
     @property
     def epoch(self) -> int:
-        """That of the set which has got least far."""
+        """Smallest epoch of the components."""
         return min(each.epoch for each in self._sets.values())
 
     def next(self, step: int = 0) -> Task:

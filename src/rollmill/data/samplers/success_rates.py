@@ -1,4 +1,4 @@
-"""What is known of each task: its discounted successes and failures, and the success rate that follows."""
+"""Per-task statistics: discounted successes and failures with the success rate, and skipping of uniform groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollmill.data.samplers.base import Bools, Floats, Ints, decode_array, encod
 from rollmill.errors import TasksetError
 
 _LEAST = 0.01
-"""A prior of 0 or 1 would never be doubted."""
+"""Smallest prior, because observations could not change a prior of 0 or 1."""
 
 
 def build_success_tracker(order: SuccessRateOrder, size: int, column: Callable[[str, str], Floats]) -> SuccessTracker:
-    """What an order tracks; `column` gives the numbers of a column, for a key of the run file.
+    """Build the tracker of an order; `column` returns the numbers of a column, for a key of the run file.
 
-    Raises TasksetError where `prior_column` has numbers that are no success rates.
+    Raises TasksetError if `prior_column` has numbers outside [0, 1].
     """
     priors = np.full(size, order.prior)
     if order.prior_column is not None:
@@ -33,23 +33,23 @@ def build_success_tracker(order: SuccessRateOrder, size: int, column: Callable[[
 
 
 class SuccessTracker:
-    """Successes and failures of each task, [tasks], in completions; each new group discounts what was before.
+    """Tracks successes and failures of each task, [tasks], in completions; each new group discounts earlier ones.
 
     The rate is the mean of a Beta distribution: (prior * weight + successes) / (weight + successes + failures).
 
     Args:
-        priors: success rate of a task that was never rolled out, [tasks].
-        weight: how many completions the prior is worth.
-        discount: factor of earlier groups, each time a new one comes.
+        priors: success rate of a task without rollouts, [tasks].
+        weight: weight of the prior, in completions.
+        discount: factor applied to earlier groups for each new one.
     """
 
     def __init__(self, priors: Floats, weight: float, discount: float) -> None:
         self._priors, self._weight, self._discount = priors, weight, discount
         self.successes, self.failures = np.zeros(len(priors)), np.zeros(len(priors))
-        self.groups: Ints = np.zeros(len(priors), np.int64)  #: how many were observed
+        self.groups: Ints = np.zeros(len(priors), np.int64)  #: number of observed groups
 
     def observe(self, number: int, successes: Sequence[float]) -> None:
-        """Take in a group of task `number`; success 0 to 1 of each completion."""
+        """Add a group of task `number`; success 0 to 1 of each completion."""
         right = float(sum(successes))
         self.successes[number] = self._discount * self.successes[number] + right
         self.failures[number] = self._discount * self.failures[number] + len(successes) - right
@@ -61,19 +61,19 @@ class SuccessTracker:
         return prior + self.successes, self._weight - prior + self.failures
 
     def rates(self) -> Floats:
-        """Success rate of each task; the prior where nothing was seen."""
+        """Success rate of each task; the prior for tasks without rollouts."""
         a, b = self.parameters()
         rates: Floats = a / (a + b)
         return rates
 
     def metrics(self) -> dict[str, float]:
-        """Share of tasks that were seen, and their mean rate."""
+        """Share of tasks with rollouts, and their mean success rate."""
         seen = self.groups > 0
         rate = {"tasks/success": float(self.rates()[seen].mean())} if seen.any() else {}
         return {"tasks/seen": float(seen.mean()), **rate}
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain JSON, exact."""
+        """State as plain JSON, exact."""
         return {
             "successes": encode_array(self.successes),
             "failures": encode_array(self.failures),
@@ -87,45 +87,43 @@ class SuccessTracker:
         self.groups = decode_array(state["groups"], np.int64)
 
 
-# Tasks that are left out for a while, because all completions of their last group were equally successful.
-#
-# Such a group teaches nothing: its advantages are 0 (zero-variance skipping).
-
-
 class UniformGroupSkipper:
-    """Since when each of `size` tasks is left out: until `epochs` epochs after the one in which it was observed."""
+    """Skips a task for `epochs` epochs if all completions of its last group were equally successful.
+
+    The advantages of such a group are 0 (zero-variance skipping).
+    """
 
     def __init__(self, size: int, epochs: int) -> None:
         self.epochs = epochs
-        self._until = np.zeros(size if epochs else 0, np.int64)  # first epoch in which the task comes again
+        self._until = np.zeros(size if epochs else 0, np.int64)  # first epoch in which the task is not skipped
 
     def observe(self, number: int, successes: Sequence[float], epoch: int) -> None:
-        """Take in a group of task `number`, observed in `epoch`."""
+        """Add a group of task `number`, observed in `epoch`."""
         if self.epochs and len(successes) > 1:
             uniform = min(successes) == max(successes)
             self._until[number] = epoch + 1 + self.epochs if uniform else 0
 
     def due(self, epoch: int) -> Bools | None:
-        """Which tasks are not left out, [tasks]; None: all."""
+        """Mask of the tasks that are not skipped, [tasks]; None for all."""
         return self._until <= epoch if self.epochs and self._until.max() > epoch else None
 
     def first(self) -> int:
-        """The first epoch in which some task is not left out."""
+        """First epoch in which some task is not skipped."""
         return int(self._until.min())
 
     def soonest(self, among: Bools | None) -> Bools:
-        """Which tasks, of those in `among`, come again first, [tasks]."""
+        """Mask of the tasks in `among` whose skipping ends first, [tasks]."""
         until = self._until if among is None else np.where(among, self._until, np.iinfo(np.int64).max)
         soonest: Bools = until == until.min()
         return soonest
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Share of tasks that are left out."""
+        """Share of tasks that are skipped."""
         due = self.due(epoch)
         return {"tasks/skipped": 0.0 if due is None else float(1 - due.mean())} if self.epochs else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain JSON; nothing where nothing is ever left out."""
+        """State as plain JSON; empty if skipping is off."""
         return {"until": encode_array(self._until)} if self.epochs else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

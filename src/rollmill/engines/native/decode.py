@@ -1,10 +1,10 @@
-"""Attention of a decode step: every row adds one token to its own entry and attends to that entry and to its prompt's.
+"""Attention of a decode step: every row adds one token to its cache entry, and attends to it and to its prompt's entry.
 
-Rows are ordered as the entries of the completion buckets, so a bucket's rows are one slice. The queries of all rows
-that share a prompt are multiplied with the prompt's keys together. The two partial softmaxes are merged by their
-maxima and sums (as in flash attention, arXiv:2205.14135).
+Rows are ordered like the entries of the completion buckets, so a bucket's rows are one slice. The queries of all rows
+that share a prompt are multiplied with the prompt's keys together. The two partial softmaxes are merged by their maxima
+and sums (as in flash attention, arXiv:2205.14135).
 
-Shapes: B rows, n rows of a piece, K key-value heads, R query heads per key-value head, D head size, L cached tokens,
+Shapes: B rows, n rows of a segment, K key-value heads, R query heads per key-value head, D head size, L cached tokens,
 P prompts of a bucket, G rows per prompt.
 """
 
@@ -25,7 +25,7 @@ MASKED_SCORE = -1e30  # finite, so that fully masked rows stay free of NaN
 
 @dataclass(slots=True)
 class CompletionSegment:
-    """Rows start..end of the batch own the entries of one bucket."""
+    """Batch rows start..end, which own the entries of one completion bucket."""
 
     bucket: CacheBucket
     start: int
@@ -37,7 +37,7 @@ class CompletionSegment:
 
 @dataclass(slots=True)
 class PromptSegment:
-    """Prompts of one bucket and the batch rows below each of them."""
+    """Prompts of one bucket, and the batch rows that share each of them."""
 
     bucket: CacheBucket
     index_P: Tensor  # entries
@@ -51,8 +51,7 @@ class PromptSegment:
 
 @dataclass(slots=True)
 class PartialAttention:
-    """Attention to a part of the tokens: largest score, sum of exponentials [.., 1], weighted mean of values
-    [.., D]."""
+    """Attention to part of the tokens: largest score, sum of exponentials [.., 1], weighted mean of values [.., D]."""
 
     top: Tensor
     total: Tensor
@@ -68,7 +67,7 @@ class DecodeContext:
 
     def __init__(self, entries: list[CacheEntry], device: torch.device, last_position: int, exact: bool = True) -> None:
         self.device, self.exact = device, exact
-        self._last_position = last_position  # of the model; only finished rows left in the batch get there
+        self._last_position = last_position  # of the model; only finished rows still in the batch reach it
         self._entries = entries
         self._longest = max(entry.offset + entry.length for entry in entries)
         self.own = _own_pieces(entries, device)
@@ -80,11 +79,11 @@ class DecodeContext:
         self._layers = 0  # called so far in this pass
 
     def begin(self) -> None:
-        """A forward pass begins: layers are numbered in the order of their calls."""
+        """Start a forward pass: layers are numbered in the order of their calls."""
         self._layers = 0
 
     def advance(self) -> None:
-        """One token per row has been added."""
+        """Record that every row has gained one token."""
         self.positions_B.add_(1).clamp_(max=self._last_position)
         self._longest += 1
         for piece in self.own:
@@ -93,7 +92,7 @@ class DecodeContext:
         self.forget_masks()
 
     def follow(self) -> None:
-        """Lengths of entries have changed elsewhere. In place, as a captured graph reads the same tensors."""
+        """Read the entries' changed lengths. Updates tensors in place, as a captured graph reads the same tensors."""
         lengths = [entry.length for entry in self._entries]
         lengths_B = torch.tensor(lengths, device=self.device)
         self._longest = max(entry.offset + entry.length for entry in self._entries)
@@ -106,11 +105,11 @@ class DecodeContext:
         self.forget_masks()
 
     def full(self) -> bool:
-        """Whether some bucket has no place for another token."""
+        """Whether some bucket has no room for another token."""
         return any(piece.longest >= piece.bucket.capacity for piece in self.own)
 
     def forget_masks(self) -> None:
-        """Masks depend on the lengths: compute them anew at the next use."""
+        """Drop the masks, which depend on the lengths; the next use computes them again."""
         self._masks.clear()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -125,7 +124,7 @@ class DecodeContext:
         return output.flatten(1, 2)[None].to(query.dtype)
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
-        """See AttentionContext. Every row goes on from its own state."""
+        """See AttentionContext. Every row continues from its own state."""
         layer, self._layers = self._layers, self._layers + 1
         rows = len(self._entries)
         if layer not in self._states:
@@ -135,7 +134,7 @@ class DecodeContext:
         return output.transpose(0, 1)
 
     def write_back_states(self) -> None:
-        """Give the rows' entries their states, which the steps have moved on."""
+        """Store the updated recurrent states in the rows' entries."""
         for layer, states in self._states.items():
             for i, entry in enumerate(self._entries):
                 entry.states[layer] = {name: state[i] for name, state in states.items()}
@@ -188,7 +187,7 @@ class DecodeContext:
         return _map(partial, lambda x: x.view(*shape, -1).transpose(1, 2).flatten(0, 1))
 
     def _own_mask(self, i: int, length: int, reach: AttentionWindow) -> Tensor | None:
-        """True where hidden, [n, L]; None where nothing is."""
+        """Mask [n, L], True where hidden; None if nothing is."""
         piece = self.own[i]
         if self.exact and piece.even and length == piece.longest + 1 and self._sees_all(reach):
             return None
@@ -202,7 +201,7 @@ class DecodeContext:
         return self._masks[2 * i, reach]
 
     def _prompt_mask(self, i: int, length: int, reach: AttentionWindow) -> Tensor | None:
-        """True where hidden, [P, G, L]; None where nothing is."""
+        """Mask [P, G, L], True where hidden; None if nothing is."""
         piece = self.prompts[i]
         if (2 * i + 1, reach) not in self._masks:
             at = torch.arange(length, device=self.device)
@@ -283,7 +282,7 @@ def _own_pieces(entries: list[CacheEntry], device: torch.device) -> list[Complet
 
 
 def _prompt_pieces(entries: list[CacheEntry], device: torch.device) -> tuple[list[PromptSegment], Tensor | None]:
-    """The prompt pieces, and where in their concatenated rows each batch row is found (None: in batch order)."""
+    """The prompt segments, and for each batch row its index in their concatenated rows (None: in batch order)."""
     below: dict[CacheEntry, list[int]] = {}
     for row, entry in enumerate(entries):
         assert entry.parent is not None

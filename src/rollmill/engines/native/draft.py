@@ -1,4 +1,4 @@
-"""Tokens that a running completion may go on with."""
+"""Draft tokens of running completions: from an earlier completion, or guessed from n-grams."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rollmill.types import FloatArray, IntArray
 
 INITIAL_DRAFT_WINDOW, REDUCED_DRAFT_WINDOW = 32, 8
 MIN_ACCEPTED_PER_PASS, MAX_LOW_YIELD_PASSES = 1, 3
-"""A pass that gives no more than so many tokens is poor; so many of them in a row, and guesses are not worth a pass."""
+"""A pass that accepts at most the first number of tokens is poor; the second number of poor passes ends guessing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActiveDraft:
-    """Tokens from index `start` of a completion on. Arrays: token_ids [T], known and probs [T, K], see Drafted.
+    """Draft tokens of a completion from index `start` on. Arrays: token_ids [T], known and probs [T, K], see Draft.
 
-    They were sampled after exactly the tokens that stand before them; once the completion has another token, the rest
-    is a guess (`guessed`): the text may come back to it. Poor passes in a row end that.
+    They were sampled after exactly the tokens before them. Once the completion takes another token, the rest is only a
+    guess (`guessed`), as the text may return to it; several poor passes in a row end it.
     """
 
     start: int
@@ -29,21 +29,21 @@ class ActiveDraft:
     known: IntArray
     probs: FloatArray
     guessed: bool = False
-    once: bool = False  #: a wrong guess ends it
-    window: int = INITIAL_DRAFT_WINDOW  #: how many are looked at in the next pass
-    poor: int = 0  #: poor passes in a row
+    once: bool = False  #: the first wrong guess ends it
+    window: int = INITIAL_DRAFT_WINDOW  #: tokens to verify in the next pass
+    poor: int = 0  #: consecutive poor passes
 
     def left(self, at: int) -> int:
-        """How many tokens there are from index `at` of the completion on."""
+        """Number of draft tokens left from index `at` of the completion on."""
         return self.start + len(self.token_ids) - at
 
     def part(self, at: int, count: int) -> tuple[IntArray, IntArray, FloatArray]:
-        """`count` tokens from index `at` of the completion on, with what is known of their distributions."""
+        """`count` draft tokens from index `at` of the completion on, with the known part of their distributions."""
         cut = slice(at - self.start, at - self.start + count)
         return self.token_ids[cut], self.known[cut], self.probs[cut]
 
     def after(self, accepted: int, tested: int) -> ActiveDraft | None:
-        """What is proposed after a pass."""
+        """Return the draft to continue with after a pass; None ends it."""
         if accepted == tested:
             return replace(self, window=2 * self.window if tested == self.window else self.window, poor=0)
         poor = self.poor + 1 if self.guessed and accepted <= MIN_ACCEPTED_PER_PASS else 0
@@ -53,7 +53,7 @@ class ActiveDraft:
 
 
 def activate_draft(draft: Draft, begun: Sequence[int], limit: int) -> ActiveDraft | None:
-    """A draft of a completion that has the tokens `begun` and may have `limit`; None where it goes on from others."""
+    """Activate a draft for a completion with tokens `begun` and at most `limit`; None if the draft starts otherwise."""
     start = len(begun)
     if draft.token_ids[:start].tolist() != list(begun) or min(len(draft.token_ids), limit) <= start:
         return None
@@ -63,19 +63,17 @@ def activate_draft(draft: Draft, begun: Sequence[int], limit: int) -> ActiveDraf
 
 
 def activate_ngram_draft(start: int, tokens: Sequence[int]) -> ActiveDraft:
-    """Tokens that nobody sampled."""
+    """Build a draft of guessed tokens."""
     ids = np.asarray(tokens, np.int32)
     nothing = np.zeros((len(ids), 0), np.int32)
     return ActiveDraft(start, ids, nothing, nothing.astype(np.float32), guessed=True, once=True, window=len(ids))
 
 
-# Guesses at how a text goes on, from its own repetitions (prompt lookup, as in arXiv:2304.04487).
-
 _LONGEST_PAUSE = 64
 
 
 class NgramSpeculator:
-    """Remembers what followed each n-gram of one completion and its prompt.
+    """Guesses the next tokens from repetitions of the text's own n-grams (prompt lookup, as in arXiv:2304.04487).
 
     After guesses that were not accepted it pauses, twice as long each time: text without repetition costs nothing.
     """
@@ -88,7 +86,7 @@ class NgramSpeculator:
         self._pause, self._not_before = 1, 0
 
     def propose(self, tokens: list[int]) -> list[int]:
-        """What may follow the tokens of the completion so far; often nothing."""
+        """Return guesses of the tokens after `tokens`, the completion so far; often none."""
         if len(tokens) < self._not_before:
             return []
         self._text += tokens[len(self._text) - self._prompt :]
@@ -100,6 +98,6 @@ class NgramSpeculator:
         return [] if at is None else text[at : at + self._tokens]
 
     def told(self, accepted: int, guessed: int, length: int) -> None:
-        """How many of the guessed tokens were accepted; the completion now has `length` tokens."""
+        """Report that `accepted` of `guessed` tokens were accepted; the completion now has `length` tokens."""
         self._pause = 1 if 2 * accepted >= guessed else min(2 * self._pause, _LONGEST_PAUSE)
         self._not_before = length + (self._pause if self._pause > 1 else 0)

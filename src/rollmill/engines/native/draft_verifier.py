@@ -1,10 +1,10 @@
-"""Proposed tokens of running completions, checked many at a time: what the weights agree with is taken over.
+"""Speculative decoding: verifies the draft tokens of running completions, many per forward pass.
 
-A row's next tokens are fed as if they had been sampled, in one pass, and its entry in the cache is cut back to what is
-right of them. Tokens of an earlier completion are accepted or replaced by the rule in `speculative`, with random
-numbers in streams apart from plain sampling's. A guess is right where plain sampling, with its own random number, gives
-the same token: guesses change nothing but the speed. So a completion depends on its seed and its draft only, however
-tokens are cut into passes.
+A row's draft tokens are fed as if they had been sampled, in one pass, and its cache entry is cut back to the accepted
+ones. Tokens of an earlier completion are accepted or replaced by rejection sampling (below), with random numbers from
+streams apart from plain sampling's. A guess is accepted if plain sampling, with its own random number, gives the same
+token, so guesses change only the speed. A completion thus depends on its seed and its draft alone, however tokens are
+cut into passes.
 
 Shapes: P positions of a pass (of all rows), R rejected ones, V vocabulary, K tokens with known old probabilities.
 """
@@ -33,28 +33,27 @@ from rollmill.engines.native.sampler import (
 from rollmill.engines.native.sequence import SequenceState
 from rollmill.seeds import counter_uniforms, derive_seed
 
-# Accepting or replacing drafted tokens so that what comes out follows the new distribution exactly.
+# Rejection sampling of draft tokens, so that the result follows the new distribution exactly.
 #
-# A drafted token x was drawn from an old distribution of which the probabilities of some tokens are known. It is
-# accepted
-# with probability min(1, new(x) / old(x)) if its own is known, else never; what is rejected is replaced by a draw from
-# max(new - old, 0), where tokens whose old probability is unknown count with old 0: nothing is ever accepted of them.
-# Then P(y) = old(y) min(1, new(y) / old(y)) + (new(y) - min(new(y), old(y))) = new(y) for known tokens, and new(y) for
-# all others. With every probability known this is speculative sampling (arXiv:2211.17192, Theorem 1). A token that was
-# guessed was drawn from a point mass. Drawing the replacement from new itself would be biased.
+# A draft token x was drawn from an old distribution of which the probabilities of some tokens are known. It is accepted
+# with probability min(1, new(x) / old(x)) if its own is known, else never. A rejected token is replaced by a draw from
+# max(new - old, 0), where unknown old probabilities count as 0: such tokens are never accepted. Then P(y) = old(y)
+# min(1, new(y) / old(y)) + (new(y) - min(new(y), old(y))) = new(y) for known tokens, and new(y) for all others. With
+# every probability known this is speculative sampling (arXiv:2211.17192, Theorem 1). A guessed token counts as drawn
+# from a point mass. Drawing the replacement from new itself would be biased.
 #
-# Shapes: B drafted tokens, V vocabulary, K tokens whose old probability is known.
+# Shapes: B draft tokens, V vocabulary, K tokens whose old probability is known.
 
 
 class DraftBatch(NamedTuple):
-    """Drafted tokens and what is known of the distributions they were drawn from; unused places have probability 0."""
+    """Draft tokens and the known part of the distributions they were drawn from; padding has probability 0."""
 
     token_B: Tensor
     known_BK: Tensor  #: token ids, each at most once in a row, unless with probability 0
     probs_BK: Tensor  #: their old probabilities
 
     def part(self, rows: slice | Tensor) -> DraftBatch:
-        """Some of them."""
+        """Select rows."""
         return DraftBatch(self.token_B[rows], self.known_BK[rows], self.probs_BK[rows])
 
 
@@ -65,9 +64,9 @@ def acceptance_probability(new_B: Tensor, drafted: DraftBatch) -> Tensor:
 
 
 def residual_weights(new_BV: Tensor, drafted: DraftBatch) -> Tensor:
-    """Weights [B, V] of what replaces a rejected token: max(new - old, 0). They sum to less than 1.
+    """Weights [B, V] of a rejected token's replacement: max(new - old, 0). They sum to less than 1.
 
-    Where rounding leaves nothing (new and old are equal, so that a rejection has no probability), new itself.
+    If rounding leaves nothing (new equals old, so that a rejection has no probability), new itself.
     """
     common_BK = torch.minimum(new_BV.gather(1, drafted.known_BK), drafted.probs_BK)
     left_BV = new_BV.scatter_add(1, drafted.known_BK, -common_BK).clamp_(min=0)
@@ -79,7 +78,7 @@ ACCEPT_STREAM, REPLACE_STREAM = 0xACC, 0x4E9
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What became of proposed tokens, since the start."""
+    """Counts of draft tokens since the engine was created."""
 
     passes: int = 0  #: forward passes
     fed: int = 0  #: tokens in them
@@ -90,33 +89,33 @@ class SpeculationStats:
 
 
 class DraftVerifier:
-    """Checks proposals. `counts` says what became of them."""
+    """Verifies draft tokens and counts the results in `counts`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.counts = SpeculationStats()
         self._runner = runner
 
     def first(self, rows: list[SequenceState], version: int) -> None:
-        """Give rows of drafts their first token, by the logits after their prompts."""
+        """Verify the first draft token of new rows against the logits after their prompts."""
         prompts = [row.group.logits_V for row in rows if row.group.logits_V is not None]
         self._accept(rows, torch.stack(prompts), [1] * len(rows), version)
 
     def drafts(self, rows: list[SequenceState], version: int) -> None:
-        """Extend rows, which have tokens, by what is accepted of earlier completions, and by what replaces the first
-        token that is not; what is left then are guesses. One pass: those that have no place in it come later."""
+        """Verify drafts of earlier completions for rows that have tokens: append what is accepted and the replacement
+        of the first rejected token; the rest becomes guesses. One pass: rows that do not fit wait for the next."""
         batch, counts = next(self._passes(rows))
         self._accept(batch, self._fed(batch, counts), counts, version)
         self._runner.cut(batch)
 
     def verify_ngram_drafts(self, rows: list[SequenceState], version: int) -> None:
-        """Extend rows, which have tokens, by what is right of their guesses, and by what comes in place of the first
-        that is not."""
+        """Verify guesses for rows that have tokens: append the right ones and, for the first wrong one, the sampled
+        token."""
         for batch, counts in self._passes(rows):
             self._compare(batch, self._fed(batch, counts), counts, version)
             self._runner.cut(batch)
 
     def _passes(self, rows: list[SequenceState]) -> Iterator[tuple[list[SequenceState], list[int]]]:
-        """Rows that share a pass, and how many positions of each are looked at."""
+        """Yield the rows that share a pass, and how many positions of each are verified."""
         room = self._runner.max_logits
         batch: list[SequenceState] = []
         counts: list[int] = []
@@ -131,14 +130,14 @@ class DraftVerifier:
             yield batch, counts
 
     def _fed(self, rows: list[SequenceState], counts: list[int]) -> Tensor:
-        """Logits [P, V] that test the rows' next tokens: the latest one is fed, and all of these but the last."""
+        """Feed each row's latest token and all its draft tokens but the last; return the logits [P, V] to test them."""
         fed = [[row.tokens[-1], *row.next_draft_tokens(count - 1)] for row, count in zip(rows, counts, strict=True)]
         self.counts.passes += 1
         self.counts.fed += sum(counts)
         return self._runner.feed(rows, fed)
 
     def _compare(self, rows: list[SequenceState], logits_PV: Tensor, counts: list[int], version: int) -> None:
-        """Sample at every position, up to the first where something else was guessed."""
+        """Sample at every position, up to the first wrong guess."""
         each, offsets = _positions(rows, counts)
         uniform_P = torch.from_numpy(_uniforms(each, offsets)).to(logits_PV.device)
         top = max(row.group.request.record_top for row in rows)
@@ -160,7 +159,7 @@ class DraftVerifier:
             row.checked(right, tested)
 
     def _accept(self, rows: list[SequenceState], logits_PV: Tensor, counts: list[int], version: int) -> None:
-        """Accept, replace and append; `counts` are each row's positions among those of the logits, in order."""
+        """Accept or replace draft tokens and append them; `counts` are each row's positions among the logits."""
         drafted = DraftBatch(*(part.to(logits_PV.device) for part in _drafted(rows, counts)))
         top = max(row.group.request.record_top for row in rows)
         agreed, found = self._tested(rows, logits_PV, counts, drafted, top)
@@ -187,7 +186,7 @@ class DraftVerifier:
     def _tested(
         self, rows: list[SequenceState], logits_PV: Tensor, counts: list[int], drafted: DraftBatch, top: int
     ) -> tuple[npt.NDArray[np.bool_], HostSamplerOutput]:
-        """Of each position: whether its token is accepted, and the token with what is said of it."""
+        """Return for each position whether its token is accepted, and the token with its log-probs."""
         each, offsets = _positions(rows, counts)
         uniform_P = torch.from_numpy(_uniforms(each, offsets, ACCEPT_STREAM)).to(logits_PV.device)
         params = build_sampling_tensors(each, logits_PV.device)
@@ -227,13 +226,13 @@ class DraftVerifier:
 
 
 def _positions(rows: list[SequenceState], counts: list[int]) -> tuple[list[SequenceState], npt.NDArray[np.int64]]:
-    """The row of every position, and how far it is behind the row's tokens."""
+    """The row of every position, and its offset from the row's tokens."""
     each = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
     return each, np.concatenate([np.arange(count) for count in counts])
 
 
 def _drafted(rows: list[SequenceState], counts: list[int]) -> DraftBatch:
-    """The rows' next tokens, one after the other."""
+    """The rows' next draft tokens, concatenated."""
     parts = []
     for row, count in zip(rows, counts, strict=True):
         assert row.proposal is not None
@@ -252,7 +251,7 @@ def _drafted(rows: list[SequenceState], counts: list[int]) -> DraftBatch:
 def _uniforms(
     rows: list[SequenceState], offsets: npt.NDArray[np.int64], stream: int | None = None
 ) -> npt.NDArray[np.float64]:
-    """One number per position, `offsets` behind the tokens that its row has; in a stream apart, or plain sampling's."""
+    """One uniform number per position, `offsets` after the row's tokens; `stream` None: plain sampling's stream."""
     seeds = {row: row.seed if stream is None else derive_seed(row.seed, stream) for row in dict.fromkeys(rows)}
     counters = np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows)) + offsets.astype(np.uint64)
     return counter_uniforms(np.fromiter((seeds[row] for row in rows), np.uint64, len(rows)), counters)

@@ -1,8 +1,8 @@
 """The native rollout engine: continuous batching in the trainer's process, with the trainer's own parameters.
 
-One step = prefill waiting prompts (up to `prefill_tokens`), start completions, then a pass over drafts; where no drafts
-are left, check guesses and decode one token for every running row. What has finished is handed out. State lives on
-Group and Row; the cache and the sampler know nothing of requests.
+One step = prefill waiting prompts (up to `prefill_tokens`), start completions, then one pass that verifies drafts;
+without drafts, verify guesses and decode one token for every other running row. Finished completions are returned.
+State lives on SequenceGroup and SequenceState; the cache and the sampler know nothing of requests.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from rollmill.engines.native.weights import EngineWeights
 from rollmill.errors import EngineError
 from rollmill.types import Completion, StopReason
 
-# Telling those who listen what was sampled, token by token.
-
 
 def emit_tokens(
     rows: Sequence[SequenceState],
@@ -37,7 +35,7 @@ def emit_tokens(
     kept: Sequence[float],
     logits_BV: Tensor,
 ) -> None:
-    """Tell the requests of running rows, if they listen, which token was sampled for each."""
+    """Call each request's token callback with the tokens sampled for its running rows."""
     listening = [i for i, row in enumerate(rows) if row.stop_reason is None and row.group.request.on_token is not None]
     tops = _tops(rows, [i for i in listening if rows[i].group.request.top], logits_BV)
     for i in listening:
@@ -47,17 +45,17 @@ def emit_tokens(
 
 
 def _tops(
-    rows: Sequence[SequenceState], asked: list[int], logits_BV: Tensor
+    rows: Sequence[SequenceState], indices: list[int], logits_BV: Tensor
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """The most probable tokens of the rows `asked`, by row."""
-    if not asked:
+    """The most probable tokens of the rows `indices`, by row."""
+    if not indices:
         return {}
-    requests = [rows[i].group.request for i in asked]
+    requests = [rows[i].group.request for i in indices]
     scale_A = torch.tensor([request.sampling.temperature or 1.0 for request in requests], device=logits_BV.device)
-    logprobs_AV = torch.log_softmax(logits_BV[asked].float() / scale_A[:, None], dim=-1)
+    logprobs_AV = torch.log_softmax(logits_BV[indices].float() / scale_A[:, None], dim=-1)
     most = min(max(request.top for request in requests), logprobs_AV.shape[1])
     values_AK, ids_AK = logprobs_AV.topk(most, dim=-1)
-    pairs = zip(asked, requests, ids_AK.tolist(), values_AK.tolist(), strict=True)
+    pairs = zip(indices, requests, ids_AK.tolist(), values_AK.tolist(), strict=True)
     return {i: tuple(zip(ids, values, strict=True))[: request.top] for i, request, ids, values in pairs}
 
 
@@ -65,15 +63,15 @@ class NativeEngine:
     """A RolloutEngine over any transformers causal LM whose layers use the attention interface.
 
     Args:
-        model: the model being trained, or any other; its parameters are read, never written.
+        model: the trained model, or any other; its parameters are read, never written.
         tokenizer: for texts and stop strings; None gives empty texts.
         eos_ids: every token id that ends a completion.
         context: longest sequence, prompt included.
         dtype: compute type; a model of that type is used as it is.
         max_sequences: rows decoded at the same time.
         prefill_tokens: prompt tokens per step.
-        keep: running completions keep the keys and values of older weights when new ones come.
-        record_routing: note the experts of every token, for Completion.routing; the model has routers.
+        keep: running completions keep the keys and values of older weights when new weights arrive.
+        record_routing: record the experts of every token, for Completion.routing; the model must have routers.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class NativeEngine:
         self._max_sequences = max_sequences
         self._prefill_tokens = prefill_tokens
         self._keep = keep
-        model.eval()  # the trainer switches to training mode by itself, where it needs it
+        model.eval()  # the trainer switches to training mode where it needs it
         self._weights = EngineWeights(model, dtype)
         self._cache = KVCache()
         self._runner = ModelRunner(self._weights.model, self._cache, prefill_tokens, context, record_routing)
@@ -147,7 +145,7 @@ class NativeEngine:
         self._ensure_driver()
 
     def weights_updated(self, version: int) -> None:
-        """See RolloutEngine. Running completions keep their tokens; what is cached of them is computed anew or kept."""
+        """See RolloutEngine. Running completions keep their tokens; cached keys and values are recomputed or kept."""
         self.version = version
         self._weights.updated()
         self._stale = True
@@ -158,10 +156,10 @@ class NativeEngine:
             await asyncio.wait([self._driver])
 
     async def sleep(self) -> None:
-        """See RolloutEngine: what it holds leaves and comes by the stage's offload plan."""
+        """See RolloutEngine. Does nothing: the stage's offload plan moves this engine's memory."""
 
     def counters(self) -> dict[str, float]:
-        """See RolloutEngine: what became of drafts and guesses."""
+        """See RolloutEngine. Counts of drafts and guesses."""
         return asdict(self.drafting.counts)
 
     async def close(self) -> None:
@@ -177,20 +175,20 @@ class NativeEngine:
 
     @property
     def weights(self) -> EngineWeights:
-        """What it decodes with."""
+        """The weights that it decodes with."""
         return self._weights
 
     def destroy_weights(self) -> None:
-        """Hand back the memory of the cast; it is made again before the next step, from the trained parameters."""
+        """Free the cast weights; the next step casts the trained parameters again."""
         self._weights.destroy()
         self._stale = True
 
     def cache_bytes(self) -> int:
-        """What cached keys and values take, in use or not."""
+        """Bytes of the KV cache, in use or reserved."""
         return self._cache.bytes()
 
     def destroy_cache(self) -> None:
-        """Hand back the memory of cached keys and values; what is running is computed anew."""
+        """Free the KV cache; running completions are recomputed."""
         self._sweep()
         self._cache = KVCache()
         self._runner.reset(self._cache)
@@ -198,18 +196,18 @@ class NativeEngine:
 
     @property
     def cached_entries(self) -> int:
-        """How many prompts and completions have keys and values in the cache."""
+        """Number of prompts and completions with keys and values in the cache."""
         return self._cache.entries()
 
     def load(self) -> tuple[int, int]:
-        """How many tokens the completions under way attend to together, and how many prompt tokens are to be read."""
+        """Return the number of tokens that running completions attend to, and of prompt tokens waiting for prefill."""
         attended = sum(row.entry.offset + row.entry.length for row in self._rows if row.entry is not None)
         return attended, sum(len(group.request.prompt_ids) - group.prefilled for group in self._queue)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> SequenceGroup:
-        """Take a request; its completions come into the queue `results` of what is returned."""
+        """Queue a request; its completions arrive in the `results` queue of the returned group."""
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
         if self._runner.recurrent and (request.drafts or request.sampling.ngram_draft is not None):
@@ -224,12 +222,12 @@ class NativeEngine:
         return group
 
     def _ensure_driver(self) -> None:
-        """Steps are made by a task that lives while there is something to do."""
+        """Start the task that makes the steps, unless it runs or there is nothing to do."""
         if not self._paused and (self._queue or self._rows) and (self._driver is None or self._driver.done()):
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     def _abort(self, group: SequenceGroup) -> None:
-        """Forget what is unfinished of a request (nothing, when it ended well)."""
+        """Drop the unfinished completions of a request (none, if it ended normally)."""
         if group.unfinished == 0:
             return
         if group in self._queue:
@@ -265,7 +263,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Prefill, start, decode and hand out; called by the driver."""
+        """Prefill, start, decode and return finished completions; called by the driver."""
         if self._stale:
             self._take_over()
         self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
@@ -281,7 +279,7 @@ class NativeEngine:
             self._absorb(self._rows, self._runner.decode(self._rows))
 
     def _take_over(self) -> None:
-        """Go on with new weights. Prompts are prefilled anew for completions that have not started."""
+        """Switch to new weights. Prompts are prefilled again for completions that have not started."""
         self._sweep()
         self._weights.refresh()
         self._runner.changed()
@@ -292,7 +290,7 @@ class NativeEngine:
         self._stale = self._lost = False
 
     def _keep_running(self) -> None:
-        """Running rows keep what is cached of them."""
+        """Keep the cached keys and values of running rows."""
         running = {row.group for row in self._rows}
         for group in self._queue:
             group.reset_prompt()
@@ -300,7 +298,7 @@ class NativeEngine:
                 self._cache.remove(group.prompts())
 
     def _recompute(self) -> None:
-        """Forget all cached keys and values; running rows are extended anew."""
+        """Drop all cached keys and values, and recompute those of running rows."""
         self._cache.clear()
         groups = {row.group: None for row in self._rows}
         for group in [*groups, *self._queue]:
@@ -310,7 +308,7 @@ class NativeEngine:
         self._runner.restore(self._rows)
 
     def _start(self) -> None:
-        """Start waiting completions, as far as there is room: sample a first token, or restore those begun with."""
+        """Start waiting completions while there is room: sample a first token, or restore their prefix."""
         started = self._take_waiting()
         if not started:
             return
@@ -333,7 +331,7 @@ class NativeEngine:
             self._absorb(first, torch.stack(logits))
 
     def _take_waiting(self) -> list[SequenceState]:
-        """Those for which there is room, while the tokens that they are begun with are fewer than a step's."""
+        """Take the waiting completions that fit, until their prefixes reach a step's token budget."""
         taken: list[SequenceState] = []
         room, begun = self._max_sequences - len(self._rows), 0
         for group in self._queue:
@@ -343,14 +341,14 @@ class NativeEngine:
         return taken
 
     def _check(self, rows: list[SequenceState], check: Callable[[list[SequenceState], int], None]) -> None:
-        """Extend rows by what is right of their proposals; retire those that have finished."""
+        """Extend rows by the accepted part of their drafts; retire finished rows."""
         before = sum(len(row.tokens) for row in rows)
         check(rows, self.version)
         self.tokens_generated += sum(len(row.tokens) for row in rows) - before
         self._retire([row for row in rows if row.stop_reason is not None])
 
     def _absorb(self, rows: list[SequenceState], logits_BV: Tensor) -> None:
-        """Sample a token for each row from its logits; retire the rows that have finished."""
+        """Sample a token for each row from its logits; retire finished rows."""
         top = max(row.group.request.record_top for row in rows)
         found = HostSamplerOutput.of(*self._runner.sample(rows, logits_BV, top))
         emit_tokens(rows, found.tokens, found.logprobs, found.kept, logits_BV)
@@ -368,7 +366,7 @@ class NativeEngine:
         self._sweep(self._runner.slack)
 
     def _sweep(self, slack: float = 0.0) -> None:
-        """Take ended rows out of the batch, once they are more than `slack` of it, and prompts that no row needs."""
+        """Remove finished rows from the batch, once they are more than `slack` of it, and prompts that no row needs."""
         ended = [row for row in self._rows if row.stop_reason is not None]
         if len(ended) <= slack * len(self._rows):
             return

@@ -1,8 +1,8 @@
 """KV cache: entries in buckets by capacity.
 
-An entry is a stretch of tokens whose keys and values are stored: a prompt (shared by the completions of its group), or
-what one completion has generated so far (its parent is the prompt's entry). A token attends to its own entry and to its
-ancestors. Entries of similar size lie in one bucket, without holes, so that attention runs over few dense tensors;
+An entry is a run of tokens with stored keys and values: a prompt (shared by the completions of its group), or the
+tokens that one completion has generated so far (its parent is the prompt's entry). A token attends to its own entry and
+to its ancestors. Entries of similar size share a bucket, without holes, so that attention runs over few dense tensors;
 an entry that outgrows its bucket moves to the next one, which costs each token at most two extra copies on average.
 
 Shapes: E entries of a bucket, K key-value heads, C capacity, D head size.
@@ -23,7 +23,7 @@ MIN_CAPACITY = 32
 
 @dataclass(slots=True, eq=False)
 class CacheEntry:
-    """A stretch of cached tokens. `length` tokens are valid; the first stands at position `offset`."""
+    """A run of cached tokens. `length` tokens are valid; the first is at position `offset`."""
 
     bucket: CacheBucket
     index: int
@@ -38,18 +38,18 @@ class CacheEntry:
 
 
 class CacheBucket:
-    """Entries of up to `capacity` tokens; entry i lies at index i of every layer's tensors."""
+    """Entries of up to `capacity` tokens; entry i is at index i of every layer's tensors."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.entries: list[CacheEntry] = []
         self.keys: dict[int, Tensor] = {}  # layer -> [E, K, C, D]
         self.values: dict[int, Tensor] = {}
-        self.moves = 0  #: how often entries or storage have changed place
+        self.moves = 0  #: how often entries or storage have moved
         self._reserved = 0
 
     def add(self, parent: CacheEntry | None) -> CacheEntry:
-        """A new, empty entry."""
+        """Add an empty entry."""
         entry = CacheEntry(self, len(self.entries), parent)
         self.entries.append(entry)
         if len(self.entries) > self._reserved:
@@ -57,7 +57,7 @@ class CacheBucket:
         return entry
 
     def reserve(self, entries: int) -> None:
-        """Make room for that many entries at once."""
+        """Reserve memory for `entries` entries at once."""
         if entries > self._reserved:
             self._reserve(entries)
 
@@ -71,7 +71,7 @@ class CacheBucket:
         self._reserved = entries
 
     def layer(self, layer: int, like_k: Tensor, like_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [E, K, C, D] of a layer; made at its first use from [1, K, T, D] tensors' head sizes."""
+        """Keys and values [E, K, C, D] of a layer; allocated at first use, with head sizes of [1, K, T, D] tensors."""
         if layer not in self.keys:
             for store, like in ((self.keys, like_k), (self.values, like_v)):
                 # zeros: masked positions must not hold NaN, which would survive a multiplication by zero
@@ -96,18 +96,18 @@ class CacheBucket:
 
 
 class KVCache:
-    """Buckets by capacity, prompts apart from completions."""
+    """Buckets by capacity, separate for prompts and completions."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, CacheBucket] = {}
         self._completions: dict[int, CacheBucket] = {}
 
     def prompt(self, length: int) -> CacheEntry:
-        """An entry for a prompt of that many tokens."""
+        """Add an entry for a prompt of `length` tokens."""
         return self._bucket(self._prompts, length).add(None)
 
     def completions(self, parents: list[CacheEntry]) -> list[CacheEntry]:
-        """One new entry below each parent."""
+        """Add one entry below each parent."""
         bucket = self._bucket(self._completions, MIN_CAPACITY)
         bucket.reserve(len(bucket.entries) + len(parents))
         return [bucket.add(parent) for parent in parents]
@@ -140,32 +140,32 @@ class KVCache:
             group[0].bucket.remove(group)
 
     def completion_buckets(self) -> list[CacheBucket]:
-        """Buckets that hold completions now, smallest first."""
+        """Non-empty completion buckets, smallest first."""
         return [self._completions[c] for c in sorted(self._completions) if self._completions[c].entries]
 
     def prompt_buckets(self) -> list[CacheBucket]:
-        """Buckets that hold prompts now, smallest first."""
+        """Non-empty prompt buckets, smallest first."""
         return [self._prompts[c] for c in sorted(self._prompts) if self._prompts[c].entries]
 
     def clear(self) -> None:
-        """Drop all entries and keep the memory, which the next ones will need: fresh pages cost more than copies."""
+        """Drop all entries but keep the memory for the next ones: fresh pages cost more than copies."""
         for bucket in (*self._prompts.values(), *self._completions.values()):
             bucket.entries.clear()
             bucket.moves += 1
 
     def bytes(self) -> int:
-        """What the buckets take, entries or not, and the states of recurrent layers."""
+        """Bytes of all buckets, used or not, and of the states of recurrent layers."""
         buckets = (*self._prompts.values(), *self._completions.values())
         states = [s for b in buckets for entry in b.entries for layer in entry.states.values() for s in layer.values()]
         stores = [each for b in buckets for store in (b.keys, b.values) for each in store.values()]
         return sum(each.nbytes for each in (*stores, *states))
 
     def moves(self) -> int:
-        """Grows whenever an entry or its storage changes place: what was noted of indices and storage is void then."""
+        """Count of moves of entries or storage; a change invalidates remembered indices and storage."""
         return sum(bucket.moves for bucket in (*self._prompts.values(), *self._completions.values()))
 
     def entries(self) -> int:
-        """How many entries are held."""
+        """Number of entries."""
         return sum(len(bucket.entries) for bucket in (*self._prompts.values(), *self._completions.values()))
 
     @staticmethod
@@ -188,5 +188,5 @@ def bucket_indices(entries: list[CacheEntry], device: torch.device) -> Tensor:
 
 
 def stack_states(states: list[RecurrentState]) -> RecurrentState:
-    """States of several sequences for one call: a copy, so that each may be gone on from again."""
+    """Stack the states of several sequences for one call: a copy, so that each can be continued from again."""
     return {name: torch.stack([state[name] for state in states]) for name in states[0]}

@@ -26,20 +26,20 @@ from rollmill.models.routing import capture_routing
 from rollmill.seeds import counter_uniforms
 from rollmill.types import RoutingArray
 
-# Decode steps as captured CUDA graphs: one launch instead of some thirty per layer.
+log = logging.getLogger(__name__)
 
 DecodeOutput = tuple[Tensor, Tensor | None]
-"""Logits [B, V] and, where they are recorded, experts [B, L, k]."""
+"""Logits [B, V] and, if recorded, experts [B, L, k]."""
 WARMUP_STEPS = 2  # libraries set up their workspaces outside the capture
-_capturing = threading.Lock()  # torch captures on one stream, and a judge's engine may run in another thread
+_capturing = threading.Lock()  # torch captures on one stream, and a reward model's engine may run in another thread
 
 
 class GraphedStep:
-    """One decode step over the rows of a context with fixed shapes (`exact=False`), captured once and replayed.
+    """One decode step captured as a CUDA graph: one launch instead of some thirty per layer.
 
-    The graph reads positions and lengths from the context's tensors, which `DecodeContext.advance` changes in place
-    between replays. Replaying a step twice without advancing writes the same keys and values to the same places, so
-    warming up changes nothing.
+    The rows of its context have fixed shapes (`exact=False`). The graph reads positions and lengths from the context's
+    tensors, which `DecodeContext.advance` changes in place between replays. Replaying a step twice without advancing
+    writes the same keys and values to the same places, so warming up changes nothing.
     """
 
     def __init__(
@@ -61,17 +61,14 @@ class GraphedStep:
             self._output = forward(context, self._tokens, positions, 0)
 
     def __call__(self, tokens_1B: Tensor) -> DecodeOutput:
-        """Logits and experts of the step; overwritten by the next call."""
+        """Replay the step; return logits and experts, which the next call overwrites."""
         self._tokens.copy_(tokens_1B)
         self._graph.replay()
         return self._output
 
 
-log = logging.getLogger(__name__)
-
-
 class ModelRunner:
-    """Runs the model over cache entries. Rows are kept in the order of the cache's buckets between changes."""
+    """Runs the model over cache entries. Rows keep the order of the cache's buckets between changes."""
 
     def __init__(
         self, model: nn.Module, cache: KVCache, prefill_tokens: int, context: int, record_routing: bool = False
@@ -82,7 +79,7 @@ class ModelRunner:
         self._last_position = context - 1
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         self._norms = find_norms(model) if is_fp32_on_cpu(model) else []
-        #: whether the model keeps states besides keys and values: completions cannot be cut back then
+        #: whether the model has recurrent states, so that completions cannot be cut back
         self.recurrent = bool(recurrent_layers(model))
         self._graphs = self._device.type == "cuda" and not self.recurrent
         #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
@@ -91,12 +88,12 @@ class ModelRunner:
         self.reset(cache)
 
     def reset(self, cache: KVCache) -> None:
-        """Use another cache; everything in the old one is forgotten."""
+        """Switch to another cache; everything in the old one is dropped."""
         self._cache = cache
         self.changed()
 
     def changed(self) -> None:
-        """Rows have come or gone: the decode context must be built anew."""
+        """Report added or removed rows: the decode context must be rebuilt."""
         if self._context is not None:
             self._context.write_back_states()
         self._context = None
@@ -107,7 +104,7 @@ class ModelRunner:
     # -- prompts -----------------------------------------------------------------------------------------------
 
     def prefill(self, groups: Iterable[SequenceGroup], room: float = math.inf) -> None:
-        """Process waiting prompts, first come first served, up to the token budget of one step.
+        """Process waiting prompts in order of arrival, up to the token budget of one step.
 
         `room` is how many completions may start: prompts that none of them could use yet wait, and take no memory.
         """
@@ -136,12 +133,12 @@ class ModelRunner:
                 group.logits_V = logits_V
 
     def prefill_all(self, groups: list[SequenceGroup]) -> None:
-        """Process whole prompts, in as many passes as the budget asks for."""
+        """Process whole prompts, in as many passes as the budget needs."""
         while any(group.logits_V is None for group in groups):
             self.prefill(groups)
 
     def enter(self, rows: list[SequenceState]) -> None:
-        """Give rows their place in the cache, below their prompts."""
+        """Add cache entries for rows, below their prompts."""
         parents = []
         for row in rows:
             assert row.group.entry is not None
@@ -153,7 +150,7 @@ class ModelRunner:
         self.changed()
 
     def restore(self, rows: list[SequenceState]) -> None:
-        """Compute keys and values of running rows anew: all their tokens but the last, which the next step feeds."""
+        """Recompute keys and values of running rows: all their tokens but the last, which the next step feeds."""
         self.enter(rows)
         pending: list[tuple[SequenceState, PrefillChunk]] = []
         tokens = 0
@@ -178,7 +175,7 @@ class ModelRunner:
             extend()
 
     def feed(self, rows: list[SequenceState], tokens: list[list[int]]) -> Tensor:
-        """Add tokens to the rows' entries; logits after every one of them, [P, V], row after row."""
+        """Append tokens to the rows' entries; return the logits after every one of them, [P, V], row after row."""
         segments = []
         for row, own in zip(rows, tokens, strict=True):
             assert row.entry is not None
@@ -191,7 +188,7 @@ class ModelRunner:
         return logits
 
     def cut(self, rows: list[SequenceState]) -> None:
-        """Cut entries back to the rows' tokens but the last; what lies behind is written over."""
+        """Cut entries back to the rows' tokens but the last; later positions are overwritten."""
         for row in rows:
             assert row.entry is not None
             row.entry.length = len(row.tokens) - 1
@@ -201,13 +198,13 @@ class ModelRunner:
 
     @property
     def max_logits(self) -> int:
-        """How many tokens `feed` should get in one pass: [P, V] stays below 256 MiB in float32."""
+        """Most tokens for `feed` in one pass: [P, V] stays below 256 MiB in float32."""
         return max(16, min(self._prefill_tokens, (1 << 26) // self._vocabulary))
 
     def _extend(self, segments: list[PrefillChunk], every: bool = False) -> tuple[Tensor, list[RoutingArray]]:
-        """Add tokens to entries; logits [S, V] after each segment's last token, or [T, V] after every token.
+        """Append tokens to entries; logits [S, V] after each segment's last token, or [T, V] after every token.
 
-        Also each segment's experts, [tokens, L, k]; without recording empty.
+        Also each segment's experts, [tokens, L, k]; empty unless recorded.
         """
         context = PrefillContext(segments)
         flat = [token for segment in segments for token in segment.tokens]
@@ -245,7 +242,7 @@ class ModelRunner:
         return logits
 
     def _prepare(self, rows: list[SequenceState]) -> DecodeContext:
-        """A context for these rows and, on a GPU, the captured step."""
+        """Build a context for these rows and, on a GPU, capture the step."""
         if self._context is not None:
             self._context.write_back_states()
         self._context, self._graph = self._arrange(rows), None
@@ -277,7 +274,7 @@ class ModelRunner:
         return DecodeContext(entries, self._device, self._last_position, exact=not self._graphs)
 
     def sample(self, rows: list[SequenceState], logits_BV: Tensor, top: int = 0) -> SamplerOutput:
-        """See `sampler.sample`; each row draws at (its seed, its number of tokens so far)."""
+        """See `sample_tokens`; each row draws at (its seed, its number of tokens so far)."""
         seeds = np.fromiter((row.seed for row in rows), np.uint64, len(rows))
         counters = np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows))
         uniform_B = torch.from_numpy(counter_uniforms(seeds, counters)).to(self._device)
@@ -296,7 +293,7 @@ class ModelRunner:
     def _forward(
         self, context: PrefillContext | DecodeContext, tokens: Tensor, positions: Tensor, keep: Tensor | int
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of the kept rows (0: all), and the experts of all rows [T, L, k] where they are recorded."""
+        """Logits of the kept rows (0: all), and the experts of all rows [T, L, k] if recorded."""
         context.begin()
         recording = capture_routing(self._model) if self._record_routing else nullcontext()
         with use_attention_context(self._model, context), use_fast_norms(self._norms), recording as recorded:
@@ -307,7 +304,7 @@ class ModelRunner:
 
 
 def _on_host(routing: Tensor | None) -> RoutingArray:
-    """Experts as they are kept: uint8, or uint16 for more than 256 experts; empty where nothing was recorded."""
+    """Experts as stored: uint8, or uint16 for more than 256 experts; empty if nothing was recorded."""
     if routing is None:
         return np.zeros((0, 0, 0), np.uint8)
     array: RoutingArray = routing.cpu().numpy()
@@ -315,7 +312,7 @@ def _on_host(routing: Tensor | None) -> RoutingArray:
 
 
 def require_finite(rows: list[SequenceState], logprobs_B: Tensor) -> None:
-    """Raises EngineError that names the first row whose log-prob is not finite."""
+    """Raise an EngineError that names the first row whose log-prob is not finite."""
     if not bool(torch.isfinite(logprobs_B).all()):
         bad = rows[int((~torch.isfinite(logprobs_B)).nonzero()[0])]
         raise EngineError(
@@ -325,6 +322,6 @@ def require_finite(rows: list[SequenceState], logprobs_B: Tensor) -> None:
 
 
 def build_sampling_tensors(rows: list[SequenceState], device: torch.device) -> SamplingTensors:
-    """How each row is sampled."""
+    """Build the sampling parameters of the rows."""
     settings = [row.group.request.sampling for row in rows]
     return SamplingTensors.of([(s.temperature, s.top_p, s.top_k, s.min_p) for s in settings], device)

@@ -1,7 +1,7 @@
-"""The engine held against the model's own forward pass: what it says of tokens it has sampled, and what the model says.
+"""Parity check: compares the log-probs that the engine records with those of the model's own forward pass.
 
-One run has everything in it that keeps keys, values and states: prompts read in pieces, several completions below one
-prompt, decoding, and weights that change in between.
+One run covers everything that stores keys, values and states: chunked prompts, several completions per prompt,
+decoding, and weights that change in between.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from rollmill.models.hf_forward import (
 )
 from rollmill.types import Completion
 
-PROMPT_LENGTHS = (29, 14)  #: tokens; of the first, more than are read at a time
-NUM_NEW_TOKENS = 14  #: tokens of a completion
+PROMPT_LENGTHS = (29, 14)  #: tokens; the first exceeds one prefill chunk
+NUM_NEW_TOKENS = 14  #: tokens per completion
 _PIECE, _COMPLETIONS = 16, 2
 
 
@@ -39,7 +39,7 @@ def check_engine_parity(model: Any, folder: Path) -> None:
     """Check the engine alone, for a model that is not trained.
 
     Raises:
-        ModelError: the engine computes something else than the model, or cannot run it.
+        ModelError: the engine's results differ from the model's, or it cannot run the model.
     """
     with shrink_model(model), wrap_model_errors(model, folder):
         gap, _ = measure_engine_gap(model)
@@ -48,21 +48,21 @@ def check_engine_parity(model: Any, folder: Path) -> None:
 
 
 def parity_error(folder: Path, model: Any, gaps: list[LogprobGap]) -> ModelError:
-    """The error for a model that is computed wrongly."""
-    said = "; ".join(
+    """Build the ModelError for a model with wrong results."""
+    details = "; ".join(
         f"{gap.path} {gap.value:.2g} off (rounding gives at most {gap.tolerance:.0e})"
         + (f", from {gap.layer} on" if gap.layer else "")
         for gap in gaps
     )
     return ModelError(
-        f"model.path: {folder}: {type(model).__name__} would not be computed as transformers computes it: {said}; "
+        f"model.path: {folder}: {type(model).__name__} would not be computed as transformers computes it: {details}; "
         "choose another architecture (docs/guide/models.md lists those that can be trained)"
     )
 
 
 @contextmanager
 def wrap_model_errors(model: Any, folder: Path) -> Iterator[None]:
-    """Errors of a model's code on rollmill's inputs become a ModelError that names the folder."""
+    """Turn errors of a model's code on rollmill's inputs into a ModelError that names the folder."""
     try:
         with torch.no_grad():
             hf_logprobs(model, random_prompts(model, (4,)), 1)
@@ -83,7 +83,7 @@ def wrap_model_errors(model: Any, folder: Path) -> Iterator[None]:
 
 
 def measure_engine_gap(model: Any) -> tuple[LogprobGap, list[list[Completion]]]:
-    """Compare the log-probs that the engine records with the model's own; `model` is as `shrink_model` makes it.
+    """Compare the log-probs that the engine records with the model's own; `model` comes from `shrink_model`.
 
     Returns:
         the largest gap in nats, and the completions of each prompt.
@@ -101,7 +101,7 @@ def measure_engine_gap(model: Any) -> tuple[LogprobGap, list[list[Completion]]]:
 
 
 def _generated(model: Any, prompts: list[list[int]], count: int) -> list[list[Completion]]:
-    """Completions of each prompt, by an engine that nobody else drives."""
+    """Generate `count` completions of each prompt with a paused engine, stepped here."""
     engine = NativeEngine(
         model,
         eos_ids=frozenset(),
@@ -126,7 +126,7 @@ def _generated(model: Any, prompts: list[list[int]], count: int) -> list[list[Co
 
 
 def _layer(model: Any, prompt: list[int]) -> str:
-    """Where the engine parts with the model, seen on one completion alone: its passes are its tokens in order."""
+    """Name the first layer whose outputs differ, from a single completion: its passes are its tokens in order."""
     engine = NativeEngine(
         model, eos_ids=frozenset(), context=max(PROMPT_LENGTHS) + NUM_NEW_TOKENS, dtype=next(model.parameters()).dtype
     )
@@ -144,5 +144,5 @@ def _layer(model: Any, prompt: list[int]) -> str:
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger one; NaN counts as the largest."""
+    """Return the larger one; NaN counts as the largest."""
     return b if not b <= a else a

@@ -1,4 +1,4 @@
-"""Attention of tokens that extend cache entries by several tokens: prompts, chunks of long prompts, recomputation.
+"""Attention of a prefill pass, which extends cache entries by several tokens: whole or chunked prompts, recomputation.
 
 Shapes: T tokens of the flat row, H query heads, K key-value heads, D head size, S segments, L longest segment.
 """
@@ -25,7 +25,7 @@ from rollmill.models.recurrent import RecurrentCall
 
 @dataclass(slots=True)
 class PrefillChunk:
-    """Tokens that extend `entry` from its position `start` (relative to the entry) on."""
+    """Tokens to append to `entry` from its position `start` on (relative to the entry)."""
 
     entry: CacheEntry
     start: int
@@ -33,12 +33,12 @@ class PrefillChunk:
 
     @property
     def fresh(self) -> bool:
-        """Nothing comes before these tokens."""
+        """Whether nothing comes before these tokens."""
         return self.start == 0 and self.entry.parent is None
 
 
 class PrefillContext:
-    """Attention context of one forward pass over segments laid end to end."""
+    """Attention context of one forward pass over concatenated segments."""
 
     def __init__(self, segments: list[PrefillChunk]) -> None:
         self.segments = segments
@@ -46,7 +46,7 @@ class PrefillContext:
         self._varlen: VarlenAttention | None = None
 
     def begin(self) -> None:
-        """A forward pass begins: layers are numbered in the order of their calls."""
+        """Start a forward pass: layers are numbered in the order of their calls."""
         self._layers = 0
 
     def positions(self) -> list[int]:
@@ -87,7 +87,7 @@ class PrefillContext:
         return torch.cat(parts, dim=1)
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
-        """See AttentionContext. Segments share a call with others of their length; entries keep the states."""
+        """See AttentionContext. Segments of equal length share a call; entries keep the states."""
         layer, self._layers = self._layers, self._layers + 1
         calls: dict[tuple[int, bool], list[tuple[int, PrefillChunk]]] = {}
         start = 0
@@ -109,7 +109,7 @@ class PrefillContext:
     def _one(
         segment: PrefillChunk, layer: int, query: Tensor, like_k: Tensor, like_v: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """One segment against its entry and its ancestors; [1, n, H, V]."""
+        """Attention of one segment to its entry and its ancestors; [1, n, H, V]."""
         n, end = len(segment.tokens), segment.start + len(segment.tokens)
         spans: list[tuple[CacheEntry, int]] = [(segment.entry, end)]
         while (parent := spans[0][0].parent) is not None:

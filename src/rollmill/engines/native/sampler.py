@@ -1,4 +1,4 @@
-"""Sampling one token per row, with exact log-probs of the distribution sampled from.
+"""Samples one token per row, with exact log-probs of the distribution sampled from.
 
 Shapes: B rows, V vocabulary, N blocks of 128 tokens.
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from rollmill.types import FloatArray, IntArray
 
 TopTokens = tuple[IntArray, FloatArray]
-"""The tokens most probable at one position, and their probabilities; [K] each."""
+"""The most probable tokens at one position, and their probabilities; [K] each."""
 
 BLOCK = 128
-#: Elements handled at a time (four rows at least): the passes over a slice stay in cache, its memory is not new.
+#: Elements processed at a time (four rows at least), so that the passes over a slice stay in cache.
 SLICE_ELEMENTS = 1 << 18
-#: Candidates that top-p looks at before it sorts the whole vocabulary.
+#: Candidates that top-p tries first, before it sorts more of the vocabulary.
 TOP_P_CANDIDATES = 512
 
 
@@ -43,7 +43,7 @@ class SamplingTensors:
 
     @classmethod
     def of(cls, rows: list[tuple[float, float, int, float]], device: torch.device) -> SamplingTensors:
-        """From (temperature, top_p, top_k, min_p) per row."""
+        """Build from (temperature, top_p, top_k, min_p) per row."""
         temperature, top_p, top_k, min_p = zip(*rows, strict=True)
         return cls(
             torch.tensor(temperature, device=device),
@@ -56,7 +56,7 @@ class SamplingTensors:
         )
 
     def part(self, rows: slice) -> SamplingTensors:
-        """Those of some rows."""
+        """Select rows."""
         return SamplingTensors(
             self.temperature_B[rows], self.top_p_B[rows], self.top_k_B[rows], self.min_p_B[rows],
             self.plain, self.truncated, self.greedy,
@@ -67,8 +67,8 @@ class SamplerOutput(NamedTuple):
     """One token per row.
 
     Log-probs are under the distribution sampled from, after temperature and truncation (greedy rows report the log-prob
-    at temperature 1); `kept` is the log of the probability mass that truncation kept. `top` are the most probable
-    tokens of what was drawn from, K of them: ids and probabilities.
+    at temperature 1); `kept` is the log of the probability mass that truncation kept. `top` are the K most probable
+    tokens of that distribution: ids and probabilities.
     """
 
     token_B: Tensor
@@ -80,7 +80,7 @@ class SamplerOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostSamplerOutput:
-    """Tokens with what is said of them, on the CPU; one entry per position."""
+    """Sampled tokens and their log-probs on the CPU; one entry per position."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -92,16 +92,16 @@ class HostSamplerOutput:
     def of(
         cls, token_P: Tensor, logprob_P: Tensor, kept_P: Tensor, top_PK: Tensor, probs_PK: Tensor
     ) -> HostSamplerOutput:
-        """From tensors."""
+        """Build from tensors."""
         ids, probs = top_PK.to(torch.int32).cpu().numpy(), probs_PK.cpu().numpy()
         return cls(token_P.tolist(), logprob_P.tolist(), kept_P.tolist(), ids, probs)
 
     def at(self, position: int) -> tuple[int, float, float]:
-        """Token, log-prob and log of the mass kept."""
+        """Token, log-prob and log of the kept mass."""
         return self.tokens[position], self.logprobs[position], self.kept[position]
 
     def top(self, position: int) -> TopTokens | None:
-        """The most probable tokens, where they are recorded."""
+        """The most probable tokens, if recorded."""
         return (self.top_ids[position], self.top_probs[position]) if self.top_ids.shape[1] else None
 
 
@@ -112,7 +112,7 @@ def sample_tokens(logits_BV: Tensor, params: SamplingTensors, uniform_B: Tensor,
         logits_BV: unnormalised, any floating type.
         params: per-row parameters.
         uniform_B: float64 in [0, 1).
-        top: K.
+        top: K, the number of most probable tokens to return.
     """
     parts = []
     for cut in row_slices(logits_BV):
@@ -138,15 +138,15 @@ def _none(tokens_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_slices(logits_BV: Tensor) -> list[slice]:
-    """Rows that are handled at a time."""
+    """Slices of rows that are processed at a time."""
     rows = len(logits_BV) if logits_BV.is_cuda else max(4, SLICE_ELEMENTS // logits_BV.shape[1])
     return [slice(start, start + rows) for start in range(0, len(logits_BV), rows)]
 
 
 def truncated_probs(logits_BV: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """After temperature (1 for greedy rows), 0 where truncated; and how much is left of each row, [B].
+    """Probabilities after temperature (1 for greedy rows), 0 where truncated; and the mass kept of each row, [B].
 
-    The first sum to the second. Both float32.
+    Each row sums to its kept mass. Both float32.
     """
     scaled_BV = logits_BV.float()
     if not params.plain:
@@ -160,7 +160,7 @@ def truncated_probs(logits_BV: Tensor, params: SamplingTensors) -> tuple[Tensor,
 
 
 def normalized_probs(probs_BV: Tensor, kept_B: Tensor, logits_BV: Tensor, params: SamplingTensors) -> Tensor:
-    """What `probabilities` gave, normalised [B, V]: for greedy rows all of it is at one token."""
+    """The result of `truncated_probs`, normalised [B, V]; greedy rows have all mass on one token."""
     probs_BV = probs_BV / kept_B[:, None] if params.truncated else probs_BV
     if not params.greedy:
         return probs_BV
@@ -169,7 +169,7 @@ def normalized_probs(probs_BV: Tensor, kept_B: Tensor, logits_BV: Tensor, params
 
 
 def sample_inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Index drawn in proportion to non-negative weights: the first whose cumulative weight exceeds uniform x total."""
+    """Draw an index in proportion to non-negative weights: the first with a cumulative weight above uniform x total."""
     rows, vocab = weights_BV.shape
     pad = -vocab % BLOCK
     if pad:
@@ -194,7 +194,7 @@ def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
 
 
 def _truncation_mask(probs_BV: Tensor, params: SamplingTensors) -> Tensor:
-    """Which tokens survive top-k, then top-p on the renormalised rest, then min-p (ties at a threshold survive)."""
+    """True for tokens kept by top-k, then top-p on the renormalised rest, then min-p (ties at a threshold are kept)."""
     floor_B = torch.zeros_like(params.min_p_B)
     if bool((params.top_k_B > 0).any()):
         largest = int(params.top_k_B.max().clamp(max=probs_BV.shape[1]))

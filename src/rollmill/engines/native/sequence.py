@@ -1,4 +1,4 @@
-"""What the engine knows of a request and of each of its completions."""
+"""State of a request and of each of its completions in the native engine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from rollmill.engines.stop_strings import StopStringMatcher, completion_text, ma
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, FloatArray, IntArray, RoutingArray, StopReason
 
-# Endless repetition, found as tokens arrive.
-
 
 class RepetitionDetector:
-    """Watches one completion. A token costs a comparison with each of the last `period` tokens."""
+    """Detects endless repetition in one completion as its tokens arrive.
+
+    A token costs a comparison with each of the last `period` tokens.
+    """
 
     def __init__(self, config: RepetitionConfig) -> None:
         periods = np.arange(1, config.period + 1)
@@ -33,7 +34,7 @@ class RepetitionDetector:
         self._runs = np.zeros(config.period, np.int64)  # by period: how many tokens in a row equal the one before it
 
     def add(self, token: int) -> bool:
-        """Whether the latest tokens now are one stretch, said often enough in a row."""
+        """Add a token; True if the latest tokens are now one stretch repeated often enough in a row."""
         self._runs = (self._runs + 1) * (self._recent == token)
         self._recent[1:] = self._recent[:-1]
         self._recent[0] = token
@@ -42,7 +43,7 @@ class RepetitionDetector:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """A request: its prompt in the cache, and completions waiting for a place in the batch."""
+    """A request: its cached prompt, and the completions that wait for a place in the batch."""
 
     request: GenerationRequest
     limit: int  # new tokens per completion
@@ -52,15 +53,15 @@ class SequenceGroup:
     results: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
     submitted_at: float = field(default_factory=time.perf_counter)
     entry: CacheEntry | None = None
-    older: list[CacheEntry] = field(default_factory=list)  # of older weights, which running completions look at
+    older: list[CacheEntry] = field(default_factory=list)  # of older weights, still used by running completions
     prefilled: int = 0
     logits_V: Tensor | None = None  # after the prompt's last token
-    routing: list[RoutingArray] = field(default_factory=list)  # of the prompt's tokens, where it is recorded
+    routing: list[RoutingArray] = field(default_factory=list)  # of the prompt's tokens, if recorded
     waiting: deque[SequenceState] = field(default_factory=deque)
     unfinished: int = 0
 
     def __post_init__(self) -> None:
-        """Completions that are whole before they start, by the tokens they begin with, are handed out at once."""
+        """Create the completions; those whose prefix already ends them are returned at once."""
         request = self.request
         self.unfinished = request.n
         begun = dict(enumerate(request.begun))
@@ -75,19 +76,19 @@ class SequenceGroup:
             self.waiting.append(row)
 
     def reset_prompt(self) -> None:
-        """Completions that are waiting shall begin with the newest weights; running ones keep the prompt they have."""
+        """Have the prompt prefilled again for waiting completions; running ones keep their prompt entry."""
         if self.entry is not None:
             self.older.append(self.entry)
         self.entry, self.prefilled, self.logits_V, self.routing = None, 0, None, []
 
     def prompts(self) -> list[CacheEntry]:
-        """Give up all that is cached of the prompt."""
+        """Give up and return all cache entries of the prompt."""
         found = [*self.older, *([] if self.entry is None else [self.entry])]
         self.entry, self.older = None, []
         return found
 
     def hand_out(self, row: SequenceState) -> None:
-        """Give a completion that has ended to whoever asked for it."""
+        """Put a finished completion into the results queue."""
         self.unfinished -= 1
         self.results.put_nowait(row.completion())
 
@@ -111,9 +112,9 @@ class SequenceState:
     proposal: ActiveDraft | None = None
     top: list[TopTokens | None] = field(default_factory=list)
     prompt_routing: list[RoutingArray] | None = None
-    """Experts of the prompt's tokens in the pass that its first token was sampled after."""
+    """Experts of the prompt's tokens in the pass before its first token was sampled."""
     routing: list[RoutingArray] = field(default_factory=list)
-    """Experts of its own tokens, each in the first pass that fed it: the one that the next token's log-prob is of."""
+    """Experts of its tokens, each from the first pass that fed it: the pass that gave the next token's log-prob."""
 
     def __post_init__(self) -> None:
         request = self.group.request
@@ -124,7 +125,7 @@ class SequenceState:
             self.guesser = NgramSpeculator(request.sampling.ngram_draft, request.prompt_ids)
 
     def begin(self, begun: CompletionPrefix) -> bool:
-        """Take over tokens that were sampled earlier, up to one that ends the completion; True if one does."""
+        """Append the prefix, up to a token that ends the completion; True if one does."""
         arrays = (begun.token_ids, begun.logprobs, begun.kept_logmass, begun.versions)
         if begun.routing is not None and len(begun.token_ids):
             prompt = len(self.group.request.prompt_ids)
@@ -136,18 +137,18 @@ class SequenceState:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there are tokens of an earlier completion to be accepted."""
+        """Whether tokens of an earlier completion are left to verify."""
         return self.proposal is not None and not self.proposal.guessed and self.stop_reason is None
 
     def next_draft_tokens(self, count: int) -> list[int]:
-        """Up to `count` tokens that may come next."""
+        """Up to `count` draft tokens that may come next."""
         if self.proposal is None:
             return []
         tokens: list[int] = self.proposal.part(len(self.tokens), count)[0].tolist()
         return tokens
 
     def propose(self) -> bool:
-        """Whether there is a guess at what follows."""
+        """Make a guess of the next tokens, if possible; True if there is one."""
         at, group = len(self.tokens), self.group
         if self.stop_reason is not None:
             return False
@@ -159,19 +160,19 @@ class SequenceState:
         return self.proposal is not None
 
     def checked(self, accepted: int, tested: int) -> None:
-        """So many tokens of the proposal were looked at."""
+        """Report that `tested` draft tokens were verified and `accepted` of them accepted."""
         assert self.proposal is not None
         if self.proposal.once and self.guesser is not None:
             self.guesser.told(accepted, tested, len(self.tokens))
         before, self.proposal = self.proposal, self.proposal.after(accepted, tested)
-        if self.proposal is None and self.guesser is None:  # where does the earlier completion go on like this one?
+        if self.proposal is None and self.guesser is None:  # guess on from the earlier completion's n-grams
             text = [*self.group.request.prompt_ids, *before.token_ids.tolist()]
             self.guesser = NgramSpeculator(NgramConfig(length=3, tokens=8), text)
         if self.proposal is not None and self.proposal.left(len(self.tokens)) <= 0:
             self.proposal = None
 
     def fed(self, start: int, routing: RoutingArray) -> None:
-        """Note the experts of its tokens from `start` on, unless an earlier pass has. Empty: none are noted."""
+        """Record the experts of tokens from `start` on, unless an earlier pass has. Empty: routing is not recorded."""
         self.routing.extend(routing[len(self.routing) - start :])
 
     def append(self, token: int, logprob: float, kept: float, version: int, top: TopTokens | None = None) -> bool:
@@ -194,7 +195,7 @@ class SequenceState:
         return self.stop_reason is not None
 
     def completion(self) -> Completion:
-        """The completion, which has ended."""
+        """Build the Completion of a finished row."""
         assert self.stop_reason is not None
         group, now = self.group, time.perf_counter()
         top_ids, top_probs = self._recorded(group.request.record_top)
@@ -217,7 +218,7 @@ class SequenceState:
         )
 
     def _recorded(self, count: int) -> tuple[IntArray, FloatArray] | tuple[None, None]:
-        """[T, K] each; probability 0 where nothing is known."""
+        """Top ids and probabilities, [T, K] each; probability 0 where unknown."""
         if not count:
             return None, None
         ids, probs = np.zeros((len(self.top), count), np.int32), np.zeros((len(self.top), count), np.float32)
@@ -228,7 +229,7 @@ class SequenceState:
         return ids, probs
 
     def _routing(self) -> RoutingArray | None:
-        """[prompt + tokens - 1, L, k]; None where nothing was recorded."""
+        """[prompt + tokens - 1, L, k]; None if nothing was recorded."""
         if not self.prompt_routing:
             return None
         return np.stack([*self.prompt_routing, *self.routing])[: len(self.prompt_routing) + len(self.tokens) - 1]
@@ -243,6 +244,6 @@ class SequenceState:
 def build_sequence_group(
     request: GenerationRequest, tokenizer: Any, eos_ids: frozenset[int], context: int
 ) -> SequenceGroup:
-    """The group of a request. Raises EngineError for one that cannot be served."""
+    """Build the group of a request. Raises EngineError for one that cannot be served."""
     limit, stops = max_new_tokens_for(request, context), stop_matcher_for(request, tokenizer)
     return SequenceGroup(request, limit, eos_ids | frozenset(request.sampling.stop_token_ids), stops, tokenizer)

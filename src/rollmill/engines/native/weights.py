@@ -1,4 +1,4 @@
-"""The parameters the engine decodes with: the trainer's own, or one cast (or merge of adapters) of them per update."""
+"""The parameters the engine decodes with: the trainer's own, or a copy in another type or with merged adapters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_w
 
 
 class EngineWeights:
-    """`model` computes in `dtype`.
+    """The engine's weights; `model` computes in `dtype`.
 
-    If the trainer's model already has that type and no adapters, it is that very model: nothing is copied and nothing
-    can differ. Otherwise it is a twin whose other parameters are cast, or merged, once after each update; buffers and
-    parameters that need neither are shared.
+    If the trainer's model already has that type and no adapters, `model` is the trainer's model itself. Otherwise it is
+    a copy whose parameters are cast, or merged, once after each update; buffers and parameters that need neither are
+    shared.
     """
 
     def __init__(self, trained: nn.Module, dtype: torch.dtype) -> None:
@@ -27,22 +27,22 @@ class EngineWeights:
         self._stale = not own
 
     def updated(self) -> None:
-        """The trained parameters changed."""
+        """Report that the trained parameters changed."""
         self._stale = bool(self._copies or self._merged)
 
     def bytes(self) -> int:
-        """What the twin takes besides the trained parameters, as it is now."""
+        """Bytes of the copy, besides the trained parameters."""
         return sum(twin.untyped_storage().nbytes() for twin in self._twins())
 
     def destroy(self) -> None:
-        """Hand the twin's memory back; `refresh` makes it again."""
+        """Free the copy's memory; `refresh` allocates it again."""
         for twin in self._twins():
             twin.untyped_storage().resize_(0)
         self.updated()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the twin up to date, if there is one and it is stale."""
+        """Update the copy, if there is one and it is stale."""
         if self._stale:
             for twin in self._twins():
                 twin.untyped_storage().resize_(twin.nbytes)
@@ -56,7 +56,7 @@ class EngineWeights:
         return [twin for twin, _ in (*self._copies, *self._merged)]
 
     def _twin(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
-        """The same modules without adapters; tied parameters stay tied."""
+        """Copy the modules without adapters; tied parameters stay tied."""
         layers = {id(layer.base_layer.weight): layer for layer in adapted_layers(model).values()}
         memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
         for name, parameter in model.named_parameters():

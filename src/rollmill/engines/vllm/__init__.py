@@ -1,1 +1,1 @@
-"""vLLM as a rollout engine, in a process of its own; `worker` runs there, in the Python that has vLLM."""
+"""vLLM as a rollout engine in its own process; `worker` runs there, in the Python that has vLLM."""

@@ -1,7 +1,7 @@
-"""vLLM as the rollout engine. The weights come through shared memory, whenever the trainer has published a version.
+"""vLLM as the rollout engine. New weights arrive through shared memory, whenever the trainer publishes a version.
 
-The process is started when the first request comes. One that dies is started again, with the newest weights, and its
-requests begin anew; not those of which somebody has seen tokens.
+The process starts at the first request. A process that dies is restarted with the newest weights, and its requests
+start over, except those whose tokens were already passed to a callback.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rollmill.types import Completion
 
 
 class VLLMEngine:
-    """A RolloutEngine.
+    """A RolloutEngine that runs vLLM in another process.
 
     Args:
-        launch: how its process is started; its folder is removed at the end.
+        launch: how the process is started; its folder is removed at the end.
         tokenizer: for texts and stop strings.
         eos_ids: every token id that ends a completion.
         context: longest sequence, prompt included.
-        restarts: how often a process that has died is started again.
-        checksum: what its Python can verify weights by.
+        restarts: how often a process that has died is restarted.
+        checksum: the checksum that its Python can verify weights with.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class VLLMEngine:
         checksum: str,
     ) -> None:
         self.version = 0
-        self.weights_path = Path(launch.settings["weights"])  #: where weights have to be sent
+        self.weights_path = Path(launch.settings["weights"])  #: where weights are sent to
         self.checksum, self.deadline_s = checksum, launch.deadline_s
         self.tokens_generated = 0
-        self.sleeps = "enable_sleep_mode" in launch.settings["arguments"]  #: it was started so that it can
+        self.sleeps = "enable_sleep_mode" in launch.settings["arguments"]  #: started with sleep mode
         self._launch, self._tokenizer = launch, tokenizer
         self._removed = weakref.finalize(self, shutil.rmtree, launch.folder, ignore_errors=True)
         self._eos_ids, self._context = eos_ids, context
@@ -60,7 +60,7 @@ class VLLMEngine:
         self._starting: asyncio.Task[None] | None = None
         self._paused = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ended: list[asyncio.Task[None]] = []  # what is done about processes that have died
+        self._ended: list[asyncio.Task[None]] = []  # clean-up of processes that have died
         self._failure: RollmillError | None = None
         self._counts: Counter[str] = Counter()
 
@@ -71,7 +71,7 @@ class VLLMEngine:
         return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
-        """See RolloutEngine. Raises EngineError for requests that cannot be served, and where the process ends."""
+        """See RolloutEngine. Raises EngineError for requests that cannot be served, and if the process dies."""
         group = build_vllm_sequence_group(request, self._tokenizer, self._eos_ids, self._context)
         samples = [VLLMSequence(group, index, next(self._numbers)) for index in range(request.n)]
         self._submit(samples)
@@ -87,7 +87,7 @@ class VLLMEngine:
                     self._process.say("abort", sample.number)
 
     def interrupt(self) -> None:
-        """See RolloutEngine. They are handed out when vLLM has said what they had."""
+        """See RolloutEngine. Completions are returned once vLLM has confirmed the abort."""
         if self._process is None:
             message = {"ended": "abort", "tokens": [], "logprobs": [], "versions": []}
             for number in list(self._running):
@@ -109,14 +109,14 @@ class VLLMEngine:
             self._begin(self._answer(self._process, self._process.ask("resume")))
 
     def weights_updated(self, version: int) -> None:
-        """See RolloutEngine. Requests made after this are sampled with the new weights; those under way are kept."""
+        """See RolloutEngine. Later requests are sampled with the new weights; running ones are kept."""
         self.version = version
         if self._process is not None:
             self._counts["updates"] += 1
             self._begin(self._update(self._process, self._process.ask("load"), version))
 
     async def sleep(self) -> None:
-        """See RolloutEngine: vLLM's sleep mode, where it was started with it."""
+        """See RolloutEngine. Uses vLLM's sleep mode, if it was started with it."""
         if self._process is not None and self.sleeps:
             self._counts["sleeps"] += 1
             await self._answer(self._process, self._process.ask("sleep"))
@@ -129,7 +129,7 @@ class VLLMEngine:
             await asyncio.sleep(0.01)
 
     def counters(self) -> dict[str, float]:
-        """See RolloutEngine: weight updates, the seconds they took, sleeps, and processes started again."""
+        """See RolloutEngine. Weight updates and their seconds, sleeps, and restarts of the process."""
         return dict(self._counts)
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class VLLMEngine:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
+        """Process id of vLLM's process, while it runs."""
         return None if self._process is None else self._process.pid
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -166,11 +166,11 @@ class VLLMEngine:
             process.say("generate", 0, **group.message([(sample.number, sample.seed) for sample in own]))
 
     def _told(self, message: dict[str, Any]) -> None:
-        """Take what the process says of a completion."""
+        """Handle a message of the process about a completion."""
         self.tokens_generated += len(message.get("tokens", ()))
         sample = self._running.get(message["id"])
         if sample is None:
-            return  # nobody waits for it any more
+            return  # aborted
         if "error" in message:
             self._hand_out(sample, EngineError(f"{sample.group.request.id}: vLLM: {message['error']}"))
             return
@@ -190,7 +190,7 @@ class VLLMEngine:
     # -- the process -------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        """Start the process with the newest weights, and give it what waits."""
+        """Start the process with the newest weights, and send it the waiting requests."""
         try:
             process, version = await VLLMProcess.start(self._launch, self._told, self._died)
         except RollmillError as error:
@@ -209,10 +209,10 @@ class VLLMEngine:
         self._send(process, list(self._running.values()))
 
     def _died(self) -> None:
-        """The process has ended by itself."""
+        """Handle the unexpected end of the process: restart it, or fail all requests."""
         process, self._process = self._process, None
         if process is None:
-            return  # it was being started: who does that is told
+            return  # it died while starting: `_start` handles that
         self._ended.append(asyncio.ensure_future(process.close()))
         error = process.gone()
         if self._failure is not None or self._restarts_left == 0:
@@ -228,24 +228,24 @@ class VLLMEngine:
         if self._running:
             self._starting = asyncio.ensure_future(self._start())
 
-    async def _update(self, process: VLLMProcess, asked: Coroutine[Any, Any, Any], wanted: int) -> None:
+    async def _update(self, process: VLLMProcess, reply: Coroutine[Any, Any, Any], wanted: int) -> None:
         began = time.perf_counter()
-        version = await self._answer(process, asked)
+        version = await self._answer(process, reply)
         if version is not None and version < wanted:
             self._give_up(EngineError(f"vLLM's process has weights of version {version}; {wanted} was announced"))
         self._counts["update_seconds"] += time.perf_counter() - began  # type: ignore[assignment]
 
-    async def _answer(self, process: VLLMProcess, asked: Coroutine[Any, Any, Any]) -> Any:
-        """The answer; None where there is none, which ends the engine, unless the process has died: see `_died`."""
+    async def _answer(self, process: VLLMProcess, reply: Coroutine[Any, Any, Any]) -> Any:
+        """Await a reply. Returns None on an error, which stops the engine, unless the process has died: see `_died`."""
         try:
-            return await asked
+            return await reply
         except RollmillError as error:
             if process is self._process:
                 self._give_up(error)
             return None
 
     def _give_up(self, error: RollmillError) -> None:
-        """Nothing can be generated any more."""
+        """Stop the process and fail all requests."""
         self._failure = self._failure or error
         if self._process is not None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""The owner's side of vLLM's process: start it, talk to it, notice its end."""
+"""Client of vLLM's process: starts it, exchanges messages with it and detects its end."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _LOG = "vllm.log"
 _SHOWN = 3000
 _LEAVING_S, _LOOK_S = 10.0, 0.05
 _LAST_WORDS_S = 2.0
-"""For a process that has closed its socket: it is about to end, and tells by its exit code why."""
-_ASKED = """
+"""Wait for the exit code of a process that has closed its socket."""
+_PROBE = """
 import importlib.util, json, sys
 found = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "xxhash")}
 print(json.dumps(found | {"version": sys.version_info[:2]}))
@@ -36,13 +36,13 @@ print(json.dumps(found | {"version": sys.version_info[:2]}))
 
 @dataclass(frozen=True, slots=True)
 class VLLMLaunchConfig:
-    """How a process is started.
+    """Launch settings of a vLLM process.
 
     Args:
         python: a Python that has vLLM; see `probe_python`.
-        folder: its own, for the log, vLLM's sockets and the model's configuration.
-        settings: what `worker` is told first.
-        threads: how many CPU threads it computes with.
+        folder: the process's own folder, for the log, vLLM's sockets and the model's configuration.
+        settings: the first message to `worker`.
+        threads: CPU threads to compute with.
         deadline_s: longest wait for an answer.
     """
 
@@ -54,15 +54,15 @@ class VLLMLaunchConfig:
 
     @property
     def log(self) -> Path:
-        """What the process prints."""
+        """The process's log."""
         return self.folder / _LOG
 
 
 def probe_python(python: Path) -> dict[str, bool]:
-    """Which of vllm and xxhash a Python can import. Raises ConfigError where it is of no use."""
+    """Find out which of vllm and xxhash a Python can import. Raises ConfigError if it cannot be used."""
     advice = "give a Python that has vLLM, such as .venv-vllm/bin/python (`make vllm-setup` makes it)"
     try:
-        command = [str(python), "-c", _ASKED]
+        command = [str(python), "-c", _PROBE]
         shown = subprocess.run(command, capture_output=True, check=True, timeout=60, env=_plain_environment()).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"engine.python: {python} does not run ({error}); {advice}") from error
@@ -75,11 +75,11 @@ def probe_python(python: Path) -> dict[str, bool]:
 
 
 class VLLMProcess:
-    """One process.
+    """One vLLM process.
 
     Args:
-        told: is given every message about a request.
-        ended: is called once, when the process has gone without being asked to.
+        told: called with every message about a request.
+        ended: called once, if the process ends unexpectedly.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class VLLMProcess:
     async def start(
         cls, launch: VLLMLaunchConfig, told: Callable[[dict[str, Any]], None], ended: Callable[[], None]
     ) -> tuple[VLLMProcess, int]:
-        """Start one; it, and the version of the weights that it has.
+        """Start a process; returns it and the version of its weights.
 
         Raises:
             EngineError: it ended; the message shows the end of its log.
@@ -133,20 +133,20 @@ class VLLMProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it says nothing any more."""
+        """Whether its last message has been received."""
         return self._listening.done()
 
     @property
     def pid(self) -> int:
-        """Of the process; what vLLM starts is in its process group."""
+        """Its process id; vLLM's own subprocesses are in its process group."""
         return self._process.pid
 
     def say(self, kind: str, number: int, **message: Any) -> None:
-        """Ask for something that is answered, if at all, by messages of this number."""
+        """Send a message; replies, if any, carry the same number."""
         self._write({"kind": kind, "id": number, **message})
 
     def ask(self, kind: str) -> Coroutine[Any, Any, Any]:
-        """Ask for something at once, before all that is said later; awaiting it gives the answer.
+        """Send a message at once, ahead of later ones; awaiting the result gives the reply.
 
         Raises:
             EngineError: it failed, or the process has ended.
@@ -158,20 +158,19 @@ class VLLMProcess:
         return self._answer(number, future, kind)
 
     async def close(self) -> None:
-        """End it, gently at first; may be called twice."""
+        """Stop it, gracefully at first; may be called twice."""
         self._closing = True
         self._writer.close()
         await asyncio.gather(self._watching, self._listening, return_exceptions=True)
 
     def kill(self) -> None:
-        """End it at once. Not by the method of asyncio's process, which looks whether it has ended by itself, and so
-        takes the exit code from who waits for it."""
+        """Kill it. Not by asyncio's own method, which polls the process and so takes the exit code from its waiter."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def gone(self) -> EngineError:
-        """The error that says that it has ended, and why."""
+        """Build the EngineError for its end, with the exit code and the end of the log."""
         log = self._launch.log
         shown = log.read_bytes()[-_SHOWN:].decode("utf-8", "replace").strip() if log.is_file() else ""
         code = self._process.returncode
@@ -198,12 +197,12 @@ class VLLMProcess:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _listen(self) -> None:
-        """Hand out messages until the process has ended."""
+        """Dispatch messages until the process has ended."""
         try:
             with contextlib.suppress(ConnectionError):
                 while line := await self._reader.readline():
                     self._take(json.loads(line))
-                    await asyncio.sleep(0)  # many lines may have come at once, and others have their turn
+                    await asyncio.sleep(0)  # many lines may have arrived at once; let other tasks run
         finally:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVING_S if self._closing else _LAST_WORDS_S):
@@ -226,8 +225,8 @@ class VLLMProcess:
             future.set_result(message["value"])
 
     async def _watch(self) -> None:
-        """Its end is the end of all that it has started. They hold the socket open, too, and are given some time to
-        remove what they have in shared memory."""
+        """Wait for its end, then stop its subprocesses. They hold the socket open, too, and get time to free shared
+        memory."""
         await self._process.wait()
         self._writer.transport.abort()
         with contextlib.suppress(ProcessLookupError):
@@ -243,7 +242,7 @@ def _plain_environment() -> dict[str, str]:
 
 
 def _environment(launch: VLLMLaunchConfig) -> dict[str, str]:
-    """Environment variables of the process. It finds rollmill, and no other package of this Python."""
+    """Environment variables of the process. It can import rollmill, but no other package of this Python."""
     packages = launch.folder / "packages"
     packages.mkdir(exist_ok=True)
     with contextlib.suppress(FileExistsError):

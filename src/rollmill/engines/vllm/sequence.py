@@ -1,4 +1,4 @@
-"""One completion under way in vLLM, as its owner sees it."""
+"""A running request in vLLM and its completions, as the client sees them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED_BITS = 2**63 - 1
 
 @dataclass(slots=True, eq=False)
 class VLLMSequenceGroup:
-    """A request, and its completions as they end."""
+    """A request, and the queue of its finished completions."""
 
     request: GenerationRequest
     limit: int  # new tokens per completion
@@ -33,11 +33,11 @@ class VLLMSequenceGroup:
 
     @property
     def streamed(self) -> bool:
-        """Whether tokens are wanted one by one."""
+        """Whether tokens are needed one by one."""
         return self.stops is not None or self.request.on_token is not None
 
     def message(self, seeds: list[tuple[int, int]]) -> dict[str, Any]:
-        """What vLLM's process is told; `seeds` are numbers of samples with theirs."""
+        """Build the message for vLLM's process; `seeds` are pairs of sample number and seed."""
         sampling = {
             "temperature": self.request.sampling.temperature,
             "max_tokens": self.limit,
@@ -55,7 +55,7 @@ class VLLMSequence:
 
     group: VLLMSequenceGroup
     index: int
-    number: int  # among all that the engine was asked for
+    number: int  # unique within the engine
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False  # by a stop string
@@ -63,20 +63,20 @@ class VLLMSequence:
 
     @property
     def seed(self) -> int:
-        """As the native engine derives it, in the range that vLLM takes."""
+        """Seed derived as in the native engine, cut to the range that vLLM accepts."""
         return derive_seed(self.group.request.seed, self.index) & _SEED_BITS
 
     @property
     def told(self) -> bool:
-        """Whether somebody has seen tokens of it, so that it cannot begin anew."""
+        """Whether the callback has received tokens, so that it cannot start over."""
         return self.group.request.on_token is not None and bool(self.tokens)
 
     def again(self) -> None:
-        """Begin anew."""
+        """Start over."""
         self.tokens, self.logprobs, self.stopped = [], [], False
 
     def add(self, message: dict[str, Any]) -> bool:
-        """Take new tokens, up to one that completes a stop string; True if one does."""
+        """Append new tokens, up to one that completes a stop string; True if one does."""
         group, request = self.group, self.group.request
         self.began_at = self.began_at or time.perf_counter()
         for at, (token, logprob) in enumerate(zip(message["tokens"], message["logprobs"], strict=True)):
@@ -92,7 +92,7 @@ class VLLMSequence:
         return self.stopped
 
     def completion(self, message: dict[str, Any]) -> Completion:
-        """The completion, which has ended as the message says."""
+        """Build the Completion from the final message."""
         group, now, count = self.group, time.perf_counter(), len(self.tokens)
         reason = StopReason.STOP if self.stopped else _REASONS[message["ended"]]
         versions = [version for version, length in message["versions"] for _ in range(length)]
@@ -119,7 +119,7 @@ class VLLMSequence:
 def build_vllm_sequence_group(
     request: GenerationRequest, tokenizer: Any, eos_ids: frozenset[int], context: int
 ) -> VLLMSequenceGroup:
-    """The group of a request. Raises EngineError for one that cannot be served."""
+    """Build the group of a request. Raises EngineError for one that cannot be served."""
     sampling, limit = request.sampling, max_new_tokens_for(request, context)
     if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
         raise EngineError(f"{request.id}: vLLM does not say how much probability truncation keeps; use top_p 1, no "

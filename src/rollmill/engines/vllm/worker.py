@@ -1,9 +1,8 @@
-"""The program of vLLM's process: requests in, completions out, as lines of JSON over a socket. Imports no more than
-vLLM's environment has.
+"""The program of vLLM's process: requests in, completions out, as lines of JSON over a socket.
 
-The first line says what to start. Then come `generate`, `abort`, `load` (new weights), `sleep` (until then), `pause`
-and `resume`; they are taken one after the other, so that what is asked for behind `load` is sampled with the new
-weights. When the socket is closed, the process ends itself and all that vLLM has started.
+It imports only packages of vLLM's environment. The first line holds the settings. Then come `generate`, `abort`, `load`
+(new weights), `sleep` (until the next `load`), `pause` and `resume`, handled in order, so that requests after a `load`
+are sampled with the new weights. When the socket is closed, the process stops itself and all of vLLM's subprocesses.
 
     run as: python -m rollmill.engines.vllm.worker NUMBER_OF_THE_SOCKET
 """
@@ -26,7 +25,7 @@ _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 class VLLMServer:
-    """Serves one parent."""
+    """Serves the requests of one parent process."""
 
     def __init__(self, engine: Any, weights: str, writer: asyncio.StreamWriter) -> None:
         self._engine, self._weights, self._writer = engine, weights, writer
@@ -38,7 +37,7 @@ class VLLMServer:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def handle(self, message: dict[str, Any]) -> None:
-        """Do what is asked for."""
+        """Handle one message of the parent."""
         kind, number = message["kind"], message["id"]
         if kind == "generate":
             if self._asleep:
@@ -55,7 +54,7 @@ class VLLMServer:
             await self._answer(number, self._switch(paused=kind == "pause"))
 
     async def load(self) -> int:
-        """Take over the newest weights between two steps; their version. Requests under way are kept, and go on."""
+        """Load the newest weights between two steps; returns their version. Running requests are kept and continue."""
         engine = self._engine
         if self._asleep:
             await engine.wake_up(tags=["weights"])
@@ -70,7 +69,7 @@ class VLLMServer:
         return int(versions[0])
 
     async def _sleep(self) -> None:
-        """Hand back the memory of weights, keys and values until `load`, once nothing is under way."""
+        """Free the memory of weights and KV cache until `load`, once no request is running."""
         await self._engine.sleep(level=2, mode="wait")
         self._asleep = True
 
@@ -95,19 +94,19 @@ class VLLMServer:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """vLLM's engine has died: so does this process, and its parent sees the log."""
+        """End this process if vLLM's engine has died; its parent sees the log."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             terminate_process(1)
 
-    async def _generate(self, number: int, seed: int, asked: dict[str, Any]) -> None:
+    async def _generate(self, number: int, seed: int, message: dict[str, Any]) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        stream, top = asked["stream"], asked["top"]
+        stream, top = message["stream"], message["top"]
         params = SamplingParams(
-            **asked["sampling"],
+            **message["sampling"],
             seed=seed,
             ignore_eos=True,  # every id that ends a completion is among stop_token_ids
             logprobs=top,
@@ -116,11 +115,11 @@ class VLLMServer:
             output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         )
         try:
-            prompt = {"prompt_token_ids": asked["prompt"]}
+            prompt = {"prompt_token_ids": message["prompt"]}
             async for output in self._engine.generate(prompt, params, str(number)):
                 self._tell(number, output.outputs[0], top)
                 await self._writer.drain()
-                await asyncio.sleep(0)  # what the parent says has its turn
+                await asyncio.sleep(0)  # let messages of the parent be read
         except Exception as error:
             if self._engine.errored:
                 raise
@@ -144,7 +143,7 @@ class VLLMServer:
 
 
 def start_engine(settings: dict[str, Any]) -> Any:
-    """vLLM's engine with random weights."""
+    """Create vLLM's engine with random weights."""
     from vllm import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -158,20 +157,19 @@ def start_engine(settings: dict[str, Any]) -> Any:
         "worker_extension_cls": _EXTENSION,
         "disable_log_stats": True,
     }
-    asked = AsyncEngineArgs(**{**options, **settings["arguments"]})
-    config = asked.create_engine_config()
+    args = AsyncEngineArgs(**{**options, **settings["arguments"]})
+    config = args.create_engine_config()
     if current_platform.is_cpu() and not spawns:
         # vLLM spawns on CPUs, to bind threads to cores; forked processes need not import it again, which is most of a
         # start (17 s instead of 45)
         os.environ[_METHOD] = "fork"
     return AsyncLLM.from_vllm_config(
-        config, enable_log_requests=asked.enable_log_requests, disable_log_stats=asked.disable_log_stats
+        config, enable_log_requests=args.enable_log_requests, disable_log_stats=args.disable_log_stats
     )
 
 
 def terminate_process(code: int) -> None:
-    """End this process and all that it has started; Python's resource tracker stays, until it has removed what is left
-    of them in shared memory."""
+    """End this process and its subprocesses; Python's resource tracker stays until it has freed their shared memory."""
     sys.stderr.flush()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(os.getpgrp(), signal.SIGTERM)
@@ -179,7 +177,7 @@ def terminate_process(code: int) -> None:
 
 
 async def serve(connection: socket.socket) -> None:
-    """Start what the first line says, and serve until the parent closes the socket."""
+    """Start the engine by the settings in the first line, and serve until the parent closes the socket."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
     settings = json.loads(await reader.readline())
     engine = start_engine(settings)

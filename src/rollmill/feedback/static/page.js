@@ -1,4 +1,4 @@
-// Keyboard shortcuts; every one presses a button or follows a link that is on the page anyway.
+// Keyboard shortcuts for the buttons and links of the page.
 "use strict";
 const cards = [...document.querySelectorAll("[data-card]")];
 let current = Math.max(0, cards.findIndex((card) => "#" + card.id === location.hash));
@@ -61,7 +61,7 @@ document.addEventListener("keydown", (event) => {
 
 for (const [index, card] of cards.entries()) card.addEventListener("focusin", () => { current = index; });
 
-// One click is one act, even if the answer is slow.
+// Submit a form only once, even if the response is slow.
 document.addEventListener("submit", (event) => {
   const form = event.target;
   if (form.dataset.sent) event.preventDefault();

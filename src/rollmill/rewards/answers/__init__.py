@@ -1,1 +1,1 @@
-"""The final answer of a completion: candidates with their evidence, doubts about them, a choice, one way of writing."""
+"""Extraction of final answers: candidates with their evidence, hedges, the choice of one, and its normalised form."""

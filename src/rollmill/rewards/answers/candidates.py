@@ -1,4 +1,4 @@
-"""Where an answer may stand in a completion, and what speaks for it. Linear in the length of the text."""
+"""Finds candidates for the final answer in a completion, and their evidence. Linear in the length of the text."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from rollmill.rewards.answers.phrase import extract_value, has_conclusion, has_v
 from rollmill.rewards.answers.segmentation import SegmentedText
 
 AnswerKind = Literal["boxed", "hash", "said", "corrected", "bare", "bold", "sentence", "line"]
-"""A box; `#### 12`; behind words such as "the answer is"; behind "it should be"; the whole text; a bold or code value;
-the last sentence that concludes something; the last line."""
+"""A box; `#### 12`; after words such as "the answer is"; after "it should be"; the whole text; a bold or code value;
+the last sentence that concludes something; the last line.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerCandidate:
-    """A piece of text that may be the answer: `text` is as written, `start` and `end` say where it stands."""
+    """A piece of text that may be the answer, as written, at `start` to `end` of the completion."""
 
     kind: AnswerKind
     text: str
@@ -107,7 +108,7 @@ _TURNS = re.compile(
     r"[=\n]|\b(?:so|thus|hence|therefore|total\w*|altogether|but|however|wait|actually|no|answer)\b|所以|因此|故|共|但|不|答",
     re.IGNORECASE,
 )
-"""What shows that a value at the beginning of a text was not its answer."""
+"""Signs that a value at the beginning of a text was not its answer."""
 _TICKED = re.compile(r"[✓✔✗✘]")
 _CHECKING = re.compile(r"[\s*#(]*(?:to |let|we |now|does |验|检|\w*-?check|verif)", re.IGNORECASE)
 _MARKED = re.compile(
@@ -123,7 +124,7 @@ _MOST_MARKS = 40
 
 
 def find_boxes(text: str) -> list[AnswerCandidate]:
-    r"""Every outermost \boxed{} with balanced braces, in order; without one, `\boxed 5`."""
+    r"""Return every outermost \boxed{} with balanced braces, in order; without one, `\boxed 5`."""
     found: list[tuple[int, int]] = []
     open_braces: list[int] = []  # start of the box that a brace opens, -1 for other braces
     for token in _BRACES.finditer(text):
@@ -145,7 +146,7 @@ def find_boxes(text: str) -> list[AnswerCandidate]:
 
 
 def find_hash_answer(text: str) -> AnswerCandidate | None:
-    """What follows the last "####" on its line."""
+    """Return the text after the last "####" on its line."""
     mark = text.rfind("####")
     line = text[mark + 4 :].lstrip("# \t\n").partition("\n")[0].strip() if mark >= 0 else ""
     if not line:
@@ -155,7 +156,7 @@ def find_hash_answer(text: str) -> AnswerCandidate | None:
 
 
 def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
-    """What follows each "the answer is" up to the end of its sentence, where that is a claim; and corrections."""
+    """Return the text after each "the answer is" up to the end of its sentence, if that is a claim; and corrections."""
     text = passage.text
     found: list[AnswerCandidate] = []
     for mark in list(_SAID.finditer(text))[-_MOST_MARKS:]:
@@ -174,17 +175,17 @@ def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
             continue
         claim = text[mark.end() : end]
         if heading and re.match(r"[\s*]*neither\b", claim, re.IGNORECASE):
-            claim = ""  # the words of an option
-        if is_denied(sentence, claim, asked=text[end : end + 1] in ("?", "？")):
-            if NEGATION.match(text[mark.end() : end]) and (instead := _correction(passage, start, end)) is not None:
-                found.append(instead)
+            claim = ""  # "neither ..." is the text of an option here
+        if is_denied(sentence, claim, is_question=text[end : end + 1] in ("?", "？")):
+            if NEGATION.match(text[mark.end() : end]) and (correction := _correction(passage, start, end)) is not None:
+                found.append(correction)
             continue
         found.append(AnswerCandidate("said", phrase, start, end))
     return found
 
 
 def _is_working(passage: SegmentedText, phrase: str, end: int) -> bool:
-    """Whether what follows a heading such as "Answer:" is the beginning of a long working."""
+    """Whether a heading such as "Answer:" is followed by long working."""
     behind = passage.text[end:].strip()
     is_long = "\n" in behind and not has_value(phrase) and len(phrase) >= 60
     return len(behind) > 40 and (is_long or _WORKING.match(phrase) is not None)
@@ -202,9 +203,9 @@ def _correction(passage: SegmentedText, start: int, end: int) -> AnswerCandidate
 
 
 def apply_correction(passage: SegmentedText, candidate: AnswerCandidate, value: str) -> AnswerCandidate | None:
-    """What takes the place of a retracted candidate; the candidate itself where nothing retracts it.
+    """Return the replacement of a retracted candidate; the candidate itself if nothing retracts it.
 
-    None where it is called wrong and nothing is put in its place.
+    None if it is called wrong and nothing replaces it.
     """
     text = passage.text
     at = (
@@ -220,7 +221,7 @@ def apply_correction(passage: SegmentedText, candidate: AnswerCandidate, value: 
 
 
 def find_bare_answer(text: str) -> AnswerCandidate | None:
-    """The whole text, where it is one short line without words."""
+    """Return the whole text if it is one short line without words."""
     line = text.strip()
     if (
         not 0 < len(line) <= 80
@@ -233,9 +234,9 @@ def find_bare_answer(text: str) -> AnswerCandidate | None:
 
 
 def find_concluding_sentence(passage: SegmentedText) -> AnswerCandidate | None:
-    """The last sentence that names a value and is neither a remark, a check nor a denial; its bold value if it has one.
+    """Return the last sentence that names a value and is no remark, check or denial; its bold value if it has one.
 
-    A sentence with "so" or "therefore" comes before a later one in a passage that checks it.
+    A sentence with "so" or "therefore" takes precedence over a later one that checks it.
     """
     spans = passage.sentences()[-_MOST_SENTENCES:]
     text = passage.text
@@ -269,7 +270,7 @@ def find_concluding_sentence(passage: SegmentedText) -> AnswerCandidate | None:
         if not value or not has_value(value):
             continue
         marks = _SAID.finditer(sentence)
-        if any(is_denied(sentence[: mark.start()], sentence[mark.end() :], asked=False) for mark in marks):
+        if any(is_denied(sentence[: mark.start()], sentence[mark.end() :], is_question=False) for mark in marks):
             return None
         at = sentence.rfind(value)
         before = sentence[: max(at, 0)]
@@ -286,12 +287,12 @@ def find_concluding_sentence(passage: SegmentedText) -> AnswerCandidate | None:
 
 
 def _conclusive(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The sentences from the last one on that name a value which is no mere circumstance."""
+    """Return the sentences with a value that is not just a time or place, the last one first."""
     return [span for span in reversed(spans) if has_conclusion(text[slice(*span)])]
 
 
 def _is_bare(sentence: str) -> bool:
-    """Whether a sentence is nothing but a value, as in `Three. Two of them are red.`"""
+    """Whether a sentence is only a value, as in `Three. Two of them are red.`"""
     plain = strip_markup(sentence)
     return 0 < len(plain) <= 30 and "=" not in plain and has_value(plain) and extract_value(plain, leads=True) == plain
 
@@ -303,7 +304,7 @@ def _is_value(marked: re.Match[str]) -> bool:
 
 
 def find_last_line(text: str) -> AnswerCandidate | None:
-    """The whole of a short text of one line, or the last line of a longer one."""
+    """Return a short text of one line as a whole, or the last line of a longer one."""
     line = text.strip().rpartition("\n")[2].strip()
     if not line:
         return None

@@ -1,4 +1,4 @@
-"""What an answer is made of: sets, tuples, intervals, matrices and lists of several answers."""
+"""Answers with several items: sets, tuples, intervals, matrices and lists."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 class AnswerCollection:
     """Several answers in one: their texts, in order.
 
-    A set is in braces, `ordered` is a tuple or an interval (told apart by `brackets`), a list has no brackets. The
-    items of a matrix are row by row, and `brackets` gives its shape.
+    A set is in braces; `ordered` is a tuple or an interval (distinguished by `brackets`); a list has no brackets. The
+    items of a matrix are row by row, and `brackets` holds its shape.
     """
 
     kind: CollectionKind
@@ -45,44 +45,44 @@ class AnswerCollection:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The variables of `x = 1, y = 2`, where every item names another one; else nothing."""
+        """The variables of `x = 1, y = 2` if every item names a different one; else empty."""
         names = {found[0] for item in self.items if (found := split_assignment(item)) is not None}
         return tuple(sorted(names)) if len(names) == len(self.items) > 1 else ()
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The items without the variables they are given to; in the order of the variables' names if these differ."""
+        """The items without the variables they are assigned to, sorted by variable if `names` is not empty."""
         items = sorted(self.items) if self.names else self.items
         return tuple(item if (found := split_assignment(item)) is None else found[1] for item in items)
 
 
 def split_assignment(text: str) -> tuple[str, str] | None:
-    """The variable and the value of `x = 5`."""
+    """Return the variable and the value of `x = 5`."""
     found = _NAMED.fullmatch(text)
     return None if found is None else (re.sub(r"[{}]", "", found[1]), found[2].strip())
 
 
 def parse_collection(text: str) -> AnswerCollection | None:
-    r"""The collection that a normalised text is, after any `x \in` or `(x, y) =`; None for anything else."""
+    r"""Parse a normalised text as a collection, after any `x \in` or `(x, y) =`; None for anything else."""
     text = _TARGET.sub("", text, count=1) if _TARGET.match(text) else text
     return _matrix(text) or _bracketed(text) or _list(text)
 
 
 def parse_as_list(text: str) -> AnswerCollection | None:
-    """`1,234` read as two numbers, for a comparison with something that is certainly no single number."""
+    """Parse `1,234` as two numbers, for a comparison with something that cannot be a single number."""
     return AnswerCollection("list", tuple(text.split(","))) if _THOUSANDS.fullmatch(text) else None
 
 
 def split_list(text: str, *, thousands: bool = True) -> tuple[str, ...] | None:
-    """The parts of a normalised text between commas outside brackets; None where its brackets do not match.
+    """Split a normalised text at commas outside brackets; None if its brackets do not match.
 
-    `thousands` says that 1,000 is one number.
+    With `thousands`, 1,000 is one number.
     """
     return _split(text, thousands=thousands)
 
 
 def set_condition(text: str) -> str:
-    r"""What holds for the members of `\{x | x > 2\}`; other texts as they are."""
+    r"""Return the condition of `\{x | x > 2\}`; other texts unchanged."""
     found = _MEMBERS.fullmatch(text)
     return text if found is None else found[2].strip()
 
@@ -118,7 +118,7 @@ def _bracketed(text: str) -> AnswerCollection | None:
 def _list(text: str) -> AnswerCollection | None:
     items = _split(text, thousands=True)
     if items is None or (RELATION.search(text) and re.search(r"[,;]|(?<![A-Za-z])and(?![A-Za-z])", text)):
-        return None  # several conditions that hold together are no list of answers
+        return None  # conditions that hold together are not a list of answers
     items = tuple(each for item in items for each in _both_signs(item))
     return AnswerCollection("list", items) if len(items) > 1 else None
 
@@ -130,9 +130,9 @@ def _both_signs(item: str) -> list[str]:
 
 
 def _split(text: str, *, thousands: bool) -> tuple[str, ...] | None:
-    """The parts between commas, semicolons, "or", "and" and union signs outside brackets; None if these do not match.
+    """Split at commas, semicolons, "or", "and" and union signs outside brackets; None if brackets do not match.
 
-    A comma inside a number such as 1,000 does not separate where `thousands` may occur.
+    With `thousands`, a comma inside a number such as 1,000 does not separate.
     """
     kept = {at for found in _THOUSANDS.finditer(text) for at in range(*found.span())} if thousands else set()
     parts, depth, start = [], 0, 0

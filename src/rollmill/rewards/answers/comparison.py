@@ -1,7 +1,7 @@
-"""Whether an answer equals a reference, as far as their texts decide it; the rest is left as questions.
+"""Decides from their texts whether an answer equals a reference, and leaves the rest to symbolic algebra.
 
 math-verify accepts a set, an interval or a false equation for a number, `1,2` for `(1,2)`, and drops units. So the
-structure is compared here, and math-verify is asked about single expressions.
+structure is compared here, and math-verify compares single expressions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollmill.rewards.answers.quantities import (
     strip_spaces,
 )
 
-# Option letters: `(B)`, `B) 12` and, where the options are known, what an option says.
+# Option letters: `(B)`, `B) 12` and, if the options are known, their texts.
 
 _CHOICE = re.compile(
     r"(?:(?i:the |correct )*(?i:option|choice|answer) (?i:is )?)?"
@@ -40,11 +40,11 @@ _CHOICE = re.compile(
 
 
 _SEPARATOR = re.compile(r"[\s.,:;=]*(?:-(?=\s))?")
-"""Between a letter and its option; in `(B) -2` the sign belongs to the number."""
+"""Separator between a letter and its option; in `(B) -2` the sign belongs to the number."""
 
 
 def task_options(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The options of a task by letter: its column `options` or `choices`, a mapping or a list; empty without one."""
+    """Return a task's options by letter, from its column `options` or `choices` (a mapping or a list); may be empty."""
     found = metadata.get("options") or metadata.get("choices")
     if isinstance(found, Mapping):
         return {str(letter).strip("()").upper(): str(option) for letter, option in found.items()}
@@ -54,12 +54,12 @@ def task_options(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def parse_option_letter(gold: str) -> str | None:
-    """The letter where a normalised reference is nothing but an option letter, as in `B` or `(B)`."""
+    """Return the letter if a normalised reference is only an option letter, as in `B` or `(B)`."""
     return gold.strip("()") if re.fullmatch(r"[A-J]|\([A-J]\)", gold) else None
 
 
 def split_option(answer: str) -> tuple[str, str] | None:
-    """The letter that a normalised answer begins with, and what stands behind it."""
+    """Split a normalised answer into its leading option letter and the rest."""
     if re.fullmatch(r"\(?[a-j]\)?", answer):
         answer = answer.upper()
     found = _CHOICE.fullmatch(answer)
@@ -69,7 +69,7 @@ def split_option(answer: str) -> tuple[str, str] | None:
 
 
 _APPROXIMATE = Fraction(1, 100)
-"""Relative difference allowed behind an approximation sign."""
+"""Relative difference allowed after an approximation sign."""
 
 _SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
 _ROUGHLY = re.compile(r"^(?:=>?|\\approx(?![A-Za-z])|≈|\\simeq(?![A-Za-z])|约(?:为|是)?|approximately|about) ?")
@@ -90,7 +90,7 @@ _BASE = re.compile(r"([0-9A-F]+)_ ?\{?(\d+)\}?")
 
 @dataclass(frozen=True, slots=True)
 class SymbolicEquality:
-    """Expressions that symbolic algebra has to pair off: each of `golds` equals another one of `answers`."""
+    """Expressions that symbolic algebra has to pair: each of `golds` equals a different one of `answers`."""
 
     golds: tuple[str, ...]
     answers: tuple[str, ...]
@@ -98,7 +98,10 @@ class SymbolicEquality:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMatchOptions:
-    """`slack` is the relative difference that plain numbers may have; `units_required` refuses a missing unit."""
+    """Rules of the comparison.
+
+    `slack` is the relative difference allowed between plain numbers; `units_required` refuses a missing unit.
+    """
 
     slack: Fraction = Fraction(0)
     units_required: bool = False
@@ -108,7 +111,7 @@ EXACT = AnswerMatchOptions()
 
 
 def compare_texts(gold: str, answer: str, rules: AnswerMatchOptions = EXACT) -> bool | list[SymbolicEquality]:
-    """True or False where the texts decide, else the questions that must all be answered with yes.
+    """Return True or False if the texts decide, else the equalities that must all hold.
 
     Both texts are normalised here. Never raises.
     """
@@ -148,7 +151,7 @@ def _settle(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | list[Sy
         return _settle_collections(golds, answers, rules)
     if _SIGNS.search(gold) or RELATION.search(gold):
         if answers is None and not any(each.search(answer) for each in (_VARIABLE, _SIGNS, RELATION)):
-            return False  # a constant is no equation
+            return False  # a constant is not an equation
         return other is None and [SymbolicEquality((gold,), (answer,))]
     if golds is not None:
         return (
@@ -185,19 +188,19 @@ def _settle_in_order(
 ) -> bool | list[SymbolicEquality]:
     if len(golds) != len(answers):
         return False
-    questions = []
+    equalities = []
     for gold, answer in zip(golds, answers, strict=True):
         found = compare_texts(gold, answer, rules)
         if found is False:
             return False
-        questions += found if isinstance(found, list) else []
-    return questions or True
+        equalities += found if isinstance(found, list) else []
+    return equalities or True
 
 
 def _settle_unordered(
     golds: AnswerCollection, answers: AnswerCollection, rules: AnswerMatchOptions
 ) -> bool | list[SymbolicEquality]:
-    """Pairs off the items; a set holds each text once, a list may repeat it."""
+    """Pair the items; a set holds each text once, a list may repeat it."""
     left, right = list(golds.values), list(answers.values)
     if "set" in (golds.kind, answers.kind):
         left, right = list(dict.fromkeys(map(strip_spaces, left))), list(dict.fromkeys(map(strip_spaces, right)))
@@ -218,7 +221,7 @@ def _settle_unordered(
 
 
 def _settle_sides(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | list[SymbolicEquality]:
-    """Every side of an equation has to equal the reference, except for a name on the left of it."""
+    """Compare every side of an equation with the reference, except a name on its left."""
     number = parse_quantity(gold)
     if answer.count("%") > 1 and answer.endswith("%"):  # `35% - 15% = 20%`
         answer = answer.replace("%", "")
@@ -231,7 +234,7 @@ def _settle_sides(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | l
         sides = [("=", sides[1][1]), *sides[2:]]
         if _VARIABLE.search(gold):
             break
-    questions = []
+    equalities = []
     for sign, side in sides:
         found = parse_quantity(side)
         if not side or (number is not None and parse_collection(side) is not None):
@@ -241,15 +244,15 @@ def _settle_sides(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | l
             if not quantities_equal(number, found, slack=slack, units_required=rules.units_required):
                 return False
         elif sign == "=":
-            question = _in_one_unit(gold, side, rules)
-            if question is None:
+            equality = _in_one_unit(gold, side, rules)
+            if equality is None:
                 return False
-            questions.append(question)
-    return questions or True
+            equalities.append(equality)
+    return equalities or True
 
 
 def _in_one_unit(gold: str, answer: str, rules: AnswerMatchOptions) -> SymbolicEquality | None:
-    r"""The question without units, `2\sqrt{3}` m being `200\sqrt{3}` cm; None where the units differ in kind."""
+    r"""Return the equality without units, e.g. `2\sqrt{3}` m and `200\sqrt{3}` cm; None if the units differ in kind."""
     one, other = _measured(gold), _measured(answer)
     if one[1] is None or other[1] is None:
         return None if rules.units_required and one[1] is not None else SymbolicEquality((one[0],), (other[0],))
@@ -261,7 +264,7 @@ def _in_one_unit(gold: str, answer: str, rules: AnswerMatchOptions) -> SymbolicE
 
 
 def _measured(text: str) -> tuple[str, Unit | None]:
-    """A formula without variables and its unit; with variables all of it, because `m` may be one of them."""
+    """Split a formula without variables into number and unit; others stay whole, because `m` may be a variable."""
     if TRIGONOMETRY.search(text):
         return text, None
     number, unit = split_unit(text)
@@ -271,10 +274,10 @@ def _measured(text: str) -> tuple[str, Unit | None]:
 
 
 def _same_notation(gold: re.Match[str], answer: str, written: re.Pattern[str]) -> bool:
-    """Numbers with a base and times of day: the same digits. "am" and the base may be missing on one side.
+    """Compare numbers with a base and times of day: the same digits. "am" and the base may be missing on one side.
 
-    Ratios are the same where one is a multiple of the other, unless the reference looks like a time of day. A ratio of
-    two is also a fraction.
+    Ratios are equal if one is a multiple of the other, unless the reference looks like a time of day. A ratio of two is
+    also a fraction.
     """
     found = written.fullmatch(answer)
     if found is not None:
@@ -298,7 +301,7 @@ def _proportional(one: str, other: str) -> bool:
 
 
 def is_plain_words(text: str) -> bool:
-    """Whether it is plain language and no product of variables: letters with a vowel, no digits, no formula."""
+    """Whether a text is plain language, not a product of variables: letters with a vowel, no digits, no formula."""
     if re.fullmatch(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*", text) is None:
         return False
     return not text.isascii() or text.lower() == "no" or re.search(r"(?i)(?=\w*[aeiou])\w{3}", text) is not None

@@ -1,8 +1,8 @@
-"""A cap on what comparing an answer may cost, read off its text before any symbolic work.
+"""Bounds the cost of comparing an answer, from its text, before any symbolic work.
 
 Symbolic algebra runs for seconds to hours on short formulas such as 9^{9^{9^9}}. A policy that drifts there would stall
-judging, because each such answer ends a grader process. So an answer has to be worth the work: its length, its depth,
-the size of its numbers and the number of its terms are bounded. Linear in the length of the text.
+the rewards, because each such answer ends a grader process. So the length of an answer, its depth, the size of its
+numbers and the number of its terms are bounded. Linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import re
 MAX_ANSWER_CHARS = 2000
 """Characters; a longer answer earns 0 with the outcome `too_long`."""
 MAX_ANSWER_DEPTH = 100
-"""Brackets inside each other, whatever they are; a deeper answer earns 0 with the outcome `too_deep`."""
+"""Levels of nested brackets of any kind; a deeper answer earns 0 with the outcome `too_deep`."""
 
 _LONGEST_FORMULA = 600
-"""Characters of one expression that algebra is asked about."""
+"""Characters of one expression for symbolic algebra."""
 _DEEPEST_FORMULA = 12
-"""Brackets inside each other in it."""
+"""Levels of nested brackets in it."""
 _MOST_TERMS = 40
 _MOST_ROOTS = 8
 _MOST_POWERS = 12
@@ -27,7 +27,7 @@ _LARGEST_EXPONENT = 3000
 _LARGEST_EXPONENT_OF_A_NAME = 30
 _LARGEST_EXPONENT_OF_A_SUM = 8
 _DEEPEST_NESTING = 4
-"""Roots, fractions and functions inside each other."""
+"""Levels of nested roots, fractions and functions."""
 _LARGEST_FACTORIAL = 170
 _LARGEST_BINOMIAL = 500
 _MOST_CELLS = 60
@@ -60,16 +60,16 @@ _LATEX_SIZES = re.compile(r"\\(?:left|right|displaystyle|mathrm|text|operatornam
 
 
 def oversize_outcome(answer: str) -> str | None:
-    """The outcome of an answer that is not worth reading: `too_long`, `too_deep`, else None."""
+    """Return the outcome of an answer that is too large to compare: `too_long`, `too_deep`, else None."""
     if len(answer) > MAX_ANSWER_CHARS:
         return "too_long"
     return "too_deep" if _depth(answer) > MAX_ANSWER_DEPTH else None
 
 
 def is_too_costly(gold: str, answer: str) -> bool:
-    """Whether algebra on an answer might take long; never for one of the form of the reference.
+    """Whether symbolic algebra on an answer might take long; never if it has the form of the reference.
 
-    Sums, integrals and limits that nobody has worked out are only compared where the reference has one as well.
+    Unevaluated sums, integrals and limits are compared only if the reference has one as well.
     """
     if _OPERATORS.search(answer) and not _OPERATORS.search(gold):
         return True
@@ -102,7 +102,7 @@ def _depth(text: str) -> int:
 
 
 def _nesting(text: str) -> int:
-    """How many roots, fractions and functions are inside each other."""
+    """Return the depth of nested roots, fractions and functions."""
     open_brackets: list[bool] = []
     deepest, ended = 0, -1  # where an argument ended: a second one may follow
     for token in _NESTING.finditer(text):
@@ -118,7 +118,7 @@ def _nesting(text: str) -> int:
 
 
 def _has_large_numbers(text: str) -> bool:
-    """Whether it has powers, factorials, binomials or digits beyond what is written as an answer."""
+    """Whether it has powers, factorials, binomials or digits beyond those of plausible answers."""
     if (
         _SCIENTIFIC.search(text)
         or _LONG_ROOT.search(text)
@@ -136,7 +136,7 @@ def _has_large_numbers(text: str) -> bool:
 
 
 def _has_large_powers(text: str) -> bool:
-    """Whether an exponent is large, has an exponent of numbers itself, or belongs to a long sum."""
+    """Whether an exponent is large, has a numeric exponent itself, or belongs to a long sum."""
     for power in _EXPONENT.finditer(text):
         number = _EXPONENT_NUMBER.match(text, power.end())
         exponent = _group(text, power.end())
@@ -158,7 +158,7 @@ def _has_large_powers(text: str) -> bool:
 
 
 def _group(text: str, at: int) -> str:
-    """The exponent that begins at a place: a group in braces or parentheses, or one sign with its own exponent."""
+    """Return the exponent at a position: a group in braces or parentheses, or one character with its own exponent."""
     if at >= len(text) or text[at] not in "{(":
         return text[at : at + 3] if text[at + 1 : at + 2] in "^!" else text[at : at + 1]
     depth = 0
@@ -172,7 +172,7 @@ def _group(text: str, at: int) -> str:
 
 
 def _is_sum(text: str, end: int) -> bool:
-    """Whether the base that ends before a place is a group with a plus or minus sign."""
+    """Whether the base that ends before a position is a group with a plus or minus sign."""
     before = text[:end].rstrip()
     before = before.removesuffix("\\right)") + ")" if before.endswith("\\right)") else before
     if not before or before[-1] not in ")]}":

@@ -1,7 +1,7 @@
-"""The final answer of a completion: the candidate with the best evidence that nothing takes back.
+"""Extracts the final answer of a completion: the candidate with the best evidence that nothing retracts.
 
-A box comes first, then `####`, then what is said to be the answer, then the whole of a short text, then the sentence
-that concludes. Of candidates of one kind the last one counts.
+The order is: a box, `####`, a stated answer, the whole of a short text, the concluding sentence. Of candidates of one
+kind the last one counts.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _JOINED_BY_OR = re.compile(r"\s*(?:,?\s*or|/)\s*(?:even|maybe|perhaps)?\s*", re.
 class FinalAnswer:
     """An answer as it is written.
 
-    `text` is the box, the rest of the sentence behind "the answer is", the whole of a short text, or the sentence that
-    concludes. `value` is what it names, with its unit and without reasons. `tail` is everything from where the answer
-    begins. `boxes` are the contents of all boxes, the last `joined` of which belong together. `hedged` says that
-    another answer is offered beside it.
+    `text` is the box, the rest of the sentence after "the answer is", the whole of a short text, or the concluding
+    sentence. `value` is the value in it, with its unit and without reasons. `tail` is everything from the start of the
+    answer. `boxes` are the contents of all boxes, the last `joined` of which belong together. `hedged`: another answer
+    is offered as well.
     """
 
     kind: AnswerKind
@@ -65,23 +65,23 @@ class FinalAnswer:
 
     @property
     def rest(self) -> str:
-        """What stands behind the answer on the same line."""
+        """The text after the answer on the same line."""
         return self.line[len(self.text) :] if self.line.startswith(self.text) else ""
 
     @property
     def line(self) -> str:
-        """All of the line that the answer begins."""
+        """The whole line that starts with the answer."""
         return self.tail.partition("\n")[0] if self.marked else self.text
 
 
 def extract_answer(text: str, place: AnswerExtraction = "auto", *, values: bool = True) -> FinalAnswer | None:
-    """The final answer behind `</think>`, and in the last `<answer>...</answer>` if there is one; None without one.
+    """Return the final answer after `</think>`, and in the last `<answer>...</answer>` if any; None without one.
 
     The text is read in half width. Never raises, and linear in the length of the text.
 
     Args:
         place: `boxed`, `hash` and `last_number` read that place only.
-        values: where nothing marks an answer, the last sentence with a value is looked for; otherwise the last line.
+        values: if nothing marks an answer, use the last sentence with a value; otherwise the last line.
     """
     if place != "auto":
         return _answer_at_place(SegmentedText(to_half_width(text[-_LONGEST:])), place)
@@ -103,14 +103,14 @@ def extract_answer(text: str, place: AnswerExtraction = "auto", *, values: bool 
 
 
 def answer_section(text: str) -> str:
-    """The part of a completion that holds its answer, in half width: without thoughts, inside `<answer>` tags."""
+    """Return the part of a completion that holds its answer, in half width: no thoughts, inside `<answer>` tags."""
     text = to_half_width(text[-_LONGEST:]).rpartition("</think>")[2]
     inside = last_tag_content(text, "answer")
     return text if inside is None else inside
 
 
 def _joined(text: str, contents: list[AnswerCandidate]) -> AnswerCandidate | None:
-    """The last box; boxes with nothing but "or", "and" or commas between them are one answer with commas."""
+    """Return the last box; boxes separated only by "or", "and" or commas are one answer with commas."""
     if not contents:
         return None
     last = contents[len(contents) - _count_joined(text, contents) :]
@@ -118,7 +118,7 @@ def _joined(text: str, contents: list[AnswerCandidate]) -> AnswerCandidate | Non
 
 
 def _count_joined(text: str, contents: list[AnswerCandidate]) -> int:
-    """How many of the last boxes belong together."""
+    """Count the last boxes that belong together."""
     first = len(contents) - 1
     while first > 0 and _belong(text[contents[first - 1].end : contents[first].start]):
         first -= 1
@@ -132,7 +132,7 @@ def _belong(between: str) -> bool:
 def _confirm_candidate(
     passage: SegmentedText, contents: list[AnswerCandidate], candidate: AnswerCandidate
 ) -> FinalAnswer | None:
-    """The answer that a candidate gives, or what is put in its place; None where it is only taken back."""
+    """Return the answer of a candidate or of its correction; None if it is retracted without one."""
     text = passage.text
     if candidate.kind in ("boxed", "hash", "said", "bold"):
         kept = apply_correction(passage, candidate, _value(candidate))
@@ -159,7 +159,7 @@ def _confirm_candidate(
 def _value(candidate: AnswerCandidate) -> str:
     if candidate.kind in ("boxed", "bare"):
         return candidate.text
-    if candidate.kind == "line":  # what names a value and was no conclusion is no answer
+    if candidate.kind == "line":  # a line with a value that was not a conclusion is not an answer
         return "" if has_value(candidate.text) else extract_value(candidate.text, leads=False)
     return extract_value(candidate.text, leads=candidate.kind != "sentence")
 
@@ -175,7 +175,7 @@ def _answer_at_place(passage: SegmentedText, place: AnswerExtraction) -> FinalAn
 
 
 def last_number(text: str) -> str | None:
-    """The last number; "41 or 42" is returned whole, because it names no single answer."""
+    """Return the last number; "41 or 42" is returned whole, because it is not a single answer."""
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None
@@ -186,24 +186,24 @@ def last_number(text: str) -> str | None:
 
 
 def extract_reference(text: str) -> str:
-    """A reference as text; of a worked solution only its last \\boxed{} or what follows "####"."""
+    """Return a reference as text; of a worked solution only its last \\boxed{} or the text after "####"."""
     contents = find_boxes(text)
     found = _joined(text, contents) or find_hash_answer(text)
     return found.text if found is not None and found.text else text
 
 
-# What a completion votes for: its answer, written so that equal answers are equal texts.
+# Normalises answers as votes: equal answers become equal texts.
 
 _LONGEST_VOTES = 400
 """Characters of an answer that are compared as a number."""
 
 
 def normalize_vote(text: str, place: VoteExtraction) -> str | None:
-    """The answer as a ballot; None where there is none, or where another one is offered beside it.
+    """Return the answer as a vote; None if there is none, or another one is offered as well.
 
-    Numbers of one value are one ballot, whatever percent sign or unit they have (0.5 and 1/2 are; 0.333 and 1/3 are
-    not); everything else goes by its text without spaces. No formulas are compared: (x+1)^2 and x^2+2x+1 are two
-    ballots.
+    Numbers of one value are one vote, whatever percent sign or unit they have (0.5 and 1/2 are; 0.333 and 1/3 are not);
+    everything else is compared by its text without spaces. Formulas are not compared: (x+1)^2 and x^2+2x+1 are two
+    votes.
     """
     if place == "text":
         answer = text.strip()

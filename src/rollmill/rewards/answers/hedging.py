@@ -1,4 +1,4 @@
-"""What takes a candidate back: negations, retractions, questions, conditions and hedges, in English and Chinese."""
+"""Detects doubts about a candidate in English and Chinese: negations, retractions, questions, conditions, hedges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEGATION = re.compile(
     r"(?:(?:not|never|neither|n't|nor)\b|不(?!等式|变|动|存在)|并非|没有?(?!错)|错误?的?$|(?:wrong|incorrect|unclear|unknown)\b)",
     re.IGNORECASE,
 )
-"""What denies the answer directly behind a marker, as in `the answer is not 12`."""
+"""A denial directly after a marker, as in `the answer is not 12`."""
 _DENIED_BEFORE = re.compile(
     r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt|\bdisagree|\bfalse|\bwrong|\bincorrect|\bno way"
     r"|\bnot sure|\bunsure"
@@ -75,7 +75,7 @@ _DISBELIEVED = re.compile(
 OTHER_ANSWER = re.compile(
     r"\b(?:another|other|alternative|alternate|second|also)(?: (?:possible|valid|plausible|good))?\s*$", re.IGNORECASE
 )
-"""What makes the answer that is named next one beside the answer."""
+"""Words that make the answer named next an additional one."""
 _REPORTED = re.compile(
     r"\b(?:whether|unless|imagine|guess(?:ed)? (?:that|was)|thought (?:that|was)|claims?(?: that)?"
     r"|initially thought|at first)\b"
@@ -86,7 +86,7 @@ POSSIBILITY = re.compile(
     r"(?:\b(?:might|may|could)(?: \w+){0,2} be|\bor (?:maybe|perhaps|possibly)|也?可能(?:也|还)?是|或许是|也许是)\s*$",
     re.IGNORECASE,
 )
-"""What makes the value behind it a second guess."""
+"""Words that make the value after them a second guess."""
 _POSSIBLE = (
     r"(?:is|are|was|would be|could be|might be|may be|seems?|works?|fits?)(?: also| equally| still| just as)?"
     r"(?: (?:possible|plausible|correct|valid|right|acceptable|fine|ok))?(?: too| as well|(?<=possible)"
@@ -102,27 +102,27 @@ _CORRECTING = re.compile(
 _CLAUSES = re.compile(r"[.!?;:。；！？：\n]")
 _IS_LETTER = re.compile(r"[A-Ja-j]|")
 _BEHIND = 400
-"""Characters behind a candidate that are searched for doubts."""
+"""Characters after a candidate that are searched for doubts."""
 
 
-def is_denied(before: str, tail: str, *, asked: bool) -> bool:
-    """Whether a candidate is no claim.
+def is_denied(before: str, tail: str, *, is_question: bool) -> bool:
+    """Whether a candidate is not a claim.
 
     Args:
-        before: what stands before it, or before its marker, in its sentence.
-        tail: what follows its marker.
-        asked: its sentence is a question.
+        before: the text before it, or before its marker, in its sentence.
+        tail: the text after its marker.
+        is_question: its sentence is a question.
     """
     clause = _CLAUSES.split(before[-120:])[-1]
     return (
-        asked
+        is_question
         or NEGATION.match(tail) is not None
         or any(each.search(clause) is not None for each in (_DENIED_BEFORE, _SUPPOSED))
     )
 
 
 def is_disbelieved(before: str) -> bool:
-    """Whether the words before a value in its sentence deny it or say that others hold it: `I don't think it is 12`."""
+    """Whether the words before a value in its sentence deny it or attribute it to others: `I don't think it is 12`."""
     return _DISBELIEVED.search(before) is not None or _REPORTED.search(re.split("[,，]", before)[-1]) is not None
 
 
@@ -132,25 +132,25 @@ def is_only_possible(behind: str) -> bool:
 
 
 def find_replacement(answer: str, behind: str) -> int | None:
-    """Where another value is put in the place of an answer, as in `12. Hmm, actually it should be 13`; else None."""
+    """Return the position of a value that replaces an answer, as in `12. Hmm, actually it should be 13`; else None."""
     found = _CORRECTING.match(behind[:_BEHIND])
     other = None if found is None else re.compile(_OTHER, re.IGNORECASE).match(behind, found.end())
     return None if other is None or _plain(other["value"]) in _plain(answer) else other.start()
 
 
 def is_retracted(behind: str) -> bool:
-    """Whether what follows a candidate calls it wrong, as in `12 is wrong`."""
+    """Whether the text after a candidate calls it wrong, as in `12 is wrong`."""
     return _RETRACTED.match(behind[:_BEHIND]) is not None
 
 
 def find_correction(behind: str) -> int | None:
-    """Where the value begins that takes a candidate's place, as in `12, no: it should be 13`; None without one."""
+    """Return the position of a value that corrects a candidate, as in `12, no: it should be 13`; None without one."""
     found = _CORRECTED.search(behind[:_BEHIND])
     return None if found is None else found.end()
 
 
 def is_hedged(answer: str, behind: str) -> bool:
-    """Whether what follows an answer offers another one beside it, as in `9. But it might also be 10`."""
+    """Whether the text after an answer offers another one, as in `9. But it might also be 10`."""
     plain, behind = _plain(answer), behind[:_BEHIND]
     return any(
         _plain(found["value"]) not in plain

@@ -1,4 +1,4 @@
-"""One way of writing: half width, circled digits, signs of units, no bold; and when two texts say the same.
+"""Text normalisation: half width, circled digits, unit signs, no bold; and keys for comparing texts.
 
 Every reward that compares texts reads them in half width, so `１２元` is `12元` and `Ｂ` is `B`.
 """
@@ -38,30 +38,30 @@ _HAS_CJK = re.compile(f"[{CJK}]")
 
 
 def to_half_width(text: str) -> str:
-    """The text with ASCII letters, digits and signs in place of full-width ones, without invisible characters."""
+    """Replace full-width letters, digits and signs by ASCII, and remove invisible characters."""
     return text if text.isascii() else text.translate(_SIGNS)
 
 
 def fold_text(text: str) -> str:
-    """The text in half width, without bold marks; a circled digit is one character."""
+    """Convert the text to half width without bold marks; a circled digit becomes one character."""
     text = _TEXTCIRCLED.sub(lambda found: circled_digit(int(found[1] or found[2] or found[3])), to_half_width(text))
     return _BOLD.sub("", text)
 
 
 def circled_digit(number: int) -> str:
-    """`③` for 3; brackets from 21 on."""
+    """Return `③` for 3; brackets from 21 on."""
     return _CIRCLED[number - 1] if 1 <= number <= len(_CIRCLED) else f"({number})"
 
 
 def parse_circled_digit(sign: str) -> int | None:
-    """3 for `③`; None for anything else."""
+    """Return 3 for `③`; None for anything else."""
     return _CIRCLED.index(sign) + 1 if len(sign) == 1 and sign in _CIRCLED else None
 
 
 def comparison_key(text: str) -> str:
-    """What is equal for texts that say the same: without outer punctuation, spaces and, in plain words, case.
+    """Return a key that is equal for equal texts: without outer punctuation, spaces and, in plain words, case.
 
-    Formulas keep their case, because R and r are two things. `H₂O` is `H2O`.
+    Formulas keep their case, because R and r differ. `H₂O` is `H2O`.
     """
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", fold_text(text)).strip(_OUTER)
     text = re.sub(r"_\{?(\w)\}?", r"\1", text.translate(_LOWERED))
@@ -72,5 +72,5 @@ def comparison_key(text: str) -> str:
 
 
 def has_cjk(text: str) -> bool:
-    """Whether it has Chinese characters, which no formula has."""
+    """Whether it has Chinese characters, which do not occur in formulas."""
     return _HAS_CJK.search(text) is not None

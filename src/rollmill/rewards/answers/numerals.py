@@ -1,4 +1,4 @@
-"""Numbers in words: Chinese numerals, and English words of number."""
+"""Numbers in words: Chinese numerals and English number words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MYRIADS = {"万": 10**4, "亿": 10**8}
 CHINESE_DIGITS = "零〇一二两三四五六七八九十百千万亿"
 """Characters of Chinese numerals, for character classes of regular expressions."""
 CHINESE_NUMERAL = rf"[{CHINESE_DIGITS}]{{1,20}}(?:分之[{CHINESE_DIGITS}]{{1,20}}|点[零〇一二三四五六七八九]{{1,20}})?"
-"""Regular expression of a Chinese numeral, perhaps a fraction or a decimal. Linear."""
+"""Regular expression of a Chinese numeral, including fractions and decimals. Linear."""
 MEASURE_WORDS = "块个只条本页张人名位棵头匹辆台件支枝颗朵份袋箱盒瓶杯碗把次倍岁层排行组队双套节班题种根片粒座间盆筐桶"
 """Chinese measure words of one character."""
 
@@ -28,11 +28,11 @@ SCALES = {
     **{"万亿": 10**12, "千万": 10**7, "百万": 10**6, "十万": 10**5, "万": 10**4, "亿": 10**8},
     **{"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12},
 }
-"""Words behind a number that multiply it, as in `1.2 million`, the longest first."""
+"""Multipliers after a number, as in `1.2 million`, the longest first."""
 SCALE = (
     rf"(?:{'|'.join(word for word in SCALES if not word.isascii())}|(?i:thousand|million|billion|trillion)(?![A-Za-z]))"
 )
-"""Regular expression of one of them."""
+"""Regular expression of a key of `SCALES`."""
 _LARGE = {"thousand": 1000, "million": 10**6, "billion": 10**9}
 NUMBER_WORDS = {word: value for value, word in enumerate(_SPELLED.split())} | {"none": 0} | _TENS
 """English words of single numbers, in small letters."""
@@ -92,7 +92,7 @@ def _placed(whole: str) -> int:
 
 
 def to_digits(text: str) -> str:
-    """A number at the beginning of a text in digits: `一万五千元` is `15000 元`, `1.2 million` is `1.2*10^6`.
+    """Write a number at the beginning of a text in digits: `一万五千元` is `15000 元`, `1.2 million` is `1.2*10^6`.
 
     In English words too: `one hundred and ten dollars` is `110 dollars`, `minus 3` is `-3`.
     """
@@ -119,7 +119,7 @@ def to_digits(text: str) -> str:
 
 
 def numeral_value(text: str) -> Fraction | None:
-    """The value of a Chinese numeral, also of `三分之二` and `百分之十二`."""
+    """Return the value of a Chinese numeral, also of `三分之二` and `百分之十二`."""
     bottom, over, top = text.partition("分之")
     if not over:
         return parse_chinese_numeral(text)
@@ -128,12 +128,12 @@ def numeral_value(text: str) -> Fraction | None:
 
 
 def find_chinese_counts(text: str) -> list[Fraction]:
-    """The numerals that stand before a measure word, as in `有五只猫`."""
+    """Return the numerals before a measure word, as in `有五只猫`."""
     return [value for found in _COUNTED.findall(text) if (value := parse_chinese_numeral(found)) is not None]
 
 
 def parse_english_number(words: str) -> Fraction:
-    """The value of a number in English words that `ENGLISH_NUMERAL` matches."""
+    """Return the value of a number in English words that matches `ENGLISH_NUMERAL`."""
     whole, *part = re.split(rf"[ -](?:and a )?(?=(?:{'|'.join(_PARTS)})s?$)", words.lower(), maxsplit=1)
     value = find_english_numbers(whole)[-1]
     if not part:
@@ -143,7 +143,7 @@ def parse_english_number(words: str) -> Fraction:
 
 
 def find_english_numbers(text: str) -> list[Fraction]:
-    """The numbers in English words, in order: "twenty-five", "two hundred and five", "two dozen"."""
+    """Return the numbers in English words, in order: "twenty-five", "two hundred and five", "two dozen"."""
     found: list[Fraction] = []
     thousands, below, before = 0, 0, ""
     for word in _WORDS.findall(text[-2000:].lower()):
@@ -154,10 +154,10 @@ def find_english_numbers(text: str) -> list[Fraction]:
             before = word
             continue
         if word in NUMBER_WORDS:
-            goes_on = scaled or (before in _TENS and 0 < NUMBER_WORDS[word] < 10)
+            continues = scaled or (before in _TENS and 0 < NUMBER_WORDS[word] < 10)
         else:
-            goes_on = scaled or before in NUMBER_WORDS
-        if not goes_on or not found:
+            continues = scaled or before in NUMBER_WORDS
+        if not continues or not found:
             thousands = below = 0
             found.append(Fraction(0))
         if word in NUMBER_WORDS:

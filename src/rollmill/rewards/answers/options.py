@@ -1,4 +1,4 @@
-"""Option letters: which ones an answer names."""
+"""Finds the options that an answer selects, by letter or by text."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ _ALTERNATIVES = re.compile(r"\s*(?:;|,|/|\bor\b|或者?|\n)\s*")
 
 
 def selected_options(found: FinalAnswer, options: dict[str, str], *, several: bool) -> frozenset[str] | None:
-    """The letters that an answer names; None where it names none, hedges, or contradicts itself.
+    """Return the letters that an answer selects; None if it selects none, hedges, or contradicts itself.
 
     Args:
-        options: texts by letter; empty where they are not known.
+        options: texts by letter; empty if unknown.
         several: the question may have several right options, so a list of letters is one answer.
     """
     options = {letter: _plain(fold_text(option)) for letter, option in options.items()}
@@ -108,10 +108,10 @@ def selected_options(found: FinalAnswer, options: dict[str, str], *, several: bo
     if found.kind == "line" and (stated := _stated(found, options, known)) is not None:
         return stated if several or len(stated) == 1 else None
     rest = _plain(found.rest)
-    says_option = any(comparison_key(rest) == comparison_key(option) for option in options.values())
-    if not says_option and _goes_on(rest, options, several=several):
+    repeats_option = any(comparison_key(rest) == comparison_key(option) for option in options.values())
+    if not repeats_option and _names_another(rest, options, several=several):
         return None
-    for text in dict.fromkeys([_plain(found.line)] if says_option else [_plain(found.text), _plain(found.line)]):
+    for text in dict.fromkeys([_plain(found.line)] if repeats_option else [_plain(found.text), _plain(found.line)]):
         letters = _read(_BUT_NOT.sub("", text) or text, options, known, several=several)
         if letters is not None:
             return letters
@@ -125,7 +125,7 @@ def selected_options(found: FinalAnswer, options: dict[str, str], *, several: bo
 
 
 def _sole(sentence: str, known: frozenset[str]) -> frozenset[str] | None:
-    """The only option that a last sentence names, as in `we are left with C`; None where it denies it."""
+    """Return the only option in the last sentence, as in `we are left with C`; None if the sentence denies it."""
     letters = {each[1] for each in _NAMED.finditer(sentence) if each[1] != "A" or not _ARTICLE_A.search(sentence)}
     if len(letters) != 1 or not letters <= known or sentence.endswith("?") or _NEGATION.search(sentence):
         return None
@@ -133,7 +133,7 @@ def _sole(sentence: str, known: frozenset[str]) -> frozenset[str] | None:
 
 
 def _at_the_end(text: str, options: dict[str, str]) -> frozenset[str] | None:
-    """The option whose words end the last sentence, as in `it gets higher in the sky`, where it names no other one."""
+    """Return the option whose words end the last sentence, as in `it gets higher in the sky`, if it is the only one."""
     sentence = re.split(r"(?<=[.!?。！？])\s+|(?<=[。！？])|\n", text.strip(" .。"))[-1].casefold()
     ends = [name for name, option in options.items() if _ends_in(sentence, option.strip(" .。").casefold())]
     longest = max(ends, key=lambda name: len(options[name]), default=None)
@@ -149,9 +149,9 @@ def _ends_in(sentence: str, option: str) -> bool:
 
 
 def _stated(found: FinalAnswer, options: dict[str, str], known: frozenset[str]) -> frozenset[str] | None:
-    """The letters that sentences call right, as in `A is wrong; B is wrong; therefore C`.
+    """Return the letters that sentences call right, as in `A is wrong; B is wrong; therefore C`.
 
-    None where there are none, or one is called right and wrong.
+    None if there are none, or one is called right and wrong.
     """
     text = _plain(found.tail if found.kind == "line" else found.line)
     if not options and not re.search(r"(?<![A-Za-z])[A-J](?![A-Za-z])", text):
@@ -171,8 +171,8 @@ def _stated(found: FinalAnswer, options: dict[str, str], known: frozenset[str]) 
     return frozenset(right) if right and right <= known and not right & wrong else None
 
 
-def _goes_on(rest: str, options: dict[str, str], *, several: bool) -> bool:
-    """Whether the sentence behind an answer, as in `B. banana, or cherry`, names another option as well."""
+def _names_another(rest: str, options: dict[str, str], *, several: bool) -> bool:
+    """Whether the sentence after an answer names another option as well, as in `B. banana, or cherry`."""
     texts = {comparison_key(option) for option in options.values()}
     if several and _LABEL.search(rest):
         return True
@@ -185,7 +185,7 @@ def _goes_on(rest: str, options: dict[str, str], *, several: bool) -> bool:
 
 
 def _read(text: str, options: dict[str, str], known: frozenset[str], *, several: bool) -> frozenset[str] | None:
-    """The letters of one text: a letter, an option's own words, a list of letters, a letter with more behind it."""
+    """Return the letters of one text: a letter, an option's words, a list of letters, or a letter followed by more."""
     text = _MARKED.sub(lambda found: found[1] + found[2].upper(), text, count=1) if _MARKED.match(text) else text
     if several and re.fullmatch("[a-j]{2,10}", text) and "".join(sorted({*text})) == text:
         text = text.upper()
@@ -201,7 +201,7 @@ def _read(text: str, options: dict[str, str], known: frozenset[str], *, several:
 
 
 def _same_text(text: str, options: dict[str, str]) -> str | None:
-    """The letter of the only option whose words these are, with or without its letter; None for a mere letter."""
+    """Return the letter of the only option with these words, with or without its letter; None for a lone letter."""
     if re.fullmatch(r"[A-Za-z]?", text):
         return None
     same = [
@@ -213,7 +213,7 @@ def _same_text(text: str, options: dict[str, str]) -> str | None:
 
 
 def _is_own(text: str, letter: str, option: str) -> bool:
-    """Whether it is the letter with the option behind it, `(D) A and B`."""
+    """Whether a text is the letter followed by the option, `(D) A and B`."""
     found = _LED.fullmatch(text)
     return (
         found is not None
@@ -224,7 +224,7 @@ def _is_own(text: str, letter: str, option: str) -> bool:
 
 
 def is_labelled(text: str, known: Collection[str]) -> bool:
-    """Whether an option letter with a bracket or a mark stands before something else, as in `B) apple`."""
+    """Whether a text starts with an option letter with a bracket or a mark, as in `B) apple`."""
     found = _LED.fullmatch(text)
     return found is not None and found["letter"] in known and bool(found["open"] or found["mark"].strip(",、"))
 
@@ -237,7 +237,7 @@ def _plain(text: str) -> str:
 
 
 def _list(text: str, known: frozenset[str]) -> frozenset[str] | None:
-    """The letters of a text that is nothing but a list of them."""
+    """Return the letters of a text that is only a list of letters."""
     if _SMALL.fullmatch(text):
         text = text.upper()
     found = _LETTERS.fullmatch(text)
@@ -246,7 +246,7 @@ def _list(text: str, known: frozenset[str]) -> frozenset[str] | None:
 
 
 def _by_text(text: str, options: dict[str, str], *, several: bool) -> frozenset[str] | None:
-    """The options whose texts an answer is made of."""
+    """Return the options whose texts make up an answer."""
     if (one := _option_of(text, options)) is not None:
         return frozenset(one)
     pieces = _PIECES.split(text) if several else []
@@ -257,7 +257,7 @@ def _by_text(text: str, options: dict[str, str], *, several: bool) -> frozenset[
 
 
 def _option_of(text: str, options: dict[str, str]) -> str | None:
-    """The letter of the only option that says the same."""
+    """Return the letter of the only option with the same meaning."""
     exact = [letter for letter, option in options.items() if comparison_key(option) == comparison_key(text)]
     close = {letter: option for letter, option in options.items() if len(text) <= 2 * len(option) + 100}
     same = exact or [letter for letter, option in close.items() if compare_texts(option, text) is True]
@@ -265,7 +265,7 @@ def _option_of(text: str, options: dict[str, str]) -> str | None:
 
 
 def _led(text: str, options: dict[str, str], known: frozenset[str]) -> frozenset[str] | None:
-    """The letter that an answer begins with, unless what stands behind it is, or names, another option."""
+    """Return the letter at the start of an answer, unless the text after it is, or names, another option."""
     found = _LED.fullmatch(text)
     if found is None or found["letter"] not in known:
         return None
@@ -284,8 +284,8 @@ def _led(text: str, options: dict[str, str], known: frozenset[str]) -> frozenset
         for name, option in options.items()
         if name != letter and comparison_key(option) != comparison_key(own)
     }
-    said = [piece for piece in [rest, *_ALTERNATIVES.split(rest)] if piece.strip()]
-    if any(comparison_key(piece) == comparison_key(option) for piece in said for option in others.values()):
+    pieces = [piece for piece in [rest, *_ALTERNATIVES.split(rest)] if piece.strip()]
+    if any(comparison_key(piece) == comparison_key(option) for piece in pieces for option in others.values()):
         return None
     if any(
         each["letter"] in known - {letter} and (each["before"] or not each["article"]) for each in _OTHER.finditer(rest)
@@ -295,7 +295,7 @@ def _led(text: str, options: dict[str, str], known: frozenset[str]) -> frozenset
 
 
 def _labelled(text: str, options: dict[str, str]) -> frozenset[str] | None:
-    """The letters of `A. water; C. steam`, every letter before the text of its option."""
+    """Return the letters of `A. water; C. steam`, where each letter precedes the text of its option."""
     for letter, option in options.items():
         text = re.sub(rf"(?<![A-Za-z])[(\[]?{letter}[)\].:、]*\s*{re.escape(option.strip(' .'))}", letter, text)
     return _list(" ".join(text.replace("\n", " ").split()).strip(" .。"), frozenset(options)) if options else None

@@ -1,4 +1,4 @@
-"""The value that a phrase or a sentence names: `so there are $12$ apples, because ...` is `12 apples`.
+"""Extracts the value of a phrase or a sentence: `so there are $12$ apples, because ...` gives `12 apples`.
 
 Never raises.
 """
@@ -40,7 +40,7 @@ _ALSO = re.compile(
     r"|(?<=\d °[CF] \()-?[\d.,]+ ?°[CF]|(?<=\d°[CF] \()-?[\d.,]+ ?°[CF])\)",
     re.IGNORECASE,
 )
-"""The value in another form behind it: `36π (≈ 113.1)`, `100 °C (212 °F)`."""
+"""The same value in another form: `36π (≈ 113.1)`, `100 °C (212 °F)`."""
 _ASIDE = re.compile(
     r"(?<!\\)\s*[(（](?=[^()（）]*(?:[A-Za-z]{3,}|[\u4e00-\u9fff]{2,}|[A-Za-z]{1,2}\s*=))([^()（）\\$]{1,300})[)）]"
 )
@@ -89,7 +89,7 @@ _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|mbox)\s*\{([^{}]*)
 
 
 def strip_markup(text: str) -> str:
-    """The phrase without bold marks, quotes, code marks and punctuation around it."""
+    """Strip bold marks, quotes, code marks and punctuation around a phrase."""
     wrapped = _WRAPPED.fullmatch(text.strip(" \t\n*$.").removeprefix("\\(").removesuffix("\\)").strip())
     text = wrapped[1] if wrapped is not None else text
     text = re.sub(r"\*\*|__(?=\S)|(?<=\S)__", "", text).strip().strip("`").strip(" \t\n*:,，;；。")
@@ -97,7 +97,7 @@ def strip_markup(text: str) -> str:
 
 
 def drop_parentheticals(text: str) -> str:
-    """The text without remarks in parentheses: `5 cats (2 black, 3 white)`, `9π (≈ 28.3)`. Alternatives stay."""
+    """Remove remarks in parentheses: `5 cats (2 black, 3 white)`, `9π (≈ 28.3)`. Alternatives stay."""
 
     def kept(found: re.Match[str]) -> str:
         return found[0] if re.match(r"\s*(?:or|and|maybe|perhaps|或)\b", found[1], re.IGNORECASE) else " "
@@ -106,13 +106,13 @@ def drop_parentheticals(text: str) -> str:
 
 
 def extract_value(phrase: str, *, leads: bool) -> str:
-    """The value that a phrase names, with its unit; the phrase itself, tidied, where it has none.
+    """Return the value of a phrase, with its unit; the phrase itself, stripped, if it has none.
 
-    Several values that "or", "and" or commas join are one. Where there are others, the last counts that is no
-    circumstance such as "in 2019".
+    Several values joined by "or", "and" or commas are one. Of several others, the last counts that is not a qualifier
+    such as "in 2019".
 
     Args:
-        leads: the phrase stands behind a marker such as "the answer is", so a value at its beginning is the answer.
+        leads: the phrase follows a marker such as "the answer is", so a value at its beginning is the answer.
     """
     text = strip_markup(drop_parentheticals(phrase[:MAX_PHRASE_CHARS]))
     groups = _groups(text, find_values(text))
@@ -133,7 +133,7 @@ def extract_value(phrase: str, *, leads: bool) -> str:
 
 
 def _main(text: str, groups: list[ValueSpan], *, leads: bool) -> list[ValueSpan]:
-    """The values before any reason, without those that only explain one before."""
+    """Return the values before any reason, without those that only explain an earlier one."""
     reason = _REASON.search(text, groups[0].end)
     if reason is not None and "=" not in text[reason.end() :]:
         groups = [group for group in groups if group.start < reason.start()]
@@ -141,9 +141,9 @@ def _main(text: str, groups: list[ValueSpan], *, leads: bool) -> list[ValueSpan]
 
 
 def last_equation_side(formula: str) -> str:
-    r"""The last side of a worked chain with names in it, as in `s = f \theta = 50`; other formulas as they are.
+    r"""Return the last side of a worked chain with names in it, as in `s = f \theta = 50`; other formulas unchanged.
 
-    A chain of plain numbers stays whole, because every side of it has to be right.
+    A chain of plain numbers stays whole, because every side of it must be right.
     """
     inner = _DELIMITERS.sub(" ", formula).replace("&", " ")
     rows = [row.strip() for row in inner.split("\\\\") if row.strip()]
@@ -155,14 +155,14 @@ def last_equation_side(formula: str) -> str:
 
 
 def has_conclusion(sentence: str) -> bool:
-    """Whether a sentence names a value that does not only say when or where."""
+    """Whether a sentence has a value that is not just a time or place."""
     text = strip_markup(drop_parentheticals(sentence[:MAX_PHRASE_CHARS]))
     groups = _groups(text, find_values(text))
     return any(not is_qualifier(text, group) for group in groups) or ends_in_value(text, groups)
 
 
 def _written(text: str, group: ValueSpan) -> str:
-    """The group as it is written, with what makes it a bound, as in `less than 9` and `9页以上`."""
+    """Return the group as it is written, including words that make it a bound, as in `less than 9` and `9页以上`."""
     before = _BOUND_BEFORE.search(text, max(0, group.start - 40), group.start)
     behind = _BOUND_BEHIND.match(text, group.end) or _BOUND_BEHIND.match(text, group.unit_end)
     negative = _NEGATIVE.search(text, 0, group.start)
@@ -173,12 +173,12 @@ def _written(text: str, group: ValueSpan) -> str:
     if "=" in written and _CUT_SIDE.search(text, max(0, group.start - 20), group.start):
         written = written.rpartition("=")[
             2
-        ].strip()  # of `72 cubic feet * 3/4 = 54 cubic feet` the left side is no formula
+        ].strip()  # in `72 cubic feet * 3/4 = 54 cubic feet` the left side is not a formula
     return written.replace(" (or ", " or ") if written.count("(") > written.count(")") else written
 
 
 def names_several_values(sentence: str) -> bool:
-    """Whether a sentence names several values of different things and concludes none, as in `3 boats and 4 people`."""
+    """Whether a sentence has values of different things without a conclusion, as in `3 boats and 4 people`."""
     text = strip_markup(drop_parentheticals(sentence[:MAX_PHRASE_CHARS]))
     groups = _groups(text, find_values(text))
     if not groups or _DRAWS.search(text):
@@ -198,17 +198,17 @@ def _without_reason(text: str) -> str:
 
 
 def _groups(text: str, found: list[ValueSpan]) -> list[ValueSpan]:
-    """Values that stand in one list, as in `x = 2 or x = 3`, as one."""
+    """Merge values of one list, as in `x = 2 or x = 3`."""
     groups: list[ValueSpan] = []
     for value in found:
         between = text[groups[-1].unit_end : value.start] if groups else ""
         unit = text[groups[-1].end : groups[-1].unit_end].strip() if groups else ""
-        goes_on = unit != "" and " " not in unit and value.unit_end > value.end and between in ("", " ", "又", "零")
+        continues = unit != "" and " " not in unit and value.unit_end > value.end and between in ("", " ", "又", "零")
         is_part = OF_THEM.match(text, value.unit_end) is not None
         if (
             groups
             and not is_part
-            and (goes_on or _JOINER.fullmatch(between) or _JOINER.fullmatch(text[groups[-1].end : value.start]))
+            and (continues or _JOINER.fullmatch(between) or _JOINER.fullmatch(text[groups[-1].end : value.start]))
         ):
             groups[-1] = ValueSpan(groups[-1].start, value.end, value.unit_end)
         else:
@@ -216,7 +216,7 @@ def _groups(text: str, found: list[ValueSpan]) -> list[ValueSpan]:
     return groups
 
 
-# What a text says in words where nothing marks its answer: `The process is called **mitosis**.` names mitosis.
+# Reads a plain statement as an answer if nothing marks one: `The process is called **mitosis**.` gives mitosis.
 
 _LONGEST = 600
 _BOLD = re.compile(r"\*\*([^*\n]{1,80}?)\*\*")
@@ -244,10 +244,10 @@ _CONCLUDES = re.compile(r"\s*(?:so|thus|hence|therefore|所以|因此|故)\b", r
 
 
 def extract_statements(text: str) -> list[str]:
-    """The readings of a short text without a marked answer: of `Yes, there is one` "Yes"; of `The car is red` "red".
+    """Return the readings of a short text without a marked answer: of `The car is red` "red".
 
-    They are a leading yes or no, else the bold words, else what the only sentence says that something is. A sentence
-    that denies, doubts or offers several says nothing.
+    They are a leading yes or no, else the bold words, else the predicate of the only sentence. A sentence that denies,
+    doubts or offers several gives none.
     """
     text = text.strip()
     if not text or len(text) > _LONGEST or text.endswith(("?", "？")):
@@ -269,7 +269,7 @@ def extract_statements(text: str) -> list[str]:
 
 
 def _bold(sentence: str) -> list[str]:
-    """The only bold words of the last sentence, unless it denies them or goes on to others."""
+    """Return the only bold words of the last sentence, unless it denies them or names others."""
     found = list(_BOLD.finditer(sentence))
     if len(found) != 1 or found[0][1].rstrip().endswith(":"):
         return []
@@ -279,7 +279,7 @@ def _bold(sentence: str) -> list[str]:
 
 
 def _predicate(sentence: str) -> list[str]:
-    """What a sentence says that its subject is, with and without what is done: `playing tennis` and `tennis`."""
+    """Return the predicate of a sentence, with and without its verb: `playing tennis` and `tennis`."""
     found = _PREDICATE.match(sentence) or _IN_CHINESE.fullmatch(sentence)
     if found is None:
         return []

@@ -1,4 +1,4 @@
-"""Which values of a sentence only say when, where or of what parts, and are no answers beside another value."""
+"""Detects values of a sentence that are only times, places or parts of another value, not answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _EACH = re.compile(r"[,，;；]\s*(?:each|every)\b[^,.;]{0,20}$", re.IGNORECASE)
 _EACH_IN_CHINESE = re.compile(rf"[,，;；]\s*每[{CJK}]{{1,4}}$")
 _WHO = re.compile(r",\s*who(?:se)?\b[^,.;]{0,30}$", re.IGNORECASE)
 OF_THEM = re.compile(r"\s*(?:of|out of|from) (?:them|these|those|which|whom)\b", re.IGNORECASE)
-"""What makes a value a part of one before."""
+"""Words that make a value a part of an earlier one."""
 _PARTS_BEGIN = re.compile(
     r"[^,:;(（，：；=]*[,:;(（，：；]\s*(?:(?:with|including|namely|i\.e\.|of which) )?(?:the )?[$\s]*"
     rf"(?P<chinese>(?:(?![用吃卖花送走去剩借给付减余])[{CJK}]){{0,6}})",
@@ -61,14 +61,14 @@ _LEFT = re.compile(r"\b(?:left|remain\w*|so|thus|hence|therefore)\b|剩|余|所�
 _CONCLUDING = re.compile(r"[\s*#>]*(?:so|thus|hence|therefore|consequently|所以|因此|故|答)(?![a-z])", re.IGNORECASE)
 _LONGEST_GAP = 60
 _MOST = 12
-"""Values of a sentence, and parts of a value, that are looked at."""
+"""Maximum number of values of a sentence, and of parts of a value, that are checked."""
 
 
 def drop_details(text: str, groups: list[ValueSpan], *, said: bool) -> list[ValueSpan]:
-    """The values of a sentence without those that only explain one before: `150 km: 90 km by car and 60 by bus`.
+    """Drop the values that only explain an earlier one: `150 km: 90 km by car and 60 by bus`.
 
     Args:
-        said: the text stands behind a marker such as "the answer is".
+        said: the text follows a marker such as "the answer is".
     """
     kept: list[ValueSpan] = []
     main: ValueSpan | None = None
@@ -105,7 +105,7 @@ def _is_detail(text: str, main: ValueSpan, before: ValueSpan, group: ValueSpan, 
 
 
 def _are_parts(text: str, whole: ValueSpan, groups: Sequence[ValueSpan]) -> bool:
-    """Whether the values behind one add up to it, as in `five cats, two on the sofa and three here`."""
+    """Whether the values after one add up to it, as in `five cats, two on the sofa and three here`."""
     begin = _PARTS_BEGIN.match(text, whole.unit_end)
     last = groups[-1].unit_end
     if begin is None or _LEFT.search(text, whole.unit_end):
@@ -126,7 +126,7 @@ def _number(text: str, value: ValueSpan) -> Fraction | None:
 
 
 def is_qualifier(text: str, group: ValueSpan) -> bool:
-    """Whether a value only says when or where, as in "in 2019" or "for n = 4"."""
+    """Whether a value is only a time or a place, as in "in 2019" or "for n = 4"."""
     before = max(0, group.start - 40)
     if "=" in text[group.start : group.end]:
         return False
@@ -143,7 +143,7 @@ def ends_in_value(text: str, groups: Sequence[ValueSpan]) -> bool:
 
 
 def computed_value(text: str, groups: Sequence[ValueSpan]) -> ValueSpan | None:
-    """The last value that is computed, as in `50 / 10 = 5 days to use 50 liters`, where only details follow it."""
+    """Return the last computed value, as in `50 / 10 = 5 days to use 50 liters`, if only details follow it."""
     for group in reversed(groups):
         if "=" in text[group.start : group.end]:
             return group

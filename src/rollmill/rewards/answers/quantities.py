@@ -1,4 +1,4 @@
-"""Answers that are plain numbers, as exact fractions, with a percent sign or a unit."""
+"""Plain numbers as exact fractions, with a percent sign or a unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import pairwise
 from rollmill.rewards.answers.normalization import has_cjk, to_half_width
 from rollmill.rewards.answers.numerals import to_digits
 
-# Units of measurement in answers: what they measure and how many base units they are, as exact fractions.
+# Units of measurement in answers: their dimensions and sizes in base units, as exact fractions.
 
 _INCH, _POUND = Fraction(254, 10000), Fraction(45359237, 10**5)
 _TABLE: dict[str, dict[str, int | Fraction]] = {
@@ -88,20 +88,20 @@ _AFTER = {"squared": 2, "cubed": 3}
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is measured (powers of base measures, or a counted thing) and the size in base units."""
+    """A dimension (powers of base measures, or a counted thing) and the size in base units."""
 
     measure: frozenset[tuple[str, int]]
     size: Fraction
 
 
 def counted_unit(thing: str) -> Unit:
-    """The unit of something that is no measure: `apple`."""
+    """Return the unit of a countable thing: `apple`."""
     return Unit(frozenset({(thing, 1)}), Fraction(1))
 
 
 @lru_cache(maxsize=4096)
 def parse_unit(text: str) -> Unit | None:
-    """The unit that a text like `km/h`, `square feet`, `m^{2}` or `miles per hour` is; None where a part is unknown."""
+    """Parse a unit such as `km/h`, `square feet`, `m^{2}` or `miles per hour`; None if a part is unknown."""
     powers: dict[str, int] = {}
     size, at, sign, next_power = Fraction(1), 0, 1, 1
     last: tuple[dict[str, int], Fraction] | None = None
@@ -216,7 +216,7 @@ _PART = re.compile(r"(\d[\d,]*(?:\.\d+)?(?: \d+/\d+)?) ?([A-Za-z]+)\.?(?:,? and 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A plain number, with a percent sign or a unit where the text has one."""
+    """A plain number, with a percent sign or a unit if the text has one."""
 
     value: Fraction
     percent: bool = False
@@ -224,9 +224,9 @@ class Quantity:
 
 
 def normalize_answer(text: str) -> str:
-    """The text without LaTeX spacing, text wrappers and delimiters; equal strings are equal answers.
+    """Strip LaTeX spacing, text wrappers and delimiters; equal results are equal answers.
 
-    A dollar sign stays where it is money: escaped, or before a number and without a second one that closes it.
+    A dollar sign is kept as money if it is escaped, or before a number without a second one that closes it.
     """
     text = to_half_width(text).translate(_TRANSLATION)
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^{" + found[0].translate(_RAISED) + "}", text)
@@ -245,13 +245,13 @@ def normalize_answer(text: str) -> str:
 
 
 def strip_spaces(text: str) -> str:
-    """A normalised text for comparing: without spaces, except that two numbers do not become one."""
+    """Remove the spaces of a normalised text for comparison, without merging two numbers."""
     text = re.sub(r"\s+", "", re.sub(r"(?<=\d)\s+(?=\d)", "_", text))
     return text[1:-1] if re.fullmatch(r"\{[^{}]*\}", text) else text
 
 
 def parse_quantity(text: str) -> Quantity | None:
-    """The plain number that a normalised text is: thousands separators, fractions, exponents, percent, a unit."""
+    """Parse a normalised text as a plain number: thousands separators, fractions, exponents, percent, a unit."""
     text = to_digits(text)
     number, unit = split_unit(text)
     value = _fraction(number)
@@ -261,9 +261,9 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def quantities_equal(gold: Quantity, answer: Quantity, *, slack: Fraction, units_required: bool = False) -> bool:
-    """Whether two quantities are the same, `slack` being the relative difference allowed.
+    """Whether two quantities are equal within the relative difference `slack`.
 
-    A missing unit agrees with any unless units are required; a missing percent sign agrees with both readings.
+    A missing unit matches any unless units are required; a missing percent sign matches both readings.
     """
     value = answer.value
     if gold.unit is not None and answer.unit is not None:
@@ -283,7 +283,7 @@ def quantities_equal(gold: Quantity, answer: Quantity, *, slack: Fraction, units
 
 
 def split_unit(text: str) -> tuple[str, Unit | str | None]:
-    """The number or formula of a normalised text, and its unit, "%" or None."""
+    """Split a normalised text into its number or formula, and its unit, "%" or None."""
     money = _CURRENCY.match(text)
     if money is not None:
         behind, also = split_unit(money[1] + text[money.end() :])
@@ -339,7 +339,7 @@ def _singular(unit: str) -> str:
 
 
 def _compound(text: str) -> Quantity | None:
-    """`2 hours 30 minutes`, `5 feet 6 inches`: parts of one measure, the largest first; in the unit of the last."""
+    """Parse `2 hours 30 minutes`, `5 feet 6 inches`: parts of one measure, largest first; in the unit of the last."""
     parts, at = [], 0
     while at < len(text):
         part = _PART.match(text, at)

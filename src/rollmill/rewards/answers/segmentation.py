@@ -1,4 +1,4 @@
-"""A completion as formulas and sentences. A formula may hold line breaks and full stops, so sentences end outside it.
+"""Splits a completion into formulas and sentences. Line breaks and full stops inside formulas end no sentence.
 
 Never raises, and linear in the length of the text.
 """
@@ -28,7 +28,7 @@ _STEP_MARK = re.compile(r"(?:^|\n)[ \t>]*\(?\d{1,2}$")
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A formula or a piece of code with its delimiters, `text[start:end]`, and what stands between them."""
+    """A formula or a piece of code with its delimiters, `text[start:end]`, and the text between them."""
 
     start: int
     end: int
@@ -37,7 +37,7 @@ class Formula:
 
 
 class SegmentedText:
-    """A text, its formulas in order, and where its sentences end."""
+    """A text, its formulas in order, and the ends of its sentences."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -45,14 +45,14 @@ class SegmentedText:
         self._starts = [formula.start for formula in self.formulas]
 
     def formula_at(self, at: int) -> Formula | None:
-        """The formula that covers a position."""
+        """Return the formula that covers a position."""
         index = bisect_right(self._starts, at) - 1
         return self.formulas[index] if index >= 0 and at < self.formulas[index].end else None
 
     def sentence_end(self, at: int, limit: int = 2000) -> int:
-        """Where the sentence that `at` stands in ends: before its full stop or line break.
+        """Return the end of the sentence at position `at`: before its full stop or line break.
 
-        A line that runs into a displayed formula goes on with it.
+        A line that runs into a displayed formula includes it.
         """
         stop = min(len(self.text), at + limit)
         while (found := _ENDS.search(self.text, at, stop)) is not None:
@@ -75,7 +75,7 @@ class SegmentedText:
         return formula if formula is not None and formula.kind == "display" else None
 
     def sentences(self) -> list[tuple[int, int]]:
-        """Start and end of every sentence that is not blank."""
+        """Return start and end of every sentence that is not blank."""
         found, at = [], 0
         while at < len(self.text):
             end = self.sentence_end(at, len(self.text))
@@ -99,7 +99,7 @@ def _formulas(text: str) -> list[Formula]:
 
 
 def _formula(text: str, opening: re.Match[str]) -> Formula | None:
-    """The formula that an opening delimiter begins; None where it closes nowhere, or is a sign of money."""
+    """Return the formula that starts with an opening delimiter; None if it is not closed, or is a currency sign."""
     mark, start, inner = opening[0], opening.start(), opening.end()
     if opening["display"]:
         closing = f"\\end{{{mark[7:]}" if opening["name"] else _CLOSINGS[mark]
@@ -125,6 +125,6 @@ def _formula(text: str, opening: re.Match[str]) -> Formula | None:
 
 
 def _is_prose(content: str) -> bool:
-    """Whether two dollar signs are money with a sentence between them rather than the ends of a formula."""
+    """Whether two dollar signs are currency with a sentence between them, not formula delimiters."""
     plain = _BRACED_WORDS.sub("", content)
     return not plain.strip() or _PROSE.search(plain) is not None or bool(re.match(r"\d[\d,.]*\s+[a-z]{2,}", plain))

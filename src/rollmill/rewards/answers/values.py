@@ -1,6 +1,6 @@
-"""Where the values of a text stand: numbers, formulas in delimiters, bare formulas such as y = -2x + 5, numerals.
+"""Finds the values in a text: numbers, formulas in delimiters, bare formulas such as y = -2x + 5, numerals.
 
-Never raises, and linear in the length of the text but for brackets, of which a few are looked at.
+Never raises. Linear in the length of the text except for brackets, of which few are examined.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rollmill.rewards.answers.normalization import CJK
 from rollmill.rewards.answers.numerals import CHINESE_DIGITS, CHINESE_NUMERAL, ENGLISH_NUMERAL, MEASURE_WORDS
 from rollmill.rewards.answers.segmentation import Formula, SegmentedText
 
-# Where the unit behind a value ends: ` square feet per second`, `个苹果`.
+# Finds the end of the unit after a value: ` square feet per second`, `个苹果`.
 
 _NO_UNITS = """
 in on of at to for left remaining that which who when where while if because since as and or but so with by from
@@ -24,7 +24,7 @@ take takes pay pays gives give weigh weighs yields remains remain satisfies sati
 sitting standing visible exactly about approximately possible works apiece equals equal makes given
 """
 _STOP = frozenset(_NO_UNITS.split())
-"""Words that are no units though they stand behind numbers."""
+"""Words after numbers that are not units."""
 _UNIT = re.compile(
     rf"\s?(?:\\?%|°[CF]?|[€£¥])|[\s-]?(?P<word>[A-Za-zµΩ]+(?:[-/][A-Za-z]+)*\.?)(?:\^\{{?-?\d\}}?|[²³]|(?<=m)\d(?!\d))?"
     rf"|\s?[/每]?(?P<chinese>(?![是的和与或即且没不就才都也还在了吗呢吧共可能那而但所因只有到至又零])[{CJK}])"
@@ -34,7 +34,7 @@ _NAMED = re.compile(r"\$?[A-Za-z](?:_\w)?\s*=\s*[-+]?[\d.,/]+\$?")
 
 
 def find_unit_end(text: str, start: int, end: int) -> int:
-    """Where the unit behind a value ends, such as ` square feet per second` or `个苹果`.
+    """Return the end of the unit after a value, such as ` square feet per second` or `个苹果`.
 
     Of equations only those of a name and a number have one, as in `v = 18 km/h`.
     """
@@ -89,12 +89,12 @@ _LABELLED = re.compile(
 )
 _ENUMERATED = re.compile(r"(?:^|\n)[ \t>*]*\(?\d{1,2}[.)](?=\s)")
 _MOST_OPERATORS = 4
-"""Operators that may follow each other in a formula: a row of thousands of dashes is no formula."""
+"""Consecutive operators allowed in a formula: a row of thousands of dashes is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueSpan:
-    """One value of a phrase: where it stands, and where the unit behind it ends."""
+    """One value of a phrase: its position, and the end of the unit after it."""
 
     start: int
     end: int
@@ -102,7 +102,7 @@ class ValueSpan:
 
 
 def find_values(text: str) -> list[ValueSpan]:
-    """All values of a text, in order."""
+    """Return all values of a text, in order."""
     passage = SegmentedText(text)
     found: list[ValueSpan] = []
     at = 0
@@ -112,7 +112,7 @@ def find_values(text: str) -> list[ValueSpan]:
             at = _next(text, at)
             continue
         start, end = run
-        if _counts(text, start, end, passage):
+        if _is_value(text, start, end, passage):
             found.append(ValueSpan(start, end, find_unit_end(text, start, end)))
         at = max(end, at + 1)
     if not found:
@@ -125,13 +125,13 @@ def find_values(text: str) -> list[ValueSpan]:
 
 
 def _next(text: str, at: int) -> int:
-    """The next place where a value may begin: behind a word or one sign."""
+    """Return the next position at which a value may begin: after a word or one character."""
     word = _WORD.match(text, at)
     return word.end() if word is not None else at + 1
 
 
 def _run(text: str, at: int, passage: SegmentedText) -> tuple[int, int] | None:
-    """Start and end of the longest formula that begins at a place."""
+    """Return start and end of the longest formula that begins at a position."""
     end, joined, last_end = at, True, at
     brackets = operators = 0
     while True:
@@ -199,7 +199,7 @@ def _starts(text: str, at: int, passage: SegmentedText) -> bool:
 
 
 def _closing(text: str, at: int) -> int | None:
-    """Behind the bracket that closes the one at `at`; None where what is inside is no formula."""
+    """Return the position after the bracket that closes the one at `at`; None if the content is not a formula."""
     depth = 0
     for bracket in _BRACKETS.finditer(text, at, at + 400):
         depth += 1 if bracket[0] in "([{" else -1
@@ -223,8 +223,8 @@ def _is_variable(text: str, at: int, end: int) -> bool:
     ) and not (re.match(r"-[A-Za-z]{2}", text[end : end + 3]))
 
 
-def _counts(text: str, start: int, end: int, passage: SegmentedText) -> bool:
-    """Whether a run of signs is a value rather than a mark, a word or the number of a step."""
+def _is_value(text: str, start: int, end: int, passage: SegmentedText) -> bool:
+    """Whether a run of characters is a value, not a mark, a word or a step number."""
     run = text[start:end]
     formula: Formula | None = passage.formula_at(start)
     if formula is not None and formula.end >= end:

@@ -1,4 +1,4 @@
-"""Modules of this package for a session, which sees nothing but the standard library."""
+"""Bundles modules of this package for a sandbox session, which can import only the standard library."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ for name, code in {modules!r}:
 
 @cache
 def bundle(*names: str) -> str:
-    """A program that makes these modules, each of which may import those before it. The last one is `module`."""
+    """Return a program that loads these modules, each of which may import those before it. The last one is `module`."""
     modules = [(f"{_PACKAGE}.{name}", _compiled(name)) for name in names]
     return _LOADER.format(modules=modules)
 
 
 def _compiled(name: str) -> bytes:
-    """As bytes for the same Python, which the sandbox runs."""
+    """Compile a module to bytes for the same Python version, which the sandbox runs."""
     text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return marshal.dumps(compile(text, f"<{name}>", "exec"))

@@ -1,4 +1,4 @@
-"""The model's functions, in a session of their own."""
+"""Runs the model's functions in a separate sandbox session."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rollmill.sandbox import Sandbox, SandboxLimits, SandboxSession
 
 
 class CallResult(NamedTuple):
-    """How a call ended. With "ok" `text` is what the session says of it (`inside_candidate.call`), which may be a lie.
+    """The result of a call. With "ok" `text` is the session's reply (`inside_candidate.call`), which is not trusted.
 
-    A lie earns nothing: expected values are not in that process, so all it can give is an answer of its own.
+    A forged reply gains nothing: expected values are not in that process, so it can only be another answer.
     """
 
     outcome: str
@@ -23,9 +23,9 @@ class CallResult(NamedTuple):
     seconds: float = 0.0
 
     def reply(self, most: int) -> dict[str, Any]:
-        """What the text says; nothing where it is not what a session says. `most` bounds the containers in it.
+        """Parse the reply; empty if it is not one. `most` bounds the number of containers in it.
 
-        Making them is what takes time, and the event loop waits for it.
+        Building them takes time, and blocks the event loop.
         """
         try:
             if self.text.count("[") + self.text.count("{") > most:
@@ -37,7 +37,7 @@ class CallResult(NamedTuple):
 
 
 class SandboxedSolution:
-    """Code whose functions can be called. What a call changes stays for the next one, until the process dies."""
+    """Code whose functions can be called. State that a call changes persists until the process dies."""
 
     def __init__(self, sandbox: Sandbox, source: str, limits: SandboxLimits) -> None:
         self._sandbox, self._source, self._limits = sandbox, source, limits
@@ -54,9 +54,9 @@ class SandboxedSolution:
         await self._stack.aclose()
 
     async def call(self, name: str, arguments: str, wall_s: float, *, changes: bool = False) -> CallResult:
-        """Call a function with [args, kwargs] as encoded text. Code that does not load gives the same answer always.
+        """Call a function with encoded [args, kwargs]. Code that does not load always gives the same result.
 
-        `changes`: the answer says what the call has changed in its arguments.
+        With `changes`, the reply includes arguments that the call has changed.
         """
         if self._failed is None and (self._session is None or self._session.ended):
             await self._load(wall_s)

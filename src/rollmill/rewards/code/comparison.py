@@ -1,4 +1,4 @@
-"""Whether what the code gave is what was expected. This runs in the trusted process, on values and text only."""
+"""Compares the code's output with the expected one. Runs in the trusted process, on values and text only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollmill.sandbox import Sandbox, SandboxLimits
 
 @dataclass(frozen=True, slots=True)
 class OutputMatchOptions:
-    """How alike is alike."""
+    """Rules for comparing outputs."""
 
     compare: OutputComparison = "lines"
     tolerance: float = 1e-6
@@ -27,16 +27,16 @@ class OutputMatchOptions:
 
 
 def output_match_options(config: CodeReward) -> OutputMatchOptions:
-    """The rules of a configuration."""
+    """Return the rules of a configuration."""
     return OutputMatchOptions(config.compare, config.tolerance, config.tuples_as_lists)
 
 
 def values_match(expected: Any, found: Any, rules: OutputMatchOptions) -> bool:
-    """Whether the encoded value `found` is the value `expected`.
+    """Whether the encoded value `found` equals the value `expected`.
 
-    A truth value is no number. Whole numbers and floats are compared as numbers; `tolerance` holds where the expected
-    one is a float. nan is nan. The work is bounded by the size of `expected`, whatever `found` is. Raises ValueError
-    where `found` is not an encoded value.
+    A boolean is not a number. Integers and floats are compared as numbers; `tolerance` applies if the expected one is a
+    float. nan equals nan. The work is bounded by the size of `expected`, whatever `found` is. Raises ValueError if
+    `found` is not an encoded value.
     """
     if expected is None or isinstance(expected, bool):
         return found is expected
@@ -59,7 +59,7 @@ def values_match(expected: Any, found: Any, rules: OutputMatchOptions) -> bool:
 
 
 def outputs_match(expected: str, found: str, rules: OutputMatchOptions) -> bool:
-    """Whether a program's output is the expected one. Time is in proportion to the length of the two."""
+    """Whether a program's output is the expected one. Takes time linear in the length of the two."""
     if expected == found:
         return True
     if rules.compare == "exact":
@@ -88,7 +88,7 @@ def _same_number(expected: int | float, found: Any, rules: OutputMatchOptions) -
 def _near(expected: float, found: float, tolerance: float) -> bool:
     try:
         return math.isclose(expected, found, rel_tol=tolerance, abs_tol=tolerance)
-    except OverflowError:  # a whole number larger than any float
+    except OverflowError:  # an integer larger than any float
         return False
 
 
@@ -107,7 +107,10 @@ def _same_set(expected: set[Any] | frozenset[Any], items: list[Any]) -> bool:
 
 
 def _hashable(value: Any) -> Any:
-    """A key or member that equals what Python finds equal, save truth values and numbers. Raises ValueError."""
+    """Return a key or member that follows Python's equality, except that booleans are not numbers.
+
+    Raises ValueError.
+    """
     if isinstance(value, tuple):
         return tuple(map(_hashable, value))
     if isinstance(value, float) and value != value:
@@ -124,7 +127,7 @@ def _same_leaf(expected: Any, found: Any) -> bool:
 
 
 def _same_lines(expected: str, found: str) -> bool:
-    """Whether every line has the same words. Lines are counted first: splitting costs more than that."""
+    """Whether every line has the same words. Lines are counted first, because splitting costs more."""
     if expected.count("\n") != found.count("\n"):
         return False
     pairs = zip(expected.split("\n"), found.split("\n"), strict=True)
@@ -132,7 +135,7 @@ def _same_lines(expected: str, found: str) -> bool:
 
 
 def _same_word(expected: str, found: str, tolerance: float) -> bool:
-    """Equal, or both numbers and near; an expected whole number is exact."""
+    """Whether the words are equal, or both numbers and close; an expected integer is exact."""
     if expected == found:
         return True
     if expected.lstrip("+-").isdecimal():
@@ -144,15 +147,15 @@ def _same_word(expected: str, found: str, tolerance: float) -> bool:
     return math.isfinite(wanted) and math.isfinite(given) and _near(wanted, given, tolerance)
 
 
-# What compares an output with the expected one: the built-in rules, a user's function, or a task's checker program.
+# Comparers of outputs with expected ones: built-in rules, a user's function, or a task's checker program.
 
 _LONG = 10_000
-"""Characters of an expected value, or of an output, that is compared in a thread."""
+"""Characters from which an expected value or an output is compared in a thread."""
 _WORDS = {"ok": 1.0, "wrong": 0.0}
 
 
 class OutputComparer(Protocol):
-    """Gives the outcome of a test and its credit from 0 to 1, for what the code returned (encoded) or printed."""
+    """Returns the outcome of a test and its credit from 0 to 1, for a returned value (encoded) or printed text."""
 
     async def value(self, test: FunctionTest, found: Any) -> tuple[str, float]: ...
 
@@ -182,8 +185,8 @@ class BuiltinComparer:
 class FunctionComparer:
     """Compares by a user's `(input, output, expected) -> bool | float`, in a thread.
 
-    `input` is what the program reads, or {"args": [...], "kwargs": {...}}; `output` is text, or a value made anew of
-    built-in types only. Raises what the function raises, and ValueError for a credit outside of 0 to 1.
+    `input` is the program's stdin, or {"args": [...], "kwargs": {...}}; `output` is text, or a value rebuilt from
+    built-in types only. Raises the function's exceptions, and ValueError for a credit outside of 0 to 1.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], threads: FunctionThreads, time_limit_s: float) -> None:
@@ -194,12 +197,12 @@ class FunctionComparer:
             output = await asyncio.to_thread(decode, found)
         except ValueError:
             return WRONG_ANSWER, 0.0
-        return await self._asked({"args": test.args, "kwargs": test.kwargs}, output, test.expected)
+        return await self._compare({"args": test.args, "kwargs": test.kwargs}, output, test.expected)
 
     async def text(self, test: ProgramTest, found: str) -> tuple[str, float]:
-        return await self._asked(test.stdin, found, test.stdout)
+        return await self._compare(test.stdin, found, test.stdout)
 
-    async def _asked(self, given: Any, output: Any, expected: Any) -> tuple[str, float]:
+    async def _compare(self, given: Any, output: Any, expected: Any) -> tuple[str, float]:
         try:
             found = await self._threads.call(
                 self._name, partial(self._function, given, output, expected), self._time_limit_s
@@ -217,7 +220,7 @@ class ProgramComparer:
     """Compares by a task's checker, a Python program that runs in the sandbox.
 
     It reads the files input.txt, output.txt and expected.txt (values as Python literals) and prints `ok`, `wrong` or a
-    number from 0 to 1. One that does not is the outcome `judge_failed`: the output may have made it fail.
+    number from 0 to 1. Otherwise the outcome is `judge_failed`: the output may have made the checker fail.
     """
 
     def __init__(self, sandbox: Sandbox, program: str, limits: SandboxLimits) -> None:
@@ -228,12 +231,12 @@ class ProgramComparer:
             output = await asyncio.to_thread(lambda: repr(decode(found)))
         except ValueError:
             return WRONG_ANSWER, 0.0
-        return await self._asked(repr({"args": test.args, "kwargs": test.kwargs}), output, repr(test.expected))
+        return await self._compare(repr({"args": test.args, "kwargs": test.kwargs}), output, repr(test.expected))
 
     async def text(self, test: ProgramTest, found: str) -> tuple[str, float]:
-        return await self._asked(test.stdin, found, test.stdout)
+        return await self._compare(test.stdin, found, test.stdout)
 
-    async def _asked(self, given: str, output: str, expected: str) -> tuple[str, float]:
+    async def _compare(self, given: str, output: str, expected: str) -> tuple[str, float]:
         texts = {"input.txt": given, "output.txt": output, "expected.txt": expected}
         files = {name: text.encode(errors="surrogatepass") for name, text in texts.items()}
         result = await self._sandbox.run(self._program, files=files, limits=self._limits)
@@ -246,7 +249,7 @@ def _outcome(credit: float) -> tuple[str, float]:
 
 
 def _credit(printed: str) -> float | None:
-    """What a checker printed as a number from 0 to 1; None if it is neither that nor a verdict."""
+    """Parse a checker's output as a number from 0 to 1; None if it is neither that nor a known word."""
     word = printed.strip().casefold()
     if word in _WORDS:
         return _WORDS[word]

@@ -1,4 +1,4 @@
-"""Where the code of a completion stands."""
+"""Extracts the code of a completion."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ MAX_CODE_CHARS = 400_000
 _FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w.+#-]*)[^\n]*$", re.MULTILINE)
 _PYTHON = {"python", "py", "python3", "py3"}
 _END = re.compile(r"\n(?=(?:class|def|#|if|print|```))")
-"""Where a completion of a function ends: the stop words of Chen et al. 2021, arXiv:2107.03374, section 2.1."""
+"""The end of a function's completion: the stop words of Chen et al. 2021, arXiv:2107.03374, section 2.1."""
 
 
 class CodeBlock(NamedTuple):
-    """A fenced block: the word behind the fence in small letters, and the lines between."""
+    """A fenced block: its language in lower case, and its lines."""
 
     language: str
     code: str
 
 
 def find_code_blocks(text: str) -> list[CodeBlock]:
-    """The fenced blocks, in order. One that is not closed goes to the next fence with a language, or to the end.
+    """Return the fenced blocks, in order. An unclosed one extends to the next fence with a language, or to the end.
 
-    As in CommonMark, a fence that stands four or more columns further in than the first one is part of the code.
+    As in CommonMark, a fence indented by four or more columns relative to the first one is part of the code.
     """
     found: list[CodeBlock] = []
     opened: re.Match[str] | None = None
@@ -42,9 +42,9 @@ def find_code_blocks(text: str) -> list[CodeBlock]:
 
 
 def extract_code(text: str, place: CodeExtraction = "auto", name: str | None = None) -> str | None:
-    """The code of a completion, None where there is none.
+    """Return the code of a completion, None if there is none.
 
-    Of the blocks that call themselves Python, or else have no language, it is the last one that defines `name`, or else
+    Of the blocks marked as Python, or else those without a language, it is the last one that defines `name`, or else
     the last one.
     """
     if place != "whole":
@@ -60,18 +60,18 @@ def extract_code(text: str, place: CodeExtraction = "auto", name: str | None = N
 
 
 def defines_name(code: str, name: str) -> bool:
-    """Whether a line at the margin defines a function, class or variable `name`."""
+    """Whether an unindented line defines a function, class or variable `name`."""
     named = re.escape(name)
     pattern = rf"^(?:(?:async )?def|class)[ \t]+{named}\b|^{named}[ \t]*=(?!=)"
     return re.search(pattern, code, re.MULTILINE) is not None
 
 
 def join_prefix(prefix: str, code: str, name: str | None) -> str:
-    """The program that `prefix` (the beginning of a function, such as HumanEval's prompts) and the code make together.
+    """Join `prefix` (the beginning of a function, such as HumanEval's prompts) and the code into a program.
 
-    Code that defines `name` itself comes after the prefix, whose imports and helpers it may use. Other code goes on
-    where the prefix ends, up to where it begins something else. Without a name all of it does either: what is indented
-    goes on, what is not comes after.
+    Code that defines `name` itself comes after the prefix, and may use its imports and helpers. Other code continues
+    the prefix, up to the start of another definition or statement. Without a name, indented code continues the prefix,
+    other code comes after it.
     """
     if name is not None and not defines_name(code, name):
         return prefix + _END.split(code, maxsplit=1)[0] + "\n"
@@ -81,7 +81,7 @@ def join_prefix(prefix: str, code: str, name: str | None) -> str:
 
 
 def complete_prefix(prefix: str) -> str:
-    """The prefix as a program: a function without a body gets one."""
+    """Complete the prefix to a program: a function without a body gets one."""
     if not prefix.rstrip().endswith(":"):
         return prefix
     last = prefix.rstrip().rpartition("\n")[2]

@@ -1,6 +1,6 @@
-"""Test cases made by a program and validated by reference submissions, as of Kimi k1.5 (arXiv:2501.12599).
+"""Generates test cases and validates them with reference submissions, as in Kimi k1.5 (arXiv:2501.12599).
 
-A generator makes cases. A case is valid if enough submissions give the same output, which becomes the expected one. A
+A generator writes cases. A case is valid if enough submissions give the same output, which becomes the expected one. A
 problem is kept if enough submissions pass all of its valid cases.
 """
 
@@ -27,9 +27,9 @@ _CONTAINERS = 1_000_000
 class CodingProblem:
     """A problem that needs tests.
 
-    `generator` is a program that reads a number and prints a case, the same one for the same number; or a function of
-    yours from a number to a case. A case is what a program reads; for functions (with `entry_point`) it is the list of
-    arguments, which a generator program prints as a Python literal. `submissions` are programs that are mostly right.
+    `generator` is a program that reads a number and prints a case, the same one for the same number; or a function from
+    a number to a case. A case is a program's stdin; for functions (with `entry_point`) it is the list of arguments,
+    which a generator program prints as a Python literal. `submissions` are programs that are mostly right.
     """
 
     generator: Generator
@@ -39,14 +39,14 @@ class CodingProblem:
 
 @dataclass(frozen=True, slots=True)
 class ValidationCriteria:
-    """How many cases are made, and what makes cases and problems good. The defaults are Kimi's."""
+    """Number of cases, and thresholds for cases and problems. The defaults are Kimi's."""
 
     cases: int = 50
     submissions: int = 10
     agree: int = 7
-    """Submissions that have to agree on the output of a case."""
+    """Submissions that must agree on the output of a case."""
     solve: int = 9
-    """Submissions that have to pass all valid cases of a problem."""
+    """Submissions that must pass all valid cases of a problem."""
 
     def __post_init__(self) -> None:
         for name in ("agree", "solve"):
@@ -58,7 +58,7 @@ class ValidationCriteria:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedTestCases:
-    """What came of a problem. `tests` are rows of a column `tests`, empty if it is dropped; `reason` then says why."""
+    """The tests of a problem: rows of a column `tests`, empty if it is dropped, with the `reason`."""
 
     tests: list[dict[str, Any]] = field(default_factory=list)
     reason: str | None = None
@@ -71,19 +71,19 @@ class GeneratedTestCases:
 async def generate_tests(
     problem: CodingProblem,
     sandbox: Sandbox,
-    demands: ValidationCriteria | None = None,
+    criteria: ValidationCriteria | None = None,
     rules: OutputMatchOptions | None = None,
     limits: SandboxLimits | None = None,
 ) -> GeneratedTestCases:
-    """Make and validate the tests of a problem. `rules` say which outputs agree; `limits` are those of one case.
+    """Generate and validate the tests of a problem. `rules` define which outputs agree; `limits` apply to one case.
 
-    Raises what a generator function raises; a generator program that fails leaves its case out.
+    Raises the exceptions of a generator function; a generator program that fails skips its case.
     """
-    demands, rules, limits = demands or ValidationCriteria(), rules or OutputMatchOptions(), limits or sandbox.limits
-    submissions = problem.submissions[: demands.submissions]
-    if len(submissions) < demands.submissions:
-        return GeneratedTestCases(reason=f"{len(submissions)} submissions of {demands.submissions}")
-    cases = await _cases(problem, sandbox, demands.cases, limits)
+    criteria, rules, limits = criteria or ValidationCriteria(), rules or OutputMatchOptions(), limits or sandbox.limits
+    submissions = problem.submissions[: criteria.submissions]
+    if len(submissions) < criteria.submissions:
+        return GeneratedTestCases(reason=f"{len(submissions)} submissions of {criteria.submissions}")
+    cases = await _cases(problem, sandbox, criteria.cases, limits)
     if not cases:
         return GeneratedTestCases(reason="the generator makes no cases")
     turns = asyncio.Semaphore(_AT_ONCE)
@@ -96,28 +96,28 @@ async def generate_tests(
             return await _printed(sandbox, source, cases, limits)
 
     rows = await asyncio.gather(*(outputs(source) for source in submissions))
-    expected = [_agreed(column, demands.agree, alike, rules) for column in zip(*rows, strict=True)]
+    expected = [_agreed(column, criteria.agree, alike, rules) for column in zip(*rows, strict=True)]
     valid = [index for index, output in enumerate(expected) if output is not None]
     if not valid:
-        reason = f"{demands.agree} of {demands.submissions} submissions agree on none of the {len(cases)} cases"
+        reason = f"{criteria.agree} of {criteria.submissions} submissions agree on none of the {len(cases)} cases"
         return GeneratedTestCases(reason=reason, cases=len(cases))
     solved = sum(all(alike(expected[index], row[index], rules) for index in valid) for row in rows)
-    if solved < demands.solve:
-        reason = f"{solved} of {len(rows)} submissions pass all {len(valid)} valid cases; {demands.solve} are needed"
+    if solved < criteria.solve:
+        reason = f"{solved} of {len(rows)} submissions pass all {len(valid)} valid cases; {criteria.solve} are needed"
         return GeneratedTestCases([], reason, len(cases), len(valid), solved)
     tests = [_test(problem.entry_point, cases[index], expected[index]) for index in valid]
     return GeneratedTestCases(tests, None, len(cases), len(valid), solved)
 
 
 async def _cases(problem: CodingProblem, sandbox: Sandbox, count: int, limits: SandboxLimits) -> list[Any]:
-    """The different cases, in the order of their numbers."""
+    """Return the distinct cases, in the order of their numbers."""
     found = await asyncio.gather(*(_case(problem, sandbox, number, limits) for number in range(1, count + 1)))
     different = {repr(case): case for case in found if case is not None}
     return list(different.values())
 
 
 async def _case(problem: CodingProblem, sandbox: Sandbox, number: int, limits: SandboxLimits) -> Any:
-    """The text that a program reads, or the list of arguments; None where the generator gives neither."""
+    """Return the stdin text, or the list of arguments; None if the generator gives neither."""
     if callable(problem.generator):
         return await asyncio.to_thread(problem.generator, number)
     result = await sandbox.run(problem.generator, f"{number}\n", limits=limits)
@@ -133,13 +133,13 @@ async def _case(problem: CodingProblem, sandbox: Sandbox, number: int, limits: S
 
 
 async def _printed(sandbox: Sandbox, source: str, cases: Sequence[str], limits: SandboxLimits) -> list[str | None]:
-    """What a program prints for each case; None where it fails."""
+    """Return a program's output for each case; None if it fails."""
     results = [await sandbox.run(source, case, limits=limits) for case in cases]
     return [result.stdout if result.outcome == "ok" else None for result in results]
 
 
 async def _returned(sandbox: Sandbox, source: str, name: str, cases: Sequence[Any], limits: SandboxLimits) -> list[Any]:
-    """The encoded value that a function returns for each case, in a list of its own; None where it fails."""
+    """Return a function's encoded value for each case, in a list; None if it fails."""
     found: list[Any] = []
     async with SandboxedSolution(sandbox, source, limits) as candidate:
         for args in cases:
@@ -152,7 +152,7 @@ async def _returned(sandbox: Sandbox, source: str, name: str, cases: Sequence[An
 def _agreed(
     outputs: Sequence[Any], agree: int, alike: Callable[[Any, Any, OutputMatchOptions], bool], rules: OutputMatchOptions
 ) -> Any:
-    """The output that most submissions give, None where fewer than `agree` do."""
+    """Return the output that most submissions give, None if fewer than `agree` do."""
     counts = [sum(alike(one, other, rules) for other in outputs) for one in outputs]
     best = max(range(len(outputs)), key=lambda index: counts[index])
     return outputs[best] if counts[best] >= agree else None
@@ -167,7 +167,7 @@ def _values_alike(one: list[Any] | None, other: list[Any] | None, rules: OutputM
 
 
 def _is_literal(tree: Any) -> bool:
-    """Whether a value can be written into a row of tests: as a Python literal."""
+    """Whether a value can be written into a row of tests, as a Python literal."""
     try:
         value = decode(tree)
         return bool(encode(ast.literal_eval(repr(value))) == encode(value))

@@ -1,4 +1,4 @@
-"""Inside a session: the model's code, and calls of its functions. Nothing that this file says is trusted."""
+"""Runs inside a session: the model's code, and calls of its functions. Its replies are not trusted."""
 
 import json
 import sys
@@ -12,14 +12,17 @@ _module = types.ModuleType(_NAME)
 
 
 class RawRepr(str):
-    """Text that `repr` shows as it is."""
+    """Text that `repr` shows unchanged."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def load(source: str) -> RawRepr:
-    """Run the code; its own exceptions come out of this. The text is JSON, with an entry where it is not Python."""
+    """Run the code and let its exceptions pass.
+
+    The returned text is JSON, with an entry if the code does not compile.
+    """
     try:
         code = compile(source, f"{_NAME}.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, OverflowError, RecursionError) as error:
@@ -30,9 +33,9 @@ def load(source: str) -> RawRepr:
 
 
 def call(name: str, arguments: str, changes: bool) -> RawRepr:
-    """Call a function with encoded [args, kwargs]. The text is JSON with `value`, `raised` or `too_large`.
+    """Call a function with encoded [args, kwargs]. The returned text is JSON with `value`, `raised` or `too_large`.
 
-    `arguments` is there if the call has changed them in place and `changes` are asked for.
+    With `changes`, `arguments` is included if the call has changed them in place.
     """
     args, kwargs = decode(json.loads(arguments))
     before = encode([args, kwargs]) if changes else None
@@ -52,7 +55,7 @@ def call(name: str, arguments: str, changes: bool) -> RawRepr:
 
 
 def _named(name: str) -> Any:
-    """The function, or the method of a new object of its class."""
+    """Return the function, or the method of a new object of its class."""
     owner, *names = name.split(".")
     if owner not in _module.__dict__:
         raise NameError(f"the code defines no {owner!r}")

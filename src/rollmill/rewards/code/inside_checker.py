@@ -1,4 +1,4 @@
-"""Inside a session of its own: a task's check code, to which the model's functions are names that ask the host."""
+"""Runs inside a separate session: a task's check code. Calls of the model's functions go through the host."""
 
 import builtins
 import json
@@ -12,22 +12,22 @@ _raised: list[BaseException] = []
 
 
 class SolutionStoppedError(BaseException):
-    """The model's code gave nothing that a check could go on with. `except Exception` does not catch this."""
+    """The model's code returned nothing that a check can use. `except Exception` does not catch this."""
 
 
 class NotAValueError(BaseException):
-    """The check hands the model's code what is not a value."""
+    """The check passes something to the model's code that is not a value."""
 
 
 def prepare(setup: str, names: list[str], host: Any) -> None:
-    """Run what stands before the checks, then let `names` stand for the model's functions."""
+    """Run the setup code, then define `names` as the model's functions."""
     exec(compile(setup, "setup.py", "exec", dont_inherit=True), _names)
     for name in names:
         _names[name] = _function(name, host)
 
 
 def check(code: str) -> RawRepr:
-    """Run a check: "ok", or the outcome and the reason in JSON."""
+    """Run a check and return "ok", or the outcome and the reason in JSON."""
     _raised.clear()
     try:
         exec(compile(code, "check.py", "exec", dont_inherit=True), _names)
@@ -35,13 +35,13 @@ def check(code: str) -> RawRepr:
         raise
     except BaseException as error:
         if isinstance(error, SolutionStoppedError) or any(error is each for each in _raised):
-            return _verdict("runtime_error", error)
+            return _result("runtime_error", error)
         in_itself = isinstance(error, NotAValueError | NameError | ImportError | SystemExit)
-        return _verdict("test_error" if in_itself else "wrong_answer", error)
+        return _result("test_error" if in_itself else "wrong_answer", error)
     return RawRepr(json.dumps({"outcome": "ok"}))
 
 
-def _verdict(outcome: str, error: BaseException) -> RawRepr:
+def _result(outcome: str, error: BaseException) -> RawRepr:
     return RawRepr(json.dumps({"outcome": outcome, "reason": f"{type(error).__name__}: {str(error)[:500]}"}))
 
 
@@ -72,7 +72,7 @@ def _function(name: str, host: Any) -> Any:
 
 
 def _exception(name: str, text: str) -> Exception:
-    """The built-in exception of a name. The name comes from the model's process: nothing else may be called by it."""
+    """Return the built-in exception of a name. The name comes from the model's process: call nothing else by it."""
     kind = getattr(builtins, name)
     if not isinstance(kind, type) or not issubclass(kind, Exception):
         raise ValueError(f"{name} is no exception")
@@ -85,7 +85,7 @@ def _exception(name: str, text: str) -> Exception:
 
 
 def _restore(old: Any, new: Any) -> None:
-    """Make `old` what `new` is, in place, wherever it can be changed; objects inside stay the same ones."""
+    """Make `old` equal to `new` in place, as far as it is mutable; objects inside keep their identity."""
     if type(old) is not type(new):
         return
     if isinstance(old, list):
@@ -105,7 +105,7 @@ def _restore(old: Any, new: Any) -> None:
 
 
 def _kept(old: Any, new: Any) -> Any:
-    """`new`, as the object that `old` is if that can be changed."""
+    """Return `new`, as the same object as `old` if that is mutable."""
     if type(old) is type(new) and isinstance(old, list | dict | set | bytearray | tuple):
         _restore(old, new)
         return old if old == new else new

@@ -1,4 +1,4 @@
-"""The code reward: find the code, run the tests, say what it earns."""
+"""The code reward: extracts the code, runs the tests and computes the credit."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from rollmill.sandbox.semaphore import FairSemaphore
 from rollmill.types import Completion, Task
 
 _LONG = 50_000
-"""Characters of a completion."""
+"""Characters from which a completion's code is extracted in a thread."""
 _log = logging.getLogger(__name__)
 
 
 class CodeScorer:
-    """Judges a completion by a task's tests. A task without tests is not judged.
+    """Scores a completion by a task's tests. A task without tests has no reward.
 
-    Expected values and check code never enter the process that runs the model's code.
-    Raises ConfigError where `judge` cannot be loaded, SandboxError where there is no safe sandbox.
+    Expected values and check code never enter the process that runs the model's code. Raises ConfigError if `judge`
+    cannot be loaded, SandboxError if there is no safe sandbox.
     """
 
     def __init__(self, config: CodeReward, resources: RewardResources) -> None:
@@ -70,26 +70,26 @@ class CodeScorer:
 
     async def judge(self, task: Task, completion: Completion) -> Score:
         suite = await self._suites.of(task)
-        tests = [test for test in suite.tests if self._counts(test)] if suite else []
+        tests = [test for test in suite.tests if self._is_enabled(test)] if suite else []
         if suite is None or not tests:
             return Score(None)
-        code = await _extracted(completion.text, self._config.extract, suite.entry_point)
+        code = await _extract_code(completion.text, self._config.extract, suite.entry_point)
         if code is None:
             return Score(0.0, NO_CODE)
         if len(code) > MAX_CODE_CHARS:
             return Score(0.0, TOO_LONG)
         source = join_prefix(suite.prefix, code, suite.entry_point) if suite.prefix else code
-        asked = time.perf_counter()
+        started = time.perf_counter()
         async with self._turns.turn_async():
-            queued = time.perf_counter() - asked
+            queue_s = time.perf_counter() - started
             results = await self._run(suite, tests, source)
-        return self._verdict(tests, results, queued)
+        return self._score(tests, results, queue_s)
 
-    def _counts(self, test: Test) -> bool:
+    def _is_enabled(self, test: Test) -> bool:
         return not self._config.kinds or test.kind in self._config.kinds
 
     async def _run(self, suite: Suite, tests: Sequence[Test], source: str) -> list[TestResult]:
-        """The results of the tests that were run, in order."""
+        """Return the results of the tests that were run, in order."""
         found: list[TestResult] = []
         comparer, budget = self._comparer(suite), TimeBudget(self._config.total_limit_s)
         async with (
@@ -123,7 +123,7 @@ class CodeScorer:
             return ProgramComparer(self._sandbox, suite.checker, self._limits)
         return self._judge or BuiltinComparer(output_match_options(self._config))
 
-    def _verdict(self, tests: Sequence[Test], results: list[TestResult], queued: float) -> Score:
+    def _score(self, tests: Sequence[Test], results: list[TestResult], queue_s: float) -> Score:
         last = suite_outcome(results)
         results = results + [TestResult(test.kind, test.weight, last) for test in tests[len(results) :]]
         value = suite_credit(results, self._config.credit)
@@ -131,18 +131,18 @@ class CodeScorer:
             value = self._config.timeout_reward
         kinds = dict.fromkeys(test.kind for test in tests)
         details = {kind: mean_credit([result for result in results if result.kind == kind]) for kind in kinds}
-        return Score(value, last, queued, details=details)
+        return Score(value, last, queue_s, details=details)
 
 
-async def _extracted(text: str, place: CodeExtraction, name: str | None) -> str | None:
-    """`extract_code`, in a thread where the text is so long that the event loop would wait."""
+async def _extract_code(text: str, place: CodeExtraction, name: str | None) -> str | None:
+    """Run `extract_code`, in a thread if the text is so long that it would block the event loop."""
     if len(text) < _LONG:
         return extract_code(text, place, name)
     return await asyncio.to_thread(extract_code, text, place, name)
 
 
 class SuiteCache:
-    """The tests of the tasks seen last: those of a group are asked for once per completion, and may be long."""
+    """Caches the tests of the most recent tasks: a group requests the same ones once per completion."""
 
     def __init__(self, output_kb: int, most: int = 64) -> None:
         self._output_kb, self._most = output_kb, most
@@ -150,7 +150,7 @@ class SuiteCache:
         self._lock = threading.Lock()
 
     async def of(self, task: Task) -> Suite | None:
-        """The tests of a task, None where it has none. They are read in a thread.
+        """Return the tests of a task, None if it has none. They are read in a thread.
 
         Raises ValueError like `read_suite`, and for a test that no answer can pass under `output_kb`.
         """
@@ -179,7 +179,7 @@ def _refuse_long(suite: Suite | None, output_kb: int) -> None:
 
 
 def shared_sandbox(config: CodeReward, resources: RewardResources) -> Sandbox:
-    """The sandbox of all rewards of a judge that want the same one."""
+    """Return the sandbox shared by all rewards of a manager with the same settings."""
     packages, jobs, backend = tuple(sorted(config.packages)), config.jobs, config.sandbox
     if backend == "plain":
         _log.warning("the code reward has `sandbox: plain`: the model's code runs without any isolation")
@@ -188,7 +188,7 @@ def shared_sandbox(config: CodeReward, resources: RewardResources) -> Sandbox:
 
 
 def sandbox_limits(config: CodeReward) -> SandboxLimits:
-    """The limits of one test."""
+    """Return the limits of one test."""
     return SandboxLimits(
         wall_s=config.time_limit_s,
         cpu_s=int(config.time_limit_s) + 1,

@@ -1,6 +1,6 @@
-"""Tests that are code themselves. They run in a session of their own, where the model's functions are only asked for.
+"""Runs tests that are code. They run in a separate session, in which the model's functions are remote calls.
 
-What a model's function returns is rebuilt there from text, so that nothing but built-in values can meet an assertion.
+Their return values are rebuilt from text, so that an assertion sees only built-in values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollmill.sandbox import ProgramResult, Sandbox, SandboxLimits, SandboxSessi
 
 _log = logging.getLogger(__name__)
 _MESSAGE_BYTES = 64 << 20
-"""What a check may pass to a function. What comes back is limited by the reward's own keys."""
+"""Bytes that a check may pass to a function. Replies are limited by the reward's keys."""
 
 
 async def run_check_tests(
@@ -45,11 +45,11 @@ async def run_check_tests(
     time_limit_s: float,
     budget: TimeBudget,
 ) -> AsyncGenerator[TestResult, None]:
-    """The result of each test, in order. The tests of a task share one session as long as it lives."""
+    """Yield the result of each test, in order. The tests of a task share one session while it is alive."""
     waiting = list(tests)
-    roomy = replace(limits, output_bytes=max(limits.output_bytes, _MESSAGE_BYTES))
+    session_limits = replace(limits, output_bytes=max(limits.output_bytes, _MESSAGE_BYTES))
     while waiting:
-        async with sandbox.session(limits=roomy) as session:
+        async with sandbox.session(limits=session_limits) as session:
             prepared = await _prepare(session, waiting[0], time_limit_s)
             while waiting and not (prepared and session.ended):
                 test = waiting.pop(0)
@@ -59,7 +59,7 @@ async def run_check_tests(
 
 
 async def _prepare(session: SandboxSession, test: CheckTest, time_limit_s: float) -> bool:
-    """Run what stands before the checks; False if that fails, which says nothing of the model's code."""
+    """Run the setup code; False if that fails, which is not the fault of the model's code."""
     program = f"{bundle(VALUES, CANDIDATE, CHECKER)}\nmodule.prepare({test.setup!r}, {list(test.names)!r}, host)"
     done = await session.execute(program, time_limit_s)
     if done.outcome == "ok":
@@ -69,7 +69,7 @@ async def _prepare(session: SandboxSession, test: CheckTest, time_limit_s: float
 
 
 class _Check:
-    """One check, and the seconds that the model's functions have for it."""
+    """One check, and the seconds left for the model's functions in it."""
 
     def __init__(
         self, session: SandboxSession, candidate: SandboxedSolution, budget: TimeBudget, wall_s: float
@@ -86,13 +86,13 @@ class _Check:
             return self._stopped
         if done.outcome != "ok":
             return TIMEOUT if done.outcome == "timeout" else WRONG_ANSWER
-        verdict: dict[str, Any] = json.loads(done.value or "")
-        if verdict["outcome"] == TEST_ERROR:
-            _log.warning("a task's check is wrong in itself: %s", verdict["reason"])
-        return str(verdict["outcome"])
+        result: dict[str, Any] = json.loads(done.value or "")
+        if result["outcome"] == TEST_ERROR:
+            _log.warning("a task's check is wrong in itself: %s", result["reason"])
+        return str(result["outcome"])
 
     async def _answer(self, message: str) -> str:
-        """What the model's function gives to the check; no JSON object where it gives nothing, and then it stops."""
+        """Return the reply of the model's function to the check; after a failure "null", and the check stops."""
         name, arguments = json.loads(message)
         wall_s = self._budget.left(self._left)
         if self._stopped or wall_s <= 0:
@@ -106,10 +106,10 @@ class _Check:
         return answer.text
 
 
-# Tests that call the model's functions and compare what they return.
+# Runs tests that call the model's functions and compares their results.
 
 _CONTAINERS = 50_000
-"""That a value may have beyond as many as the expected one can have."""
+"""Containers that a value may have in addition to the maximum of the expected one."""
 
 
 async def run_function_tests(
@@ -119,7 +119,7 @@ async def run_function_tests(
     time_limit_s: float,
     budget: TimeBudget,
 ) -> AsyncGenerator[TestResult, None]:
-    """The result of each test, in order. The arguments go in as text, and an encoded value comes out."""
+    """Yield the result of each test, in order. Arguments are sent as text; results come back as encoded values."""
     for test in tests:
         wall_s = budget.left(time_limit_s)
         answer = CallResult(TIMEOUT)
@@ -127,11 +127,11 @@ async def run_function_tests(
             answer = await candidate.call(test.call, test.arguments, wall_s)
         outcome, credit = answer.outcome, 0.0
         if outcome == OK:
-            outcome, credit = await _judged(test, answer.reply(_CONTAINERS + test.size), comparer)
+            outcome, credit = await _test_result(test, answer.reply(_CONTAINERS + test.size), comparer)
         yield TestResult(test.kind, test.weight, outcome, credit)
 
 
-async def _judged(test: FunctionTest, reply: dict[str, Any], comparer: OutputComparer) -> tuple[str, float]:
+async def _test_result(test: FunctionTest, reply: dict[str, Any], comparer: OutputComparer) -> tuple[str, float]:
     if "value" not in reply:
         raised = reply.get("raised")
         if test.raises is not None and _is_a(raised, test.raises):
@@ -147,7 +147,7 @@ def _is_a(raised: Any, expected: str) -> bool:
     return isinstance(found, type) and issubclass(found, getattr(builtins, expected))
 
 
-# Tests that give a program something to read and compare what it prints.
+# Runs tests that give a program its stdin and compare its output.
 
 _SYNTAX = ("SyntaxError", "IndentationError", "TabError")
 
@@ -160,7 +160,7 @@ async def run_program_tests(
     limits: SandboxLimits,
     budget: TimeBudget,
 ) -> AsyncGenerator[TestResult, None]:
-    """The result of each test, in order. Each is a process of its own, which sees the input of this test only."""
+    """Yield the result of each test, in order. Each runs in a separate process, which sees only this test's input."""
     for test in tests:
         wall_s = budget.left(limits.wall_s)
         outcome, credit = TIMEOUT, 0.0
@@ -175,7 +175,7 @@ async def run_program_tests(
 
 
 def program_outcome(result: ProgramResult) -> str:
-    """How a program ended, in the words of this reward."""
+    """Map a program's outcome to an outcome of this reward."""
     outcome = OUTCOMES[result.outcome]
     if outcome == RUNTIME_ERROR and result.stderr.rstrip().rpartition("\n")[2].startswith(_SYNTAX):
         return COMPILE_ERROR

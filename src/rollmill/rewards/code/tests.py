@@ -1,4 +1,4 @@
-"""The tests of a task, read from its columns."""
+"""Reads the tests of a task from its columns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ VISIBLE, HIDDEN, GENERATED = "visible", "hidden", "generated"
 
 @dataclass(frozen=True, slots=True)
 class FunctionTest:
-    """A call, and what it returns; or the name of the exception that it raises.
+    """A call, and its expected return value or the name of the exception that it raises.
 
-    `arguments` are args and kwargs as text for another process; `size` is the length of `expected` as such text.
+    `arguments` are args and kwargs encoded as text; `size` is the length of the encoded `expected`.
     """
 
     call: str
@@ -37,7 +37,7 @@ class FunctionTest:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """What a program reads, and what it has to print."""
+    """A program's stdin, and its expected stdout."""
 
     stdin: str
     stdout: str
@@ -46,13 +46,13 @@ class ProgramTest:
 
     @property
     def size(self) -> int:
-        """Bytes that have to be printed."""
+        """Bytes of the expected stdout."""
         return len(self.stdout.encode(errors="surrogatepass"))
 
 
 @dataclass(frozen=True, slots=True)
 class CheckTest:
-    """Code that calls the functions `names` and raises where one is wrong. `setup` runs before it."""
+    """Code that calls the functions `names` and raises if one is wrong. `setup` runs before it."""
 
     setup: str
     code: str
@@ -66,10 +66,10 @@ Test = FunctionTest | ProgramTest | CheckTest
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """All tests of a task, of one sort.
+    """All tests of a task, of one type.
 
-    `entry_point` is the name that the code has to define (of a method: its class), where the task says one; `prefix`
-    is the text that the code goes on from; `checker` is a program that compares outputs in place of the reward.
+    `entry_point` is the name that the code must define (of a method: its class), if the task has one; `prefix` is the
+    text that the code continues; `checker` is a program that compares outputs in place of the reward.
     """
 
     tests: list[Test]
@@ -79,9 +79,9 @@ class Suite:
 
 
 def read_suite(metadata: Mapping[str, Any]) -> Suite | None:
-    """The tests in a task's columns `tests`, `test` or `test_list`; None where it has none of them.
+    """Read the tests in a task's columns `tests`, `test` or `test_list`; None if it has none of them.
 
-    Raises ValueError for columns that make no tests.
+    Raises ValueError for invalid columns.
     """
     prefix, name = _text(metadata, "prefix") or "", _text(metadata, "entry_point")
     if (rows := _list(metadata, "tests")) is not None:
@@ -208,7 +208,7 @@ def _text(metadata: Mapping[str, Any], column: str) -> str | None:
 
 
 def _list(metadata: Mapping[str, Any], column: str) -> list[Any] | None:
-    """A column that is a list, or the JSON text of one, as tables without nested columns have it."""
+    """Return a column that is a list, or the JSON text of one, as in tables without nested columns."""
     found = metadata.get(column)
     if isinstance(found, str):
         try:
@@ -221,13 +221,13 @@ def _list(metadata: Mapping[str, Any], column: str) -> list[Any] | None:
 
 
 def _setup(metadata: Mapping[str, Any]) -> str:
-    """What MBPP's rows have for the test's own imports."""
+    """Return the test's imports and setup code in MBPP's rows."""
     imports = "\n".join(map(str, _list(metadata, "test_imports") or []))
     return f"{imports}\n{_text(metadata, 'test_setup_code') or ''}"
 
 
 def _called(setup: str, asserts: str, name: str | None) -> tuple[str, ...]:
-    """The functions that assertions call and that nothing before them defines."""
+    """Return the functions that assertions call and that nothing before them defines."""
     loads: dict[str, None] = {} if name is None else {name: None}
     known = {node.id for node in _names(_parsed(setup, "test_setup_code")) if isinstance(node.ctx, ast.Store)}
     for node in ast.walk(_parsed(setup, "test_setup_code")):
@@ -257,7 +257,7 @@ def _parsed(code: str, column: str) -> ast.Module:
         raise ValueError(f"column `{column}` is not Python: {error}") from None
 
 
-# How tests ended, and what that earns.
+# Outcomes of tests, and the credit they earn.
 
 OK: Final = "ok"
 NO_CODE, TOO_LONG, COMPILE_ERROR, RUNTIME_ERROR = "no_code", "too_long", "compile_error", "runtime_error"
@@ -272,14 +272,14 @@ OUTCOMES: Final = {
     "memory": MEMORY,
     "output": OUTPUT,
 }
-"""An outcome of the sandbox -> that of a test."""
+"""Outcome of the sandbox -> outcome of a test."""
 FATAL_OUTCOMES: Final = frozenset((COMPILE_ERROR, TIMEOUT, MEMORY))
-"""After one of these with `credit: all` the other tests are not run: they would cost as much and change nothing."""
+"""After one of these with `credit: all` the other tests are skipped: they cost as much and change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """How one test ended. `credit` is from 0 to 1; less than 1 only with a judge of the user's own."""
+    """The result of one test. `credit` is from 0 to 1; between them only with a user's judge."""
 
     __test__ = False  # not for pytest
 
@@ -291,30 +291,30 @@ class TestResult:
 
 @dataclass(slots=True)
 class TimeBudget:
-    """The time for all tests of a completion, in seconds; it runs from when this is made."""
+    """The time for all tests of a completion, in seconds, counted from its construction."""
 
     total_s: float
     since: float = field(default_factory=time.monotonic)
 
     def left(self, most: float) -> float:
-        """What is left of it, at most `most`; 0 when it is used up."""
+        """Return the remaining time, at most `most`; 0 if none is left."""
         return max(0.0, min(most, self.total_s - (time.monotonic() - self.since)))
 
 
 def suite_outcome(results: Sequence[TestResult]) -> str:
-    """That of the first test that does not pass; "ok" if all do."""
+    """Return the outcome of the first test that does not pass; "ok" if all do."""
     return next((result.outcome for result in results if result.outcome != OK), OK)
 
 
 def suite_credit(results: Sequence[TestResult], credit: Literal["all", "fraction"]) -> float:
-    """1 for passing every test, or the weight of what passes as a part of the weight of all."""
+    """Return 1 for passing every test (`all`), or the weighted mean of the credits."""
     if credit == "all":
         return min(result.credit if result.outcome == OK else 0.0 for result in results)
     return mean_credit(results)
 
 
 def mean_credit(results: Sequence[TestResult]) -> float:
-    """The weighted mean of the credits; exactly 1 if all of them are."""
+    """Return the weighted mean of the credits; exactly 1 if all of them are."""
     if all(result.credit == 1.0 for result in results):
         return 1.0
     total = sum(result.weight for result in results)

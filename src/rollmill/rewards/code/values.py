@@ -1,13 +1,13 @@
-"""Python values as JSON text that holds nothing but values: no classes, no code, no `__eq__` that lies.
+"""Python values as JSON text that holds only values: no classes, no code, no overridden `__eq__`.
 
-Both sides of a sandbox's wall use this file, so it needs the standard library only. A value is null, a truth value, a
-text, a number (NaN and Infinity among them, as Python's json has it), or a list [tag, ...]:
+Both sides of the sandbox use this file, so it imports the standard library only. A value is null, a boolean, a string,
+a number (including NaN and Infinity, as in Python's json), or a list [tag, ...]:
 
     [i, hex] int    [c, re, im] complex   [b, hex] bytes   [a, hex] bytearray
     [l, ...] list   [t, ...] tuple        [s, ...] set     [z, ...] frozenset   [d, key, value, ...] dict
-    [r, start, stop, step] range          [g, ...] what an iterator gave        [o, type] anything else
+    [r, start, stop, step] range          [g, ...] values of an iterator        [o, type] anything else
 
-A subclass of one of these is encoded as what it is underneath, by the methods of the built-in type.
+A subclass of one of these is encoded as its built-in type, by the methods of that type.
 """
 
 import itertools
@@ -17,21 +17,21 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_DEPTH = 64
-"""Containers inside each other."""
+"""Levels of nested containers."""
 MAX_VALUES = 1_000_000
 """Values in one value."""
 _EXACT = 1 << 53
 _ALIKE = 1000
-"""Keys or members of one hash: building a set or a mapping of them takes the square of their number in time."""
+"""Keys or members with one hash: building a set or a mapping of n of them takes O(n^2) time."""
 _PLAIN: dict[Any, str] = {list: "l", tuple: "t", set: "s", frozenset: "z"}
 
 
 class TooLargeError(ValueError):
-    """A value that is too deep or too large to be told."""
+    """A value that is too deep or too large to be encoded."""
 
 
 class Opaque:
-    """Stands for an object that is no value: equal to nothing but itself."""
+    """Stands for an object that is not a value; equal only to itself."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -41,17 +41,17 @@ class Opaque:
 
 
 def encode(value: Any) -> Any:
-    """The JSON tree of a value. Raises TooLargeError."""
+    """Return the JSON tree of a value. Raises TooLargeError."""
     return _tree(value, 0, [MAX_VALUES])
 
 
 def encode_text(value: Any) -> str:
-    """The JSON text of a value. Raises TooLargeError."""
+    """Return the JSON text of a value. Raises TooLargeError."""
     return json.dumps(encode(value), separators=(",", ":"))
 
 
 def decode(tree: Any) -> Any:
-    """The value of a JSON tree; whole new objects. Raises ValueError where it is no such tree."""
+    """Decode a JSON tree into new objects. Raises ValueError if it is not an encoded value."""
     try:
         return _value(tree, 0)
     except (TypeError, KeyError, IndexError, AttributeError) as error:
@@ -59,7 +59,7 @@ def decode(tree: Any) -> Any:
 
 
 def foreign_type(tree: Any) -> str | None:
-    """The type of an object in an encoded value that is no value itself; None where there is none."""
+    """Return the type of an object in an encoded value that is not a value; None if there is none."""
     if not isinstance(tree, list) or not tree:
         return None
     if tree[0] == "o":
@@ -68,7 +68,7 @@ def foreign_type(tree: Any) -> str | None:
 
 
 def refuse_collisions(members: Sequence[Any]) -> None:
-    """Raises ValueError for more members of one hash than chance makes, TypeError for those without a hash."""
+    """Raise ValueError for more members with one hash than expected by chance, TypeError for unhashable ones."""
     if len(members) > _ALIKE and max(Counter(map(hash, members)).values()) > _ALIKE:
         raise ValueError("members that all have the same hash")
 

@@ -1,1 +1,1 @@
-"""Rewards of language models that are asked for a verdict: scores, comparisons, rankings."""
+"""Rewards by language models as judges: scores, comparisons, rankings."""

@@ -1,4 +1,4 @@
-"""What a chat model is: messages in, replies out. An endpoint and the native engine are two of them."""
+"""The chat model protocol: messages in, replies out. Implemented by an endpoint and the native engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ChatMessage = dict[str, Any]
 STOP, LENGTH = "stop", "length"
 TOO_LONG, REFUSED, UNPARSABLE = "too_long", "refused", "unparsable"
 TOO_LONG_ADVICE = "shorten the prompt or `rubric`, lower max_tokens, or take a judge with a longer context"
-"""Advice where a question is too long."""
+"""Advice if a prompt is too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSamplingParams:
-    """How replies are sampled. `schema` is a JSON schema that the server is to enforce."""
+    """Sampling parameters of replies. `schema` is a JSON schema for the server to enforce."""
 
     temperature: float
     max_tokens: int
@@ -36,7 +36,7 @@ class ChatSamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ChatModelReply:
-    """One reply. `finish` is "stop" where the model ended it by itself; tokens are 0 where the server counts none."""
+    """One reply. `finish` is "stop" if the model ended it by itself; tokens are 0 if the server does not count them."""
 
     text: str
     finish: str
@@ -47,37 +47,37 @@ class ChatModelReply:
 
 
 class NoReplyError(Exception):
-    """These messages get no reply, for a reason that may lie in them. `outcome`: too_long, refused or timeout.
+    """These messages get no reply, perhaps because of their content. `outcome`: too_long, refused or timeout.
 
-    `advice` is what helps where it does not lie in the response; empty where it does.
+    `advice` tells how to fix it if the response is not the cause; empty if it is.
     """
 
-    def __init__(self, outcome: str, says: str, advice: str = "") -> None:
-        super().__init__(says)
+    def __init__(self, outcome: str, message: str, advice: str = "") -> None:
+        super().__init__(message)
         self.outcome, self.advice = outcome, advice
 
 
 class ChatModel(Protocol):
-    """Anything that replies to messages."""
+    """A model that replies to chat messages."""
 
     loop: EventLoopThread
-    """Where `chat` is called."""
+    """The event loop in which `chat` is called."""
     identity: str
-    """What tells this model from others in a cache."""
+    """Distinguishes this model from others in a cache."""
 
     async def chat(
         self, messages: Sequence[ChatMessage], sampling: ChatSamplingParams, indices: Sequence[int]
     ) -> list[ChatModelReply]:
-        """One reply per index. A sample depends on messages, sampling and its index, not on which others are asked for.
+        """Return one reply per index. A sample depends on messages, sampling and its index, not on the other indices.
 
         Raises:
             NoReplyError: these messages get no reply, though others do.
-            RewardError: nothing does, or the model cannot be asked this way.
+            RewardError: no request gets one, or the model cannot be called this way.
         """
         ...
 
 
-# Replies kept on disk, so that no question is asked twice: one SQLite file, for any number of processes.
+# Cache of judge replies on disk: one SQLite file, shared by any number of processes.
 
 BUSY_TIMEOUT_S = 30.0
 """Longest wait for another process that writes."""
@@ -85,7 +85,7 @@ _PAUSE_S = 0.01
 
 
 class ChatReplyStore:
-    """Keys and replies in a file. The first reply of a key stays. Raises ConfigError where the file cannot be used."""
+    """Keys and replies in a file. The first reply of a key is kept. Raises ConfigError if the file cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -104,21 +104,21 @@ class ChatReplyStore:
             raise ConfigError(f"rewards: cache {path} cannot be used: {error}; name another file") from error
 
     def get(self, key: str) -> ChatModelReply | None:
-        """What is kept under a key."""
+        """Return the reply stored under a key."""
         row = self._execute("SELECT text, finish FROM replies WHERE key = ?", key)
         return None if row is None else ChatModelReply(row[0], row[1], cached=True)
 
     def put(self, key: str, reply: ChatModelReply) -> None:
-        """Keep a reply, unless another process was quicker."""
+        """Store a reply, unless another process was first."""
         self._execute("INSERT OR IGNORE INTO replies VALUES (?, ?, ?)", key, reply.text, reply.finish)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file. May be called twice."""
         with self._lock:
             self._connection.close()
 
     def _execute(self, statement: str, *values: str) -> Any:
-        """The first row. SQLite waits for other writers by itself, but not to change a file's journal."""
+        """Return the first row. SQLite itself waits for other writers, but not to change a file's journal mode."""
         started = time.monotonic()
         while True:
             try:
@@ -132,7 +132,10 @@ class ChatReplyStore:
 
 
 class CachedChatModel:
-    """A chat model that asks another one only what is not in a store. Replies that did not end are not kept."""
+    """A chat model that calls another one only for replies that are not in a store.
+
+    Truncated replies are not stored.
+    """
 
     def __init__(self, model: ChatModel, store: ChatReplyStore) -> None:
         self._model, self._store = model, store

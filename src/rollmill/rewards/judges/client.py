@@ -1,4 +1,4 @@
-"""Asking a judge: votes, a reminder where the verdict is malformed, and what becomes of questions without an answer."""
+"""The judge client: votes, a reminder after a malformed verdict, and handling of requests without a reply."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from rollmill.rewards.judges.prompts import sanitize_text
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion
 
-# What asking a judge costs.
+# Counters of a judge's calls, tokens and cost.
 
 
 @dataclass(slots=True)
 class JudgeUsage:
-    """Counts of one reward since it was made. Prices are per million tokens; replies from the cache cost nothing.
+    """Counts of one reward since it was built. Prices are per million tokens; replies from the cache cost nothing.
 
-    `calls` are replies that a model gave; `failed` questions that got none; `malformed` replies without a verdict.
+    `calls` are replies of the model; `failed` requests without one; `malformed` replies without a verdict.
     """
 
     prompt_price: float = 0.0
@@ -44,7 +44,7 @@ class JudgeUsage:
     )
 
     def add(self, key: str, count: int = 1) -> None:
-        """Count something."""
+        """Increase a counter."""
         self.counts[key] += count
 
     def reply(self, reply: ChatModelReply) -> None:
@@ -58,13 +58,13 @@ class JudgeUsage:
         self.add("completion_tokens", reply.completion_tokens)
 
     def values(self) -> dict[str, float]:
-        """All counts, and `cost` in the currency of the prices."""
+        """Return all counters, and `cost` in the currency of the prices."""
         prompt, completion = self.counts["prompt_tokens"], self.counts["completion_tokens"]
         cost = (prompt * self.prompt_price + completion * self.completion_price) / 1e6
         return {key: float(count) for key, count in self.counts.items()} | {"cost": cost}
 
 
-# From a reward's configuration to the model that it asks; rewards with the same settings share one.
+# Builds the chat model of a judge; rewards with the same settings share one.
 
 _CONNECTION = {
     "endpoint",
@@ -81,7 +81,7 @@ _CONNECTION = {
 
 
 def build_chat_model(config: JudgeSection, resources: RewardResources) -> ChatModel:
-    """The chat model of a reward. Connections and caches are closed with the judge.
+    """Build the chat model of a reward. Connections and caches are closed with the reward manager.
 
     Raises:
         ConfigError: the key's variable is not set, the library is missing, or the cache cannot be used.
@@ -109,7 +109,7 @@ REMINDER = """\
 That did not end with a verdict. Give it now, as one line of JSON and nothing else:
 {form}"""
 _REPEATED = 4000
-"""Characters of a malformed reply that the judge is shown again."""
+"""Characters of a malformed reply that are shown to the judge again."""
 
 Vote = TypeVar("Vote")
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JudgePrompt(Generic[Vote]):
-    """Messages, and how to read a reply (None: malformed). `form` shows the verdict's JSON; `schema` describes it."""
+    """Messages, and a parser of the reply (None: malformed). `form` shows the verdict's JSON; `schema` describes it."""
 
     messages: list[ChatMessage]
     read: Callable[[str], Vote | None]
@@ -126,7 +126,7 @@ class JudgePrompt(Generic[Vote]):
 
 
 class JudgeClient:
-    """Asks the model of one reward, and counts."""
+    """Sends prompts to the model of one reward, and counts calls, tokens and cost."""
 
     def __init__(self, config: JudgeSection, resources: RewardResources) -> None:
         self._config = config
@@ -134,17 +134,19 @@ class JudgeClient:
         self._announced: set[str] = set()
         self._counters = JudgeUsage(config.prompt_price, config.completion_price)
 
-    async def votes(self, make: Callable[[list[str]], JudgePrompt[Vote]], texts: list[str]) -> list[Vote | None]:
-        """What each of the configured votes says to the question about some texts; None where it has no verdict.
+    async def votes(
+        self, build_prompt: Callable[[list[str]], JudgePrompt[Vote]], texts: list[str]
+    ) -> list[Vote | None]:
+        """Return the configured number of votes on some texts; None for a vote without a verdict.
 
-        The question is made, and its replies are read, outside the caller's event loop.
+        The prompt is built, and its replies are parsed, outside the caller's event loop.
 
         Raises:
-            NoReplyError: the question gets no reply, for a reason that lies in the texts.
-            RewardError: the model cannot be asked, or the question gets no reply even with empty texts.
+            NoReplyError: the prompt gets no reply, because of the texts.
+            RewardError: the model cannot be called, or the prompt gets no reply even with empty texts.
         """
         try:
-            return await self._model.loop.run(self._votes(make, texts))
+            return await self._model.loop.run(self._votes(build_prompt, texts))
         except NoReplyError as error:
             self._counters.add("failed")
             if error.outcome not in self._announced:
@@ -153,93 +155,95 @@ class JudgeClient:
             raise
 
     def without(self, outcome: str) -> Score:
-        """The verdict on a completion that got none."""
+        """Return the score of a completion without a verdict."""
         config = self._config
         return Score(config.timeout_reward if outcome == TIMEOUT else config.unparsable_reward, outcome)
 
     def counters(self) -> dict[str, float]:
-        """Calls, tokens and cost so far."""
+        """Return calls, tokens and cost so far."""
         return self._counters.values()
 
-    async def _votes(self, make: Callable[[list[str]], JudgePrompt[Vote]], texts: list[str]) -> list[Vote | None]:
-        question = make(texts)
+    async def _votes(
+        self, build_prompt: Callable[[list[str]], JudgePrompt[Vote]], texts: list[str]
+    ) -> list[Vote | None]:
+        prompt = build_prompt(texts)
         indices = range(self._config.votes)
         try:
-            replies = await self._chat(question, question.messages, indices)
+            replies = await self._chat(prompt, prompt.messages, indices)
         except NoReplyError as error:
             if error.advice:
-                await self._require_reply(make([""] * len(texts)))
+                await self._require_reply(build_prompt([""] * len(texts)))
             raise
-        votes = [self._read(question, reply) for reply in replies]
+        votes = [self._read(prompt, reply) for reply in replies]
 
-        async def remind(index: int) -> None:
-            votes[index] = await self._reminded(question, replies[index], index)
+        async def retry(index: int) -> None:
+            votes[index] = await self._remind(prompt, replies[index], index)
 
-        await gather_or_cancel(remind(index) for index in indices if votes[index] is None)
+        await gather_or_cancel(retry(index) for index in indices if votes[index] is None)
         return votes
 
-    async def _reminded(self, question: JudgePrompt[Vote], reply: ChatModelReply, index: int) -> Vote | None:
-        """What the judge says when told that its reply had no verdict."""
-        said = sanitize_text(reply.text)[-_REPEATED:] or "..."
-        reminder = {"role": "user", "content": REMINDER.format(form=question.form)}
+    async def _remind(self, prompt: JudgePrompt[Vote], reply: ChatModelReply, index: int) -> Vote | None:
+        """Remind the judge that its reply had no verdict, and parse the new reply."""
+        previous = sanitize_text(reply.text)[-_REPEATED:] or "..."
+        reminder = {"role": "user", "content": REMINDER.format(form=prompt.form)}
         try:
-            messages = [*question.messages, {"role": "assistant", "content": said}, reminder]
-            [reply] = await self._chat(question, messages, [index])
+            messages = [*prompt.messages, {"role": "assistant", "content": previous}, reminder]
+            [reply] = await self._chat(prompt, messages, [index])
         except NoReplyError as error:
             if error.outcome != TOO_LONG:
                 raise
             return None
-        return self._read(question, reply)
+        return self._read(prompt, reply)
 
     async def _require_reply(self, empty: JudgePrompt[Vote]) -> None:
-        """Raises RewardError where even a question about empty texts gets no reply."""
+        """Raise RewardError if even a prompt with empty texts gets no reply."""
         try:
             await self._chat(empty, empty.messages, [0])
         except NoReplyError as error:
             if error.advice:
-                raise RewardError(f"no question is answered, whatever the response: {error}; {error.advice}") from error
+                raise RewardError(f"no request gets a reply, whatever the response: {error}; {error.advice}") from error
 
     async def _chat(
-        self, question: JudgePrompt[Vote], messages: Sequence[ChatMessage], indices: Sequence[int]
+        self, prompt: JudgePrompt[Vote], messages: Sequence[ChatMessage], indices: Sequence[int]
     ) -> list[ChatModelReply]:
         config = self._config
-        schema = question.schema if config.structured else None
+        schema = prompt.schema if config.structured else None
         sampling = ChatSamplingParams(config.temperature, config.max_tokens, config.seed, schema)
         replies = await self._model.chat(messages, sampling, indices)
         for reply in replies:
             self._counters.reply(reply)
         return replies
 
-    def _read(self, question: JudgePrompt[Vote], reply: ChatModelReply) -> Vote | None:
-        vote = question.read(reply.text) if reply.finish == STOP else None
+    def _read(self, prompt: JudgePrompt[Vote], reply: ChatModelReply) -> Vote | None:
+        vote = prompt.read(reply.text) if reply.finish == STOP else None
         if vote is None:
             self._counters.add("malformed")
         return vote
 
 
-# Completions of one task that are compared with each other: who takes part, and who shares a verdict.
+# Scores completions of one task by comparison with each other, one score per distinct text.
 
 
 async def score_distinct_texts(
     completions: Sequence[Completion],
     judged: Sequence[RewardResult],
     limit: int,
-    asker: JudgeClient,
+    client: JudgeClient,
     compare: Callable[[Counter[str]], Awaitable[dict[str, Score]]],
 ) -> list[Score]:
-    """A verdict per completion, in their order.
+    """Return a score per completion, in their order.
 
-    `compare` gets each different text once, with the number of completions that have it, and is called where there are
-    at least two completions. What a gate has stopped and what is longer than `limit` characters takes no part.
+    `compare` gets each distinct text once, with its number of completions, and is called if there are at least two
+    completions. Gated completions and those longer than `limit` characters do not take part.
     """
-    stopped = [judgement.failed_gate is not None for judgement in judged]
+    gated_flags = [result.failed_gate is not None for result in judged]
     too_long = [len(completion.text) > limit for completion in completions]
-    playing = [not gated and not long for gated, long in zip(stopped, too_long, strict=True)]
+    playing = [not gated and not long for gated, long in zip(gated_flags, too_long, strict=True)]
     counts = Counter(each.text for each, plays in zip(completions, playing, strict=True) if plays)
     alone = counts.total() < 2
     found = dict.fromkeys(counts, Score(None, NOT_APPLICABLE)) if alone else await compare(counts)
-    verdicts = []
-    for completion, gated, plays in zip(completions, stopped, playing, strict=True):
-        left_out = Score(None, GATED) if gated else asker.without(TOO_LONG)
-        verdicts.append(found[completion.text] if plays else left_out)
-    return verdicts
+    scores = []
+    for completion, gated, plays in zip(completions, gated_flags, playing, strict=True):
+        excluded = Score(None, GATED) if gated else client.without(TOO_LONG)
+        scores.append(found[completion.text] if plays else excluded)
+    return scores

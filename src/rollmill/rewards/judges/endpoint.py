@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible endpoint: vLLM's server, or an external one."""
+"""A chat model behind an OpenAI-compatible endpoint: vLLM's server, or an external one."""
 
 from __future__ import annotations
 
@@ -33,27 +33,30 @@ from rollmill.rewards.judges.chat import (
     NoReplyError,
 )
 
-# What went wrong with a request to an endpoint, in words, and whether to try again.
+# Classifies failures of requests to an endpoint: message, cause, and whether to retry.
 
 _PASSING = (408, 409, 425, 429)
 
 
 class RequestFailureCause(Enum):
-    """Whose trouble it is."""
+    """The cause of a failed request."""
 
-    WAIT = "wait"  #: the server's, perhaps only now
-    USER = "user"  #: the run file's or the account's: no request will succeed
-    KEY = "key"  #: the key's: no request will succeed
-    TEXT = "text"  #: these messages'; with `advice`, perhaps that of any message
+    WAIT = "wait"  #: the server, perhaps temporarily
+    USER = "user"  #: the run file or the account: no request will succeed
+    KEY = "key"  #: the API key: no request will succeed
+    TEXT = "text"  #: these messages; with `advice`, perhaps any message
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """`says` names the status or the error; `wait_s` is how long the server asks to wait, and `crowded` that it has too
-    many requests. `outcome` is that of a request which is given up while others succeed."""
+    """A failed request.
+
+    `message` names the status or the error. `wait_s` is the server's retry delay in seconds; `rate_limited`: it
+    has too many requests. `outcome` is the outcome of a request that is given up while others succeed.
+    """
 
     cause: RequestFailureCause
-    set_activity: str
+    message: str
     advice: str = ""
     wait_s: float = 0.0
     rate_limited: bool = False
@@ -61,7 +64,7 @@ class RequestFailure:
 
 
 def classify_error(error: Exception) -> RequestFailure:
-    """What an error of the openai library means. Others of its errors and unreadable answers are worth another try."""
+    """Classify an error of the openai library. Its other errors and unreadable replies are worth a retry."""
     if isinstance(error, openai.APITimeoutError):
         return RequestFailure(RequestFailureCause.WAIT, "no answer in time")
     if isinstance(error, openai.APIStatusError):
@@ -74,39 +77,41 @@ def classify_error(error: Exception) -> RequestFailure:
 def _status(error: openai.APIStatusError) -> RequestFailure:
     status, code = error.status_code, str(error.code or "")
     text = _message(error)
-    says = f"status {status} ({text})" if text else f"status {status}"
+    message = f"status {status} ({text})" if text else f"status {status}"
     if status in (400, 413, 422):
         if code == "context_length_exceeded" or "context length" in text.lower() or status == 413:
-            return RequestFailure(RequestFailureCause.TEXT, says, TOO_LONG_ADVICE, outcome=TOO_LONG)
+            return RequestFailure(RequestFailureCause.TEXT, message, TOO_LONG_ADVICE, outcome=TOO_LONG)
         if code in ("content_filter", "invalid_prompt"):
-            return RequestFailure(RequestFailureCause.TEXT, says, outcome=REFUSED)
+            return RequestFailure(RequestFailureCause.TEXT, message, outcome=REFUSED)
         advice = "it does not take the request; see `options`, `structured`, `images` and the account"
-        return RequestFailure(RequestFailureCause.TEXT, says, advice, outcome=REFUSED)
+        return RequestFailure(RequestFailureCause.TEXT, message, advice, outcome=REFUSED)
     if status == 403:  # a key without rights, or a filter in front of the model
         return RequestFailure(
-            RequestFailureCause.TEXT, says, "is the key (api_key_env) allowed to use the model?", outcome=REFUSED
+            RequestFailureCause.TEXT, message, "is the key (api_key_env) allowed to use the model?", outcome=REFUSED
         )
     if status == 401:
-        return RequestFailure(RequestFailureCause.KEY, f"{says}, the key is refused")
+        return RequestFailure(RequestFailureCause.KEY, f"{message}, the key is refused")
     if status == 404:
         return RequestFailure(
-            RequestFailureCause.USER, says, "correct `model`, or `endpoint`, which mostly ends in /v1"
+            RequestFailureCause.USER, message, "correct `model`, or `endpoint`, which mostly ends in /v1"
         )
     if code == "insufficient_quota":
-        return RequestFailure(RequestFailureCause.USER, says, "the account has no quota left")
+        return RequestFailure(RequestFailureCause.USER, message, "the account has no quota left")
     if status in _PASSING or status >= 500:
         wait_s = retry_after(error.response.headers, time.time())
         return RequestFailure(
             RequestFailureCause.WAIT,
-            f"{says}, wait {wait_s:.0f} s" if wait_s else says,
+            f"{message}, wait {wait_s:.0f} s" if wait_s else message,
             wait_s=wait_s,
             rate_limited=status == 429,
         )
-    return RequestFailure(RequestFailureCause.USER, says, "is `endpoint` the base URL of an OpenAI-compatible server?")
+    return RequestFailure(
+        RequestFailureCause.USER, message, "is `endpoint` the base URL of an OpenAI-compatible server?"
+    )
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float:
-    """Seconds that the header Retry-After asks to wait (RFC 9110, 10.2.3: seconds, or a date); 0 without one."""
+    """Return the seconds of the header Retry-After (RFC 9110, 10.2.3: seconds, or a date); 0 without one."""
     text = headers.get("retry-after", "").strip()
     try:
         return max(float(text), 0.0)
@@ -129,13 +134,13 @@ def _short(text: str) -> str:
     return line if len(line) <= 200 else f"{line[:200]} ..."
 
 
-# Rate limits: no more than so much in any window of time.
+# Rate limits: at most so many units in any time window.
 
 WINDOW_S = 60.0
 
 
 class RateWindow:
-    """How many units passed in the last `WINDOW_S` seconds, and when more may: at most `limit` in any such time."""
+    """Units admitted in the last `WINDOW_S` seconds: at most `limit` in any such window."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
@@ -143,9 +148,9 @@ class RateWindow:
         self._sum = 0
 
     def wait(self, units: int, now: float) -> float:
-        """Seconds until the oldest entry leaves, where there is no room for `units` more; else 0.
+        """Return the seconds until the oldest entry leaves, if `units` more do not fit; else 0.
 
-        More than `limit` units at once pass alone, once the window is empty.
+        More than `limit` units at once are admitted alone, once the window is empty.
         """
         while self._passed and now - self._passed[0][0] > WINDOW_S:
             self._sum -= self._passed.popleft()[1]
@@ -154,15 +159,15 @@ class RateWindow:
         return max(self._passed[0][0] + WINDOW_S - now, 0.0) + 1e-3
 
     def take(self, units: int, now: float) -> None:
-        """Count units that pass now."""
+        """Record units that are admitted now."""
         self._passed.append((now, units))
         self._sum += units
 
 
 class RateLimiter:
-    """Lets a request through once it fits into every window; first come, first served.
+    """Admits a request once it fits into every window, in order of arrival.
 
-    `limits` are the units that each window lets through. `clock` and `sleep` are in seconds.
+    `limits` are the units that each window admits. `clock` and `sleep` are in seconds.
     """
 
     def __init__(
@@ -176,7 +181,7 @@ class RateLimiter:
         self._turn = asyncio.Lock()
 
     async def enter(self, *units: int) -> None:
-        """Wait until as many more units fit into each window, and take them in all windows at once."""
+        """Wait until the units fit into each window, and take them in all windows at once."""
         async with self._turn:
             while (wait := max(map(RateWindow.wait, self._windows, units, [self._clock()] * len(units)))) > 0:
                 await self._sleep(wait)
@@ -198,20 +203,20 @@ _PING_TEXT = "Say yes."
 _PING: list[ChatMessage] = [{"role": "user", "content": _PING_TEXT}]
 
 PromptOrMessages = str | Sequence[ChatMessage]
-"""A text that is to be completed, or a chat."""
+"""A text to complete, or a chat."""
 
 
 class EndpointChatModel:
-    """Sends requests within rate limits and tries again what may succeed. Every reply is a request of its own.
+    """Sends requests within rate limits and retries those that may succeed. Every reply is a separate request.
 
-    A request that fails for good although others are answered gets no reply (outcome `timeout`), and so does one that
-    is refused (`refused`). When nothing has been answered since its first failure, not even a word, the endpoint is
-    down: that ends the run, as does a refused key.
+    A request that finally fails while others succeed gets no reply (outcome `timeout`), and so does one that is refused
+    (`refused`). If no request has succeeded since its first failure, including a ping, the endpoint is down: that ends
+    the run, as does a refused key.
 
     Args:
-        called: what errors call the model.
+        called: the name of the model in errors.
 
-    Raises ConfigError where the environment variable of the key is not set.
+    Raises ConfigError if the environment variable of the key is not set.
     """
 
     def __init__(self, config: JudgeSection, called: str = "the judge") -> None:
@@ -221,10 +226,10 @@ class EndpointChatModel:
         self.identity = f"{self._url.rstrip('/')} {config.model} {json.dumps(config.options, sort_keys=True)}"
         self.loop = EventLoopThread("rollmill-judge", self._finish)
         self._client: openai.AsyncOpenAI | None = None
-        self._places = asyncio.Semaphore(config.max_in_flight)
+        self._slots = asyncio.Semaphore(config.max_in_flight)
         self._limits = RateLimiter([config.requests_per_minute or math.inf, config.tokens_per_minute or math.inf])
-        self._answered = 0.0
-        self._broken: RewardError | None = None
+        self._last_reply = 0.0
+        self._fatal_error: RewardError | None = None
         self._jitter = random.Random()
 
     async def chat(
@@ -233,59 +238,59 @@ class EndpointChatModel:
         """See ChatModel; a text in place of messages is completed."""
         return await gather_or_cancel(self.ask(messages, self._body(sampling, index)) for index in indices)
 
-    async def ask(self, asked: PromptOrMessages, body: Mapping[str, Any]) -> ChatModelReply:
-        """The reply to one request. Called in `loop`.
+    async def ask(self, prompt: PromptOrMessages, body: Mapping[str, Any]) -> ChatModelReply:
+        """Return the reply to one request. Called in `loop`.
 
         Args:
-            asked: messages, or a text that is to be completed.
-            body: further fields of the request, `max_tokens` among them; `options` go over them, and None removes one.
+            prompt: messages, or a text to complete.
+            body: further fields of the request, including `max_tokens`; `options` override them, and None removes one.
 
         Raises like ChatModel.chat.
         """
-        size = _estimated_tokens(asked) + body["max_tokens"]
-        return await self._ask(
-            asked, {k: v for k, v in {**body, **self._config.options}.items() if v is not None}, size
+        size = _estimated_tokens(prompt) + body["max_tokens"]
+        return await self._send(
+            prompt, {k: v for k, v in {**body, **self._config.options}.items() if v is not None}, size
         )
 
     def close(self) -> None:
-        """Close the connections. Requests under way fail."""
+        """Close the connections. Requests in progress fail."""
         self.loop.close()
 
-    async def _ask(self, asked: PromptOrMessages, body: dict[str, Any], size: int) -> ChatModelReply:
-        async with self._places:
-            left, tried, troubled = self._config.deadline_s, 0, math.inf
+    async def _send(self, prompt: PromptOrMessages, body: dict[str, Any], size: int) -> ChatModelReply:
+        async with self._slots:
+            time_left, tries, first_failure = self._config.deadline_s, 0, math.inf
             while True:
                 await self._limits.enter(1, size)
-                if self._broken is not None:
-                    raise self._broken
+                if self._fatal_error is not None:
+                    raise self._fatal_error
                 started = time.monotonic()
-                found = await self._try(asked, body, min(self._config.try_s, left))
-                tried += 1
-                left -= time.monotonic() - started
+                found = await self._try_once(prompt, body, min(self._config.try_s, time_left))
+                tries += 1
+                time_left -= time.monotonic() - started
                 if isinstance(found, ChatModelReply):
-                    self._answered = time.monotonic()
-                    return replace(found, retries=tried - 1)
-                troubled = min(troubled, time.monotonic())
-                pause = max(self._pause(tried), found.wait_s)
-                spent = tried >= self._config.tries and not found.rate_limited
-                if found.cause is not RequestFailureCause.WAIT or spent or pause >= left:
-                    if found.cause is RequestFailureCause.WAIT and self._answered <= troubled:
-                        await self._ping(_PING_TEXT if isinstance(asked, str) else _PING, body, size)
-                    self._end(found, self._answered > troubled, tried)
-                left -= pause
+                    self._last_reply = time.monotonic()
+                    return replace(found, retries=tries - 1)
+                first_failure = min(first_failure, time.monotonic())
+                pause = max(self._pause(tries), found.wait_s)
+                exhausted = tries >= self._config.tries and not found.rate_limited
+                if found.cause is not RequestFailureCause.WAIT or exhausted or pause >= time_left:
+                    if found.cause is RequestFailureCause.WAIT and self._last_reply <= first_failure:
+                        await self._ping(_PING_TEXT if isinstance(prompt, str) else _PING, body, size)
+                    self._give_up(found, self._last_reply > first_failure, tries)
+                time_left -= pause
                 await asyncio.sleep(pause)
 
-    async def _try(
-        self, asked: PromptOrMessages, body: dict[str, Any], seconds: float
+    async def _try_once(
+        self, prompt: PromptOrMessages, body: dict[str, Any], seconds: float
     ) -> ChatModelReply | RequestFailure:
-        client, model = self._connected(), self._config.model or ""
+        client, model = self._connect(), self._config.model or ""
         found: Any
         try:
             async with asyncio.timeout(seconds):
-                if isinstance(asked, str):
-                    found = await client.completions.create(model=model, prompt=asked, extra_body=body)
+                if isinstance(prompt, str):
+                    found = await client.completions.create(model=model, prompt=prompt, extra_body=body)
                 else:
-                    messages: Any = asked
+                    messages: Any = prompt
                     found = await client.chat.completions.create(model=model, messages=messages, extra_body=body)
         except (TimeoutError, openai.APITimeoutError):
             return RequestFailure(RequestFailureCause.WAIT, f"no answer in {seconds:.0f} s")
@@ -293,35 +298,35 @@ class EndpointChatModel:
             return classify_error(error)
         try:
             choice = found.choices[0]
-            return _reply(choice.text if isinstance(asked, str) else choice.message.content, choice, found.usage)
-        except (AttributeError, TypeError, ValueError, LookupError):  # the library takes any JSON for an answer
-            what = "completion" if isinstance(asked, str) else "chat completion"
+            return _reply(choice.text if isinstance(prompt, str) else choice.message.content, choice, found.usage)
+        except (AttributeError, TypeError, ValueError, LookupError):  # the library accepts any JSON as a reply
+            what = "completion" if isinstance(prompt, str) else "chat completion"
             return RequestFailure(RequestFailureCause.WAIT, f"an answer that is no {what} ({str(found)[:100]!r})")
 
-    async def _ping(self, asked: PromptOrMessages, body: dict[str, Any], size: int) -> None:
-        """Ask for a word: whatever comes back is an answer."""
+    async def _ping(self, prompt: PromptOrMessages, body: dict[str, Any], size: int) -> None:
+        """Send a minimal request; any reply shows that the endpoint is up."""
         await self._limits.enter(1, size)
-        if isinstance(await self._try(asked, body, self._config.try_s), ChatModelReply):
-            self._answered = time.monotonic()
+        if isinstance(await self._try_once(prompt, body, self._config.try_s), ChatModelReply):
+            self._last_reply = time.monotonic()
 
-    def _pause(self, tried: int) -> float:
-        """Exponential, with full jitter above the half."""
-        longest = min(MIN_BACKOFF_S * 2.0 ** (tried - 1), MAX_BACKOFF_S)
+    def _pause(self, tries: int) -> float:
+        """Return the exponential backoff, with jitter between half and full."""
+        longest = min(MIN_BACKOFF_S * 2.0 ** (tries - 1), MAX_BACKOFF_S)
         return longest * self._jitter.uniform(0.5, 1.0)
 
-    def _end(self, trouble: RequestFailure, others_answered: bool, tried: int) -> NoReturn:
-        """Give a request up. `others_answered` since its first failure."""
-        says = f"{self._called} {self._config.model} at {self._url}: {self._without_key(trouble.set_activity)}"
-        if trouble.cause is RequestFailureCause.TEXT or (trouble.cause is RequestFailureCause.WAIT and others_answered):
-            raise NoReplyError(trouble.outcome, says, trouble.advice)
-        advice = trouble.advice
-        if trouble.cause is RequestFailureCause.WAIT:
-            advice = f"gave up after {tried} tries; is the server up, and `endpoint` its address?"
-        if trouble.cause is RequestFailureCause.KEY:
+    def _give_up(self, failure: RequestFailure, others_answered: bool, tries: int) -> NoReturn:
+        """Give up a request. `others_answered`: other requests succeeded since its first failure."""
+        message = f"{self._called} {self._config.model} at {self._url}: {self._without_key(failure.message)}"
+        if failure.cause is RequestFailureCause.TEXT or (failure.cause is RequestFailureCause.WAIT and others_answered):
+            raise NoReplyError(failure.outcome, message, failure.advice)
+        advice = failure.advice
+        if failure.cause is RequestFailureCause.WAIT:
+            advice = f"gave up after {tries} tries; is the server up, and `endpoint` its address?"
+        if failure.cause is RequestFailureCause.KEY:
             name = self._config.api_key_env
             advice = f"correct the variable {name} (api_key_env)" if name else "name the key's variable: api_key_env"
-        self._broken = RewardError(f"{says}; {advice}")
-        raise self._broken
+        self._fatal_error = RewardError(f"{message}; {advice}")
+        raise self._fatal_error
 
     def _body(self, sampling: ChatSamplingParams, index: int) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -334,7 +339,7 @@ class EndpointChatModel:
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
 
-    def _connected(self) -> openai.AsyncOpenAI:
+    def _connect(self) -> openai.AsyncOpenAI:
         if self._client is None:  # an explicit key: without one the library would take OPENAI_API_KEY
             self._client = openai.AsyncOpenAI(
                 base_url=self._url, api_key=self._key or "none", max_retries=0, timeout=self._config.deadline_s
@@ -363,17 +368,17 @@ def _seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4]) >> 1
 
 
-def _estimated_tokens(asked: PromptOrMessages) -> int:
+def _estimated_tokens(prompt: PromptOrMessages) -> int:
     total = 0
-    for message in [{"content": asked}] if isinstance(asked, str) else asked:
+    for message in [{"content": prompt}] if isinstance(prompt, str) else prompt:
         content = message["content"]
         for part in [{"text": content}] if isinstance(content, str) else content:
             total += len(part["text"].encode()) // 3 + 1 if "text" in part else _IMAGE_TOKENS
     return total
 
 
-def _reply(said: str | None, choice: Any, usage: Any) -> ChatModelReply:
-    text = "" if said is None else said + ""
+def _reply(content: str | None, choice: Any, usage: Any) -> ChatModelReply:
+    text = "" if content is None else content + ""
     return ChatModelReply(
         text.encode("utf-8", "replace").decode(),  # JSON can hold lone surrogates, a cache cannot
         choice.finish_reason or STOP,

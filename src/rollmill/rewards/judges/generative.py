@@ -1,7 +1,7 @@
-"""The generative judge: a language model thinks about one response and scores it.
+"""The generative judge: a language model reasons about one response and scores it.
 
 Zheng et al. 2023 (arXiv:2306.05685), single-answer grading with a reference; Zhang et al. 2024 (arXiv:2408.15240) for
-thoughts and votes.
+reasoning and votes.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from rollmill.types import Completion, Task
 
 
 class GenerativeJudge:
-    """A score from 0 to 1. Without a verdict in most of the votes the outcome is `unparsable`."""
+    """A score from 0 to 1. If most votes have no verdict, the outcome is `unparsable`."""
 
     def __init__(self, config: JudgeReward, resources: RewardResources) -> None:
-        self._config, self._asker = config, JudgeClient(config, resources)
+        self._config, self._client = config, JudgeClient(config, resources)
 
     async def judge(self, task: Task, completion: Completion) -> Score:
         return await self.grade(task, completion.text)
 
     async def grade(self, task: Task, text: str, rubric: str | None = None) -> Score:
-        """Judge any text as a response to a task. `rubric` comes before the task's own and the configured one."""
+        """Score any text as a response to a task. `rubric` overrides the task's and the configured one."""
         if len(text) > self._config.response_limit:
-            return self._asker.without(TOO_LONG)
+            return self._client.without(TOO_LONG)
         try:
-            found = await self._asker.votes(partial(self._question, task, rubric), [text])
+            found = await self._client.votes(partial(self._prompt, task, rubric), [text])
         except NoReplyError as error:
-            return self._asker.without(error.outcome)
+            return self._client.without(error.outcome)
         scores = [score for score in found if score is not None]
         if 2 * len(scores) <= len(found):
-            return self._asker.without(UNPARSABLE)
+            return self._client.without(UNPARSABLE)
         return Score(combine_votes(scores, self._config.combine))
 
     def counters(self) -> dict[str, float]:
-        """Calls, tokens and cost so far."""
-        return self._asker.counters()
+        """Return calls, tokens and cost so far."""
+        return self._client.counters()
 
-    def _question(self, task: Task, rubric: str | None, texts: list[str]) -> JudgePrompt[float]:
+    def _prompt(self, task: Task, rubric: str | None, texts: list[str]) -> JudgePrompt[float]:
         config, scale = self._config, self._config.scale
         context = task_context(task, config.rubric)
         if rubric is not None:
@@ -72,31 +72,31 @@ class GenerativeJudge:
         )
 
 
-# Scoring a text by a rubric of the caller's: what graders of short answers need.
+# Scores a text by a rubric of the caller, for graders of short answers.
 
 
 class RubricJudge:
-    """A generative judge behind one number."""
+    """A generative judge that returns one number."""
 
     def __init__(self, config: JudgeReward, resources: RewardResources) -> None:
         self._judge = GenerativeJudge(config, resources)
 
     async def score(self, task: Task, text: str, rubric: str) -> float:
-        """How well a text answers the task by a rubric, from 0 to 1; `unparsable_reward` or `timeout_reward` where the
-        judge gives no verdict.
+        """Return a score from 0 to 1 for a text by a rubric.
 
-        Raises RewardError where the judge cannot be asked, ValueError where the task's data are wrong.
+        It is `unparsable_reward` or `timeout_reward` if the judge gives no verdict. Raises RewardError if the judge
+        cannot be called, ValueError if the task's data are wrong.
         """
         value = (await self._judge.grade(task, text, rubric)).value
         assert isinstance(value, float)
         return value
 
     def counters(self) -> dict[str, float]:
-        """Calls, tokens and cost so far."""
+        """Return calls, tokens and cost so far."""
         return self._judge.counters()
 
 
-# A language model's guess of how difficult a task is, from the prompt alone.
+# Rates the difficulty of a task by a language model, from the prompt alone.
 
 HARDEST = 10.0
 TEMPLATE = """\
@@ -113,19 +113,19 @@ with one line of JSON and nothing after it, where N is a number from 0 (anyone c
 
 
 class DifficultyJudge:
-    """Asks the model of a judge's section. Its rubric, template and scale are not used."""
+    """Rates tasks with the model of a judge's section. Its rubric, template and scale are not used."""
 
     def __init__(self, config: JudgeSection, resources: RewardResources) -> None:
-        self._config, self._asker = config, JudgeClient(config, resources)
+        self._config, self._client = config, JudgeClient(config, resources)
 
     async def rate(self, task: Task) -> float | None:
-        """Difficulty from 0 to 1, the mean of all votes; None where most of them have no verdict.
+        """Return the difficulty from 0 to 1, the mean of all votes; None if most of them have no verdict.
 
-        Raises RewardError: the judge cannot be asked, or a column of the task is not what it has to be.
+        Raises RewardError if the judge cannot be called, or a column of the task is invalid.
         """
         try:
             prompt = task_context(task, None, with_reference=False)["question"]
-            votes = await self._asker.votes(lambda texts: self._question(task, texts[0]), [prompt])
+            votes = await self._client.votes(lambda texts: self._prompt(task, texts[0]), [prompt])
         except NoReplyError:
             return None
         except ValueError as error:
@@ -133,7 +133,7 @@ class DifficultyJudge:
         found = [vote for vote in votes if vote is not None]
         return combine_votes(found, "mean") if 2 * len(found) > len(votes) else None
 
-    def _question(self, task: Task, prompt: str) -> JudgePrompt[float]:
+    def _prompt(self, task: Task, prompt: str) -> JudgePrompt[float]:
         key = unused_json_key("difficulty", [prompt])
         verdict = RATING.format(hardest=HARDEST, key=key)
         images = image_parts(task) if self._config.images else []

@@ -1,4 +1,4 @@
-"""A chat model in a Hugging Face folder, decoded by rollmill's own engine in a thread of its own."""
+"""A chat model in a Hugging Face folder, run by rollmill's native engine in a separate thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rollmill.types import StopReason
 class NativeChatModel:
     """One model in memory: fp32 on a CPU, bf16 on a GPU. Its engine steps in the loop's thread.
 
-    Raises ModelError where the folder holds no causal language model, or one without a chat template.
+    Raises ModelError if the folder holds no causal language model, or one without a chat template.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -61,11 +61,13 @@ class NativeChatModel:
     async def chat(
         self, messages: Sequence[ChatMessage], sampling: ChatSamplingParams, indices: Sequence[int]
     ) -> list[ChatModelReply]:
-        """See ChatModel; messages begin with `system` and `user`. Tokens of the prompt count for the first reply."""
+        """See ChatModel; messages begin with `system` and `user`. Prompt tokens are counted in the first reply."""
         ids = self._encoded(messages)
         if len(ids) + sampling.max_tokens > self._context:
-            says = f"{len(ids)} tokens and {sampling.max_tokens} of the reply; the judge's context is {self._context}"
-            raise NoReplyError(TOO_LONG, says, TOO_LONG_ADVICE)
+            message = (
+                f"{len(ids)} tokens and {sampling.max_tokens} of the reply; the judge's context is {self._context}"
+            )
+            raise NoReplyError(TOO_LONG, message, TOO_LONG_ADVICE)
         settings = SamplingConfig(temperature=sampling.temperature, max_new_tokens=sampling.max_tokens)
         request = GenerationRequest(ids, settings, n=max(indices) + 1, seed=sampling.seed, id="a question to the judge")
         found = await self._engine.generate(request)
@@ -94,7 +96,7 @@ class NativeChatModel:
         return text
 
     def _plain(self, content: Any) -> str:
-        """The text without this tokenizer's control tokens, which would end its turn in the chat."""
+        """Escape this tokenizer's control tokens in the text, which would end its turn in the chat."""
         if not isinstance(content, str):
             raise RewardError(
                 "the task has pictures, and a judge with `path` reads text only; set images: false, or use an endpoint "
@@ -110,7 +112,7 @@ _models: WeakValueDictionary[tuple[Path, str], NativeChatModel] = WeakValueDicti
 
 
 def load_native_chat_model(folder: Path, device: str | None) -> NativeChatModel:
-    """The model of a folder; one in memory serves all rewards. `device` None: a GPU where torch finds one."""
+    """Return the model of a folder; one in memory serves all rewards. `device` None: a GPU if torch finds one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     key = folder.resolve(), device
     model = _models.get(key)
@@ -125,7 +127,7 @@ def _control_tokens(tokenizer: Any) -> list[str]:
 
 
 def _identity(folder: Path, dtype: torch.dtype) -> str:
-    """Of the files as they are now: another checkpoint in the same folder is another model."""
+    """Return an identity of the current files: another checkpoint in the same folder is another model."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return f"{folder.resolve()} {dtype} {hashlib.sha256(repr(stats).encode()).hexdigest()}"

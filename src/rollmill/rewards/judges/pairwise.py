@@ -1,4 +1,4 @@
-"""The pairwise judge: two responses side by side, in both orders, so that a judge's liking for a place cancels out.
+"""The pairwise judge: compares two responses in both orders, so that position bias cancels out.
 
 Zheng et al. 2023 (arXiv:2306.05685), pairwise comparison with swapped positions.
 """
@@ -33,14 +33,14 @@ from rollmill.rewards.judges.prompts import (
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 
-# Who meets whom among siblings.
+# Pairings of sibling completions for the pairwise judge.
 
 
 def pair_opponents(count: int, opponents: int | None, seed: str) -> list[tuple[int, int]]:
-    """Pairs (i, j) with i < j of `count` players, such that each meets `opponents` others; None: all.
+    """Return pairs (i, j) with i < j of `count` players, such that each meets `opponents` others; None: all.
 
-    The players sit in a random circle, and each meets the nearest on both sides; where the number is odd, also who sits
-    opposite. (With odd `count` and odd `opponents` one player meets one more.)
+    The players are placed on a random circle, and each meets the nearest on both sides; if the number is odd, also the
+    opposite one. (With odd `count` and odd `opponents` one player meets one more.)
     """
     if opponents is None or opponents >= count - 1:
         return list(combinations(range(count), 2))
@@ -56,7 +56,7 @@ def pair_opponents(count: int, opponents: int | None, seed: str) -> list[tuple[i
 def build_pairwise_judge(
     config: PairwiseReward, resources: RewardResources
 ) -> PairwiseReferenceJudge | PairwiseGroupJudge:
-    """The reward for either opponent."""
+    """Build the reward for either type of opponent."""
     return (PairwiseReferenceJudge if config.against == "reference" else PairwiseGroupJudge)(config, resources)
 
 
@@ -67,16 +67,16 @@ class PairwiseComparer:
         self.config, self.client = config, JudgeClient(config, resources)
 
     async def win_rate(self, task: Task, left: str, right: str) -> float | None:
-        """The share of comparisons that `left` wins, as the mean of both orders; None where one has no verdict.
+        """Return the share of comparisons that `left` wins, averaged over both orders; None if one has no verdict.
 
-        Raises NoReplyError where the judge gives no reply.
+        Raises NoReplyError if the judge gives no reply.
         """
         orders = [left, right], [right, left]
-        found = await gather_or_cancel(self.client.votes(partial(self._question, task), order) for order in orders)
+        found = await gather_or_cancel(self.client.votes(partial(self._prompt, task), order) for order in orders)
         first, second = ([vote for vote in votes if vote is not None] for votes in found)
         return (fmean(first) + 1 - fmean(second)) / 2 if first and second else None
 
-    def _question(self, task: Task, texts: list[str]) -> JudgePrompt[float]:
+    def _prompt(self, task: Task, texts: list[str]) -> JudgePrompt[float]:
         context = task_context(task, self.config.rubric, with_reference=self.config.against == "siblings")
         responses = {"Response A": sanitize_text(texts[0]), "Response B": sanitize_text(texts[1])}
         key = unused_json_key("winner", [*context.values(), *responses.values()])
@@ -91,7 +91,7 @@ class PairwiseComparer:
 
 
 class PairwiseReferenceJudge:
-    """The share of comparisons with the task's worked solution, or its answer, that the response wins."""
+    """The win rate of a response against the task's worked solution, or its answer."""
 
     def __init__(self, config: PairwiseReward, resources: RewardResources) -> None:
         self._comparer = PairwiseComparer(config, resources)
@@ -100,26 +100,26 @@ class PairwiseReferenceJudge:
         opponent = task_opponent(task)
         if opponent is None:
             return Score(None)
-        asker = self._comparer.client
+        client = self._comparer.client
         if len(completion.text) > self._comparer.config.response_limit:
-            return asker.without(TOO_LONG)
+            return client.without(TOO_LONG)
         if completion.text == opponent:
             return Score(0.5)
         try:
             share = await self._comparer.win_rate(task, completion.text, opponent)
         except NoReplyError as error:
-            return asker.without(error.outcome)
-        return asker.without(UNPARSABLE) if share is None else Score(share)
+            return client.without(error.outcome)
+        return client.without(UNPARSABLE) if share is None else Score(share)
 
     def counters(self) -> dict[str, float]:
-        """Calls, tokens and cost so far."""
+        """Return calls, tokens and cost so far."""
         return self._comparer.client.counters()
 
 
 class PairwiseGroupJudge:
-    """The share of comparisons with the other completions of the task that each wins.
+    """The win rate of each completion against the other completions of the task.
 
-    Equal texts meet once and share the result; among themselves they tie. Gated completions do not take part. A
+    Equal texts are compared once and share the result; among themselves they tie. Gated completions do not take part. A
     completion without siblings has no reward.
     """
 
@@ -129,15 +129,15 @@ class PairwiseGroupJudge:
     async def judge_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[Score]:
-        limit, compare = self._comparer.config.response_limit, partial(self._compared, task)
+        limit, compare = self._comparer.config.response_limit, partial(self._compare, task)
         return await score_distinct_texts(completions, judged, limit, self._comparer.client, compare)
 
     def counters(self) -> dict[str, float]:
-        """Calls, tokens and cost so far."""
+        """Return calls, tokens and cost so far."""
         return self._comparer.client.counters()
 
-    async def _compared(self, task: Task, counts: Counter[str]) -> dict[str, Score]:
-        """The verdict on each different text; `counts` says how often it occurs."""
+    async def _compare(self, task: Task, counts: Counter[str]) -> dict[str, Score]:
+        """Return the score of each distinct text; `counts` is its number of occurrences."""
         texts, config = sorted(counts), self._comparer.config
         pairs = pair_opponents(len(texts), config.opponents, f"{config.seed}/{task.id}")
         found = await gather_or_cancel(self._result(task, texts[i], texts[j]) for i, j in pairs)
@@ -154,7 +154,7 @@ class PairwiseGroupJudge:
         return {text: Score(fmean(games[text])) if games[text] else without(missed[text]) for text in texts}
 
     async def _result(self, task: Task, left: str, right: str) -> float | str:
-        """The left one's share of wins, or the outcome where there is none."""
+        """Return the win rate of `left`, or the outcome if there is none."""
         try:
             share = await self._comparer.win_rate(task, left, right)
         except NoReplyError as error:

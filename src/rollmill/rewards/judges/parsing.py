@@ -1,4 +1,4 @@
-"""The verdict at the end of a judge's reply, read strictly: the last JSON object, its key and its range."""
+"""Parses the verdict at the end of a judge's reply strictly: the last JSON object, its key and its range."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _THOUGHT_ENDS = "</think>"
 
 
 def last_json_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object of a reply that is not inside another one; empty where it has a key twice, None without one.
+    """Return the last outermost JSON object of a reply; empty if it has a duplicate key, None without one.
 
-    Thoughts before </think> do not count. Of a long reply the end is read only.
+    Thoughts before </think> are ignored. Of a long reply only the end is read.
     """
     text = text.rpartition(_THOUGHT_ENDS)[2][-_LONGEST:]
     starts = [match.start() for match in _OBJECT.finditer(text)]  # not the braces of formulas
@@ -34,7 +34,7 @@ def last_json_object(text: str) -> dict[str, Any] | None:
 
 
 def parse_score(text: str, key: str, scale: tuple[float, float]) -> float | None:
-    """The score of a reply, from 0 to 1; None where it has none, or one that is not on the scale."""
+    """Return the score of a reply, from 0 to 1; None if it has none, or one outside of the scale."""
     value = (last_json_object(text) or {}).get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -43,13 +43,13 @@ def parse_score(text: str, key: str, scale: tuple[float, float]) -> float | None
 
 
 def parse_winner(text: str, key: str) -> float | None:
-    """1 where the reply says that A is better, 0 for B, 0.5 for a tie; None where it says nothing of these."""
+    """Return 1 if the reply prefers A, 0 for B, 0.5 for a tie; None for anything else."""
     value = (last_json_object(text) or {}).get(key)
     return {"A": 1.0, "B": 0.0, "tie": 0.5}.get(value) if isinstance(value, str) else None
 
 
 def parse_ranking(text: str, key: str, count: int) -> list[int] | None:
-    """Positions (from 0) of all candidates, best first. None where one is missing, twice there or unknown."""
+    """Return positions (from 0) of all candidates, best first. None if one is missing, duplicate or unknown."""
     value = (last_json_object(text) or {}).get(key)
     if not isinstance(value, list) or any(type(each) is not int for each in value):
         return None
@@ -57,7 +57,7 @@ def parse_ranking(text: str, key: str, count: int) -> list[int] | None:
 
 
 def combine_votes(scores: Sequence[float], how: Literal["mean", "median", "majority"]) -> float:
-    """Several votes as one number."""
+    """Combine several votes into one number."""
     if how == "mean":
         return fmean(scores)
     if how == "median":
@@ -68,7 +68,7 @@ def combine_votes(scores: Sequence[float], how: Literal["mean", "median", "major
 
 
 def verdict_schema(key: str, verdict: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema of thoughts, then the verdict."""
+    """Return a JSON schema of thoughts, then the verdict."""
     return {
         "type": "object",
         "properties": {"thoughts": {"type": "string"}, key: verdict},

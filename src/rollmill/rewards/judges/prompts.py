@@ -1,4 +1,4 @@
-"""What a judge is asked: instructions, the texts between markers, and how to end."""
+"""Prompts of judges: instructions, texts between markers, and the form of the verdict."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rollmill.data.images import data_url, image_refs_of
 from rollmill.rewards.judges.chat import ChatMessage
 from rollmill.types import Task
 
-# Pictures of a task for a judge that sees.
+# Images of a task for a judge with a vision-language model.
 
 
 def image_parts(task: Task) -> list[dict[str, Any]]:
-    """The task's pictures (its column `images`) as parts of a chat message.
+    """Return the task's images (its column `images`) as parts of a chat message.
 
-    Raises ValueError where the column holds something else, TasksetError where a picture is no longer what it was.
+    Raises ValueError if the column holds something else, TasksetError if an image file has changed.
     """
     column, references = task.metadata.get("images") or [], image_refs_of(task.metadata)
     if not isinstance(column, list) or len(references) != len(column):
@@ -31,43 +31,43 @@ def image_parts(task: Task) -> list[dict[str, Any]]:
     return [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in references]
 
 
-# Texts of others inside a question to the judge: set off by markers that they cannot contain.
+# Sanitizes untrusted texts in a judge's prompt and wraps them in markers that they cannot contain.
 #
-# A marker ends in a hash of the text that it encloses. So a policy cannot know it, the same text has the same marker
-# (and
-# the same place in a cache), and it is checked not to occur in the text.
+# A marker ends in a hash of its text. So a policy cannot know it, the same text always has the same marker (and the
+# same
+# cache key), and it is checked not to occur in the text.
 
 _INVISIBLE = regex.compile(r"[[\p{Cf}\p{Cc}\p{Co}\p{Default_Ignorable_Code_Point}]--[\n\t]]", regex.V1)
 _QUOTE = r"[\p{Quotation_Mark}`´]"
 _JSON = regex.compile(
     rf"[\\＼]u[0-9a-f]{{4}}|[{{｛﹛]\s*+{_QUOTE}|{_QUOTE}\s*+\w++\s*+{_QUOTE}\s*+[:：﹕]", regex.IGNORECASE
 )
-"""An escaped letter, the beginning of an object or a key, whatever its alphabet."""
+"""An escaped letter, the beginning of an object or a key, in any alphabet."""
 _KINDS = "question|reference|rubric|response"
 _LOOKALIKE = regex.compile(
     rf"[<＜﹤](?=\s*+(?:[/／]\s*+)?+(?:{_KINDS})\b)"  # our markers
     r"|[<＜﹤](?=[|｜])|<(?=/?(?:s|bos|eos|pad|unk|think|start_of_turn|end_of_turn)>)|<(?=<SYS>)|\[(?=/?INST\])",
     regex.IGNORECASE,
 )
-"""What could pass for a marker, or for a token that ends a turn of a chat."""
+"""Text that resembles a marker, or a token that ends a turn of a chat."""
 
 
 def sanitize_text(text: str) -> str:
-    """The text as a judge sees it: no invisible characters or lone surrogates, and look-alikes begin otherwise."""
+    """Remove invisible characters and lone surrogates, and replace the first character of look-alike markers."""
     text = text.replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8")
     return _LOOKALIKE.sub("‹", _INVISIBLE.sub("", text))
 
 
 def wrap_in_markers(kind: str, text: str) -> str:
-    """A cleaned text between markers such as <response-1a2b3c> and </response-1a2b3c>."""
+    """Wrap a sanitized text in markers such as <response-1a2b3c> and </response-1a2b3c>."""
     marker = f"{kind}-{_unused(kind, [text])}"
     return f"<{marker}>\n{text}\n</{marker}>"
 
 
 def unused_json_key(word: str, texts: Iterable[str]) -> str:
-    """A key for the verdict's JSON that no echo of the texts can hold: `word`, or where one of them may, word_hash.
+    """Return a key for the verdict's JSON that no echo of the texts can hold: `word`, or word_hash if needed.
 
-    A text may hold it in quotes of any kind, or in disguise: with escapes such as \\u0063, or with letters of another
+    A text may hold it in quotes of any kind, or obfuscated: with escapes such as \\u0063, or with letters of another
     alphabet, which a judge that repeats the text may write plainly.
     """
     texts = list(texts)
@@ -78,7 +78,7 @@ def unused_json_key(word: str, texts: Iterable[str]) -> str:
 
 
 def _unused(salt: str, texts: list[str]) -> str:
-    """Six hexadecimal digits that stand in none of the texts."""
+    """Return six hexadecimal digits that occur in none of the texts."""
     number = 0
     while True:
         hashed = hashlib.sha256("\0".join([salt, str(number), *texts]).encode()).hexdigest()[:6]
@@ -151,10 +151,10 @@ of all {count} responses, the best first:
 
 
 def task_context(task: Task, rubric: str | None, *, with_reference: bool = True) -> dict[str, str]:
-    """The cleaned texts of a task by kind: question, and reference and rubric where there are any.
+    """Return the sanitized texts of a task by kind: question, and reference and rubric if any.
 
-    `rubric` is what holds where the task has no column of that name. Raises ValueError where that column is neither
-    text nor a list of texts.
+    `rubric` is the default if the task has no column of that name. Raises ValueError if that column is neither text nor
+    a list of texts.
     """
     texts = {"question": sanitize_text(_prompt(task))}
     reference = task_reference(task) if with_reference else None
@@ -166,12 +166,12 @@ def task_context(task: Task, rubric: str | None, *, with_reference: bool = True)
 
 
 def task_reference(task: Task) -> str | None:
-    """The task's answer as text; without one its worked solution."""
+    """Return the task's answer as text; without one its worked solution."""
     return task.response if task.answer is None else _as_text(task.answer)
 
 
 def task_opponent(task: Task) -> str | None:
-    """What a response is compared with: the task's worked solution; without one its answer as text."""
+    """Return the text that a response is compared with: the task's worked solution; without one its answer."""
     if task.response is not None:
         return task.response
     return None if task.answer is None else _as_text(task.answer)
@@ -184,13 +184,13 @@ def build_messages(
     verdict: str,
     images: Sequence[dict[str, Any]],
 ) -> list[ChatMessage]:
-    """The question as chat messages.
+    """Build the chat messages of a prompt.
 
     Args:
-        context: of `task_context`.
-        responses: heading -> cleaned text.
-        verdict: how to end.
-        images: parts of the message that hold the task's pictures.
+        context: from `task_context`.
+        responses: heading -> sanitized text.
+        verdict: instructions for the verdict.
+        images: message parts with the task's images.
     """
     shown = "\n\n".join(f"{heading}:\n{wrap_in_markers('response', text)}" for heading, text in responses.items())
     values = {
@@ -211,14 +211,14 @@ def build_messages(
 
 
 def judging_basis(context: Mapping[str, str]) -> str:
-    """What the response is weighed against, in words."""
+    """Describe in words what the response is weighed against."""
     names = {"question": "the question", "reference": "the right answer", "rubric": "what to judge by"}
     *front, last = [names[kind] for kind in context]
     return f"{', '.join(front)} and {last}" if front else last
 
 
 def verdict_format(verdict: str) -> str:
-    """The form of the verdict's JSON, with which the instructions end."""
+    """Return the form of the verdict's JSON, with which the instructions end."""
     return verdict.rpartition("\n")[2]
 
 

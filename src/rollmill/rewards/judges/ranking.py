@@ -1,4 +1,4 @@
-"""The ranking judge: it sees all completions of a task at once, numbered in random order, and ranks them."""
+"""The ranking judge: ranks all completions of a task at once, numbered in random order."""
 
 from __future__ import annotations
 
@@ -30,53 +30,53 @@ from rollmill.types import Completion, Task
 
 
 class RankingJudge:
-    """From 1 (first place) to 0 (last), evenly spaced, as the mean over orders and votes.
+    """A score from 1 (first place) to 0 (last), evenly spaced, averaged over orders and votes.
 
     Equal texts are shown once and share the mean of their places. Gated completions do not take part. A completion
     without siblings has no reward.
     """
 
     def __init__(self, config: RankingReward, resources: RewardResources) -> None:
-        self._config, self._asker = config, JudgeClient(config, resources)
+        self._config, self._client = config, JudgeClient(config, resources)
 
     async def judge_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[Score]:
-        limit, compare = self._config.response_limit, partial(self._ranked, task)
-        return await score_distinct_texts(completions, judged, limit, self._asker, compare)
+        limit, compare = self._config.response_limit, partial(self._compare, task)
+        return await score_distinct_texts(completions, judged, limit, self._client, compare)
 
     def counters(self) -> dict[str, float]:
-        """Calls, tokens and cost so far."""
-        return self._asker.counters()
+        """Return calls, tokens and cost so far."""
+        return self._client.counters()
 
-    async def _ranked(self, task: Task, counts: Counter[str]) -> dict[str, Score]:
-        """The verdict on each different text; `counts` says how often it occurs."""
+    async def _compare(self, task: Task, counts: Counter[str]) -> dict[str, Score]:
+        """Return the score of each distinct text; `counts` is its number of occurrences."""
         texts = sorted(counts)
         if len(texts) == 1:
             return {texts[0]: Score(0.5)}
         try:
-            found = await gather_or_cancel(self._places(task, order, counts) for order in self._orders(task, texts))
+            found = await gather_or_cancel(self._scores(task, order, counts) for order in self._orders(task, texts))
         except NoReplyError as error:
-            return dict.fromkeys(texts, self._asker.without(error.outcome))
+            return dict.fromkeys(texts, self._client.without(error.outcome))
         rankings = [ranking for rankings in found for ranking in rankings]
         if not rankings:
-            return dict.fromkeys(texts, self._asker.without(UNPARSABLE))
+            return dict.fromkeys(texts, self._client.without(UNPARSABLE))
         return {text: Score(fmean(ranking[text] for ranking in rankings)) for text in texts}
 
     def _orders(self, task: Task, texts: list[str]) -> list[list[str]]:
-        """The orders in which the texts are shown: each random one is followed by its reverse."""
+        """Return the orders in which the texts are shown: each random one is followed by its reverse."""
         source = random.Random(f"{self._config.seed}/{task.id}")
         orders: list[list[str]] = []
         for number in range(self._config.shuffles):
             orders.append(orders[-1][::-1] if number % 2 else source.sample(texts, len(texts)))
         return orders
 
-    async def _places(self, task: Task, order: list[str], counts: Counter[str]) -> list[dict[str, float]]:
-        """The reward of each text by each vote that has a verdict."""
-        votes = await self._asker.votes(partial(self._question, task), order)
+    async def _scores(self, task: Task, order: list[str], counts: Counter[str]) -> list[dict[str, float]]:
+        """Return the scores of each vote that has a verdict."""
+        votes = await self._client.votes(partial(self._prompt, task), order)
         return [scores_from_ranks([order[place] for place in vote], counts) for vote in votes if vote is not None]
 
-    def _question(self, task: Task, texts: list[str]) -> JudgePrompt[list[int]]:
+    def _prompt(self, task: Task, texts: list[str]) -> JudgePrompt[list[int]]:
         config, count = self._config, len(texts)
         context = task_context(task, config.rubric)
         responses = {f"Response {number}": sanitize_text(text) for number, text in enumerate(texts, 1)}
@@ -92,7 +92,7 @@ class RankingJudge:
 
 
 def scores_from_ranks(ranked: Sequence[str], counts: Counter[str]) -> dict[str, float]:
-    """From 1 for the first text to 0 for the last; a text that occurs several times has the mean of its places."""
+    """Return 1 for the first text to 0 for the last; a text that occurs several times gets the mean of its places."""
     before, last, rewards = 0, counts.total() - 1, {}
     for text in ranked:
         rewards[text] = 1 - (before + (counts[text] - 1) / 2) / last

@@ -1,4 +1,4 @@
-"""School questions in English and Chinese: what is asked, where the answer stands, and a rule per type."""
+"""The K-12 reward: school questions in English and Chinese, with a rule per question type."""
 
 from rollmill.rewards.k12.reward import K12Scorer
 

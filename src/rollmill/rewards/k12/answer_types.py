@@ -1,4 +1,4 @@
-"""Ordering and matching: sequences of labels, and pairs of them."""
+"""Ordering and matching answers: sequences of labels, and pairs of labels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAIR_SIGN = (
 
 
 def parse_sequence(answer: Any) -> list[str]:
-    """The labels of a reference: a list, `B, A, C`, `②①③` or `BAC`. Raises RewardError for less than two."""
+    """Parse a reference sequence: a list, `B, A, C`, `②①③` or `BAC`. Raises RewardError for fewer than two labels."""
     labels = [str(each) for each in answer] if isinstance(answer, list | tuple) else _labels_of(fold_text(str(answer)))
     labels = [_label(each) for each in labels]
     if len(labels) < 2 or len(set(labels)) < len(labels):
@@ -39,9 +39,9 @@ def parse_sequence(answer: Any) -> list[str]:
 
 
 def extract_order(found: FinalAnswer, gold: Sequence[str], options: Mapping[str, str]) -> list[str] | None:
-    """The labels of `gold` in the order of the answer; None where it is no arrangement of all of them.
+    """Return the labels of `gold` in the order of the answer; None if it is not an arrangement of all of them.
 
-    The texts of the options stand for their letters.
+    Option texts stand for their letters.
     """
     names = {_label(letter): letter for letter in gold} | {
         comparison_key(options[name]): name for name in gold if name in options
@@ -49,17 +49,17 @@ def extract_order(found: FinalAnswer, gold: Sequence[str], options: Mapping[str,
     for each in (found.text, _NUMBERED.sub("", found.tail)):
         text = re.sub(r"[^\S\n]+", " ", each)
         for pieces in (_ARROW.split(text.strip()), _labels_of(text)):
-            said = [piece for piece in pieces if piece.strip(" .。")]
-            if len(said) != len(gold):
+            items = [piece for piece in pieces if piece.strip(" .。")]
+            if len(items) != len(gold):
                 continue
-            labels = [names.get(_label(piece)) or names.get(comparison_key(piece)) for piece in said]
+            labels = [names.get(_label(piece)) or names.get(comparison_key(piece)) for piece in items]
             if sorted(label or "" for label in labels) == sorted(gold):
                 return [label for label in labels if label]
     return None
 
 
 def kendall_tau(gold: Sequence[str], answer: Sequence[str]) -> float:
-    """Kendall's tau of two orders of the same labels: 1 minus twice the share of pairs that are the wrong way round."""
+    """Return Kendall's tau of two orders of the same labels: 1 minus twice the share of swapped pairs."""
     place = {label: index for index, label in enumerate(answer)}
     pairs = list(combinations(gold, 2))
     swapped = sum(place[first] > place[second] for first, second in pairs)
@@ -78,7 +78,7 @@ def _label(text: str) -> str:
 
 
 def parse_pairs(answer: Any) -> dict[str, str]:
-    """The pairs of a reference: a mapping, a list of pairs, or `1-A, 2-C`. Raises RewardError where it is none."""
+    """Parse reference pairs: a mapping, a list of pairs, or `1-A, 2-C`. Raises RewardError if there are none."""
     if isinstance(answer, Mapping):
         found = {str(left): str(right) for left, right in answer.items()}
     elif isinstance(answer, str):
@@ -95,10 +95,10 @@ def parse_pairs(answer: Any) -> dict[str, str]:
 
 
 def extract_pairs(found: FinalAnswer, gold: Mapping[str, str]) -> dict[str, str]:
-    """The pairs that an answer makes, left to right, as far as they stand.
+    """Return the pairs of an answer, left to right, without contradictory ones.
 
-    A left side that is given two right ones has none; so has every left side whose right one is used more often than in
-    the reference, because everything is matched with everything otherwise.
+    A left side with two right sides is dropped. So is every left side whose right side is used more often than in the
+    reference, so that matching everything with everything earns nothing.
     """
     given = max((_given(text, gold) for text in (found.text, found.tail)), key=len)
     rights: dict[str, set[str]] = {}
@@ -115,7 +115,7 @@ def extract_pairs(found: FinalAnswer, gold: Mapping[str, str]) -> dict[str, str]
 
 
 def _given(text: str, gold: Mapping[str, str]) -> list[tuple[str, str]]:
-    """All pairs of a text, in either direction."""
+    """Return all pairs of a text, in either direction."""
     one, other = _any_of(gold), _any_of([*gold.values(), *"ABCDEFGHIJ"])
     for sign in (_PAIR_SIGN, r"\s*,\s*"):
         forth = re.findall(rf"{one}{sign}{other}", text, re.IGNORECASE)
@@ -126,7 +126,7 @@ def _given(text: str, gold: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _any_of(labels: Iterable[str]) -> str:
-    """A group that finds any of the labels, a number also in its circle, none inside a longer one."""
+    """Return a regular expression group for any of the labels, numbers also circled, but not inside a longer one."""
     forms = {form for label in labels for form in (label, *_circled(label))}
     longest_first = "|".join(_bounded(form) for form in sorted(forms, key=len, reverse=True))
     return f"({longest_first})"
@@ -142,7 +142,7 @@ def _circled(label: str) -> tuple[str, ...]:
     return (chr(ord("①") + int(label) - 1),) if label.isdigit() and 1 <= int(label) <= 20 else ()
 
 
-# Blanks: which text stands in which blank.
+# Fill-in-the-blank answers: assigns the texts of an answer to the blanks.
 
 _LABEL = re.compile(
     r"(?:(?<![A-Za-z^_])\((?P<a>\d{1,2})\)|(?:^|(?<=[\s,;、。.]))(?P<b>\d{1,2})[.、)](?=\s|\D)|第(?P<c>[一二三四五六七八九十\d])[个]?(?:空|问|小题)[是为填:]*"
@@ -159,10 +159,10 @@ _OUTER = " \t\n,;，；。、"
 
 
 def parse_blanks(found: FinalAnswer, paragraph: str, count: int) -> list[tuple[str, str]] | None:
-    """The texts in `count` blanks and their values, in order; fewer where fewer are filled in, None where more are.
+    """Return the texts in `count` blanks and their values, in order; fewer if fewer are filled, None if more.
 
-    Several boxes are one blank each. In a single text the blanks are numbered, or parted by semicolons, 、 or commas.
-    `paragraph` is the last one of the completion, where labels such as "the second blank" stand.
+    Several boxes are one blank each. In a single text the blanks are numbered, or separated by 、, semicolons or
+    commas. `paragraph` is the last one of the completion, which may hold labels such as "the second blank".
     """
     texts = _texts(found, paragraph, count)
     return None if texts is None else [(text, extract_value(text, leads=True)) for text in texts]
@@ -189,7 +189,7 @@ def _texts(found: FinalAnswer, paragraph: str, count: int) -> list[str] | None:
 
 
 def _numbered(text: str, count: int) -> list[str] | None:
-    """What stands behind the labels 1 to `count`, each of which occurs once, the first at the start."""
+    """Return the texts after the labels 1 to `count`, each of which occurs once, the first at the start."""
     found = list(_LABEL.finditer(text))
     kinds = [[label for label in found if label[kind]] for kind in "abcdef"]
     labels = next(
@@ -219,9 +219,9 @@ def _parted(text: str) -> list[str]:
 
 
 def count_matched_blanks(same: Sequence[Sequence[bool]]) -> int:
-    """How many blanks can be right when answers go to any of them, each to one: a largest matching.
+    """Return the maximum number of right blanks if answers may go to any blank, each to one: a largest matching.
 
-    `same[i][j]` says whether blank i may hold answer j.
+    `same[i][j]`: blank i may hold answer j.
     """
     holder: dict[int, int] = {}
 
@@ -237,7 +237,7 @@ def count_matched_blanks(same: Sequence[Sequence[bool]]) -> int:
     return sum(place(blank, set()) for blank in range(len(same)))
 
 
-# True or false, in the words and signs of both languages.
+# Parses true or false, in words and signs of both languages.
 
 _TRUE = frozenset(
     [
@@ -270,29 +270,29 @@ _HEDGE = re.compile(
 
 
 def parse_truth_value(text: str) -> bool | None:
-    """What a text says of a statement: True, False, or None where it says neither or both.
+    """Return the truth value that a text states; None if it states neither or both.
 
-    `text` is folded. Its first clause decides, unless the whole hedges between the two.
+    `text` is folded. Its first clause decides, unless the whole text hedges between the two.
     """
     if text.rstrip(" .").endswith(("?", "吗")):
         return None
-    said = _of_clause(text)
-    if said is not None:
-        return said
+    value = _of_clause(text)
+    if value is not None:
+        return value
     clause = _CLAUSE_END.split(text, maxsplit=1)[0]
-    said = _of_clause(clause)
-    if said is None or (_HEDGE.search(text) and _polarities(text) == {True, False}):
+    value = _of_clause(clause)
+    if value is None or (_HEDGE.search(text) and _polarities(text) == {True, False}):
         return None
     rest = text[len(clause) :].strip(" ,;:.-—。\n")
-    return None if _of_word(rest) is (not said) else said
+    return None if _of_word(rest) is (not value) else value
 
 
 def _of_clause(clause: str) -> bool | None:
     found = _of_word(clause)
     if found is not None or _HEDGE.search(clause):
         return found
-    said = _polarities(clause)
-    return said.pop() if len(said) == 1 else None
+    values = _polarities(clause)
+    return values.pop() if len(values) == 1 else None
 
 
 def _of_word(text: str) -> bool | None:
@@ -302,11 +302,11 @@ def _of_word(text: str) -> bool | None:
 
 
 def _polarities(text: str) -> set[bool]:
-    """What every word of truth in it says, "not" taken in."""
+    """Return the truth values of all words in a text, with negations applied."""
     return {(_of_word(found["word"]) is True) != bool(found["not"]) for found in _WORD.finditer(text)}
 
 
-# Short answers: by a judge with a rubric, or by the key points that a task lists.
+# Short answers: scored by a judge with a rubric, or by the task's key points.
 
 _MARK = re.compile(r"\bfinal answer\s*:|\banswers?\s*:|(?<![解问回])答\s*:|答案\s*(?:是|为|:)+", re.IGNORECASE)
 _NEGATED = re.compile(
@@ -316,7 +316,7 @@ _NEGATED = re.compile(
 
 
 def extract_short_answer(text: str) -> str:
-    """What a completion gives as its answer: behind `</think>` and behind the last "Answer:", or all of it."""
+    """Return the answer of a completion: after `</think>` and after the last "Answer:", or all of it."""
     text = fold_text(text).rpartition("</think>")[2]
     marks = list(_MARK.finditer(text))
     return (text[marks[-1].end() :] if marks else text).strip()
@@ -325,18 +325,18 @@ def extract_short_answer(text: str) -> str:
 def key_point_credit(
     answer: str, points: Sequence[Sequence[str]], weights: Sequence[float], wrong: Sequence[str]
 ) -> float:
-    """The share of the key points that an answer has, in one of their wordings and not negated.
+    """Return the share of the key points that an answer contains, in one of their wordings and not negated.
 
-    0 where it says something of `wrong`.
+    0 if it contains one of `wrong`.
     """
     answer = " ".join(answer.casefold().split())
-    if any(_says(answer, wording) for wording in wrong):
+    if any(_contains(answer, wording) for wording in wrong):
         return 0.0
-    met = [any(_says(answer, wording) for wording in wordings) for wordings in points]
+    met = [any(_contains(answer, wording) for wording in wordings) for wordings in points]
     return sum(weight for weight, is_met in zip(weights, met, strict=True) if is_met) / sum(weights)
 
 
-def _says(answer: str, wording: str) -> bool:
+def _contains(answer: str, wording: str) -> bool:
     wording = " ".join(fold_text(wording).casefold().split())
     pattern = re.escape(wording) if has_cjk(wording) else rf"(?<!\w){re.escape(wording)}(?!\w)"
     return any(not _NEGATED.search(answer[max(0, at.start() - 40) : at.start()]) for at in re.finditer(pattern, answer))

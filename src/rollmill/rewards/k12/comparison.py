@@ -1,4 +1,4 @@
-"""Whether a value is the reference: words, numbers with units, formulas."""
+"""Compares a value with the reference: words, numbers with units, formulas."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _WRAPPED = re.compile(r"\\(?:text|mathrm|rm|operatorname)\s*\{((?:[^{}]|\{[^{}]*
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number, and what its unit may be: several units where a word has several meanings, none without a unit.
+    """A number and the candidates for its unit: several if a word has several meanings, none without a unit.
 
-    `rest` are further parts, `30 minutes` of `2 hours 30 minutes`. `word` is a unit that is no measure: `页`, `apples`.
+    `rest` are further parts, `30 minutes` of `2 hours 30 minutes`. `word` is a counted thing: `页`, `apples`.
     """
 
     value: Fraction
@@ -65,7 +65,7 @@ class Amount:
     word: str = ""
 
     def within(self, unit: UnitPowers) -> Fraction | None:
-        """The value in `unit`; None where it measures something else, or its parts do not get smaller."""
+        """Return the value in `unit`; None if it measures something else, or its parts do not get smaller."""
         total, last = Fraction(0), None
         for part in (self, *self.rest):
             sizes = [size for each in part.units if (size := convert_unit(Fraction(1), each, unit)) is not None]
@@ -79,7 +79,7 @@ class Amount:
 
 
 def parse_amount(text: str) -> Amount | None:
-    """The amount that a folded text is as a whole, in digits or Chinese numerals; a counting word may follow."""
+    """Parse a folded text as an amount, in digits or Chinese numerals; a counting word may follow."""
     text = _flat(text)
     if len(text) > 400:
         return None
@@ -108,15 +108,15 @@ def parse_amount(text: str) -> Amount | None:
 
 
 def _flat(text: str) -> str:
-    """The normalised text, units in `\\mathrm{m/s^{2}}` without their wrapping."""
+    """Normalise the text, and unwrap units in `\\mathrm{m/s^{2}}`."""
     return normalize_answer(_WRAPPED.sub(r" \1 ", text))
 
 
 def amounts_equal(gold: Amount, answer: Amount, *, slack: Fraction, absolute: Fraction, required: bool) -> bool:
-    """Whether two amounts are the same.
+    """Whether two amounts are equal.
 
-    A missing unit is accepted unless it is required; a unit that measures something else is not. Imports pint where
-    both have one and they differ. Raises RewardError where pint is missing.
+    A missing unit is accepted unless it is required; a unit that measures something else is not. Imports pint if both
+    have a unit and they differ. Raises RewardError if pint is missing.
     """
     value = answer.value
     if gold.units and gold.units == answer.units and not (gold.rest or answer.rest):
@@ -153,7 +153,7 @@ def _amount(found: re.Match[str]) -> Amount | None:
 
 
 def unit_word(unit: str | None) -> str:
-    """A unit that is no measure, `Apples` as `apple`."""
+    """Normalise a counted thing, `Apples` to `apple`."""
     return (unit or "").lower().removesuffix("s")
 
 
@@ -188,7 +188,7 @@ _ROUGHLY = Fraction(1, 100)
 
 @dataclass(frozen=True, slots=True)
 class ValueMatchOptions:
-    """How values are compared. `time_limit_s` holds for each formula."""
+    """Rules for comparing values. `time_limit_s` applies to each formula."""
 
     graders: GraderPool
     time_limit_s: float
@@ -202,7 +202,7 @@ class ValueMatchOptions:
 
 
 def reference_amount(gold: str, unit: str | None) -> Amount | None:
-    """The amount that a reference is, in the unit of the task. Raises RewardError where its own is another one."""
+    """Parse a reference as an amount in the task's unit. Raises RewardError if it has a different unit itself."""
     found = parse_amount(gold)
     if found is None or unit is None:
         return found
@@ -213,21 +213,21 @@ def reference_amount(gold: str, unit: str | None) -> Amount | None:
 
 
 async def compare_value(
-    gold: str, text: str, value: str, gauge: ValueMatchOptions, *, unit: str | None = None
+    gold: str, text: str, value: str, options: ValueMatchOptions, *, unit: str | None = None
 ) -> GraderResult:
-    """1 where an answer is the reference, else 0; the outcome is not "ok" where a formula took too long.
+    """Return 1 if an answer equals the reference, else 0; the outcome is not "ok" if a formula took too long.
 
     Args:
-        gold: the reference, folded; `text` and `value` also.
+        gold: the reference; all texts are folded.
         text: the answer as it is written.
-        value: what it names.
-        unit: the unit of the reference, where its text has none.
+        value: the value in it.
+        unit: the unit of the reference, if its text has none.
     """
-    want = reference_amount(gold, unit)
+    gold_amount = reference_amount(gold, unit)
     if (
         comparison_key(gold) in (comparison_key(text), comparison_key(value))
         and comparison_key(gold)
-        and not (gauge.units_required and want is not None)
+        and not (options.units_required and gold_amount is not None)
     ):
         return GraderResult(OK, 1.0)
     if (outcome := oversize_outcome(text)) is not None:
@@ -235,44 +235,50 @@ async def compare_value(
     if _LABELS.fullmatch(gold.strip(" $")):
         return GraderResult(OK, float(_labels(gold) in (_labels(text), _labels(value))))
     answer = _ROUGHLY_SAID.sub("", value.strip(), count=1)
-    got = parse_amount(answer)
-    if want is not None and got is not None:
-        return GraderResult(OK, float(await _same(want, got, gauge)))
+    answer_amount = parse_amount(answer)
+    if gold_amount is not None and answer_amount is not None:
+        return GraderResult(OK, float(await _same(gold_amount, answer_amount, options)))
     answer = CALL_EQUATION.sub("", answer.strip(" $"), count=1) if CALL_EQUATION.match(answer.strip(" $")) else answer
-    if want is not None and _EQUALS.search(answer) and not RELATION.search(normalize_answer(answer)):
-        return await _chain(want, normalize_answer(answer), gauge)
-    return await _formula(gold, answer, gauge)
+    if gold_amount is not None and _EQUALS.search(answer) and not RELATION.search(normalize_answer(answer)):
+        return await _chain(gold_amount, normalize_answer(answer), options)
+    return await _formula(gold, answer, options)
 
 
-async def _chain(want: Amount, answer: str, gauge: ValueMatchOptions) -> GraderResult:
-    """`99 - 90 = 9 pages`: the last side is the answer, and every other side of plain numbers has to be equal to it."""
+async def _chain(gold_amount: Amount, answer: str, options: ValueMatchOptions) -> GraderResult:
+    """Compare `99 - 90 = 9 pages`: the last side is the answer, and every other side of plain numbers must equal it."""
     sides, signs = _EQUALS.split(answer)[::2], _EQUALS.findall(answer)
-    got = parse_amount(sides[-1])
-    if got is None or len(sides) > _MOST_SIDES:
+    answer_amount = parse_amount(sides[-1])
+    if answer_amount is None or len(sides) > _MOST_SIDES:
         return GraderResult(OK, 0.0)
-    plain = str(got.value / 100 if got.percent else got.value)
-    found = GraderResult(OK, float(await _same(want, got, gauge)))
+    plain = str(answer_amount.value / 100 if answer_amount.percent else answer_amount.value)
+    found = GraderResult(OK, float(await _same(gold_amount, answer_amount, options)))
     for index, side in enumerate(sides[:-1]):
         if found.outcome != OK or not found.value:
             break
         exact = all(sign == "=" for sign in signs[index:])
-        near = gauge if exact else replace(gauge, slack=max(gauge.slack, _ROUGHLY))
+        near = options if exact else replace(options, slack=max(options.slack, _ROUGHLY))
         part = parse_amount(side)
         if part is not None:
-            found = replace(found, value=float(await _same(want, part, near)))
+            found = replace(found, value=float(await _same(gold_amount, part, near)))
         elif not re.search(r"[^\W\d_]", _COMMAND.sub("", side)):
             reply = await compare_answers(plain, side, near.rules, near.graders, near.time_limit_s)
             found = replace(reply, queue_s=found.queue_s + reply.queue_s)
     return found
 
 
-async def _same(want: Amount, got: Amount, gauge: ValueMatchOptions) -> bool:
-    if want.units and got.units and (want.units != got.units or want.rest or got.rest):
+async def _same(gold_amount: Amount, answer_amount: Amount, options: ValueMatchOptions) -> bool:
+    if (
+        gold_amount.units
+        and answer_amount.units
+        and (gold_amount.units != answer_amount.units or gold_amount.rest or answer_amount.rest)
+    ):
         await asyncio.to_thread(load_pint)
-    return amounts_equal(want, got, slack=gauge.slack, absolute=gauge.absolute, required=gauge.units_required)
+    return amounts_equal(
+        gold_amount, answer_amount, slack=options.slack, absolute=options.absolute, required=options.units_required
+    )
 
 
-async def _formula(gold: str, answer: str, gauge: ValueMatchOptions) -> GraderResult:
+async def _formula(gold: str, answer: str, options: ValueMatchOptions) -> GraderResult:
     gold, answer = _plain(gold), _plain(answer)
     if has_cjk(gold) or has_cjk(answer):
         return GraderResult(OK, float(comparison_key(gold) == comparison_key(answer)))
@@ -280,12 +286,12 @@ async def _formula(gold: str, answer: str, gauge: ValueMatchOptions) -> GraderRe
         comparison_key(gold) != comparison_key(answer)
         and comparison_key(gold).casefold() == comparison_key(answer).casefold()
     ):
-        return GraderResult(OK, 0.0)  # a lone letter is no option here
-    return await compare_answers(gold, answer, gauge.rules, gauge.graders, gauge.time_limit_s)
+        return GraderResult(OK, 0.0)  # a lone letter is not an option here
+    return await compare_answers(gold, answer, options.rules, options.graders, options.time_limit_s)
 
 
 def _plain(text: str) -> str:
-    """The formula that a text is, Chinese joining words in English, `剩下的页数 = 9` without its name."""
+    """Return the formula of a text: Chinese conjunctions in English, `剩下的页数 = 9` without its name."""
     text = normalize_answer(text)
     text = _BEHIND.sub("", text)
     name = _NAME.match(text)
@@ -297,7 +303,7 @@ def _plain(text: str) -> str:
 
 
 def _labels(text: str) -> set[str] | None:
-    """The numbered statements that `①③④` or `(1), (3), (4)` names; None for anything else."""
+    """Return the numbered statements in `①③④` or `(1), (3), (4)`; None for anything else."""
     text = text.strip(" $.。")
     if not _LABELS.fullmatch(text):
         return None

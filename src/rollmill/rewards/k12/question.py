@@ -1,4 +1,4 @@
-"""What a task asks: its type, its reference answer and how that is compared, from the column `k12`."""
+"""Reads the question of a task from the column `k12`: its type, its reference answer and how to compare it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rollmill.types import Task
 
 _USED = {"matching": {"points"}, "short": {"points", "rubric", "keywords", "wrong"}}
 _USED["blank"] = _USED["numeric"] = {"synonyms", "unordered", "tolerance", "absolute_tolerance", "unit", "points"}
-"""Keys of the column that a type honours, besides those that any task may have."""
+"""Keys of the column that each type supports, in addition to the common ones."""
 _ANY = {"type", "answer", "options", "subject", "grade"}
 _SURELY_TRUTH = frozenset(["true", "false", "对", "错", "正确", "错误", "√", "×"])
 
 
 @dataclass(frozen=True, slots=True)
 class K12Question:
-    """A task read: `kind` is certain, the options are by letter, and `column` has the rest."""
+    """A parsed task: `kind` is resolved, `options` are by letter, and `column` has the rest."""
 
     kind: K12Type
     answer: Any
@@ -34,7 +34,7 @@ class K12Question:
 
     @property
     def synonyms(self) -> list[list[str]]:
-        """A list per blank. One plain list belongs to the only blank."""
+        """A list per blank. A single plain list belongs to the only blank."""
         given = self.column.synonyms
         if given and all(isinstance(each, str) for each in given):
             return [[str(each) for each in given]]
@@ -42,11 +42,14 @@ class K12Question:
 
     @property
     def keywords(self) -> list[list[str]]:
-        """The wordings of every key point."""
+        """The alternative wordings of every key point."""
         return [[each] if isinstance(each, str) else each for each in self.column.keywords]
 
     def points(self, count: int, what: str) -> list[float]:
-        """The weights of `count` parts. Raises RewardError where the task gives another number, or one below 0."""
+        """Return the weights of `count` parts.
+
+        Raises RewardError if the task gives another number, or a negative one.
+        """
         points = self.column.points or [1.0] * count
         if len(points) != count or min(points) < 0 or sum(points) <= 0:
             raise RewardError(f"`k12.points` is {points}; give {count} numbers, one for each of the {what}")
@@ -54,9 +57,9 @@ class K12Question:
 
 
 def read_question(task: Task) -> K12Question | None:
-    """What the task asks; None where it has neither an answer nor anything to judge a short one by.
+    """Parse the question of a task; None if it has neither an answer nor criteria for a short answer.
 
-    Raises RewardError where the column `k12` is none, or has a key that its type does not honour.
+    Raises RewardError if the column `k12` is invalid, or has a key that its type does not support.
     """
     given = task.metadata.get("k12")
     if given is not None and not isinstance(given, Mapping):
@@ -72,9 +75,11 @@ def read_question(task: Task) -> K12Question | None:
     kind = column.type or _kind(answer, options, column)
     if answer is None and kind != "short":
         return None
-    dead = [name for name, value in column if value and name not in _ANY | _USED.get(kind, set())]
-    if dead:
-        raise RewardError(f"its `k12.{dead[0]}` does nothing for the type {kind}; remove it, or give another type")
+    unsupported = [name for name, value in column if value and name not in _ANY | _USED.get(kind, set())]
+    if unsupported:
+        raise RewardError(
+            f"its `k12.{unsupported[0]}` does nothing for the type {kind}; remove it, or give another type"
+        )
     if column.wrong and not column.keywords:
         raise RewardError("its `k12.wrong` does nothing without `k12.keywords`; give both, or say it in the rubric")
     for name in ("subject", "grade"):
@@ -84,7 +89,7 @@ def read_question(task: Task) -> K12Question | None:
 
 
 def _kind(answer: Any, options: dict[str, str], column: K12Column) -> K12Type:
-    """The type of a question that does not say it, from its answer."""
+    """Infer the question type from the answer."""
     if column.rubric is not None or column.keywords:
         return "short"
     if isinstance(answer, bool) or (isinstance(answer, str) and answer.strip().lower() in _SURELY_TRUTH):
@@ -101,21 +106,21 @@ def _kind(answer: Any, options: dict[str, str], column: K12Column) -> K12Type:
 
 
 def _letters(answer: str, options: dict[str, str]) -> str:
-    """The letters of a reference such as `ACD` or `A, C`, or the letter of the option whose words it has."""
+    """Return the letters of a reference such as `ACD` or `A, C`, or the letter of the option with its text."""
     same = [letter for letter, option in options.items() if comparison_key(option) == comparison_key(answer)]
     plain = re.sub(r"[\W_]", "", answer)
     return same[0] if len(plain) > 1 and len(same) == 1 else plain.upper() if len(plain) == 1 else plain
 
 
-def correct_options(asked: K12Question) -> frozenset[str]:
-    """The letters of the right options. Raises RewardError where the reference names none, or one that there is not."""
-    given = asked.answer
+def correct_options(question: K12Question) -> frozenset[str]:
+    """Return the letters of the right options. Raises RewardError if the reference names none, or an unknown one."""
+    given = question.answer
     parts = [str(each) for each in given] if isinstance(given, list | tuple) else [str(given)]
-    letters = frozenset("".join(_letters(part, asked.options) for part in parts))
-    unknown = letters - asked.options.keys() if asked.options else set()
+    letters = frozenset("".join(_letters(part, question.options) for part in parts))
+    unknown = letters - question.options.keys() if question.options else set()
     if not letters or unknown or not all(re.fullmatch("[A-Z]", letter) for letter in letters):
-        there = f"; the options are {', '.join(asked.options)}" if asked.options else ""
-        raise RewardError(f"its answer {given!r:.80} names no option{there}; give letters such as B or ACD")
-    if asked.kind == "single" and len(letters) != 1:
+        listed = f"; the options are {', '.join(question.options)}" if question.options else ""
+        raise RewardError(f"its answer {given!r:.80} names no option{listed}; give letters such as B or ACD")
+    if question.kind == "single" and len(letters) != 1:
         raise RewardError(f"its answer {given!r:.80} has {len(letters)} letters; `k12.type` should be multiple")
     return letters

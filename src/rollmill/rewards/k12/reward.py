@@ -1,4 +1,4 @@
-"""The K-12 reward: read the question, find the answer, and judge it by the rule of the question's type."""
+"""The K-12 reward: parses the question, extracts the answer, and scores it by the rule of the question's type."""
 
 from __future__ import annotations
 
@@ -39,128 +39,137 @@ if TYPE_CHECKING:
     from rollmill.rewards.judges.generative import RubricJudge
 
 _ROUNDING = Fraction(1, 10**9)
-"""Relative difference allowed where the reference is a Python float."""
+"""Relative difference allowed if the reference is a Python float."""
 
 
 Readings = tuple[str, str]
-"""What stands in a blank, and the value that it names."""
+"""The text in a blank, and the value in it."""
 
 
 class K12Scorer:
-    """From 0 to 1 by the rule of the question's type; None where the task has no answer.
+    """A score from 0 to 1 by the rule of the question's type; None if the task has no answer.
 
     `details` has the same number under the task's subject and `grade-N`. Outcomes besides ok: `no_answer`, `unreadable`
-    (an answer that is none of its type or contradicts itself), `hedged`, `too_long`, `too_deep`, `too_costly`,
+    (an answer that does not fit its type or contradicts itself), `hedged`, `too_long`, `too_deep`, `too_costly`,
     `timeout`, `memory`.
     """
 
     def __init__(self, config: K12Reward, resources: RewardResources) -> None:
         self._config, self._graders = config, resources.graders
-        self._scorer: RubricJudge | None = None
+        self._judge_model: RubricJudge | None = None
         if config.judge is not None:
             from rollmill.rewards.judges.generative import RubricJudge
 
-            self._scorer = RubricJudge(config.judge, resources)
+            self._judge_model = RubricJudge(config.judge, resources)
 
     def counters(self) -> dict[str, float]:
-        """What the judge of short answers has counted."""
-        return {} if self._scorer is None else self._scorer.counters()
+        """Return the counters of the judge of short answers."""
+        return {} if self._judge_model is None else self._judge_model.counters()
 
     async def judge(self, task: Task, completion: Completion) -> Score:
-        asked = read_question(task)
-        if asked is None:
+        question = read_question(task)
+        if question is None:
             return Score(None)
-        verdict = await self._judged(task, asked, completion.text)
-        assert isinstance(verdict.value, float)
-        return replace(verdict, details=_details(asked, verdict.value))
+        score = await self._score(task, question, completion.text)
+        assert isinstance(score.value, float)
+        return replace(score, details=_details(question, score.value))
 
-    async def _judged(self, task: Task, asked: K12Question, text: str) -> Score:
-        if asked.kind == "short":
-            return await self._short(task, asked, text)
-        several = isinstance(asked.answer, list | tuple) and len(asked.answer) > 1
-        found = _found(text, values=asked.kind in ("blank", "numeric") and not several)
+    async def _score(self, task: Task, question: K12Question, text: str) -> Score:
+        if question.kind == "short":
+            return await self._short(task, question, text)
+        several = isinstance(question.answer, list | tuple) and len(question.answer) > 1
+        found = _extract_folded(text, values=question.kind in ("blank", "numeric") and not several)
         if found is not None and found.hedged:
             return Score(0.0, HEDGED)
         if found is not None and (outcome := oversize_outcome(found.text)) is not None:
             return Score(0.0, outcome)
-        match asked.kind:
+        match question.kind:
             case "single" | "multiple":
-                return await self._choice(asked, correct_options(asked), found)
+                return await self._choice(question, correct_options(question), found)
             case "true_false":
-                return _true_false(asked, found)
+                return _true_false(question, found)
             case "ordering":
-                return self._ordering(asked, found)
+                return self._ordering(question, found)
             case "matching":
-                return self._matching(asked, found)
+                return self._matching(question, found)
             case _:
                 return await self._blanks(
-                    asked, found, fold_text(answer_section(text)).rstrip().rpartition("\n\n")[2][-2000:]
+                    question, found, fold_text(answer_section(text)).rstrip().rpartition("\n\n")[2][-2000:]
                 )
 
-    async def _choice(self, asked: K12Question, right: frozenset[str], found: FinalAnswer | None) -> Score:
+    async def _choice(self, question: K12Question, right: frozenset[str], found: FinalAnswer | None) -> Score:
         if found is None:
             return Score(0.0, NO_ANSWER)
-        named = selected_options(found, asked.options, several=asked.kind == "multiple")
-        if named is None and asked.kind == "single" and found.marked and asked.options:
-            return await self._as_option(asked, next(iter(right)), found.text)
+        named = selected_options(found, question.options, several=question.kind == "multiple")
+        if named is None and question.kind == "single" and found.marked and question.options:
+            return await self._as_option(question, next(iter(right)), found.text)
         if named is None:
             return Score(0.0, "unreadable")
-        if asked.kind == "single":
+        if question.kind == "single":
             return Score(float(named == right), OK if len(named) == 1 else "unreadable")
-        return Score(multiple_choice_credit(right, named, asked.options, self._config))
+        return Score(multiple_choice_credit(right, named, question.options, self._config))
 
-    async def _as_option(self, asked: K12Question, letter: str, text: str) -> Score:
-        """An answer without a letter, which may be the right option's formula written in another way."""
-        option = fold_text(asked.options[letter])
-        if is_labelled(text, asked.options):
+    async def _as_option(self, question: K12Question, letter: str, text: str) -> Score:
+        """Score an answer without a letter, which may be the right option's formula in another form."""
+        option = fold_text(question.options[letter])
+        if is_labelled(text, question.options):
             return Score(0.0, "unreadable")
-        twins = [name for name, other in asked.options.items() if comparison_key(other) == comparison_key(option)]
+        twins = [name for name, other in question.options.items() if comparison_key(other) == comparison_key(option)]
         if comparison_key(text) == comparison_key(option) or (
             len(twins) == 1 and not has_cjk(text) and len(text) <= 200
         ):
-            return self._verdict(await compare_answers(option, text, EXACT, self._graders, self._config.time_limit_s))
+            return self._from_reply(
+                await compare_answers(option, text, EXACT, self._graders, self._config.time_limit_s)
+            )
         return Score(0.0, "unreadable")
 
-    async def _blanks(self, asked: K12Question, found: FinalAnswer | None, paragraph: str) -> Score:
-        golds = _golds(asked)
+    async def _blanks(self, question: K12Question, found: FinalAnswer | None, paragraph: str) -> Score:
+        golds = _golds(question)
         count = len(golds)
-        points = asked.points(count, "blanks")
-        synonyms = asked.synonyms or [[]] * count
+        points = question.points(count, "blanks")
+        synonyms = question.synonyms or [[]] * count
         if len(synonyms) != count:
             raise RewardError(f"`k12.synonyms` has {len(synonyms)} lists for {count} blanks; give one list for each")
-        if asked.column.unordered and asked.column.points:
+        if question.column.unordered and question.column.points:
             raise RewardError("`k12.points` cannot go with `k12.unordered`; leave out one of them")
         if found is None:
             return Score(0.0, NO_ANSWER)
         texts = [(found.text, found.value)] if count == 1 else parse_blanks(found, paragraph, count)
         if texts is None:
             return Score(0.0, "unreadable")
-        if asked.column.unordered and count > 1:
+        if question.column.unordered and count > 1:
             rows = await asyncio.gather(
-                *(self._each(asked, gold, also, texts) for gold, also in zip(golds, synonyms, strict=True))
+                *(
+                    self._compare_all(question, gold, accepted, texts)
+                    for gold, accepted in zip(golds, synonyms, strict=True)
+                )
             )
             replies = [reply for row in rows for reply in row]
             share = count_matched_blanks([[reply.value == 1.0 for reply in row] for row in rows]) / count
         else:
             cells = zip(golds, synonyms, texts, strict=False)
-            rows = await asyncio.gather(*(self._each(asked, gold, also, [text]) for gold, also, text in cells))
+            rows = await asyncio.gather(
+                *(self._compare_all(question, gold, accepted, [text]) for gold, accepted, text in cells)
+            )
             replies = [row[0] for row in rows]
             share = sum(weight for weight, reply in zip(points, replies, strict=False) if reply.value == 1.0) / sum(
                 points
             )
         slow = next((reply for reply in replies if reply.outcome in (TIMEOUT, "memory")), None)
-        queued = max((reply.queue_s for reply in replies), default=0.0)
+        queue_s = max((reply.queue_s for reply in replies), default=0.0)
         if slow is not None and share < 1:
-            return self._verdict(GraderResult(slow.outcome, 0.0, queued))
+            return self._from_reply(GraderResult(slow.outcome, 0.0, queue_s))
         outcome = replies[0].outcome if count == 1 else OK
-        return Score(share if self._config.blanks == "share" else float(share == 1), outcome, queued)
+        return Score(share if self._config.blanks == "share" else float(share == 1), outcome, queue_s)
 
-    async def _each(self, asked: K12Question, gold: str, also: list[str], texts: list[Readings]) -> list[GraderResult]:
-        """Whether each of the texts may stand in one blank."""
-        column = asked.column
+    async def _compare_all(
+        self, question: K12Question, gold: str, accepted: list[str], texts: list[Readings]
+    ) -> list[GraderResult]:
+        """Return whether each of the texts may fill one blank."""
+        column = question.column
         tolerance = self._config.tolerance if column.tolerance is None else column.tolerance
-        rounding = _ROUNDING if isinstance(asked.answer, float) else Fraction(0)
-        gauge = ValueMatchOptions(
+        rounding = _ROUNDING if isinstance(question.answer, float) else Fraction(0)
+        options = ValueMatchOptions(
             self._graders,
             self._config.time_limit_s,
             max(Fraction(str(tolerance)), rounding),
@@ -169,25 +178,25 @@ class K12Scorer:
         )
         replies = []
         for text, value in texts:
-            if any(comparison_key(word) in (comparison_key(text), comparison_key(value)) for word in also):
+            if any(comparison_key(word) in (comparison_key(text), comparison_key(value)) for word in accepted):
                 replies.append(GraderResult(OK, 1.0))
             else:
-                replies.append(await compare_value(gold, text, value, gauge, unit=column.unit))
+                replies.append(await compare_value(gold, text, value, options, unit=column.unit))
         return replies
 
-    def _ordering(self, asked: K12Question, found: FinalAnswer | None) -> Score:
-        gold = parse_sequence(asked.answer)
+    def _ordering(self, question: K12Question, found: FinalAnswer | None) -> Score:
+        gold = parse_sequence(question.answer)
         if found is None:
             return Score(0.0, NO_ANSWER)
-        answer = extract_order(found, gold, asked.options)
+        answer = extract_order(found, gold, question.options)
         if answer is None:
             return Score(0.0, "unreadable")
         tau = kendall_tau(gold, answer)
         return Score(float(tau == 1) if self._config.ordering == "all" else max(0.0, tau))
 
-    def _matching(self, asked: K12Question, found: FinalAnswer | None) -> Score:
-        gold = parse_pairs(asked.answer)
-        points = asked.points(len(gold), "pairs")
+    def _matching(self, question: K12Question, found: FinalAnswer | None) -> Score:
+        gold = parse_pairs(question.answer)
+        points = question.points(len(gold), "pairs")
         if found is None:
             return Score(0.0, NO_ANSWER)
         given = extract_pairs(found, gold)
@@ -195,30 +204,30 @@ class K12Scorer:
         share = right / sum(points)
         return Score(share if self._config.matching == "share" else float(share == 1), OK if given else "unreadable")
 
-    async def _short(self, task: Task, asked: K12Question, text: str) -> Score:
+    async def _short(self, task: Task, question: K12Question, text: str) -> Score:
         answer = extract_short_answer(text)
-        if asked.column.keywords:
-            points = asked.points(len(asked.keywords), "key points")
+        if question.column.keywords:
+            points = question.points(len(question.keywords), "key points")
             if len(answer) > self._config.longest_short_answer:
                 return Score(0.0, "too_long")
-            return Score(key_point_credit(answer, asked.keywords, points, asked.column.wrong))
-        rubric = asked.column.rubric or (f"The reference answer is: {asked.answer}" if asked.answer else None)
+            return Score(key_point_credit(answer, question.keywords, points, question.column.wrong))
+        rubric = question.column.rubric or (f"The reference answer is: {question.answer}" if question.answer else None)
         if rubric is None:
             raise RewardError("it is a short answer; give it `k12.rubric`, `k12.keywords` or a reference answer")
-        if self._scorer is None:
+        if self._judge_model is None:
             raise RewardError(
                 "it is a short answer with a rubric, and no model is set to judge it; give the reward the key `judge`, "
                 "list its key points in `k12.keywords`, or leave such tasks out"
             )
-        return Score(await self._scorer.score(task, answer, rubric)) if answer else Score(0.0, NO_ANSWER)
+        return Score(await self._judge_model.score(task, answer, rubric)) if answer else Score(0.0, NO_ANSWER)
 
-    def _verdict(self, reply: GraderResult) -> Score:
+    def _from_reply(self, reply: GraderResult) -> Score:
         earned = self._config.timeout_reward if reply.outcome == TIMEOUT else float(reply.value)
         return Score(earned, reply.outcome, reply.queue_s, reply.run_s)
 
 
-def _found(text: str, *, values: bool) -> FinalAnswer | None:
-    """The final answer, without bold marks and with circled digits as one character."""
+def _extract_folded(text: str, *, values: bool) -> FinalAnswer | None:
+    """Extract the final answer, without bold marks and with circled digits as one character."""
     found = extract_answer(text, values=values)
     if found is None:
         return None
@@ -232,9 +241,9 @@ def _found(text: str, *, values: bool) -> FinalAnswer | None:
     )
 
 
-def _golds(asked: K12Question) -> list[str]:
-    """The reference of every blank. Raises RewardError where one is neither text nor a number."""
-    given = asked.answer if isinstance(asked.answer, list | tuple) else [asked.answer]
+def _golds(question: K12Question) -> list[str]:
+    """Return the reference of every blank. Raises RewardError if one is neither text nor a number."""
+    given = question.answer if isinstance(question.answer, list | tuple) else [question.answer]
     for each in given:
         if isinstance(each, bool) or not isinstance(each, str | int | float):
             raise RewardError(f"its answer has {each!r:.80} ({type(each).__name__}); a blank needs text or a number")
@@ -245,20 +254,20 @@ def _golds(asked: K12Question) -> list[str]:
     return [fold_text(str(each)) for each in given]
 
 
-def _true_false(asked: K12Question, found: FinalAnswer | None) -> Score:
-    gold = asked.answer if isinstance(asked.answer, bool) else parse_truth_value(fold_text(str(asked.answer)))
+def _true_false(question: K12Question, found: FinalAnswer | None) -> Score:
+    gold = question.answer if isinstance(question.answer, bool) else parse_truth_value(fold_text(str(question.answer)))
     if gold is None:
-        raise RewardError(f"its answer {asked.answer!r:.80} is neither true nor false; give true or false")
+        raise RewardError(f"its answer {question.answer!r:.80} is neither true nor false; give true or false")
     if found is None:
         return Score(0.0, NO_ANSWER)
-    said = parse_truth_value(found.text)
-    return Score(float(said is gold), "unreadable" if said is None else OK)
+    given = parse_truth_value(found.text)
+    return Score(float(given is gold), "unreadable" if given is None else OK)
 
 
 def multiple_choice_credit(
     right: frozenset[str], named: frozenset[str], options: dict[str, str], config: K12Reward
 ) -> float:
-    """What the named options of a multiple choice earn: 1 for exactly the right ones, else as `multiple` says."""
+    """Return the credit of the named options: 1 for exactly the right ones, else by the rule `multiple`."""
     if named == right:
         return 1.0
     if config.multiple == "all":
@@ -271,8 +280,8 @@ def multiple_choice_credit(
     return max(0.0, len(named & right) / len(right) - missed)
 
 
-def _details(asked: K12Question, value: float) -> dict[str, float]:
-    subject, grade = asked.column.subject, asked.column.grade
+def _details(question: K12Question, value: float) -> dict[str, float]:
+    subject, grade = question.column.subject, question.column.grade
     names = [] if subject is None else [subject]
     names += [] if grade is None else [f"grade-{grade}"]
     return {re.sub(r"[^\w.-]+", "_", name.strip()): value for name in names if name.strip()}

@@ -1,6 +1,6 @@
-"""Units of measurement in words of both languages, and conversion by pint (extra `k12`).
+"""Unit words of both languages, and conversion by pint (extra `k12`).
 
-Only words of the table below ever reach pint, which evaluates expressions.
+Only words of the table below reach pint, because it evaluates expressions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from rollmill.errors import RewardError
 
 UnitPowers = tuple[tuple[str, int], ...]
-"""Names of pint with their powers: kilometres per hour are (("kilometer", 1), ("hour", -1))."""
+"""pint unit names with their powers: kilometres per hour are (("kilometer", 1), ("hour", -1))."""
 
 _TABLE = """
 nanometer: nm nanometer nanometre 纳米
@@ -119,7 +119,7 @@ _PART = (
 )
 _BETWEEN = r" ?(?:/|\\cdot|·|\*|每|(?i:per)(?![A-Za-z])) ?"
 UNIT_PATTERN = rf"{_PART}(?:{_BETWEEN}{_PART}){{0,3}}"
-"""Regular expression of what may be a unit; `units` says whether it is one. Linear."""
+"""Regular expression of a possible unit; `parse_units` decides whether it is one. Linear."""
 
 _SPLIT = re.compile(rf"({_BETWEEN})")
 _WORD_OF = re.compile(
@@ -130,7 +130,7 @@ _WORD_OF = re.compile(
 
 @lru_cache(maxsize=4096)
 def parse_units(text: str) -> tuple[UnitPowers, ...]:
-    """What `km/h`, `平方厘米` or `分` may be: several where a word has several meanings, none for other texts."""
+    """Return the meanings of `km/h`, `平方厘米` or `分`: several if a word is ambiguous, none for other texts."""
     pieces = _SPLIT.split(text.strip())
     found: list[dict[str, int]] = [{}]
     sign = 1
@@ -164,7 +164,7 @@ def _with(powers: dict[str, int], name: str, power: int) -> dict[str, int]:
 
 @lru_cache(maxsize=1)
 def _registry() -> Any:
-    """pint's registry with exact fractions, and with Chinese units and money. Takes a third of a second once."""
+    """Return pint's registry with exact fractions, Chinese units and money. Takes a third of a second once."""
     try:
         import pint
     except ModuleNotFoundError as error:
@@ -176,7 +176,7 @@ def _registry() -> Any:
 
 
 def load_pint() -> None:
-    """Load pint, which blocks for a moment. Raises RewardError where it is not installed."""
+    """Load pint, which blocks for a moment. Raises RewardError if it is not installed."""
     _registry()
 
 
@@ -190,7 +190,7 @@ def _pint(unit: UnitPowers) -> Any:
 
 
 def convert_unit(value: Fraction, unit: UnitPowers, to: UnitPowers) -> Fraction | None:
-    """The value in another unit, exactly; None where they measure different things. 20 °C is 293.15 K."""
+    """Convert a value to another unit, exactly; None if they measure different things. 20 °C is 293.15 K."""
     if unit == to:
         return value
     one, other = _pint(unit), _pint(to)
@@ -198,5 +198,5 @@ def convert_unit(value: Fraction, unit: UnitPowers, to: UnitPowers) -> Fraction 
         return None
     try:
         return Fraction(_registry().Quantity(value, one).to(other).magnitude)
-    except (ArithmeticError, ValueError, TypeError):  # a difference of temperatures is none in kelvin
+    except (ArithmeticError, ValueError, TypeError):  # a difference of temperatures cannot be converted to kelvin
         return None

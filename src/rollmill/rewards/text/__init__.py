@@ -1,1 +1,1 @@
-"""Rules on the text of a completion: form, language, length, repetition, citations, tool calls."""
+"""Rewards for the text of a completion: format, language, length, repetition, citations, tool calls."""

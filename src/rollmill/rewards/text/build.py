@@ -1,4 +1,4 @@
-"""From the configuration of a rule on text to the reward."""
+"""Builds the rewards for text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TextRule = (
 
 
 def build_text_reward(config: TextRule, resources: RewardResources) -> Reward | GroupReward:
-    """One rule on text. Raises ConfigError where a library is missing, or a schema or language is none."""
+    """Build one text reward. Raises ConfigError if a library is missing, or a schema or language is invalid."""
     match config:
         case ExactReward():
             return ExactScorer(config)

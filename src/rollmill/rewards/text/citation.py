@@ -1,4 +1,4 @@
-"""The citation reward: ids that exist, quotations that stand in the fact they are ascribed to."""
+"""The citation reward: cited ids must exist, and quotations must occur in the cited facts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ _QUOTE_ENDS = {'"': '"', "”": "“", "»": "«", "“": "„"}
 
 @dataclass(frozen=True, slots=True)
 class CitationSpan:
-    """One place that cites: the ids, and the quotation right before them, or nothing."""
+    """One citation: the ids, and the quotation right before them, if any."""
 
     names: list[str]
     quote: str
 
 
 class CitationScorer:
-    """Precision or F1 of what is cited, from 0 to 1. A task without the column `facts` is not judged.
+    """Precision or F1 of the citations, from 0 to 1. A task without the column `facts` has no reward.
 
-    Outcomes besides ok: `no_answer`, `no_citation`, `invented` (an id of no fact), `misquoted`,
-    `too_many`, `too_long`.
+    Outcomes besides ok: `no_answer`, `no_citation`, `invented` (an unknown id), `misquoted`, `too_many`, `too_long`.
     """
 
     def __init__(self, config: CitationReward) -> None:
@@ -65,7 +64,7 @@ class CitationScorer:
         return Score(value, "invented" if invented else "misquoted" if misquoted else "ok")
 
     def _quotes(self, found: list[CitationSpan], facts: dict[str, str]) -> tuple[int, set[str]]:
-        """How many quotations stand in none of the facts cited for them, and the ids backed by one that does."""
+        """Return the number of quotations in none of their cited facts, and the ids backed by one that is."""
         backed: set[str] = set()
         misquoted = 0
         if self._config.quotes == "ignore":
@@ -76,24 +75,26 @@ class CitationScorer:
             names = [name for name in citing.names if name in facts]
             if not names or len(quote.split()) < self._config.quote_words:
                 continue
-            within = [name for name in names if number < _MOST_QUOTES and _stands_in(quote, folded[name])]
+            within = [name for name in names if number < _MOST_QUOTES and _occurs_in(quote, folded[name])]
             backed |= set(within)
             misquoted += not within
         return misquoted, backed
 
 
 def read_facts(column: Any) -> dict[str, str]:
-    """Id -> text of the column `facts`: a mapping, or a list, whose ids are 1, 2, ... unless its entries have an `id`.
+    """Return id -> text from the column `facts`: a mapping, or a list.
 
-    Raises ValueError where it is something else.
+    The ids of a list are 1, 2, ... unless its entries have an `id`. Raises ValueError if it is something else.
     """
     facts: dict[str, str] = {}
     if isinstance(column, Mapping):
         facts = {str(name): text for name, text in column.items()}
     elif isinstance(column, Sequence) and not isinstance(column, str):
         for number, entry in enumerate(column, 1):
-            own = isinstance(entry, Mapping)
-            facts[str(entry.get("id", number)) if own else str(number)] = entry.get("text") if own else entry
+            is_mapping = isinstance(entry, Mapping)
+            facts[str(entry.get("id", number)) if is_mapping else str(number)] = (
+                entry.get("text") if is_mapping else entry
+            )
     if not facts or not all(isinstance(text, str) for text in facts.values()):
         raise ValueError(
             "the task's column `facts` must be a list of texts, a list of {id, text}, or a mapping from ids to texts"
@@ -115,7 +116,10 @@ def _needed(column: Any, facts: dict[str, str]) -> set[str] | None:
 
 
 def _citations(text: str, facts: dict[str, str]) -> list[CitationSpan]:
-    """Every citation of a text. `doc:3` is `3` where no fact is called `doc:3`; [1][2] is one place, as is [1, 2]."""
+    """Return every citation of a text.
+
+    `doc:3` is `3` if no fact is called `doc:3`; [1][2] is one citation, as is [1, 2].
+    """
     found: list[CitationSpan] = []
     previous, named = -1, 0
     for bracket in _BRACKET.finditer(text):
@@ -138,7 +142,7 @@ def _citations(text: str, facts: dict[str, str]) -> list[CitationSpan]:
 
 
 def _quote_before(text: str, end: int) -> str:
-    """What stands in quotation marks right before a citation."""
+    """Return the text in quotation marks right before a citation."""
     before = text[max(0, end - 2000) : end].rstrip(" \t\n.,;:")
     if not before or before[-1] not in _QUOTE_ENDS:
         return ""
@@ -146,11 +150,11 @@ def _quote_before(text: str, end: int) -> str:
     return before[start + 1 : -1] if start >= 0 else ""
 
 
-def _stands_in(quote: str, fact: str) -> bool:
-    """Whether the words of a quotation stand in the fact, at the borders of words."""
+def _occurs_in(quote: str, fact: str) -> bool:
+    """Whether the words of a quotation occur in the fact, at word boundaries."""
     return f" {quote} " in f" {fact} "
 
 
 def _folded(text: str) -> str:
-    """Words in lower case, without punctuation."""
+    """Return the words in lower case, without punctuation."""
     return " ".join(re.findall(r"\w+", text.casefold()))

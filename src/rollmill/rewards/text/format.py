@@ -21,7 +21,7 @@ from rollmill.types import Completion, Task
 
 
 class ExactScorer:
-    """1 if the answer string equals the reference string, else 0. A task without an answer is not judged."""
+    """1 if the answer string equals the reference string, else 0. A task without an answer has no reward."""
 
     def __init__(self, config: ExactReward) -> None:
         self._config = config
@@ -39,30 +39,32 @@ class ExactScorer:
         return text.casefold() if self._config.ignore_case else text
 
 
-# Tags and headings: which rules of the form a text keeps.
+# Checks of tags and section headings: which rules a text satisfies.
 
 _WORDS = re.compile(r"\w")
 
 
 def check_tags(text: str, tags: Sequence[str], fewest: int) -> list[bool]:
-    """One rule per tag: opened once, closed once after that, `fewest` words inside. Then one for their order, with none
-    inside another, and one for nothing outside."""
+    """Return one rule per tag: opened once, then closed once, with `fewest` words inside.
+
+    Then one for their order, without nesting, and one for no text outside.
+    """
     marks = [
         (found[2], bool(found[1]), found.start(), found.end())
         for found in re.finditer(rf"<(/?)({'|'.join(map(re.escape, tags))})>", text)
     ]
     rules = []
     for tag in tags:
-        own = [mark for mark in marks if mark[0] == tag]
-        paired = [mark[1] for mark in own] == [False, True]
-        rules.append(paired and _enough(text[own[0][3] : own[1][2]], fewest))
+        tag_marks = [mark for mark in marks if mark[0] == tag]
+        paired = [mark[1] for mark in tag_marks] == [False, True]
+        rules.append(paired and _enough(text[tag_marks[0][3] : tag_marks[1][2]], fewest))
     in_order = [mark[:2] for mark in marks] == [(tag, closing) for tag in tags for closing in (False, True)]
     outside = _outside(text, [(mark[2], mark[3]) for mark in marks]) if in_order else "missing"
     return [*rules, in_order, not outside.strip()]
 
 
 def _outside(text: str, marks: Sequence[tuple[int, int]]) -> str:
-    """What stands outside of pairs of marks."""
+    """Return the text outside of pairs of marks."""
     edges = [
         0,
         *(edge for opening, closing in zip(marks[::2], marks[1::2], strict=True) for edge in (opening[0], closing[1])),
@@ -72,7 +74,7 @@ def _outside(text: str, marks: Sequence[tuple[int, int]]) -> str:
 
 
 def check_sections(text: str, sections: Sequence[str], fewest: int) -> list[bool]:
-    """One rule per section (its heading stands once, with `fewest` words below), then: their order."""
+    """Return one rule per section (its heading occurs once, with `fewest` words below), then one for their order."""
     wanted = {_folded(section): section for section in sections}
     lines = text.split("\n")
     places = [(number, name) for number, line in enumerate(lines) if (name := _heading(line)) in wanted]
@@ -84,7 +86,7 @@ def check_sections(text: str, sections: Sequence[str], fewest: int) -> list[bool
 
 
 def _heading(line: str) -> str:
-    """The name of a heading; nothing where the line has none of its marks."""
+    """Return the name of a heading; empty if the line is not marked as one."""
     line = line.strip()
     marked = line.startswith(("#", "**", "__")) or line.endswith(":")
     return _folded(line) if marked and len(line) <= 200 else ""
@@ -95,12 +97,12 @@ def _folded(name: str) -> str:
 
 
 def _enough(text: str, fewest: int) -> bool:
-    """Whether there are `fewest` words; punctuation alone is none."""
+    """Whether there are `fewest` words, not counting punctuation."""
     return sum(1 for word in split_words(text) if _WORDS.match(word)) >= fewest
 
 
 def build_format_scorer(config: FormatReward, resources: RewardResources) -> Reward:
-    """The reward for the form that is asked for. Raises ConfigError where a schema cannot be used."""
+    """Build the reward of the configured mode. Raises ConfigError if a schema cannot be used."""
     if config.mode == "pattern":
         return PatternScorer(config)
     if config.mode in ("tags", "sections"):
@@ -110,7 +112,7 @@ def build_format_scorer(config: FormatReward, resources: RewardResources) -> Rew
 
 
 _AT_ONCE_S = 0.01
-"""A pattern that takes longer is tried again in a thread."""
+"""A pattern that takes longer is retried in a thread."""
 
 
 class PatternScorer:
@@ -135,7 +137,7 @@ class PatternScorer:
 
 
 class StructureScorer:
-    """1 if all tags or sections are right; else 0, or with `partial` the share of the rules that hold."""
+    """1 if all tags or sections are right; else 0, or with `partial` the share of satisfied rules."""
 
     def __init__(self, config: FormatReward) -> None:
         self._config = config
@@ -153,7 +155,7 @@ class StructureScorer:
 
 
 class JSONSchemaScorer:
-    """1 if the JSON is what the schema says, else 0. It is checked in a grader process: patterns can run for hours.
+    """1 if the JSON matches the schema, else 0. It is validated in a grader process: patterns can run for hours.
 
     Outcomes besides ok: `not_json`, `invalid`, `too_long`, `timeout`, `memory`.
     """

@@ -1,6 +1,6 @@
-"""JSON Schemas: checked once, with no way out of themselves. Grader processes use this, and whoever builds a reward.
+"""Validation of JSON Schemas without external references. Used by grader processes and when a reward is built.
 
-jsonschema is imported when a schema is first used. Nothing is fetched: a reference may point only inside its schema.
+jsonschema is imported with the first schema. Nothing is fetched: a reference may only point inside its schema.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 def check_schema(schema_text: str, reward: str) -> None:
-    """Raises ConfigError where a reward's schema cannot be used: jsonschema is missing, or `validator` refuses it."""
+    """Raise ConfigError if a reward's schema cannot be used: jsonschema is missing, or `build_validator` rejects it."""
     try:
         build_validator(schema_text)
     except ModuleNotFoundError as error:
@@ -29,8 +29,10 @@ def check_schema(schema_text: str, reward: str) -> None:
 
 
 def validate_texts(pairs: Sequence[tuple[str, str]]) -> str:
-    """For each (schema, text) one letter: 1 valid, 0 invalid, x where the text is not JSON. Raises ValueError for a
-    schema that cannot be used."""
+    """Return one letter per (schema, text): 1 valid, 0 invalid, x if the text is not JSON.
+
+    Raises ValueError for an invalid schema.
+    """
     return "".join(_checked(schema_text, text) for schema_text, text in pairs)
 
 
@@ -48,7 +50,7 @@ def _checked(schema_text: str, text: str) -> str:
 
 @lru_cache(256)
 def build_validator(schema_text: str) -> Any:
-    """What checks values against a schema (given as JSON). Raises ValueError, or ModuleNotFoundError."""
+    """Build the validator of a schema (given as JSON). Raises ValueError, or ModuleNotFoundError."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
     from referencing import Registry
@@ -67,7 +69,7 @@ def build_validator(schema_text: str) -> Any:
 
 
 def _check_references(schema: dict[str, Any]) -> None:
-    """Raises ValueError where a reference leads out of the schema, or nowhere."""
+    """Raise ValueError if a reference points outside of the schema, or nowhere."""
     from referencing import Registry, Resource
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012
@@ -85,10 +87,10 @@ def _check_references(schema: dict[str, Any]) -> None:
 
 
 def _check_patterns(schema: dict[str, Any]) -> None:
-    """Raises ValueError for a pattern that is not a regular expression."""
+    """Raise ValueError for a pattern that is not a regular expression."""
     for part in _objects(schema):
-        own, of_names = part.get("pattern"), part.get("patternProperties")
-        for pattern in [own, *(of_names if isinstance(of_names, dict) else [])]:
+        own_pattern, of_names = part.get("pattern"), part.get("patternProperties")
+        for pattern in [own_pattern, *(of_names if isinstance(of_names, dict) else [])]:
             try:
                 re.compile(pattern if isinstance(pattern, str) else "")
             except re.error as error:
@@ -96,7 +98,7 @@ def _check_patterns(schema: dict[str, Any]) -> None:
 
 
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every object inside a schema. Those among its examples and constants are not told apart."""
+    """Yield every object inside a schema, including those in examples and constants."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -108,5 +110,5 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def schema_text(schema: Any) -> str:
-    """A schema as the text that `checked` takes."""
+    """Return a schema as the text that `validate_texts` takes."""
     return schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True)

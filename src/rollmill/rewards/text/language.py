@@ -1,4 +1,4 @@
-"""The language reward: the share of words that are in the language wanted (DeepSeek-R1, arXiv:2501.12948, 2.3.2)."""
+"""The language reward: the share of words in the target language (DeepSeek-R1, arXiv:2501.12948, 2.3.2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
 from rollmill.types import Completion, Task
 
-# Languages and the scripts they are written in.
+# Languages and their scripts.
 
 UNSPACED = ("Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar")
 """Scripts without spaces between words: each character counts as a word."""
@@ -68,38 +68,38 @@ _LATIN_CODES = (
     "nl nn no pl pt qu rm ro rw sk sl sm sn so sq su sv sw tk tl tr uz vi xh yo zu"
 )
 LATIN = _LATIN_CODES.split()
-"""Languages that are written in Latin letters."""
+"""Languages written in Latin letters."""
 
 
 def check_language(language: str) -> None:
-    """Raises ConfigError for a code that is not known."""
+    """Raise ConfigError for an unknown language code."""
     if language not in LATIN and language not in SCRIPTS:
         known = ", ".join(sorted([*LATIN, *SCRIPTS]))
         raise ConfigError(f"reward language: `{language}` is not the code of a language; there are {known}")
 
 
 def scripts_of(language: str) -> tuple[str, ...]:
-    """The scripts of a language."""
+    """Return the scripts of a language."""
     return SCRIPTS.get(language, ("Latin",))
 
 
 def script_words(text: str, scripts: Sequence[str]) -> tuple[list[str], int]:
-    """Words of these scripts, and how many words of other scripts there are.
+    """Return the words of these scripts, and the number of words of other scripts.
 
-    A word is a run of letters of these scripts, or of others. Single Latin and Greek letters are names of variables,
-    and no words.
+    A word is a run of letters of these scripts, or of others. Single Latin and Greek letters are variable names, not
+    words.
     """
-    own, others = [], 0
+    words, others = [], 0
     for found in _pattern(tuple(scripts)).finditer(text):
         if found[1] is not None:
-            own.append(found[1])
+            words.append(found[1])
         else:
             others += 1
-    return own, others
+    return words, others
 
 
 def main_scripts(text: str) -> tuple[str, ...]:
-    """The scripts of most words of a text: those of Japanese where there are kana. Latin where there is no word."""
+    """Return the scripts of most words of a text: the Japanese ones if there are kana, Latin if there are no words."""
     counts = {scripts: len(script_words(text, scripts)[0]) for scripts in set(SCRIPTS.values()) | {("Latin",)}}
     del counts["Cyrillic", "Latin"]
     if not any(len(script_words(text, (kana,))[0]) for kana in ("Hiragana", "Katakana")):
@@ -129,22 +129,25 @@ def _class(scripts: Iterable[str]) -> str:
 
 
 _WINDOW = 16
-"""Words whose language is guessed together."""
+"""Words whose language is detected together."""
 _PAIRS = (("```", "```"), ("`", "`"), ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-"""What code and formulas stand between."""
+"""Delimiters of code and formulas."""
 _MARKUP = re.compile(r"</?[A-Za-z][\w.-]{0,40}>|\\[A-Za-z]+|https?://[!-~]+")
 _ASCII = re.compile(r"[\x00-\x7f]+")
 _CANDIDATE_CODES = "ar bg cs da de el en es fa fi fr he hi hu id it ja ko ms nl no pl pt ro ru sv th tr uk ur vi zh"
 _CANDIDATES = _CANDIDATE_CODES.split()
-"""What a text's language is chosen from, beside the one wanted: short texts look like many rare ones."""
+"""Candidates for a text's language, besides the target one: short texts resemble many rare languages."""
 _PROMPT = 4000
-"""Characters of a prompt that tell its language."""
+"""Characters of a prompt that determine its language."""
 TargetLanguage = tuple[str | None, tuple[str, ...]]
-"""A language, None where scripts alone tell, and its scripts."""
+"""A language (None if scripts alone decide) and its scripts."""
 
 
 class LanguageScorer:
-    """target words / all words, from 0 to 1. Outcomes besides ok: `no_answer`, `no_words`, `too_long`; they earn 0."""
+    """Words in the target language / all words, from 0 to 1.
+
+    Outcomes besides ok: `no_answer`, `no_words`, `too_long`; they earn 0.
+    """
 
     def __init__(self, config: LanguageReward) -> None:
         self._config = config
@@ -160,18 +163,18 @@ class LanguageScorer:
             return Score(0.0, "no_answer")
         if len(text) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
-        language, scripts = await self._wanted(task)
-        own, others = await run_large_in_thread(len(text), _words_of, text, scripts)
-        if not own:
+        language, scripts = await self._target(task)
+        words, others = await run_large_in_thread(len(text), _words_of, text, scripts)
+        if not words:
             return Score(0.0, "ok" if others else "no_words")
-        matching = len(own) if language is None else await asyncio.to_thread(_matching, own, language)
-        return Score(matching / (len(own) + others))
+        matching = len(words) if language is None else await asyncio.to_thread(_matching, words, language)
+        return Score(matching / (len(words) + others))
 
-    async def _wanted(self, task: Task) -> TargetLanguage:
-        wanted = self._config.language
-        if wanted == "prompt":
+    async def _target(self, task: Task) -> TargetLanguage:
+        language = self._config.language
+        if language == "prompt":
             return await asyncio.to_thread(_of_prompt, prompt_text(task), self._identify)
-        return (wanted if self._identify else None), scripts_of(wanted)
+        return (language if self._identify else None), scripts_of(language)
 
 
 @lru_cache(256)
@@ -187,14 +190,14 @@ def _words_of(text: str, scripts: tuple[str, ...]) -> tuple[list[str], int]:
 
 
 def prompt_text(task: Task) -> str:
-    """The prompt as text; of a chat the last message."""
+    """Return the prompt as text; of a chat the last message."""
     return task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
 
 
 def extract_prose(text: str) -> str:
-    """The text without code, formulas, tags and addresses.
+    """Return the text without code, formulas, tags and addresses.
 
-    Only their ASCII characters go: a comment in another script is still text in that script.
+    Only their ASCII characters are removed: a comment in another script is still text in that script.
     """
     for opening, closing in _PAIRS:
         text = _emptied(text, opening, closing)
@@ -220,26 +223,26 @@ def _emptied(text: str, opening: str, closing: str) -> str:
     return "".join([*parts, text[position:]])
 
 
-def _matching(own: list[str], language: str) -> int:
-    """How many of the words stand in windows that are in the language."""
-    count = max(len(own) // _WINDOW, 1)
-    edges = [len(own) * index // count for index in range(count + 1)]
+def _matching(words: list[str], language: str) -> int:
+    """Count the words in windows that are in the language."""
+    count = max(len(words) // _WINDOW, 1)
+    edges = [len(words) * index // count for index in range(count + 1)]
     joint = "" if scripts_of(language)[0] in UNSPACED else " "
-    windows = [own[start:end] for start, end in pairwise(edges)]
+    windows = [words[start:end] for start, end in pairwise(edges)]
     return sum(len(window) for window in windows if detect_language(joint.join(window), language) == language)
 
 
-def detect_language(text: str, wanted: str = "en") -> str:
-    """The most probable language among the usual ones and the one wanted (py3langid).
+def detect_language(text: str, target: str = "en") -> str:
+    """Return the most probable language among the common ones and the target one (py3langid).
 
-    Raises ConfigError where py3langid is missing or does not know the language.
+    Raises ConfigError if py3langid is missing or does not know the language.
     """
-    return str(_identifier("" if wanted in _CANDIDATES else wanted).classify(text)[0])
+    return str(_identifier("" if target in _CANDIDATES else target).classify(text)[0])
 
 
 @cache
 def _identifier(rare: str) -> Any:
-    """Chooses among the usual languages and a rare one."""
+    """Build the identifier for the common languages and a rare one."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Rewards for shorter completions: Kimi k1.5's within a group, DAPO's at the end of the context, and a target."""
+"""Length rewards: Kimi k1.5's within a group, DAPO's at the end of the context, and a target length."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rollmill.types import Completion, Task
 
 
 def build_length_scorer(config: LengthReward) -> KimiLengthScorer | OverlongScorer | TargetLengthScorer:
-    """The reward of a kind."""
+    """Build the reward of the configured kind."""
     if config.kind == "kimi":
         return KimiLengthScorer(config)
     return OverlongScorer(config) if config.kind == "overlong" else TargetLengthScorer(config)
 
 
 def kimi_length_scores(lengths: Sequence[int], correct: Sequence[bool | None]) -> list[float | None]:
-    """What completions of a group earn by their lengths (Kimi k1.5, arXiv:2501.12599, 2.3.3).
+    """Return the length rewards of a group (Kimi k1.5, arXiv:2501.12599, 2.3.3).
 
     lambda = .5 - (length - min) / (max - min) over the lengths of the group; a correct completion earns lambda, a wrong
-    one min(0, lambda), and all earn 0 where all are equally long. None where `correct` is None.
+    one min(0, lambda), and all earn 0 if all are equally long. None if `correct` is None.
     """
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     shares = [0.5 - (length - shortest) / spread if spread else 0.0 for length in lengths]
@@ -33,7 +33,7 @@ def kimi_length_scores(lengths: Sequence[int], correct: Sequence[bool | None]) -
 
 
 def soft_overlong_penalty(length: int, longest: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
 
     0 up to L_max - L_c, then ((L_max - L_c) - length) / L_c, and -1 past L_max.
     """
@@ -43,7 +43,7 @@ def soft_overlong_penalty(length: int, longest: int, buffer: int) -> float:
 class KimiLengthScorer:
     """Kimi k1.5 (arXiv:2501.12599, 2.3.3): shorter is better within a group, and a wrong completion gains nothing.
 
-    Its formula is `kimi_length_scores`.
+    Computed by `kimi_length_scores`.
     """
 
     def __init__(self, config: LengthReward) -> None:
@@ -56,23 +56,26 @@ class KimiLengthScorer:
         lengths = [completion_length(completion) for completion in completions]
         return [Score(share) for share in kimi_length_scores(lengths, correct)]
 
-    def _correct(self, judgement: RewardResult) -> bool | None:
-        """None where the reward that says so does not apply. Raises RewardError where there is none of that name."""
+    def _correct(self, result: RewardResult) -> bool | None:
+        """Return whether the configured reward counts it as correct; None if that reward does not apply.
+
+        Raises RewardError if there is no reward of that name.
+        """
         name = self._config.correct
         assert name is not None
-        if name not in judgement.parts:
-            late = judgement.outcomes.get(name.partition("/")[0]) in (TIMEOUT, LATE)
-            if late or judgement.failed_gate is not None:
+        if name not in result.parts:
+            late = result.outcomes.get(name.partition("/")[0]) in (TIMEOUT, LATE)
+            if late or result.failed_gate is not None:
                 return False
             raise RewardError(
-                f"correct: no reward `{name}` that judges single completions; there are {', '.join(judgement.parts)}"
+                f"correct: no reward `{name}` that judges single completions; there are {', '.join(result.parts)}"
             )
-        value = judgement.parts[name]
+        value = result.parts[name]
         return None if value is None else value >= self._config.threshold
 
 
 class OverlongScorer:
-    """DAPO's soft overlong punishment: `overlong`."""
+    """DAPO's soft overlong punishment: `soft_overlong_penalty`."""
 
     def __init__(self, config: LengthReward) -> None:
         assert config.longest is not None
@@ -84,7 +87,7 @@ class OverlongScorer:
 
 
 class TargetLengthScorer:
-    """1 - |length - target| / target, at least 0. The task's column `target_length` goes before the run file's key."""
+    """1 - |length - target| / target, at least 0. The task's column `target_length` overrides the run file's key."""
 
     def __init__(self, config: LengthReward) -> None:
         self._target = config.target

@@ -1,4 +1,4 @@
-"""Where in a completion to look, JSON inside text, and words. Linear in the text, whatever a policy writes."""
+"""Helpers of text rewards: selecting a part, JSON inside text, and words. Linear in the length of any text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollmill.types import Completion
 Result = TypeVar("Result")
 
 MAX_TEXT_CHARS = 200_000
-"""Characters; rewards that read structures give 0 to longer texts, with the outcome `too_long`."""
+"""Characters; rewards that parse structures give 0 to longer texts, with the outcome `too_long`."""
 _SHORT = 4000
 _ATTEMPTS = 2000
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
@@ -29,14 +29,14 @@ _WORD = regex.compile(
 
 
 def select_text(text: str, config: TextReward) -> str | None:
-    """The part that `after` or `tag` names; None where it is missing, or the tag is not closed."""
+    """Return the part selected by `after` or `tag`; None if it is missing, or the tag is not closed."""
     if config.tag is None:
         return text_after(text, config.after)
     return last_tag_content(text, config.tag)
 
 
 async def run_large_in_thread(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
-    """`work(*arguments)`; in a thread where it is long, so that other judgements go on.
+    """Run `work(*arguments)`, in a thread if it is large, so that other rewards can proceed.
 
     `size` is the number of characters to read, or of other steps of a few microseconds.
     """
@@ -44,18 +44,18 @@ async def run_large_in_thread(size: int, work: Callable[..., Result], *arguments
 
 
 def split_words(text: str) -> list[str]:
-    """Words, single punctuation marks, and single characters of scripts that put no space between words."""
+    """Split into words, punctuation marks, and single characters of scripts without spaces between words."""
     found: list[str] = _WORD.findall(text, concurrent=True)
     return found
 
 
 def completion_length(completion: Completion) -> int:
-    """Length in tokens; in words where there is only text."""
+    """Return the length in tokens; in words if there is only text."""
     return len(completion.token_ids) or len(split_words(completion.text))
 
 
 def last_code_block(text: str) -> str | None:
-    """What stands in the last fenced block that is closed: by a line of three backticks alone."""
+    """Return the content of the last closed fenced block; a line of three backticks alone closes it."""
     block, opened = None, -1
     for fence in _FENCE.finditer(text):
         if opened < 0:
@@ -66,9 +66,9 @@ def last_code_block(text: str) -> str | None:
 
 
 def find_json_values(text: str) -> list[Any]:
-    """Every JSON list and object in a text, outermost ones only, in order; none that is too deep.
+    """Return every outermost JSON list and object in a text, in order, except those nested too deeply.
 
-    Numbers may be NaN and infinite. Work is linear in the text.
+    Numbers may be NaN and infinite. Takes time linear in the text.
     """
     decoder = json.JSONDecoder()
     found, position, left = [], 0, 4 * len(text)
@@ -92,4 +92,4 @@ def find_json_values(text: str) -> list[Any]:
 
 
 _OPENING = re.compile(r"""\[(?=\s*[][{"\dtfnNI-])|{(?=\s*["}])""")
-"""What JSON may begin with; the braces of formulas do not."""
+"""Possible beginnings of JSON; the braces of formulas do not match."""

@@ -1,4 +1,4 @@
-"""The repetition reward: n-grams that stood before, and loops at the end of a text. Linear in its length."""
+"""The repetition reward: repeated n-grams, and loops at the end of a text. Linear in its length."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Hashes = npt.NDArray[np.uint64]
 
 
 class RepetitionScorer:
-    """-max(share of repeated n-grams, share of a loop at the end), beyond what is free. Outcome: ok or `loop`."""
+    """-max(share of repeated n-grams, share of a loop at the end), beyond the free share. Outcome: ok or `loop`."""
 
     def __init__(self, config: RepetitionReward) -> None:
         self._config = config
 
     async def judge(self, task: Task, completion: Completion) -> Score:
-        return await run_large_in_thread(len(completion.text), self._verdict, completion)
+        return await run_large_in_thread(len(completion.text), self._score, completion)
 
-    def _verdict(self, completion: Completion) -> Score:
+    def _score(self, completion: Completion) -> Score:
         config = self._config
         penalty, looping = repetition_share(
             _ids(completion), config.ngram, config.free, config.loop_times, config.loop_tokens
@@ -35,14 +35,17 @@ class RepetitionScorer:
 def repetition_share(
     ids: npt.NDArray[np.int64], ngram: int, free: float, loop_times: int, loop_tokens: int
 ) -> tuple[float, bool]:
-    """max(share of repeated n-grams, share of a loop at the end) beyond `free`, scaled to reach 1; is there a loop?"""
+    """Return the larger share of repeated n-grams or a loop at the end, and whether there is a loop.
+
+    The share is what exceeds `free`, scaled to reach 1.
+    """
     looping = loop_length(ids[-_TAIL:], loop_times, loop_tokens)
     share = max(repeated_ngram_share(ids, ngram), looping / max(len(ids), 1))
     return max(0.0, share - free) / (1 - free), looping > 0
 
 
 def _ids(completion: Completion) -> npt.NDArray[np.int64]:
-    """Token ids; numbers of words where there is only text."""
+    """Return token ids; word numbers if there is only text."""
     if len(completion.token_ids):
         return completion.token_ids.astype(np.int64)
     numbers: dict[str, int] = {}
@@ -50,7 +53,7 @@ def _ids(completion: Completion) -> npt.NDArray[np.int64]:
 
 
 def repeated_ngram_share(ids: npt.NDArray[np.int64], n: int) -> float:
-    """1 - different n-grams / n-grams; 0 where there is none. n-grams are compared by 64-bit hashes."""
+    """Return 1 - distinct n-grams / n-grams; 0 if there is none. n-grams are compared by 64-bit hashes."""
     count = len(ids) - n + 1
     if count < 1:
         return 0.0
@@ -62,7 +65,7 @@ def repeated_ngram_share(ids: npt.NDArray[np.int64], n: int) -> float:
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """splitmix64's finaliser: every bit depends on all others."""
+    """Apply splitmix64's finaliser: every bit depends on all others."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -71,10 +74,10 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def loop_length(ids: npt.NDArray[np.int64], times: int, fewest: int) -> int:
-    """Tokens of the longest end of `ids` that is one stretch repeated at least `times` times; 0 if below `fewest`.
+    """Return the tokens of the longest suffix of `ids` that repeats at least `times` times; 0 if below `fewest`.
 
-    The last round may be cut short. Read backwards, an end with period p is a prefix with a border of all but p tokens
-    (Knuth, Morris and Pratt's prefix function).
+    The last repetition may be cut short. Read backwards, a suffix with period p is a prefix with a border of all but p
+    tokens (Knuth, Morris and Pratt's prefix function).
     """
     backwards: list[int] = ids[::-1].tolist()
     borders = [0] * len(backwards)

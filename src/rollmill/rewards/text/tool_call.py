@@ -1,4 +1,4 @@
-"""The tool-call reward: calls that are JSON, name a tool that exists and have arguments of its schema."""
+"""The tool-call reward: calls must be JSON, name an existing tool and have arguments that match its schema."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _NO_PARAMETERS = {"type": "object", "maxProperties": 0}
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """A call of a tool; `arguments` is a JSON object."""
+    """A tool call; `arguments` is a JSON object."""
 
     name: str
     arguments: dict[str, Any]
 
     def key(self) -> str:
-        """Equal for equal calls: numbers by value, objects without regard to order."""
+        """Return a key that is equal for equal calls: numbers by value, objects without regard to order."""
         return f"{self.name} {json.dumps(_plain(self.arguments), sort_keys=True)}"
 
 
 class ToolCallScorer:
-    """From 0 to 1. A task without the column `tools` is not judged.
+    """A score from 0 to 1. A task without the column `tools` has no reward.
 
     Outcomes besides ok: `no_answer`, `no_call`, `too_many`, `malformed`, `unknown_tool`, `bad_arguments`, `wrong_call`,
     `too_long`, `timeout`, `memory`.
     """
 
     def __init__(self, config: ToolCallReward, graders: GraderPool) -> None:
-        check_schema("{}", config.name)  # schemas come with the tasks, but jsonschema has to be there
+        check_schema("{}", config.name)  # schemas come with the tasks, but jsonschema must be installed
         self._config, self._graders = config, graders
 
     async def judge(self, task: Task, completion: Completion) -> Score:
@@ -59,9 +59,9 @@ class ToolCallScorer:
             return Score(1.0) if wanted == [] else Score(0.0, "no_call")
         if len(found) > self._config.calls:
             return Score(0.0, "too_many")
-        return await self._scored(found, tools, wanted)
+        return await self._score(found, tools, wanted)
 
-    async def _scored(
+    async def _score(
         self, found: list[ParsedToolCall | None], tools: dict[str, str], wanted: list[ParsedToolCall] | None
     ) -> Score:
         known = [call for call in found if call is not None and call.name in tools]
@@ -93,7 +93,10 @@ def _outcome(found: list[ParsedToolCall | None], known: list[ParsedToolCall], va
 
 
 def read_tool_schemas(column: Any) -> dict[str, str]:
-    """Name -> schema (as text) of its arguments, from OpenAI's list of tools. Raises ValueError where it is not one."""
+    """Return name -> schema (as text) of the arguments, from OpenAI's list of tools.
+
+    Raises ValueError if it is invalid.
+    """
     tools: dict[str, str] = {}
     entries = column if isinstance(column, Sequence) and not isinstance(column, str) else [None]
     for entry in entries:
@@ -124,7 +127,7 @@ def _wanted(column: Any, tools: Collection[str]) -> list[ParsedToolCall] | None:
 
 
 def parse_tagged_calls(text: str) -> list[ParsedToolCall | None]:
-    """What stands between <tool_call> tags; None for each call that is none, an unclosed one included."""
+    """Return the calls in <tool_call> tags; None for each invalid or unclosed one."""
     _, *rest = text.split(_OPENING)
     stray = text.count(_CLOSING) - sum(_CLOSING in part for part in rest)
     found: list[ParsedToolCall | None] = [None] * stray
@@ -135,9 +138,9 @@ def parse_tagged_calls(text: str) -> list[ParsedToolCall | None]:
 
 
 def parse_json_calls(text: str) -> list[ParsedToolCall | None]:
-    """The calls of a text, or of its last fenced block, that is JSON as a whole.
+    """Return the calls of a text, or of its last fenced block, that is JSON as a whole.
 
-    Nothing for what does not begin like a JSON object or list: that is no attempt at a call.
+    Empty if the text does not begin like a JSON object or list: that is not an attempt at a call.
     """
     text = (last_code_block(text) or text).strip()
     if not text.startswith(("{", "[")):
@@ -159,7 +162,7 @@ def _parsed_call(text: str) -> ParsedToolCall | None:
 
 
 def _call(entry: Any) -> ParsedToolCall | None:
-    """A call as {name, arguments}, or inside `function`; the arguments may be an object or JSON text of one."""
+    """Parse a call as {name, arguments}, or inside `function`; the arguments may be an object or its JSON text."""
     function = entry.get("function", entry) if isinstance(entry, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return None
@@ -173,7 +176,7 @@ def _call(entry: Any) -> ParsedToolCall | None:
 
 
 def _plain(value: Any) -> Any:
-    """The value with whole floats as integers, so that 1.0 is 1, and True is not."""
+    """Return the value with whole floats as integers, so that 1.0 equals 1, and True does not."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):

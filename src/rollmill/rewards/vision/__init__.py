@@ -1,1 +1,1 @@
-"""Answers about pictures: places, counts, text, charts, tables and questions."""
+"""Rewards for vision-language models: boxes, points, counts, text, charts, tables and questions about images."""

@@ -14,10 +14,10 @@ from rollmill.types import Completion, Task
 
 
 class BoxesScorer:
-    """2 * (sum of what matched pairs count) / (boxes of the reference + boxes named), from 0 to 1.
+    """2 * (sum of the scores of matched pairs) / (reference boxes + predicted boxes), from 0 to 1.
 
-    A box that is malformed or has no area is one that was named and matches nothing. Where the reference is the empty
-    list, an empty list earns 1. Outcomes besides ok: `no_answer`, `too_many`, `too_long`.
+    A box that is malformed or has no area counts as predicted and matches nothing. If the reference is the empty list,
+    an empty list earns 1. Outcomes besides ok: `no_answer`, `too_many`, `too_long`.
     """
 
     def __init__(self, config: BoxesReward) -> None:
@@ -47,7 +47,7 @@ class BoxesScorer:
 
 
 def max_detections(golds: int) -> int:
-    """How many places a completion may name: with more, F1 is next to nothing, and matching takes long."""
+    """Return the maximum number of predictions: with more, F1 is close to 0, and matching is slow."""
     return 100 + 3 * golds
 
 
@@ -56,7 +56,7 @@ def _matched(config: BoxesReward, golds: Detections[Box], named: Detections[Box]
 
 
 def pair_scores(config: BoxesReward, golds: Detections[Box], named: Detections[Box]) -> Matrix:
-    """What each pair of a reference and a box with an area would count [G, P], from 0 to 1."""
+    """Return the score of each pair of a reference and a predicted box with an area [G, P], from 0 to 1."""
     kept = [index for index, each in enumerate(named.places) if each is not None]
     gold_boxes = [each for each in golds.places if each is not None]
     boxes = [each for each in named.places if each is not None]
@@ -67,11 +67,11 @@ def pair_scores(config: BoxesReward, golds: Detections[Box], named: Detections[B
     return np.where(counts, 1.0 if config.credit == "hit" else overlap, 0.0)
 
 
-# The grounding reward: boxes in the right form. It says nothing of whether they are the right ones.
+# The grounding reward: checks the format of boxes, not their positions.
 
 
 class GroundingScorer:
-    """1 where there are as many boxes as asked for, each well formed, inside the picture and labelled where asked.
+    """1 if there are as many boxes as required, each well formed, inside the image and labelled if required.
 
     Outcomes besides ok: `no_answer`, `wrong_number`, `wrong_syntax`, `malformed`, `outside`, `no_label`, `too_long`.
     """

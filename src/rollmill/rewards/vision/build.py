@@ -1,4 +1,4 @@
-"""From the configuration of an answer about pictures to the reward."""
+"""Builds the rewards for vision-language models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VisionRewardConfig = (
 
 
 def build_vision_reward(config: VisionRewardConfig) -> Reward:
-    """One reward for answers about pictures. Raises ConfigError where a library is missing."""
+    """Build one vision reward. Raises ConfigError if a library is missing."""
     match config:
         case BoxesReward():
             return BoxesScorer(config)

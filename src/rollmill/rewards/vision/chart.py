@@ -17,7 +17,7 @@ from rollmill.rewards.text.parsing import select_text
 from rollmill.rewards.vision.ocr import accepted_texts
 from rollmill.types import Completion, Task
 
-# Numbers as charts, tables and captions write them.
+# Numbers as written in charts, tables and captions.
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
@@ -28,19 +28,19 @@ _LONGEST_FIGURES = 60
 
 @dataclass(frozen=True, slots=True)
 class ChartNumber:
-    """A number, and whether a percent sign stands behind it; `value` is the number before that sign."""
+    """A number, and whether it has a percent sign; `value` is the number before that sign."""
 
     value: float
     percent: bool = False
 
     @property
     def share(self) -> float:
-        """25 % is .25."""
+        """The number as a fraction: 25 % is .25."""
         return self.value / 100 if self.percent else self.value
 
 
 def parse_chart_number(text: str) -> ChartNumber | None:
-    """The number that a text is as a whole; signs of currencies and commas between thousands do not count."""
+    """Parse a whole text as a number; currency signs and commas between thousands are ignored."""
     text = to_half_width(text).strip()
     if len(text) > _LONGEST_FIGURES:
         return None
@@ -54,7 +54,7 @@ def parse_chart_number(text: str) -> ChartNumber | None:
 
 
 def find_stated_number(text: str) -> ChartNumber | None:
-    """The number that an answer states, also with a unit or in words: `1.2 million`, `12元`, `一万五千`."""
+    """Return the number of an answer, also with a unit or in words: `1.2 million`, `12元`, `一万五千`."""
     text = _ROUGHLY.sub("", text.strip(), count=1)
     found = parse_chart_number(text)
     if found is not None or len(text) > _LONGEST_FIGURES:
@@ -76,7 +76,7 @@ _BESIDE = re.compile(
     r"|unlike|not(?: in)?))\s*(?:the )?(?:years? )?$",
     re.IGNORECASE,
 )
-"""What makes a year one that the answer is only set beside."""
+"""Words that make a year only a comparison of the answer."""
 _CHAIN = re.compile(
     r"[\s$]*[\d\s.,%+*/×÷·−–()-]+(?:\s*=\s*[\d\s.,%+*/×÷·−–()-]+)*=\s*(?P<result>[^=+*/×÷]{1,60}?)[\s$]*"
 )
@@ -84,7 +84,7 @@ _LONGEST = 2000
 
 
 class ChartScorer:
-    """1 if the answer is the reference: numbers within the tolerance, other text but for case and spaces.
+    """1 if the answer equals the reference: numbers within the tolerance, other text up to case and spaces.
 
     A list is an answer of several values, in that order, separated by ", ", ";", "and" or lines. Outcomes besides ok:
     `no_answer`, `hedged`, `too_long`.
@@ -106,15 +106,15 @@ class ChartScorer:
             return Score(0.0, HEDGED)
         if found.kind == "line" and len(text) > _LONGEST:
             return Score(0.0, "too_long")
-        is_said = found.kind in ("boxed", "hash", "said", "corrected")
-        whole = strip_markup(found.text) if is_said else strip_markup(answer_section(text))
+        is_marked = found.kind in ("boxed", "hash", "said", "corrected")
+        whole = strip_markup(found.text) if is_marked else strip_markup(answer_section(text))
         if len(whole) > _LONGEST:
             whole = found.text
         if not isinstance(task.answer, list | tuple):
-            said = dict.fromkeys(
-                (whole, found.text, *_values(golds[0], found, "" if is_said else answer_section(text)))
+            readings = dict.fromkeys(
+                (whole, found.text, *_values(golds[0], found, "" if is_marked else answer_section(text)))
             )
-            return Score(float(any(relaxed_match(golds[0], each, config) for each in said if each)))
+            return Score(float(any(relaxed_match(golds[0], each, config) for each in readings if each)))
         splits = [[part for part in between.split(whole.strip().strip("[]")) if part.strip()] for between in _BETWEEN]
         values = next((values for values in splits if len(values) == len(golds)), None)
         if values is None:
@@ -123,7 +123,7 @@ class ChartScorer:
 
 
 def _values(gold: str, found: FinalAnswer, part: str) -> list[str]:
-    """Readings of an answer in the reference's kind: a year, a number behind its calculation, words of `part`."""
+    """Return the readings of an answer in the reference's kind: a year, a computed number, or words of `part`."""
     if find_stated_number(gold) is None:
         return [found.value, *said_in_words(part)]
     years = (
@@ -136,7 +136,10 @@ def _values(gold: str, found: FinalAnswer, part: str) -> list[str]:
 
 
 def relaxed_match(gold: str, value: str, config: ChartReward) -> bool:
-    """Relaxed accuracy (arXiv:2203.10244, 3.1). A year has to be the same unless the reward says otherwise."""
+    """Whether the values match by relaxed accuracy (arXiv:2203.10244, 3.1).
+
+    Years must be equal, unless configured otherwise.
+    """
     wanted, given = find_stated_number(gold), find_stated_number(value)
     if wanted is None or given is None:
         return _folded(gold) == _folded(value)
@@ -146,9 +149,9 @@ def relaxed_match(gold: str, value: str, config: ChartReward) -> bool:
 
 
 def _readings(gold: ChartNumber, value: ChartNumber) -> list[tuple[float, float]]:
-    """25 % is .25; where only one side has the sign, it may have been left away: 25."""
-    left_away = gold.percent != value.percent and abs(gold.value) >= 1
-    return [(gold.share, value.share), *([(gold.value, value.value)] if left_away else [])]
+    """Return the pairs to compare. 25 % is .25; if only one side has the sign, it may have been omitted: 25."""
+    omitted = gold.percent != value.percent and abs(gold.value) >= 1
+    return [(gold.share, value.share), *([(gold.value, value.value)] if omitted else [])]
 
 
 def _folded(text: str) -> str:

@@ -24,7 +24,7 @@ _LONGEST = 400
 
 
 class CountScorer:
-    """1 if the number of the final answer is the reference, else 0 or credit for being near.
+    """1 if the number of the final answer equals the reference, else 0 or partial credit for a close one.
 
     Outcomes besides ok: `no_answer` (no number), `hedged` (several).
     """
@@ -52,7 +52,7 @@ class CountScorer:
 
 
 def parse_count(found: FinalAnswer) -> Fraction | None:
-    """The number that an answer names, in digits or words of both languages; None for none or several."""
+    """Return the number in an answer, in digits or words of both languages; None for none or several."""
     text = found.value[:_LONGEST]
     if found.hedged or _SEVERAL.search(text):
         return None

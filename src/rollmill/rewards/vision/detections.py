@@ -1,6 +1,6 @@
-"""Boxes and points in the text of a completion, in the forms that models write. Linear in the text.
+"""Parses boxes and points in a completion, in the formats that models use. Linear in the text.
 
-A box or point is None where it has the form of one, but not the numbers: it still counts as one that was named.
+A malformed box or point is None: it still counts as a prediction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DEEPEST = 4
 
 @dataclass(slots=True)
 class Detections(Generic[Shape]):
-    """Places with their labels, in order; `style` is json, tags or text."""
+    """Boxes or points with their labels, in order; `style` is json, tags or text."""
 
     style: str
     places: list[Shape | None] = field(default_factory=list)
@@ -45,9 +45,9 @@ class Detections(Generic[Shape]):
 
 
 def read_boxes(text: str, layout: BoxLayout) -> Detections[Box] | None:
-    """Boxes in tags; else in JSON; else in plain text, as (x1, y1), (x2, y2) or as four numbers alone.
+    """Return boxes in tags; else in JSON; else in plain text, as (x1, y1), (x2, y2) or as four numbers alone.
 
-    None where there is nothing of the kind. An empty JSON list is no box on purpose.
+    None if there are none. An empty JSON list is an intentional empty prediction.
     """
     if "<box>" in text or "<|box_start|>" in text:
         return _tagged_boxes(text, layout)
@@ -64,7 +64,7 @@ def read_boxes(text: str, layout: BoxLayout) -> Detections[Box] | None:
 
 
 def _tagged_boxes(text: str, layout: BoxLayout) -> Detections[Box]:
-    """A label counts for all boxes that follow it without anything between, as Qwen-VL writes them."""
+    """Parse tagged boxes. A label applies to all boxes directly after it, as in Qwen-VL's format."""
     found: Detections[Box] = Detections("tags")
     label, end = None, 0
     for tag in _BOX_TAG.finditer(text):
@@ -79,7 +79,10 @@ def _tagged_boxes(text: str, layout: BoxLayout) -> Detections[Box]:
 
 
 def read_points(text: str) -> Detections[Point] | None:
-    """Points in `<point x= y=>` and `<points x1= y1= x2= ...>` tags; else in JSON; else in plain text, as (x, y)."""
+    """Return points in tags; else in JSON; else in plain text, as (x, y).
+
+    Tags are `<point x= y=>` and `<points x1= y1= x2= ...>`.
+    """
     if "<point" in text:
         return _tagged_points(text)
     found = _from_json(find_json_values(text), _POINT_KEYS, parse_point, 2)
@@ -120,7 +123,7 @@ def _from_json(
 def _entries(
     value: Any, keys: tuple[str, ...], size: int, label: str | None, depth: int
 ) -> Iterator[tuple[Any, str | None]]:
-    """(numbers, label) of whatever in a JSON value looks like a place: a list of `size` numbers, or a known key."""
+    """Yield (numbers, label) of everything in a JSON value that looks like a place: `size` numbers, or a known key."""
     if depth == 0 or not isinstance(value, dict | list):
         return
     if isinstance(value, list):
@@ -135,15 +138,15 @@ def _entries(
         for part in value.values():
             yield from _entries(part, keys, size, label, depth - 1)
         return
-    own = next((value[name] for name in _LABEL_KEYS if isinstance(value.get(name), str)), label)
-    inner = list(_entries(value[key], keys, size, own, depth - 1))
-    yield from inner or ([(value[key], own)] if value[key] != [] else [])
+    inner_label = next((value[name] for name in _LABEL_KEYS if isinstance(value.get(name), str)), label)
+    inner = list(_entries(value[key], keys, size, inner_label, depth - 1))
+    yield from inner or ([(value[key], inner_label)] if value[key] != [] else [])
 
 
 def reference_boxes(answer: Any, layout: BoxLayout) -> Detections[Box]:
-    """The boxes of a task's answer, given as in JSON, or as JSON text.
+    """Return the boxes of a task's answer, given as in JSON, or as JSON text.
 
-    Raises ValueError where it has none, or one without an area; the empty list is none on purpose.
+    Raises ValueError if it has none, or one without an area; the empty list is intentional.
     """
     values = find_json_values(answer) if isinstance(answer, str) else [_listed(answer)]
     found = _from_json(values, _BOX_KEYS, lambda each: parse_box(each, layout), 4)

@@ -1,4 +1,4 @@
-"""Overlap of boxes, and what a point hits. Shapes: G reference places, P places of a completion."""
+"""Overlap of boxes, and points in polygons. Shapes: G reference boxes or points, P predicted ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from rollmill.config.rewards.vision import BoxLayout, Coordinates
 from rollmill.data.images import image_refs_of
 
-# What coordinates mean: from pixels, fractions, percent or thousandths to those of the reference.
+# Coordinate systems: converts pixels, fractions, percent or thousandths to those of the reference.
 
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2 with x1 < x2 and y1 < y2."""
@@ -23,14 +23,14 @@ _PER_UNIT = {"unit": 1.0, "percent": 100.0, "thousand": 1000.0}
 
 
 def finite_number(value: Any) -> float | None:
-    """A finite number of a plausible size, else None."""
+    """Return a finite number of plausible size, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -_LARGEST <= value <= _LARGEST and not math.isnan(value) else None
 
 
 def finite_numbers(values: Any, count: int) -> list[float] | None:
-    """So many finite numbers of a plausible size, else None."""
+    """Return `count` finite numbers of plausible size, else None."""
     if not isinstance(values, list | tuple) or len(values) != count:
         return None
     found = [value for value in map(finite_number, values) if value is not None]
@@ -38,13 +38,13 @@ def finite_numbers(values: Any, count: int) -> list[float] | None:
 
 
 def parse_point(values: Any) -> Point | None:
-    """The point of two numbers, else None."""
+    """Return the point of two numbers, else None."""
     found = finite_numbers(values, 2)
     return None if found is None else (found[0], found[1])
 
 
 def parse_box(values: Any, layout: BoxLayout) -> Box | None:
-    """The box of four numbers; None where they are not four numbers, or the box has no area."""
+    """Return the box of four numbers; None if they are not four numbers, or the box has no area."""
     found = finite_numbers(values, 4)
     if found is None:
         return None
@@ -56,29 +56,29 @@ def parse_box(values: Any, layout: BoxLayout) -> Box | None:
     return (one, two, three, four) if one < three and two < four else None
 
 
-def scale_factors(made: Coordinates, wanted: Coordinates, metadata: Mapping[str, Any]) -> Point:
-    """What x and y are multiplied with. Raises ValueError where the picture's size is needed and not known."""
-    if made == wanted:
+def scale_factors(source: Coordinates, target: Coordinates, metadata: Mapping[str, Any]) -> Point:
+    """Return the factors for x and y. Raises ValueError if the image's size is needed and unknown."""
+    if source == target:
         return 1.0, 1.0
-    size = image_size(metadata) if "pixels" in (made, wanted) else (1.0, 1.0)
+    size = image_size(metadata) if "pixels" in (source, target) else (1.0, 1.0)
     if size is None:
         raise ValueError(
-            f"{made} cannot become {wanted} without the picture's size; give the task a column `image`, or "
+            f"{source} cannot become {target} without the picture's size; give the task a column `image`, or "
             "`image_size` with [width, height]"
         )
-    ends = [size if each == "pixels" else (_PER_UNIT[each], _PER_UNIT[each]) for each in (made, wanted)]
+    ends = [size if each == "pixels" else (_PER_UNIT[each], _PER_UNIT[each]) for each in (source, target)]
     return ends[1][0] / ends[0][0], ends[1][1] / ends[0][1]
 
 
 def image_bounds(coordinates: Coordinates, metadata: Mapping[str, Any]) -> Point | None:
-    """The right and lower edge of the picture; None for pixels of a picture of unknown size."""
+    """Return the right and lower edge of the image; None for pixels of an image of unknown size."""
     if coordinates == "pixels":
         return image_size(metadata)
     return _PER_UNIT[coordinates], _PER_UNIT[coordinates]
 
 
 def image_size(metadata: Mapping[str, Any]) -> Point | None:
-    """Width and height in pixels, of the column `image_size` or of the first picture. Raises ValueError."""
+    """Return width and height in pixels, from the column `image_size` or the first image. Raises ValueError."""
     size = metadata.get("image_size")
     if size is None:
         images = image_refs_of(metadata)
@@ -93,19 +93,19 @@ Matrix = npt.NDArray[np.float64]
 
 
 def iou(golds: Sequence[Box], boxes: Sequence[Box]) -> Matrix:
-    """Intersection over union [G, P], from 0 to 1. Boxes have an area."""
+    """Return the intersection over union [G, P], from 0 to 1. Boxes have an area."""
     intersection, union, _ = _areas(golds, boxes)
     return intersection / union
 
 
 def giou(golds: Sequence[Box], boxes: Sequence[Box]) -> Matrix:
-    """Generalised IoU [G, P] (arXiv:1902.09630, algorithm 1): IoU - (hull - union) / hull, from -1 to 1."""
+    """Return the generalised IoU [G, P] (arXiv:1902.09630, algorithm 1): IoU - (hull - union) / hull, from -1 to 1."""
     intersection, union, hull = _areas(golds, boxes)
     return intersection / union - (hull - union) / hull
 
 
 def _areas(golds: Sequence[Box], boxes: Sequence[Box]) -> tuple[Matrix, Matrix, Matrix]:
-    """Areas [G, P] of the intersection, the union and the smallest box around both."""
+    """Return the areas [G, P] of the intersection, the union and the smallest box around both."""
     one = np.asarray(golds, np.float64).reshape(-1, 1, 4)
     other = np.asarray(boxes, np.float64).reshape(1, -1, 4)
     sides = np.minimum(one[..., 2:], other[..., 2:]) - np.maximum(one[..., :2], other[..., :2])
@@ -116,7 +116,7 @@ def _areas(golds: Sequence[Box], boxes: Sequence[Box]) -> tuple[Matrix, Matrix, 
 
 
 def in_polygon(corners: Sequence[Point], points: Sequence[Point]) -> npt.NDArray[np.bool_]:
-    """Which points [P] are inside a polygon, by the number of its edges to the right (even-odd rule)."""
+    """Return which points [P] are inside a polygon, by the number of its edges to the right (even-odd rule)."""
     x, y = np.asarray(points, np.float64).reshape(-1, 2).T[:, :, None]
     start = np.asarray(corners, np.float64)
     end = np.roll(start, -1, axis=0)

@@ -1,4 +1,4 @@
-"""The best one-to-one matching between places of the reference and those of a completion."""
+"""Optimal one-to-one matching between reference and predicted boxes or points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 def max_matching_score(scores_GP: Matrix) -> float:
-    """The greatest sum of scores of pairs, each row and column in one pair at most. Scores are 0 or above."""
+    """Return the greatest sum of pair scores, each row and column in at most one pair. Scores are 0 or above."""
     scores = scores_GP[scores_GP.any(1)][:, scores_GP.any(0)]
     if not scores.size:
         return 0.0
@@ -21,12 +21,12 @@ def max_matching_score(scores_GP: Matrix) -> float:
 
 
 def f1_score(matched: float, golds: int, found: int) -> float:
-    """Harmonic mean of matched / found and matched / golds; 1 where both are empty."""
+    """Return the harmonic mean of matched / found and matched / golds; 1 if both are empty."""
     return 2 * matched / (golds + found) if golds + found else 1.0
 
 
 def labels_match(golds: Sequence[str | None], labels: Sequence[str | None]) -> npt.NDArray[np.bool_]:
-    """[G, P]: whether the labels are the same but for case and spaces. A reference without a label takes any."""
+    """[G, P]: whether the labels are equal up to case and spaces. A reference without a label matches any."""
     folded = [
         [None if each is None else " ".join(each.casefold().split()) for each in side] for side in (golds, labels)
     ]
@@ -36,10 +36,10 @@ def labels_match(golds: Sequence[str | None], labels: Sequence[str | None]) -> n
 
 
 def solve_assignment(cost_NM: Matrix) -> npt.NDArray[np.int64]:
-    """The column [N] of each row with the least sum of costs, N <= M: shortest augmenting paths (the Hungarian method).
+    """Return the column [N] of each row with the least sum of costs, N <= M.
 
-    Row by row, a path of least reduced cost is searched to a free column, and the pairs along it are exchanged
-    (Kuhn 1955; Jonker and Volgenant 1987). O(N^2 M).
+    Shortest augmenting paths (the Hungarian method): for each row, find a path of least reduced cost to a free column,
+    and exchange the pairs along it (Kuhn 1955; Jonker and Volgenant 1987). O(N^2 M).
     """
     rows, columns = cost_NM.shape
     assert rows <= columns

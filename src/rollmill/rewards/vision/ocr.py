@@ -13,15 +13,15 @@ from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, s
 from rollmill.types import Completion, Task
 
 Distance = Callable[[str, str, int], int]
-"""Edit distance of two texts, or any number above the third argument where it is above that."""
+"""Edit distance of two texts, or any number above the third argument if it exceeds that."""
 _PAIRS_AT_ONCE = 25_000
-"""Pairs of characters that are compared in the time that reading one takes."""
+"""Pairs of characters that are compared in the time of reading one."""
 
 
 class OCRScorer:
     """ANLS or 1 - CER, from 0 to 1, of the most similar reference.
 
-    Outcomes besides ok: `no_answer` (the place is missing), `too_long`.
+    Outcomes besides ok: `no_answer` (the configured part is missing), `too_long`.
     """
 
     def __init__(self, config: OCRReward) -> None:
@@ -46,11 +46,11 @@ class OCRScorer:
 
 
 def text_similarity(gold: str, answer: str, config: OCRReward, distance: Distance) -> float:
-    """From 0 to 1; 0 below the threshold.
+    """Return the similarity from 0 to 1; 0 below the threshold.
 
     ANLS (arXiv:1905.13648, eq. 1; at the threshold itself as in the official script): 1 - distance / length of the
-    longer. CER: 1 - distance / length of the reference. The distance is at least the difference of the lengths, so that
-    far longer answers are never compared.
+    longer. CER: 1 - distance / length of the reference. The distance is at least the difference of the lengths, so far
+    longer answers are never compared.
     """
     length = max(len(gold), len(answer)) if config.measure == "anls" else len(gold)
     if length == 0:
@@ -62,7 +62,7 @@ def text_similarity(gold: str, answer: str, config: OCRReward, distance: Distanc
 
 
 def accepted_texts(answer: Any) -> list[str]:
-    """The texts that a task's answer accepts: one, or a list. Raises ValueError where it is something else."""
+    """Return the texts that a task's answer accepts: one, or a list. Raises ValueError if it is something else."""
     golds = list(answer) if isinstance(answer, list | tuple) else [answer]
     if not golds or not all(isinstance(gold, str | int | float) and not isinstance(gold, bool) for gold in golds):
         raise ValueError(f"the task's answer is {answer!r:.80}; expected text, or a list of texts that are right")
@@ -76,7 +76,7 @@ def _folded(text: str, config: OCRReward) -> str:
 
 
 def _distance() -> Distance:
-    """rapidfuzz's distance, by the function that lets other threads work meanwhile."""
+    """Return rapidfuzz's distance, through a function that releases the GIL."""
     try:
         from rapidfuzz.distance import Levenshtein
         from rapidfuzz.process import cdist

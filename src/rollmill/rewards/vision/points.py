@@ -1,4 +1,4 @@
-"""The points reward: each point has to hit a place of its own."""
+"""The points reward: each point must hit a different target."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class PointTarget:
-    """What a point may hit: the corners of a polygon, two of a box, or one point."""
+    """The target of a point: the corners of a polygon, two of a box, or one point."""
 
     kind: str
     corners: tuple[Point, ...]
     label: str | None
 
     def hits(self, points: Sequence[Point], tolerance: float) -> npt.NDArray[np.bool_]:
-        """Which points [P] hit; edges of a box belong to it."""
+        """Return which points [P] hit; the edges of a box belong to it."""
         if self.kind == "polygon":
             return in_polygon(self.corners, points)
-        where = np.asarray(points, np.float64).reshape(-1, 2)
+        xy = np.asarray(points, np.float64).reshape(-1, 2)
         if self.kind == "box":
             low, high = np.asarray(self.corners, np.float64)
-            within: npt.NDArray[np.bool_] = ((where >= low) & (where <= high)).all(1)
+            within: npt.NDArray[np.bool_] = ((xy >= low) & (xy <= high)).all(1)
             return within
-        return np.asarray(np.hypot(*(where - self.corners[0]).T) <= tolerance)
+        return np.asarray(np.hypot(*(xy - self.corners[0]).T) <= tolerance)
 
 
 class PointsScorer:
-    """2 * hits / (places of the reference + points named), from 0 to 1; a place is hit once.
+    """2 * hits / (targets + predicted points), from 0 to 1; a target is hit once.
 
     Outcomes besides ok: `no_answer`, `too_many`, `too_long`.
     """
@@ -91,7 +91,7 @@ def _matched(config: PointsReward, targets: Sequence[PointTarget], named: Sequen
 
 
 def read_targets(answer: Any) -> list[PointTarget]:
-    """What the task's answer says is to be hit. Raises ValueError where it says nothing of the kind."""
+    """Parse the targets of the task's answer. Raises ValueError if it has none."""
     alone = _target(answer)
     entries = [alone] if alone is not None else [_target(entry) for entry in _list(answer)]
     if None in entries or (not entries and answer != []):

@@ -15,18 +15,18 @@ from rollmill.rewards.text.parsing import last_code_block, select_text
 from rollmill.rewards.vision.chart import parse_chart_number, within_tolerance
 from rollmill.types import Completion, Task
 
-# Tables in Markdown, CSV and JSON as rows of text, the headings first.
+# Parses tables in Markdown, CSV and JSON into rows of text, headings first.
 
 Rows = list[list[str]]
 
 _RULE = re.compile(r"[|:\- ]{3,2000}")
 _ESCAPED = "\x00"
 MAX_CELLS = 10_000
-"""Larger tables are none."""
+"""Larger tables are rejected."""
 
 
 def read_table(text: str) -> Rows | None:
-    """The last Markdown table of a text; else its last fenced block, or all of it, as JSON or CSV. None for none."""
+    """Return the last Markdown table of a text; else its last fenced block, or all of it, as JSON or CSV; else None."""
     markdown = _markdown(text)
     if markdown is not None:
         return markdown
@@ -38,7 +38,10 @@ def read_table(text: str) -> Rows | None:
 
 
 def reference_table(answer: Any) -> Rows:
-    """The table of a task's answer: text as above, a list of rows, or a list of objects. Raises ValueError."""
+    """Return the table of a task's answer: text as in `read_table`, a list of rows, or a list of objects.
+
+    Raises ValueError.
+    """
     rows = read_table(answer) if isinstance(answer, str) else _rows(answer)
     if rows is None or len(rows) < 2:
         raise ValueError(
@@ -71,7 +74,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _rows(value: Any) -> Rows | None:
-    """Rows of {"columns": [...], "rows" or "data": [[...]]}, of a list of objects, or of a list of lists."""
+    """Return the rows of {"columns": [...], "rows" or "data": [[...]]}, of a list of objects, or of a list of lists."""
     if isinstance(value, dict):
         body = value.get("rows", value.get("data"))
         if not isinstance(body, list) or not isinstance(value.get("columns"), list):
@@ -94,7 +97,7 @@ def _text(cell: Any) -> str:
 
 
 def _csv(text: str) -> Rows | None:
-    """Rows of lines with as many commas, tabs or semicolons as the first; at least two columns and two rows."""
+    """Return rows with as many commas, tabs or semicolons as the first line; at least two columns and two rows."""
     lines = [line for line in text.strip().split("\n") if line.strip()]
     if len(lines) < 2:
         return None
@@ -111,7 +114,7 @@ Cells = dict[tuple[str, str], str]
 
 
 class TableScorer:
-    """2 * right cells / (cells of the reference + cells written), from 0 to 1.
+    """2 * right cells / (reference cells + predicted cells), from 0 to 1.
 
     Outcomes besides ok: `no_answer`, `no_table`, `too_long`, `too_many`.
     """
@@ -123,10 +126,10 @@ class TableScorer:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
             return Score(None)
-        return await asyncio.to_thread(_verdict, task.answer, select_text(completion.text, config), config.tolerance)
+        return await asyncio.to_thread(_score, task.answer, select_text(completion.text, config), config.tolerance)
 
 
-def _verdict(answer: Any, text: str | None, tolerance: float) -> Score:
+def _score(answer: Any, text: str | None, tolerance: float) -> Score:
     golds = table_cells(reference_table(answer))
     if not golds:
         raise ValueError("the task's answer is a table whose cells are all empty; give it some, or remove the task")
@@ -145,15 +148,15 @@ def _verdict(answer: Any, text: str | None, tolerance: float) -> Score:
 
 
 def table_cells(rows: Rows) -> Cells:
-    """(first cell of the row, heading of the column) -> cell, without empty ones. The order of both does not matter.
+    """Return (first cell of the row, heading of the column) -> cell, without empty ones. Order does not matter.
 
-    A second row or column of the same name is told apart by its number. In a table of one column rows go by number.
+    A second row or column of the same name gets a number. In a table of one column rows are numbered.
     """
     if not rows:
         return {}
-    headings = _told_apart([_folded(cell) for cell in rows[0]])
+    headings = _unique_names([_folded(cell) for cell in rows[0]])
     narrow = len(headings) == 1
-    names = _told_apart(
+    names = _unique_names(
         [str(number) if narrow else _folded(row[0]) if row else "" for number, row in enumerate(rows[1:])]
     )
     return {
@@ -164,7 +167,7 @@ def table_cells(rows: Rows) -> Cells:
     }
 
 
-def _told_apart(names: list[str]) -> list[str]:
+def _unique_names(names: list[str]) -> list[str]:
     seen: Counter[str] = Counter()
     found = []
     for name in names:
@@ -174,7 +177,7 @@ def _told_apart(names: list[str]) -> list[str]:
 
 
 def cells_match(gold: str, cell: str, tolerance: float) -> bool:
-    """Whether two cells are the same number, or the same text but for case, spaces and Markdown."""
+    """Whether two cells are the same number, or the same text up to case, spaces and Markdown."""
     one, other = parse_chart_number(_folded(gold)), parse_chart_number(_folded(cell))
     if one is None or other is None:
         return _folded(gold) == _folded(cell)

@@ -1,4 +1,4 @@
-"""VQA accuracy: agreement with people's short answers."""
+"""VQA accuracy: agreement with human short answers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ _FULL_STOP = re.compile(r"\.(?!\d)")
 _DIGIT_COMMA = re.compile(r"\d,\d")
 _LONGEST = 200
 _ENOUGH = 3
-"""People who have to agree for full credit."""
+"""Annotators who must agree for full credit."""
 
 
 class VQAScorer:
-    """Accuracy of an answer (arXiv:1505.00468, 3): from 0 to 1. Outcomes besides ok: `no_answer`, `hedged`,
-    `too_long`.
+    """Accuracy of an answer (arXiv:1505.00468, 3), from 0 to 1.
 
-    The task's answer is the list of people's answers, usually ten. A list of at most three, or a single answer, is one
-    of answers that are all right.
+    The task's answer is the list of annotators' answers, usually ten. A list of at most three, or a single answer,
+    holds accepted answers that are all right. Outcomes besides ok: `no_answer`, `hedged`, `too_long`.
     """
 
     def __init__(self, config: VQAReward) -> None:
@@ -48,11 +47,11 @@ class VQAScorer:
             return Score(0.0, NO_ANSWER)
         if found.hedged:
             return Score(0.0, HEDGED)
-        is_said = found.kind in ("boxed", "hash", "said", "corrected")
+        is_marked = found.kind in ("boxed", "hash", "said", "corrected")
         part = answer_section(text)
         answers = (
             [strip_markup(found.text), found.value]
-            if is_said
+            if is_marked
             else [strip_markup(part), *extract_statements(part), *_counted(found)]
         )
         if len(answers[0]) > _LONGEST:
@@ -61,15 +60,15 @@ class VQAScorer:
 
 
 def _counted(found: FinalAnswer) -> list[str]:
-    """The number of `There are two people`."""
+    """Return the number in `There are two people`."""
     amount = parse_quantity(normal(found.value)) if found.kind == "sentence" and "=" not in found.value else None
     return [] if amount is None or amount.percent else [str(amount.value)]
 
 
 def vqa_accuracy(answer: str, golds: Sequence[str]) -> float:
-    """min(agreeing / 3, 1), averaged over leaving out one person at a time, as in the official evaluation."""
-    said = normalize_vqa_answer(answer)
-    same = [said != "" and normalize_vqa_answer(gold) == said for gold in golds]
+    """Return min(agreeing / 3, 1), averaged over leaving out one annotator at a time, as in the official evaluation."""
+    normalized = normalize_vqa_answer(answer)
+    same = [normalized != "" and normalize_vqa_answer(gold) == normalized for gold in golds]
     if len(golds) <= _ENOUGH:
         return float(any(same))
     agreeing = sum(same)
@@ -77,16 +76,16 @@ def vqa_accuracy(answer: str, golds: Sequence[str]) -> float:
 
 
 def normalize_vqa_answer(answer: str) -> str:
-    """The official normalisation: lower case, no punctuation, no articles, digits for words up to ten.
+    """Apply the official normalisation: lower case, no punctuation, no articles, digits for words up to ten.
 
-    Where nothing but articles would be left out, they stay: `A` may be the letter that a picture shows.
-    The official list puts missing apostrophes into contractions; here they are taken out of both sides.
+    Articles are kept if nothing else is left: `A` may be a letter in the image. The official list adds missing
+    apostrophes to contractions; here they are removed from both sides.
     """
-    text = said = " ".join(to_half_width(answer).split()).lower()
-    squeeze = _DIGIT_COMMA.search(said) is not None
+    text = lowered = " ".join(to_half_width(answer).split()).lower()
+    squeeze = _DIGIT_COMMA.search(lowered) is not None
     for mark in _MARKS:
         if mark in text:
-            apart = f"{mark} " in said or f" {mark}" in said
+            apart = f"{mark} " in lowered or f" {mark}" in lowered
             text = text.replace(mark, "" if squeeze or apart else " ")
     text = _FULL_STOP.sub("", text).replace("'", "").replace("’", "")
     words = [str(NUMBER_WORDS[word]) if NUMBER_WORDS.get(word, 11) <= 10 else word for word in text.split()]

@@ -1,4 +1,4 @@
-"""The web application: OpenAI's interface for applications, and feedback."""
+"""The web application and its server: OpenAI's API for applications, and feedback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(service: EndpointService, rules: AccessRules) -> EndpointMiddleware:
-    """The application, behind its rules."""
+    """Build the application, behind its access rules."""
     app = FastAPI(title="rollmill serve", description=_ABOUT, docs_url=None, redoc_url=None, responses=_FAILS)
     _add_errors(app)
     _add_completions(app, service)
@@ -80,24 +80,24 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _place(at: Any) -> str:
-    """Where in the body something is wrong; names that a client made up are not repeated."""
+    """Location of an error in the body; names made up by the client are not repeated."""
     return ".".join(str(each) for each in at[1:] if isinstance(each, int) or str(each).isidentifier())[:100] or "body"
 
 
 def _add_completions(app: FastAPI, service: EndpointService) -> None:
     @app.post("/v1/chat/completions", response_model=responses.ChatCompletionResponse, responses=_STREAMS)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        """The next turn of a conversation."""
+        """Generate the next turn of a conversation."""
         return await _answered(ChatCompletionHandler(service, body, request.scope[SESSION_SCOPE_KEY]), request)
 
     @app.post("/v1/completions", response_model=responses.CompletionResponse, responses=_STREAMS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """What follows a text."""
+        """Complete a text."""
         return await _answered(TextCompletionHandler(service, body, request.scope[SESSION_SCOPE_KEY]), request)
 
 
 async def _answered(work: ChatCompletionHandler | TextCompletionHandler, request: Request) -> Response:
-    """The answer to a request that was admitted, whole or in pieces."""
+    """Respond to an admitted request, at once or as a stream."""
     if work.body.stream:
         return _EventStreamResponse(work)
     try:
@@ -108,7 +108,7 @@ async def _answered(work: ChatCompletionHandler | TextCompletionHandler, request
 
 
 class _EventStreamResponse(StreamingResponse):
-    """Server-sent events. What generates them is ended when the client goes away, even before the first."""
+    """Server-sent events. Generation is cancelled when the client disconnects, even before the first event."""
 
     def __init__(self, work: ChatCompletionHandler | TextCompletionHandler) -> None:
         super().__init__(_events(work), media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -126,14 +126,14 @@ async def _events(work: ChatCompletionHandler | TextCompletionHandler) -> AsyncG
         async with aclosing(work.chunks()) as chunks:
             async for chunk in chunks:
                 yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
-        work.close()  # before the client knows that it is over: it may commit at once
+        work.close()  # before the client sees the end: it may commit at once
         yield b"data: [DONE]\n\n"
     except ApiError as error:
         yield b"data: " + json.dumps(error.body()).encode() + b"\n\n"
 
 
 async def _while_connected(work: Awaitable[AnswerT], request: Request) -> AnswerT:
-    """What `work` gives; it is cancelled when the client goes away."""
+    """Return the result of `work`; it is cancelled when the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:
@@ -161,19 +161,19 @@ def _add_state(app: FastAPI, service: EndpointService) -> None:
 
     @app.get("/v1/models", response_model=responses.ModelList)
     async def models() -> responses.ModelList:
-        """The model that is served; requests may name any."""
+        """List the served model; requests may name any."""
         return responses.ModelList(data=[card()])
 
     @app.get("/v1/models/{id:path}", response_model=responses.ModelCard)
     async def model(id: str) -> responses.ModelCard:
-        """One model."""
+        """Describe one model."""
         if id != service.name:
             raise ApiError(f"there is no such model; `{service.name}` is served", 404, code="model_not_found")
         return card()
 
     @app.get("/health", response_model=responses.HealthResponse)
     async def health() -> Response:
-        """Whether requests are answered; 503 where they are not."""
+        """Whether the server answers requests; 503 if not."""
         gate = service.gate
         found = responses.HealthResponse(
             status="ending" if gate.closing else "failed" if gate.failure else "ok",
@@ -195,7 +195,7 @@ def _add_state(app: FastAPI, service: EndpointService) -> None:
 def _add_feedback(app: FastAPI, service: EndpointService) -> None:
     @app.post("/feedback", response_model=responses.FeedbackResponse)
     async def feedback(body: RewardRequest, request: Request) -> responses.FeedbackResponse:
-        """Give a session its reward. The same again changes nothing."""
+        """Set the reward of a session. Repeating it changes nothing."""
         if not service.takes_feedback:
             raise ApiError(
                 "nothing is recorded here; start `rollmill serve` with --record or --train", code="no_feedback"
@@ -213,7 +213,7 @@ def _add_feedback(app: FastAPI, service: EndpointService) -> None:
 
     @app.post("/commit", response_model=responses.CommitResponse)
     async def commit(body: CommitRequest, request: Request) -> responses.CommitResponse:
-        """Hand finished sessions over, all or none."""
+        """Hand over finished sessions, all or none."""
         single = [body.session] if body.session is not None else []
         names = list(dict.fromkeys([*single, *(body.sessions or [])]))
         if not names and body.sessions is None and request.scope[SESSION_SCOPE_KEY] is not None:
@@ -233,15 +233,13 @@ def _commit(service: EndpointService, sessions: list[Any]) -> int:
     return service.sessions.commit(sessions, service.sink, service.chat.decode)
 
 
-# Running the endpoint in the event loop of whoever needs it.
-
 SHUTDOWN_GRACE_S = 30
 
 
 class EndpointServer:
-    """A server that answers since `start`, until `stop`. Signals are its owner's business.
+    """Runs the application in the caller's event loop, from `start` to `stop`. Signals are left to the caller.
 
-    Raises ConfigError where the web libraries are missing.
+    Raises ConfigError if the web libraries are missing.
     """
 
     def __init__(self, service: EndpointService, rules: AccessRules, listener: socket.socket) -> None:
@@ -265,7 +263,7 @@ class EndpointServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Answer from now on."""
+        """Start answering requests."""
         self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             if self._task.done():
@@ -273,7 +271,7 @@ class EndpointServer:
             await asyncio.sleep(0.005)
 
     async def stop(self, *, abort: bool = False) -> None:
-        """Take no more requests, and end when those under way are answered, or at once."""
+        """Refuse new requests, and stop once running ones are answered, or at once with `abort`."""
         if self._task is None:
             return
         self.service.gate.closing = True

@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""Handlers of /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from rollmill.types import Completion
 
 @dataclass(slots=True, eq=False)
 class ChatChoiceState(ChoiceState):
-    """One of `n` while it comes."""
+    """One of the `n` choices of a running chat request."""
 
     content: str = ""
     calls: list[Any] = field(default_factory=list)
 
     @property
     def reason(self) -> str:
-        """Why it ended."""
+        """Finish reason."""
         assert self.completion is not None
         return "tool_calls" if self.calls else FINISH_REASONS[self.completion.stop_reason]
 
 
 class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceState]):
-    """A chat under way. Raises ApiError where the request cannot be answered."""
+    """A running chat request. Raises ApiError if it cannot be answered."""
 
     kind, piece = "chatcmpl", "chat.completion.chunk"
 
@@ -58,8 +58,8 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         self.sampling = session.settings(body, limit)
         seed = session.seed(self._number, body.seed, int(self.id[-16:], 16))
         self._start(self.prompt.token_ids, seed, body.top_logprobs or 0)
-        tools, asked = requested_tools(body) is not None, (self.prompt.text, self.prompt.token_ids)
-        self.choices = [ChatChoiceState(i, *asked, self._stream(tools=tools)) for i in range(self.count)]
+        tools, prompt = requested_tools(body) is not None, (self.prompt.text, self.prompt.token_ids)
+        self.choices = [ChatChoiceState(i, *prompt, self._stream(tools=tools)) for i in range(self.count)]
 
     async def answer(self) -> ChatCompletionResponse:
         """See CompletionHandler."""
@@ -93,9 +93,9 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         rest = ""
         if body.stream:
             rest = choice.text.finish(choice.content)
-            choice.content = choice.text.shown  # what the client has seen is what it sends back
+            choice.content = choice.text.shown  # the client sends back the text it has seen
         self._record(choice, completion)
-        if session.id != self.id:  # nobody can go on with a session that has no name
+        if session.id != self.id:  # unnamed sessions cannot be continued
             session.told(body, assistant_message(choice.content, choice.calls), self.prompt, completion)
         return rest
 
@@ -127,27 +127,25 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
 
 
 def _check_choice(body: ChatCompletionRequest) -> None:
-    """Calls are up to the policy: nothing forces one."""
+    """Refuse forced tool calls: calls are up to the policy."""
     if body.tool_choice in (None, "none", "auto"):
         return
     text = "`tool_choice` may be `auto` or `none`: calls are up to the policy; ask for one in the prompt"
     raise ApiError(text, code="unsupported_parameter", param="tool_choice")
 
 
-# /v1/completions.
-
 MAX_PROMPTS = 64
 
 
 @dataclass(slots=True, eq=False)
 class TextChoiceState(ChoiceState):
-    """One completion of one prompt while it comes."""
+    """One choice of one prompt of a running text request."""
 
-    at: int = 0  #: where the text of tokens that were not sent begins in the choice's text
+    at: int = 0  #: offset of the unsent tokens' text in the choice's text
 
 
 class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState]):
-    """Texts under way. Raises ApiError where the request cannot be answered."""
+    """A running text completion request. Raises ApiError if it cannot be answered."""
 
     kind, piece = "cmpl", "text_completion"
 
@@ -229,7 +227,7 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of a request. Raises ApiError where there are too many, or none."""
+    """The prompts of a request. Raises ApiError for none or too many."""
     prompt: Any = body.prompt
     single = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
     found: list[str | list[int]] = [prompt] if single else list(prompt)

@@ -1,4 +1,4 @@
-"""A request for completions while it is answered: what chats and texts have in common."""
+"""A running completion request: the common part of chats and text completions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from rollmill.rollout.endpoint.service import EndpointService, GenerationTask, n
 from rollmill.rollout.tools.formats import TOOL_CALL_START
 from rollmill.types import Completion
 
-# A completion's text while its tokens come: what may be shown already.
-
 _MARKS = (TOOL_CALL_START, "```")
-"""Where a tool call may begin."""
+"""Possible beginnings of a tool call."""
 
 
 class TextStream:
-    """Shows text that no later token takes back: not half a character, nor what may become a stop string or a tool
-    call. What was shown is the beginning of the whole text.
+    """Streams the part of a completion's text that no later token can change: no half characters, nor text that may
+    become a stop string or a tool call. The shown text is always a prefix of the whole text.
 
     Attributes:
-        shown: so far.
+        shown: the text so far.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], *, tools: bool = False) -> None:
@@ -40,7 +38,7 @@ class TextStream:
         self._from, self._read = 0, 0  # tokens before `_read` are in the text; decoding begins at `_from`
 
     def push(self, token: int) -> str:
-        """What can be shown after one more token."""
+        """Add a token; return the text that can be shown now."""
         self._tokens.append(token)
         before = self._decode(self._from, self._read)
         now = self._decode(self._from, len(self._tokens))
@@ -50,9 +48,8 @@ class TextStream:
         return self._show(self._text[: self._safe()])
 
     def finish(self, text: str) -> str:
-        """What is still to be shown of the whole text. Where it begins otherwise than what was shown (bytes that are no
-        character), what was shown stays.
-        """
+        """Return the rest of the whole text. Text shown already stays, even if it differs (bytes that are no
+        character)."""
         rest = text[len(self.shown) :]
         self.shown += rest
         return rest
@@ -68,7 +65,7 @@ class TextStream:
         return text
 
     def _safe(self) -> int:
-        """How much of the text stays as it is, whatever comes."""
+        """Length of the text that no later token can change."""
         text, safe = self._text, len(self._text)
         if self._tools and text.lstrip()[:1] in ("", "{", "["):
             return 0
@@ -83,18 +80,18 @@ class TextStream:
 
 @dataclass(slots=True, eq=False)
 class ChoiceState:
-    """One completion while it comes."""
+    """One completion of a running request."""
 
     index: int
     prompt: str
     prompt_ids: list[int]
     text: TextStream
     sampled: list[SampledToken] = field(default_factory=list)
-    sent: int = 0  #: tokens whose log-probs were sent
+    sent: int = 0  #: number of tokens whose log-probs were sent
     completion: Completion | None = None
 
     def unsent(self) -> list[SampledToken]:
-        """The tokens whose log-probs were not sent yet; they count as sent now."""
+        """Return the tokens whose log-probs were not sent yet, and mark them as sent."""
         new, self.sent = self.sampled[self.sent :], len(self.sampled)
         return new
 
@@ -104,13 +101,13 @@ AnyChoice = TypeVar("AnyChoice", bound=ChoiceState)
 
 
 class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
-    """A request under way. Made when it was admitted; `close` ends it.
+    """A running request. Created on admission; `close` ends it.
 
-    Raises ApiError where the request cannot be answered.
+    Raises ApiError if the request cannot be answered.
     """
 
-    kind: ClassVar[str]  #: how ids of answers begin
-    piece: ClassVar[str]  #: what a piece of a stream is called
+    kind: ClassVar[str]  #: prefix of response ids
+    piece: ClassVar[str]  #: object name of a stream's chunks
     sampling: SamplingConfig
 
     def __init__(self, service: EndpointService, body: AnyBody, name: str | None) -> None:
@@ -132,28 +129,28 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Start what generates, and make the choices."""
+        """Start the generations, and create the choices."""
 
     @abstractmethod
     async def answer(self) -> BaseModel:
-        """The whole answer."""
+        """Return the whole response."""
 
     @abstractmethod
     def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer piece by piece, without the token counts."""
+        """Yield the response in chunks, without token counts."""
 
     @abstractmethod
     def _ended(self, choice: AnyChoice, completion: Completion) -> str:
-        """Record a completion; what is still to be shown of it."""
+        """Record a completion; return the text still to be shown."""
 
     def close(self) -> None:
-        """The request is over: what still runs is ended."""
+        """End the request and cancel its generations."""
         for generation in self._generations:
             generation.task.cancel()
         self._stack.close()
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer piece by piece."""
+        """Yield the response in chunks."""
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 yield piece
@@ -168,12 +165,12 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
         return TextStream(self.service.chat.tokenizer, self.sampling.stop, tools=tools)
 
     async def _finish(self) -> None:
-        """Wait until all choices are whole."""
+        """Wait until all choices are complete."""
         async for _ in self._changes():
             pass
 
     async def _changes(self) -> AsyncGenerator[tuple[AnyChoice, str], None]:
-        """Choices of which there is more to show; their last change has the completion."""
+        """Yield choices with new text to show; the last change of each has the completion."""
         for number, generation in enumerate(self._generations):
             async with aclosing(self.service.watched(generation)) as events:
                 async for event in events:

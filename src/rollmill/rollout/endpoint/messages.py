@@ -1,7 +1,7 @@
-"""Messages as clients send them, in one form: what was answered is known again when it comes back.
+"""Normalizes the messages that clients send, so that the policy's own turns are recognized when they come back.
 
-Clients give content as text or parts, write arguments as JSON in their own way and may number calls anew. In the one
-form arguments are objects, calls are numbered through the conversation, and what templates do not know is left out.
+Clients give content as text or parts, write arguments as JSON in various ways and may renumber calls. Normalized,
+arguments are objects, calls are numbered through the conversation, and fields unknown to templates are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollmill.rollout.tools.formats import ToolCall
 
 
 def normalize_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, Any]]:
-    """The messages in the one form. Raises ApiError naming a message that lacks something or holds no text."""
+    """Normalize the messages. Raises ApiError naming a message that lacks something or has no text."""
     ids: dict[str, str] = {}
     return [_message(message, f"messages[{number}]", ids) for number, message in enumerate(messages)]
 
@@ -30,7 +30,7 @@ def assistant_message(content: str, calls: Sequence[ToolCall]) -> ChatMessagePar
 
 
 def check_text(text: str) -> str:
-    """The text. Raises ApiError where it is no text: half of a surrogate pair cannot be encoded."""
+    """Return the text. Raises ApiError if it cannot be encoded, as with half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -39,7 +39,7 @@ def check_text(text: str) -> str:
 
 
 def template_error(error: EngineError) -> ApiError:
-    """What the chat template says of the messages."""
+    """Build the ApiError for messages that the chat template refuses."""
     return ApiError(str(error), code="invalid_messages", param="messages")
 
 
@@ -72,7 +72,7 @@ def _text(message: ChatMessageParam, at: str) -> str:
 
 
 def _call(id: str, name: str, arguments: str, ids: dict[str, str]) -> dict[str, Any]:
-    ids[id] = f"call{len(ids):05d}"  # nine characters: some templates take no others
+    ids[id] = f"call{len(ids):05d}"  # nine characters, as some templates require
     value: Any
     try:
         value = json.loads(arguments or "{}")

@@ -1,4 +1,4 @@
-"""What every request passes first: who may ask, how much may be sent, and which session it belongs to."""
+"""Checks that every request passes first: access, body size, and the session it belongs to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Send = Callable[[ASGIMessage], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 SESSION_SCOPE_KEY = "rollmill.session"
-"""Key of the scope: the session a request names, or None."""
+"""Key of the ASGI scope: the name of the request's session, or None."""
 _PREFIX = re.compile(r"/s/([^/]*)(/v1/.*|/feedback|/commit)")
 _NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 _BODY_S = 60.0
@@ -35,11 +35,11 @@ _ROUTES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AccessRules:
-    """Who may ask for what.
+    """Access rules of the server.
 
     Attributes:
-        host: the address that is listened on.
-        key: what requests show as API key, perhaps with `:SESSION` behind it; None: nothing.
+        host: the address listened on.
+        key: API key of requests, which may append `:SESSION`; None: not required.
         most_bytes: longest body.
     """
 
@@ -49,7 +49,7 @@ class AccessRules:
 
 
 class EndpointMiddleware:
-    """An ASGI application before another one."""
+    """ASGI middleware that applies the rules, reads the body and counts requests."""
 
     def __init__(self, app: ASGIApp, rules: AccessRules, gauges: EndpointMetrics) -> None:
         self._app, self._rules, self._gauges = app, rules, gauges
@@ -78,7 +78,7 @@ class EndpointMiddleware:
         await self._app(scope, _replayed(body, receive), counted)
 
     def _check_origin(self, headers: dict[str, str]) -> None:
-        """A page in a browser on this machine must not reach the server."""
+        """Refuse requests made by web pages in a browser on this machine."""
         if not is_own_host(headers.get("host", ""), self._rules.host):
             text = "the request is for another host than this server; use its address, or the name that --host gives"
             raise ApiError(text, 403, code="wrong_host")
@@ -86,7 +86,7 @@ class EndpointMiddleware:
             raise ApiError("requests of web pages are refused", 403, code="cross_site")
 
     def _session(self, scope: Scope, headers: dict[str, str]) -> str | None:
-        """The session that the request names: by its path, a header or its key."""
+        """The session named by the request's path, header or key."""
         named: list[str] = []
         if (match := _PREFIX.fullmatch(scope["path"])) is not None:
             named.append(match[1])
@@ -105,7 +105,7 @@ class EndpointMiddleware:
         return named[0] if named else None
 
     def _of_key(self, header: str, path: str) -> list[str]:
-        """The session in an API key. Raises ApiError where the key is wrong."""
+        """The session in the API key. Raises ApiError if the key is wrong."""
         scheme, _, shown = header.partition(" ")
         shown = shown.strip() if scheme.lower() == "bearer" else ""
         key, colon, session = shown.partition(":")
@@ -142,7 +142,7 @@ def _too_long(most: int) -> ApiError:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """`receive` with the body at once; behind it comes what the server has to say."""
+    """A `receive` that returns the whole body at once, then the server's further messages."""
     parts: list[ASGIMessage] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def next_one() -> ASGIMessage:

@@ -1,4 +1,4 @@
-"""The explorer's own endpoint: programs and frameworks that take a base URL are rollouts."""
+"""The explorer's endpoint, for rollouts by programs and frameworks that take a base URL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_TOKENS = 50_000_000
 
 @dataclass(frozen=True, slots=True)
 class EndpointAccess:
-    """The part `endpoint`: an OpenAI-compatible server that is this rollout's policy, and records."""
+    """The workflow argument `endpoint`: an OpenAI-compatible server that is this rollout's policy, and records."""
 
     base_url: str  #: ends with /v1
     api_key: str
@@ -33,17 +33,17 @@ class EndpointAccess:
 
     @property
     def rewards(self) -> dict[str, float]:
-        """What was posted to /feedback, by name."""
+        """Rewards posted to /feedback, by name."""
         return dict(self.session.parts)
 
     @property
     def address(self) -> str:
-        """Where /feedback is."""
+        """Address of the server, to which /feedback is appended."""
         return self.base_url.removesuffix("/v1")
 
 
 class PolicyEndpoint:
-    """Serves an engine to the rollouts of this process; started by the first that asks for it."""
+    """Serves an engine to the rollouts of this process; starts at the first use."""
 
     def __init__(self, engine: RolloutEngine, chat: ChatRenderer, context: int, deadline_s: float) -> None:
         self._engine, self._chat, self._context, self._deadline_s = engine, chat, context, deadline_s
@@ -54,7 +54,7 @@ class PolicyEndpoint:
 
     @asynccontextmanager
     async def one(self, rollout: Rollout, *, forced: bool = False) -> AsyncIterator[EndpointAccess]:
-        """The endpoint for one rollout. `forced`: temperature and truncation are the rollout's, whatever is asked."""
+        """Open the endpoint for one rollout. `forced`: requests cannot change temperature and truncation."""
         service = (await self._started()).service
         session = EndpointSession(
             secrets.token_hex(8),
@@ -74,7 +74,7 @@ class PolicyEndpoint:
             await session.abort()
 
     async def close(self) -> None:
-        """End the server; may be called twice."""
+        """Stop the server; may be called twice."""
         if self._server is not None:
             await self._server.stop(abort=True)
             self._server = None

@@ -1,4 +1,4 @@
-"""What the endpoint is asked: bodies of requests. `fields.py` says what becomes of fields that are not named here."""
+"""Request and response bodies of the endpoint, and its errors, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOP_STRINGS, MAX_REWARD_PARTS = 64, 20, 16, 
 StopText = Annotated[str, Field(max_length=256, min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 SessionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~-]{1,128}$")]
-"""Of a session: it may stand in an address."""
+"""Name of a session, usable in a URL."""
 PartName = Annotated[str, Field(min_length=1, max_length=128)]
 FiniteReward = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 class RequestBody(BaseModel):
-    """A JSON object whose values have exactly the types that are named."""
+    """A JSON object whose values must have exactly the declared types."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(RequestBody):
-    """How an answer is streamed."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     """Send the token counts in a last chunk."""
 
 
 class BaseCompletionRequest(RequestBody):
-    """What both kinds of completions have in common. Null stands for the default."""
+    """Fields shared by both kinds of completions. Null means the default."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     model: str = ""
-    """Any name: one model is served."""
+    """Ignored: only one model is served."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     """The same seed, prompt and weights give the same completion."""
@@ -53,11 +53,11 @@ class BaseCompletionRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Add `prompt_token_ids` and every choice's `token_ids` to the answer."""
+    """Add `prompt_token_ids` and every choice's `token_ids` to the response."""
 
 
 class TextContentPart(BaseModel):
-    """A part of a message: text."""
+    """A text part of a message."""
 
     type: str
     text: str | None = None
@@ -79,7 +79,7 @@ class ToolCallParam(BaseModel):
 
 
 class ChatMessageParam(BaseModel):
-    """A message of a chat. Fields that are not named are ignored."""
+    """A chat message. Undeclared fields are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextContentPart] | None = None
@@ -89,7 +89,7 @@ class ChatMessageParam(BaseModel):
 
 
 class FunctionDefinition(BaseModel):
-    """What a template shows of a tool; fields that are not named are shown, too."""
+    """A tool's function as templates show it; undeclared fields are shown, too."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -97,7 +97,7 @@ class FunctionDefinition(BaseModel):
 
 
 class ToolParam(BaseModel):
-    """A tool the policy may call."""
+    """A tool that the policy may call."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -127,7 +127,7 @@ class CompletionRequest(BaseCompletionRequest):
     """0 only with `echo`."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
-    """Begin the text with the prompt."""
+    """Start the text with the prompt."""
 
 
 class RewardRequest(RequestBody):
@@ -135,23 +135,20 @@ class RewardRequest(RequestBody):
 
     session: SessionName | None = None
     completion: str | None = None
-    """The `id` of an answer."""
+    """The `id` of a response."""
     reward: FiniteReward | Annotated[dict[PartName, FiniteReward], Field(min_length=1, max_length=MAX_REWARD_PARTS)]
-    """A number, or several by name, whose sum counts. What was said before under another name stays; a session has at
-    most 64 names."""
+    """A number, or several by name, whose sum counts. Earlier rewards of other names stay; a session has at most 64."""
     commit: bool = False
     """The session is finished: hand it over at once."""
 
 
 class CommitRequest(RequestBody):
-    """The body of /commit: which sessions are finished. Neither: the one that the key, the header or the path names,
-    else all that have a reward and are not being answered."""
+    """The body of /commit: the finished sessions. Without either field: the session named by key, header or path, else
+    all that have a reward and no running call."""
 
     session: SessionName | None = None
     sessions: list[SessionName] | None = None
 
-
-# What the endpoint answers, in OpenAI's format.
 
 FINISH_REASONS = {
     StopReason.EOS: "stop",
@@ -160,7 +157,7 @@ FINISH_REASONS = {
     StopReason.REPETITION: "length",
     StopReason.ABORTED: "length",
 }
-"""What clients are told: `stop` where the policy ended its answer, `length` where it was ended."""
+"""Finish reasons shown to clients: `stop` if the policy ended its answer, `length` if it was cut off."""
 
 
 class UsageInfo(BaseModel):
@@ -240,7 +237,7 @@ class CompletionResponse(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """What is served. `max_model_len` counts tokens, prompt included."""
+    """The served model. `max_model_len` counts tokens, prompt included."""
 
     id: str
     object: Literal["model"] = "model"
@@ -251,14 +248,14 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The models: one."""
+    """The list of models, with one entry."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class HealthResponse(BaseModel):
-    """Whether requests are answered."""
+    """State of the server."""
 
     status: Literal["ok", "failed", "ending"]
     model: str
@@ -269,7 +266,7 @@ class HealthResponse(BaseModel):
 
 
 class FeedbackResponse(BaseModel):
-    """What is known of a session now."""
+    """The session's rewards so far."""
 
     session: str
     reward: float
@@ -278,19 +275,17 @@ class FeedbackResponse(BaseModel):
 
 
 class CommitResponse(BaseModel):
-    """What was handed over."""
+    """The sessions handed over."""
 
     committed: list[str]
     experiences: int
 
 
-# What a caller of the endpoint did wrong, or what failed, in OpenAI's format.
-
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong, and what to do."""
+    """An error, and what to do about it."""
 
     message: str
     type: str
@@ -299,17 +294,17 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every answer that is not 200."""
+    """Body of every response that is not 200."""
 
     error: ErrorInfo
 
 
 class ApiError(RollmillError):
-    """A request that is not answered. `status` is HTTP's; `code` is what programs tell errors apart by.
+    """A refused or failed request. `status` is HTTP's; `code` identifies the error for programs.
 
     Args:
         param: the field that is wrong.
-        retry_s: seconds after which to try again.
+        retry_s: seconds after which to retry.
     """
 
     def __init__(
@@ -319,18 +314,16 @@ class ApiError(RollmillError):
         self.status, self.code, self.param, self.retry_s = status, code, param, retry_s
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """The response body as JSON."""
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         details = ErrorInfo(message=str(self), type=kind, param=self.param, code=self.code)
         return ErrorResponse(error=details).model_dump()
 
     def headers(self) -> dict[str, str]:
-        """HTTP headers of the answer."""
+        """HTTP headers of the response."""
         found = {"retry-after": str(self.retry_s)} if self.retry_s is not None else {}
         return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
-
-# Fields of requests that the endpoint does not have: those that change nothing are ignored, others refused.
 
 IGNORED_FIELDS = frozenset(
     (
@@ -338,7 +331,7 @@ IGNORED_FIELDS = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prediction", "cache_salt"),
     )
 )
-"""They say how a request is billed, kept or sped up, not what is answered."""
+"""Fields on billing, storage or speed, which do not change the response."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -363,7 +356,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
 }
-"""Values that say what is done anyway. Null always does."""
+"""Unsupported fields with values that ask for the default behaviour. Null always does."""
 
 _ADVICE = {
     "functions": "use `tools`",
@@ -375,7 +368,7 @@ _ADVICE = {
 
 
 def check_extra_fields(extra: Mapping[str, Any] | None) -> None:
-    """Raises ApiError where a field that is not honoured would have changed the answer."""
+    """Raise ApiError for an unsupported field that would change the response."""
     for name, value in (extra or {}).items():
         known = NEUTRAL_VALUES.get(name, ())
         if value is None or name in IGNORED_FIELDS or any(_same(value, each) for each in known):
@@ -393,5 +386,5 @@ def check_extra_fields(extra: Mapping[str, Any] | None) -> None:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, with numbers told from booleans."""
+    """Equality that distinguishes numbers from booleans."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

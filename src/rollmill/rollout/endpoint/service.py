@@ -1,4 +1,4 @@
-"""What all routes of the endpoint share."""
+"""The service behind all routes of the endpoint: admission, generation and sessions of one model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ if TYPE_CHECKING:
     from rollmill.rollout.endpoint.metrics import EndpointMetrics
 
 
-# One request to the engine, token by token: at most so many at a time, each with a deadline.
-
-
 class AdmissionLimiter:
-    """Admits requests while fewer than `most` are being answered or wait in the engine.
+    """Admits requests while fewer than `most` are running or queued, each with a deadline.
 
     Attributes:
-        closing: the server ends, and admits nothing any more.
-        failure: what the engine has failed of.
+        closing: the server is stopping and admits no more requests.
+        failure: the engine's error, once it has failed.
     """
 
     def __init__(self, most: int, deadline_s: float, gauges: EndpointMetrics) -> None:
@@ -41,11 +38,11 @@ class AdmissionLimiter:
 
     @property
     def under_way(self) -> int:
-        """How many requests are being answered or wait."""
+        """Number of running and queued requests."""
         return len(self._tasks)
 
     def admit(self, engine: RolloutEngine, request: GenerationRequest) -> GenerationTask:
-        """Start a request. Raises ApiError where there are too many, or the server ends."""
+        """Start a request. Raises ApiError if there are too many, or the server is stopping."""
         self.check()
         generation = GenerationTask(engine, request, self)
         self._tasks.add(generation.task)
@@ -54,7 +51,7 @@ class AdmissionLimiter:
         return generation
 
     def check(self, more: int = 1) -> None:
-        """Raises ApiError where no more requests are admitted."""
+        """Raise ApiError if no more requests are admitted."""
         if self.closing:
             text = "the server is ending and takes no more requests; try again when it is back"
             raise ApiError(text, 503, code="shutting_down", retry_s=5)
@@ -63,7 +60,7 @@ class AdmissionLimiter:
             raise ApiError(text, 429, code="too_many_requests", retry_s=1)
 
     async def abort(self) -> None:
-        """End what is under way."""
+        """Cancel all requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -76,7 +73,7 @@ class AdmissionLimiter:
 
 
 class GenerationTask:
-    """A request under way. Iterate over its tokens and completions; `stop` ends it early."""
+    """A running request to the engine. `events` yields its tokens and completions; `stop` cancels it."""
 
     def __init__(self, engine: RolloutEngine, request: GenerationRequest, gate: AdmissionLimiter) -> None:
         self._events: asyncio.Queue[SampledToken | Completion | None] = asyncio.Queue()
@@ -104,7 +101,7 @@ class GenerationTask:
             raise ApiError(f"the engine has failed: {error}", 503, code="engine_failed") from error
 
     async def events(self) -> AsyncGenerator[SampledToken | Completion, None]:
-        """Tokens as they come, and completions as they end. Raises ApiError where the request fails."""
+        """Yield tokens as they are sampled, and completions as they finish. Raises ApiError if the request fails."""
         try:
             while (event := await self._events.get()) is not None:
                 yield event
@@ -115,7 +112,7 @@ class GenerationTask:
             await self.stop()
 
     async def stop(self) -> None:
-        """End it, if it has not ended."""
+        """Cancel it, unless it has finished."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
@@ -128,11 +125,11 @@ class EndpointService:
     """A model behind the endpoint.
 
     Attributes:
-        name: of the model, as answers have it.
+        name: of the model, as shown in responses.
         context: longest sequence in tokens.
-        sink: where committed sessions go; None: nothing is committed here.
-        takes_feedback: whether rewards are of any use.
-        anonymous: makes the session of a call that names none.
+        sink: receives committed sessions; None: sessions cannot be committed.
+        takes_feedback: whether rewards are used.
+        anonymous: creates the session of a call that names none.
     """
 
     engine: RolloutEngine
@@ -149,7 +146,7 @@ class EndpointService:
 
     @contextmanager
     def session(self, name: str | None, answer: str) -> Iterator[EndpointSession]:
-        """The session of a call, which is busy inside. Raises ApiError where it takes none."""
+        """The session of a call, marked as busy inside. Raises ApiError if it takes no calls."""
         if name is not None:
             session = self._named(name)
         elif self.anonymous is None:
@@ -170,11 +167,11 @@ class EndpointService:
         session = self.sessions.of(name)
         if self.anonymous is None or self.takes_feedback or not session.full:
             return session
-        self.sessions.remove(session)  # nobody can commit it: it is kept only to go on with
+        self.sessions.remove(session)  # it cannot be committed, only continued
         return self.sessions.of(name)
 
     def start(self, request: GenerationRequest, session: EndpointSession) -> GenerationTask:
-        """Begin to answer. Raises ApiError where the prompt does not fit, or there are too many requests."""
+        """Start a generation. Raises ApiError if the prompt does not fit, or there are too many requests."""
         length = len(request.prompt_ids)
         self.check_length(length)
         generation = self.gate.admit(self.engine, request)
@@ -184,7 +181,7 @@ class EndpointService:
         return generation
 
     def check_length(self, length: int) -> None:
-        """Raises ApiError unless a prompt of so many tokens leaves room for an answer."""
+        """Raise ApiError unless a prompt of this length leaves room for an answer."""
         if length >= self.context:
             text = (
                 f"the prompt has {length} tokens, and the model's context of {self.context} tokens leaves no room for "
@@ -195,7 +192,7 @@ class EndpointService:
             raise ApiError("the prompt has no tokens; send some text", code="invalid_value", param="prompt")
 
     async def watched(self, generation: GenerationTask) -> AsyncGenerator[SampledToken | Completion, None]:
-        """The events of a generation, which are timed and counted."""
+        """Yield the events of a generation, and record their metrics."""
         began, first = time.perf_counter(), True
         async for event in generation.events():
             if first:
@@ -212,12 +209,12 @@ class EndpointService:
 
 
 def new_response_id(kind: str) -> str:
-    """The id of an answer."""
+    """Create the id of a response."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
 def token_logprobs(service: EndpointService, sampled: list[SampledToken]) -> list[dict[str, Any]]:
-    """Log-probs as chat completions have them."""
+    """Log-probs in the format of chat completions."""
 
     def entry(id: int, logprob: float) -> dict[str, Any]:
         text = service.token(id)
@@ -229,8 +226,6 @@ def token_logprobs(service: EndpointService, sampled: list[SampledToken]) -> lis
     ]
 
 
-# A service for applications: anybody may begin a session.
-
 MISSING_LIBRARIES = (
     "the endpoint needs the fastapi, uvicorn and prometheus-client libraries: pip install 'rollmill[serve]'"
 )
@@ -238,13 +233,13 @@ MISSING_LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """What a server bears."""
+    """Limits of a server."""
 
-    requests: int = 256  #: that are answered or wait at the same time
+    requests: int = 256  #: running and queued requests
     deadline_s: float = 600.0  #: longest wait for an answer
     sessions: int = 2000
-    session_tokens: int = 20_000_000  #: that all sessions hold; some 60 bytes each
-    idle_s: float = 3600.0  #: after which a session is dropped
+    session_tokens: int = 20_000_000  #: tokens of all sessions; some 60 bytes each
+    idle_s: float = 3600.0  #: idle time after which a session is dropped
     most_bytes: int = 8 * 2**20  #: longest body
 
 
@@ -258,9 +253,9 @@ def build_application_service(
     limits: ServiceLimits,
     sink: SessionSink | None = None,
 ) -> EndpointService:
-    """A model behind the endpoint; without a sink nothing is kept of calls that name no session.
+    """Build the service of a model for applications, where any call may start a session.
 
-    Raises ConfigError where the web libraries are missing.
+    Without a sink, calls without a session name are not kept. Raises ConfigError if the web libraries are missing.
     """
     try:
         from rollmill.rollout.endpoint.metrics import EndpointMetrics

@@ -1,4 +1,4 @@
-"""What one client says and is told: calls are recorded, and go on from the policy's own tokens."""
+"""Sessions of the endpoint: each records one client's calls, and continues from the policy's own tokens."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class EndpointSession:
     """One client's calls.
 
     Args:
-        sampling: how completions are sampled, unless a request says otherwise.
-        recorder: takes down every call.
-        seed: what the randomness of all calls derives from, besides their number; None: every request's own seed.
-        index: of the completions that are recorded.
+        sampling: default sampling of completions.
+        recorder: records every call.
+        seed: seed of all calls, together with their number; None: every request has its own seed.
+        index: index of the recorded completions.
         forced: temperature and truncation are those of `sampling`, whatever requests say.
-        most_tokens: prompts and completions together; beyond them the session takes no more calls.
+        most_tokens: limit of prompts and completions together; beyond it the session takes no more calls.
 
     Attributes:
-        parts: the rewards that were given, by name.
-        tokens: that were recorded, prompts and completions together.
-        busy: calls under way; `running` is what generates for them.
+        parts: rewards by name.
+        tokens: recorded tokens, prompts and completions together.
+        busy: number of running calls; `running` has their generations.
         answers: ids of the completions.
     """
 
@@ -72,13 +72,13 @@ class EndpointSession:
         self.used_at, self.busy, self.closed = time.monotonic(), 0, False
         self.running: set[asyncio.Task[None]] = set()
         self._chat, self._seed, self._index, self._forced = chat, seed, index, forced
-        self._said: list[RecordedReply] = []
-        self._cut: list[tuple[str, list[int]]] = []  # texts that were cut off, with their tokens
-        self.tokens, self._asked, self._most_tokens = 0, 0, most_tokens
+        self._replies: list[RecordedReply] = []
+        self._cut: list[tuple[str, list[int]]] = []  # truncated texts, with their tokens
+        self.tokens, self._num_calls, self._most_tokens = 0, 0, most_tokens
 
     @property
     def reward(self) -> float | None:
-        """The sum of the rewards that were given."""
+        """The sum of the rewards."""
         return sum(self.parts.values()) if self.parts else None
 
     @property
@@ -87,23 +87,23 @@ class EndpointSession:
         return self.tokens > self._most_tokens
 
     async def abort(self) -> None:
-        """End the calls under way."""
+        """Cancel all running calls."""
         for task in self.running:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
 
     def begin(self) -> int:
-        """Note that a call begins; its number. Raises ApiError where the session takes none."""
+        """Count a new call and return its number. Raises ApiError if the session takes none."""
         if self.closed:
             raise ApiError(f"session {self.id} has ended; begin another", 404, code="session_ended")
         if self.full:
             text = f"session {self.id} holds {self.tokens} tokens, at most {self._most_tokens:g} are kept"
             raise ApiError(f"{text}; commit it, and begin another", code="session_full")
-        number, self._asked = self._asked, self._asked + 1
+        number, self._num_calls = self._num_calls, self._num_calls + 1
         return number
 
     def settings(self, body: BaseCompletionRequest, max_tokens: int | None) -> SamplingConfig:
-        """How the completions of a request are sampled."""
+        """The sampling configuration of a request."""
         changes: dict[str, Any] = {} if self._forced else {name: getattr(body, name) for name in _SAMPLED}
         changes = {name: value for name, value in changes.items() if value is not None}
         if changes.get("top_k") == -1:
@@ -111,27 +111,27 @@ class EndpointSession:
         if 0 < changes.get("temperature", 0) < MIN_TEMPERATURE:
             text = f"a temperature below {MIN_TEMPERATURE} is not supported; give 0 for greedy decoding"
             raise ApiError(text, code="invalid_value", param="temperature")
-        own = {key: getattr(self.sampling, key) for key in SamplingConfig.model_fields}
+        defaults = {key: getattr(self.sampling, key) for key in SamplingConfig.model_fields}
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         changes |= {} if stop is None else {"stop": stop}
         changes |= {} if body.stop_token_ids is None else {"stop_token_ids": body.stop_token_ids}
         changes |= {} if max_tokens is None else {"max_new_tokens": max_tokens}
-        return SamplingConfig.model_validate(own | changes)
+        return SamplingConfig.model_validate(defaults | changes)
 
-    def seed(self, number: int, asked: int | None, otherwise: int) -> int:
-        """The seed of a call: the request's own, else `otherwise`; within a rollout it derives from the rollout's."""
+    def seed(self, number: int, requested: int | None, otherwise: int) -> int:
+        """The seed of a call: the request's, else `otherwise`; within a rollout it derives from the rollout's."""
         if self._seed is None:
-            return (otherwise if asked is None else asked) % 2**64
-        return derive_seed(self._seed, number) if asked is None else derive_seed(self._seed, number, asked)
+            return (otherwise if requested is None else requested) % 2**64
+        return derive_seed(self._seed, number) if requested is None else derive_seed(self._seed, number, requested)
 
     # -- chats -------------------------------------------------------------------------------------------------
 
     def chat_prompt(self, body: ChatCompletionRequest) -> ChatPrompt:
-        """The tokens of a conversation. Raises ApiError where it is none, or the template refuses it."""
+        """Tokenize a conversation. Raises ApiError if it is invalid, or the template refuses it."""
         try:
             messages, tools = self._seen(body.messages, body)
             check_text(json.dumps([messages, tools], ensure_ascii=False))
-            return self._chat.prompt(messages, self._said, tools)
+            return self._chat.prompt(messages, self._replies, tools)
         except EngineError as error:
             raise template_error(error) from error
         except RecursionError:
@@ -140,12 +140,12 @@ class EndpointSession:
     def told(
         self, body: ChatCompletionRequest, answer: ChatMessageParam, prompt: ChatPrompt, completion: Completion
     ) -> None:
-        """Remember what was answered, as the client knows it."""
+        """Remember an answer as the client sees it."""
         messages, tools = self._seen([*body.messages, answer], body)
-        self._said.append(self._chat.said(messages, prompt, tools, completion))
+        self._replies.append(self._chat.said(messages, prompt, tools, completion))
 
     def read(self, body: ChatCompletionRequest, text: str, salt: str) -> tuple[str, list[Any]]:
-        """Content and tool calls of a completion's text."""
+        """Split a completion's text into content and tool calls."""
         return split_tool_calls(text, salt=salt) if requested_tools(body) else (text, [])
 
     def _seen(
@@ -156,7 +156,7 @@ class EndpointSession:
     # -- texts -------------------------------------------------------------------------------------------------
 
     def text_prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], str]:
-        """Tokens and text of a prompt; one that begins with a text that was cut off goes on from its tokens."""
+        """Tokens and text of a prompt; one that begins with a truncated text continues its tokens."""
         if not isinstance(prompt, str):
             return list(prompt), self._chat.decode(prompt)
         check_text(prompt)
@@ -169,7 +169,7 @@ class EndpointSession:
     # -- recording ---------------------------------------------------------------------------------------------
 
     def record(self, completion: Completion, prompt: str, sampling: SamplingConfig) -> None:
-        """Take down a completion; one that comes after the end of the session is of no use any more."""
+        """Record a completion; ignored after the end of the session."""
         if self.closed:
             return
         completion.index = self._index
@@ -181,7 +181,7 @@ class EndpointSession:
             self._cut.append((prompt + completion.text, ids))
 
     def rewarded(self, reward: float | Mapping[str, float]) -> None:
-        """Note a reward; one of the same name is replaced. Raises ApiError where there are too many names."""
+        """Set a reward; one of the same name is replaced. Raises ApiError for too many names."""
         parts = self.parts | (dict(reward) if isinstance(reward, Mapping) else {"feedback": reward})
         if len(parts) > MAX_REWARD_PARTS:
             text = f"a reward has at most {MAX_REWARD_PARTS} parts; use the same names again, or sum them up"
@@ -190,7 +190,7 @@ class EndpointSession:
 
 
 def requested_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """The tools that a request offers, as templates take them."""
+    """The tools of a request, in the format of chat templates."""
     if not body.tools or body.tool_choice == "none":
         return None
     try:
@@ -201,19 +201,16 @@ def requested_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
 
 
 def encode_whole_text(chat: ChatRenderer, text: str) -> list[int]:
-    """Token ids of a text with what the tokenizer puts in front of it, but not behind."""
+    """Tokenize a text with the special tokens that the tokenizer puts before it, but not after."""
     ids: list[int] = chat.tokenizer.encode(text, add_special_tokens=True)
     if ids[-1:] == [chat.tokenizer.eos_token_id] and chat.encode(text)[-1:] != ids[-1:]:
         return ids[:-1]
     return ids
 
 
-# The sessions that are held: bounded in number, tokens and age. Whatever is dropped is counted.
-
-
 @dataclass(frozen=True, slots=True)
 class FinishedSession:
-    """A session that was handed over. `id`, that of its first experience, differs between all that ever were."""
+    """A session that was handed over. `id`, that of its first experience, is unique across all runs."""
 
     id: str
     prompt: str  #: of its first call, as text
@@ -221,23 +218,23 @@ class FinishedSession:
 
 
 class SessionSink(Protocol):
-    """Where finished sessions go."""
+    """Receiver of finished sessions."""
 
     def check(self, session: EndpointSession) -> None:
-        """Raises ApiError where a session cannot be taken."""
+        """Raise ApiError if a session cannot be taken."""
 
     def take(self, finished: FinishedSession) -> int:
-        """Take a session; how many that were taken before are dropped, for they wait too long for others."""
+        """Take a session; return how many earlier ones are dropped because they waited too long for others."""
 
 
 class SessionStore:
-    """Sessions by name.
+    """Sessions by name, bounded in number, tokens and age; dropped ones are counted.
 
     Args:
-        make: a new session; None: sessions are only those that were added.
-        most: how many are held; the one that was used longest ago makes room.
-        most_tokens: how many tokens all of them have, prompts and completions of all calls; room is made likewise.
-        idle_s: seconds after which one that is not used is dropped.
+        make: creates a session; None: only added sessions exist.
+        most: maximum number; beyond it the least recently used is dropped.
+        most_tokens: maximum tokens of all, prompts and completions; likewise.
+        idle_s: seconds after which an unused one is dropped.
     """
 
     def __init__(
@@ -251,7 +248,7 @@ class SessionStore:
     ) -> None:
         self._make, self._gauges = make, gauges
         self._most, self._most_tokens, self._idle_s = most, most_tokens, idle_s
-        self._held: OrderedDict[str, EndpointSession] = OrderedDict()  # the one that was used longest ago first
+        self._held: OrderedDict[str, EndpointSession] = OrderedDict()  # least recently used first
         self._by_answer: dict[str, str] = {}
         self._start, self._count = secrets.token_hex(4), 0
 
@@ -259,7 +256,7 @@ class SessionStore:
         return len(self._held)
 
     def of(self, name: str) -> EndpointSession:
-        """The session of that name, or a new one. Raises ApiError where there is none and none is made."""
+        """The session of that name, or a new one. Raises ApiError if there is none and none is created."""
         self._drop_old()
         if name not in self._held:
             if self._make is None:
@@ -268,12 +265,12 @@ class SessionStore:
         return self._used(self._held[name])
 
     def add(self, session: EndpointSession) -> None:
-        """Hold a session."""
+        """Add a session."""
         self._held[session.id] = session
         self._gauges.sessions.set(len(self._held))
 
     def released(self, session: EndpointSession) -> None:
-        """A call of the session has ended. One of which nothing is recorded is not held, and others may make room."""
+        """Handle the end of a call: drop a session without recorded calls, and others beyond the limits."""
         if session.id not in self._held or session.busy or self._make is None:
             return
         if not session.recorder.calls:
@@ -289,13 +286,13 @@ class SessionStore:
             tokens -= each.tokens
 
     def answered(self, session: EndpointSession, answer: str) -> None:
-        """Note the id of an answer."""
+        """Record the id of a response."""
         if not session.closed and answer not in self._by_answer:
             session.answers.append(answer)
             self._by_answer[answer] = session.id
 
     def find(self, *, name: str | None = None, answer: str | None = None) -> EndpointSession:
-        """A session that is held, by its name or by the id of one of its answers. Raises ApiError."""
+        """Find a session by its name or by the id of one of its responses. Raises ApiError."""
         if (name is None) == (answer is None):
             text = "name either a `session` or a `completion`"
             raise ApiError(text, code="invalid_value", param="session")
@@ -308,11 +305,11 @@ class SessionStore:
         return self._used(self._held[wanted])
 
     def rewarded(self) -> list[EndpointSession]:
-        """Sessions that have a reward and are not being answered."""
+        """Sessions that have a reward and no running call."""
         return [each for each in self._held.values() if each.parts and each.recorder.calls and not each.busy]
 
     def remove(self, session: EndpointSession) -> None:
-        """Forget a session; it takes no more calls."""
+        """Remove a session; it takes no more calls."""
         session.closed = True
         self._held.pop(session.id, None)
         for answer in session.answers:
@@ -320,7 +317,7 @@ class SessionStore:
         self._gauges.sessions.set(len(self._held))
 
     def commit(self, sessions: Sequence[EndpointSession], sink: SessionSink, decode: DecodeTokens) -> int:
-        """Hand sessions over, all or none; the number of experiences. Raises ApiError where one cannot be."""
+        """Hand sessions over, all or none; return the number of experiences. Raises ApiError if one cannot be."""
         for session in sessions:
             if session.busy:
                 text = f"session {session.id} is being answered; commit it afterwards"
@@ -357,7 +354,7 @@ class SessionStore:
         limit = time.monotonic() - self._idle_s
         for session in list(self._held.values()):
             if session.used_at > limit:
-                break  # those behind it were used later
+                break  # later ones were used more recently
             if not session.busy:
                 self._drop(session, "age")
 

@@ -1,4 +1,4 @@
-"""Committed sessions as files."""
+"""Writes committed sessions to files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
 
 
 class SessionFileSink:
-    """A Sink that writes every session to FOLDER/rollouts/step-N.jsonl, where `load_experiences(FOLDER)` finds it."""
+    """A SessionSink that writes every session to FOLDER/rollouts/step-N.jsonl, for `load_experiences(FOLDER)`."""
 
     def __init__(self, folder: Path) -> None:
         self._store = RolloutLog(folder / ROLLOUTS_FOLDER)
@@ -17,10 +17,10 @@ class SessionFileSink:
         self._last = max(before, default=0)
 
     def check(self, session: EndpointSession) -> None:
-        """See Sink: rewards may come later."""
+        """See SessionSink: rewards may come later."""
 
     def take(self, finished: FinishedSession) -> int:
-        """See Sink. Raises RollmillError where the file cannot be written."""
+        """See SessionSink. Raises RollmillError if the file cannot be written."""
         self._last += 1
         self._store.write(self._last, finished.experiences)
         return 0

@@ -1,4 +1,4 @@
-"""Environments that workflows act in."""
+"""Environments of agentic workflows."""
 
 from rollmill.rollout.environments.base import Environment, Observation, StepResult
 

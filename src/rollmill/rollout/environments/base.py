@@ -1,4 +1,4 @@
-"""What an environment is, and what its methods may return."""
+"""The environment protocol, validation of its return values, and building environments from configuration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rollmill.registry import import_object
 from rollmill.types import Task
 
 Observation = str | Sequence[Mapping[str, Any]]
-"""What the policy sees: a text, or chat messages in OpenAI's format."""
+"""The policy's input: a text, or chat messages in OpenAI's format."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an action led to. `observation` is what the policy sees next; `info` has numbers that are logged."""
+    """Result of an action. `observation` is the policy's next input; `info` has numbers to log."""
 
     observation: Observation
     reward: float = 0.0
@@ -27,21 +27,21 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode at a time, used by one rollout. Each method may be plain or async; `close` may be missing.
+    """An environment, used by one rollout for one episode at a time. Methods are plain or async; `close` is optional.
 
     Plain methods run outside of the event loop and may block; those of one object never run at the same time.
     """
 
     def reset(self, task: Task, seed: int) -> Observation | Awaitable[Observation]:
-        """Begin an episode of a task; what the policy sees first. The same task and seed begin alike."""
+        """Start an episode of a task; return the first observation. It depends only on task and seed."""
         ...
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Act as the policy says."""
+        """Perform the policy's action."""
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """Free what it holds; may be called at any time, more than once."""
+        """Free its resources; may be called at any time, more than once."""
         ...
 
 
@@ -50,11 +50,11 @@ class EnvironmentTimeoutError(EpisodeError):
 
 
 class EnvironmentCrashError(EpisodeError):
-    """The process that the environment lived in has ended."""
+    """The environment's process has ended."""
 
 
 def validate_observation(found: Any, where: str) -> Observation:
-    """An observation in plain types: a text, or a list of messages.
+    """Convert an observation to plain types: a text, or a list of messages.
 
     Raises TypeError naming `where`, the class and method, for anything else.
     """
@@ -66,7 +66,7 @@ def validate_observation(found: Any, where: str) -> Observation:
 
 
 def validate_step(found: Any, where: str) -> StepResult:
-    """A step's result in plain types, with the numbers of its `info` alone.
+    """Convert a step's result to plain types, with only the numbers of its `info`.
 
     Raises TypeError naming `where`, the class and method, for anything else.
     """
@@ -82,12 +82,12 @@ def validate_step(found: Any, where: str) -> StepResult:
 
 
 def drop_surrogates(text: str) -> str:
-    """A text without halves of surrogate pairs, which no tokenizer takes."""
+    """Replace halves of surrogate pairs, which tokenizers do not accept."""
     return text.encode("utf-8", "replace").decode()
 
 
 def observation_text(observation: Observation) -> str:
-    """An observation as one text: what messages say, line by line."""
+    """An observation as one text: the messages' contents, line by line."""
     if isinstance(observation, str):
         return observation
     return "\n".join(str(each.get("content") or "") for each in observation)
@@ -98,7 +98,7 @@ def _is_message(message: Mapping[str, Any]) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """A number, numpy's ones included; None for anything else."""
+    """Convert to float, numpy numbers included; None for anything else."""
     if isinstance(value, bool | int | float):
         return float(value)
     try:
@@ -113,12 +113,9 @@ def _kind(value: Any) -> str:
     return repr(value) if isinstance(value, float) else f"a {type(value).__name__}"
 
 
-# From the section `environment` to an environment, here or in a worker process.
-
-
 @dataclass(frozen=True, slots=True)
 class EnvironmentClassSpec:
-    """A user's class as another process finds it, and its options."""
+    """A user's environment class, importable by another process, and its options."""
 
     name: str
     source: str  #: FILE.py:NAME or package.module:NAME
@@ -126,13 +123,13 @@ class EnvironmentClassSpec:
 
 
 EnvironmentSpec = config.EnvironmentSection | EnvironmentClassSpec
-"""What a worker process makes environments from."""
+"""Specification from which a worker process makes environments."""
 
 
 def build_environment_spec(section: config.EnvironmentSection) -> EnvironmentSpec:
-    """How a worker process makes a section's environment.
+    """Build the specification of a section's environment for a worker process.
 
-    Raises ConfigError where it cannot find the class.
+    Raises ConfigError if that process cannot import the class.
     """
     target = type(section).function
     if target is None:
@@ -148,29 +145,29 @@ def build_environment_spec(section: config.EnvironmentSection) -> EnvironmentSpe
     return EnvironmentClassSpec(section.name, source, section.arguments())
 
 
-def make_environment(recipe: EnvironmentSpec) -> Any:
-    """An object with reset, step and perhaps close.
+def make_environment(spec: EnvironmentSpec) -> Any:
+    """Create an environment: an object with reset, step and perhaps close.
 
     Raises:
-        ConfigError: a library is missing, or does not know what the section asks for.
+        ConfigError: a library is missing, or does not support the configuration.
         Exception: whatever a user's class raises.
     """
-    if isinstance(recipe, EnvironmentClassSpec):
-        return import_object(recipe.source)(**recipe.options)
-    target = type(recipe).function
+    if isinstance(spec, EnvironmentClassSpec):
+        return import_object(spec.source)(**spec.options)
+    target = type(spec).function
     if target is not None:
-        return target(**recipe.arguments())
-    match recipe:  # imported here: a run pays for what it uses
+        return target(**spec.arguments())
+    match spec:  # imported here: a run pays for what it uses
         case config.GymnasiumSection():
             from rollmill.rollout.environments.gymnasium import GymnasiumEnvironment
 
-            return GymnasiumEnvironment(recipe)
+            return GymnasiumEnvironment(spec)
         case config.ReasoningGymSection():
             from rollmill.rollout.environments.reasoning_gym import ReasoningGymEnvironment
 
-            return ReasoningGymEnvironment(recipe)
+            return ReasoningGymEnvironment(spec)
         case config.TextArenaSection():
             from rollmill.rollout.environments.textarena import TextArenaEnvironment
 
-            return TextArenaEnvironment(recipe)
-    raise AssertionError(f"no environment is built from {type(recipe).__name__}")
+            return TextArenaEnvironment(spec)
+    raise AssertionError(f"no environment is built from {type(spec).__name__}")

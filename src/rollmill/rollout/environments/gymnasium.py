@@ -1,4 +1,4 @@
-"""Environments of the library gymnasium with discrete actions, as text."""
+"""Gymnasium environments with discrete actions, as text."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _RED = "41"
 
 
 class GymnasiumEnvironment:
-    """See config/environments/gymnasium.py.
+    """A gymnasium environment; see `GymnasiumSection` for its options.
 
-    `reset` raises ConfigError where gymnasium is not installed or does not know the environment, or where that has no
+    `reset` raises ConfigError if gymnasium is not installed, does not know the environment, or the environment has no
     discrete actions.
     """
 
@@ -36,32 +36,32 @@ class GymnasiumEnvironment:
         self._taken, self._seen = 0, ""
 
     def reset(self, task: Task, seed: int) -> str:
-        """Begin; the map, or what `describe` says."""
+        """Start an episode; return the map, or the text of `describe`."""
         self._make({**self._config.options, **task.metadata.get("options", {})})
         observation, _ = self._env.reset(seed=int(task.metadata.get("seed", seed)) % 2**31)
         self._taken, self._seen = 0, self._shown(observation)
         return self._seen
 
     def step(self, action: str) -> StepResult:
-        """Do what the last word for an action in the text says; without one nothing happens, for a penalty."""
+        """Perform the last action named in the text; without one nothing happens, at a penalty."""
         self._taken += 1
         late = self._config.max_steps is not None and self._taken >= self._config.max_steps
         found = self._pattern.findall(action)
         if not found:
-            told = f"That is no action; there are {', '.join(self._words)}.\n"
-            return StepResult(told + self._seen, -self._config.invalid_penalty, late, {"invalid": 1.0})
+            text = f"That is no action; there are {', '.join(self._words)}.\n"
+            return StepResult(text + self._seen, -self._config.invalid_penalty, late, {"invalid": 1.0})
         observation, reward, ended, cut, info = self._env.step(self._words.index(found[-1].lower()))
         self._seen = self._shown(observation)
         return StepResult(self._seen, float(reward), ended or cut or late, {"invalid": 0.0, **info})
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free the environment."""
         if self._env is not None:
             self._env.close()
             self._env = None
 
     def _make(self, options: dict[str, Any]) -> None:
-        """The environment with these options; the same one as before where they are equal."""
+        """Create the environment with these options; equal options keep the current one."""
         if options == self._made and self._env is not None:
             return
         try:
@@ -98,7 +98,7 @@ class GymnasiumEnvironment:
 
 
 def strip_colours(rendered: str) -> str:
-    """A rendered map without colours. The player (on red, in FrozenLake) is a P; other marked characters are bracketed.
+    """Remove colours from a rendered map. The player (on red, in FrozenLake) becomes P; other marks become brackets.
 
     The line that repeats the last action is left out.
     """

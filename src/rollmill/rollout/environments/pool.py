@@ -1,4 +1,4 @@
-"""Environments for rollouts: one each, with a time limit for every call, and everything counted."""
+"""Environments of rollouts, one each, in threads or worker processes, with a time limit for every call."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from rollmill.rollout.environments.worker_pool import EnvironmentWorker, Environ
 from rollmill.rollout.workflow import Rollout
 from rollmill.types import Task
 
-# Environments in this process: plain methods run in threads, async ones in the event loop.
-
 _log_in_thread = logging.getLogger(__name__)
 
 
 class ThreadedEnvironment:
-    """One environment. A method that is still running when its rollout ends closes the environment at its own end."""
+    """An environment in this process: plain methods run in threads, async ones in the event loop.
+
+    A method that is still running when its rollout ends closes the environment when it returns.
+    """
 
     def __init__(self, section: EnvironmentSection, threads: FunctionThreads) -> None:
         self._section, self._threads = section, threads
@@ -44,7 +45,7 @@ class ThreadedEnvironment:
         self._busy = self._left = False
 
     async def make(self) -> None:
-        """Make it, in a thread."""
+        """Create the environment in a thread."""
 
         def make() -> None:
             self._target = make_environment(self._section)
@@ -52,17 +53,17 @@ class ThreadedEnvironment:
         await self._call("__init__", make)
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        """Begin an episode. Raises EpisodeError, and WorkflowError where it returned no observation."""
+        """Start an episode. Raises EpisodeError, and WorkflowError if no observation is returned."""
         found = await self._call("reset", self._target.reset, task, seed)
         return self._checked(validate_observation, found, "reset")  # type: ignore[no-any-return]
 
     async def step(self, action: str) -> StepResult:
-        """Act. Raises as `reset` does."""
+        """Perform an action. Raises as `reset` does."""
         found = await self._call("step", self._target.step, action)
         return self._checked(validate_step, found, "step")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Free what it holds. What it raises is logged: the rollout is over."""
+        """Close the environment. Its errors are logged: the rollout is over."""
         with self._lock:
             self._left, busy = True, self._busy
         if busy or not hasattr(self._target, "close"):
@@ -94,7 +95,7 @@ class ThreadedEnvironment:
         return found
 
     def _alone(self, function: Callable[[], Any]) -> Any:
-        """Run in a thread; closes afterwards where the rollout has ended meanwhile."""
+        """Run in a thread; then close the environment if the rollout has ended."""
         with self._lock:
             self._busy = True
         try:
@@ -115,7 +116,7 @@ class ThreadedEnvironment:
 
 
 async def _within(task: asyncio.Future[Any], seconds: float) -> Any:
-    """The result of a task; raises FunctionTimeoutError where it does not come in time, and ends it then."""
+    """Return the result of a task; cancel it and raise FunctionTimeoutError if it takes too long."""
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():
@@ -132,22 +133,22 @@ Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 MAX_ENVIRONMENT_THREADS = 64
-"""Blocking calls of environments in this process that run at the same time."""
+"""Maximum number of concurrent blocking calls of environments in this process."""
 
 
 @dataclass(slots=True)
 class EnvironmentStats:
-    """What has happened in all environments of a stage."""
+    """Counts over all environments of a stage."""
 
     resets: int = 0
     steps: int = 0
-    crashes: int = 0  #: raised, or the process ended
+    crashes: int = 0  #: exceptions and ended processes
     timeouts: int = 0
-    seconds: float = 0.0  #: of steps
+    seconds: float = 0.0  #: total seconds of steps
 
 
 class _EnvironmentBackend(Protocol):
-    """Where one environment lives."""
+    """Implementation of one environment, in a thread or a worker process."""
 
     async def make(self) -> None: ...
 
@@ -159,9 +160,9 @@ class _EnvironmentBackend(Protocol):
 
 
 class EnvironmentPool:
-    """Makes environments, one per rollout, in threads of this process or in worker processes.
+    """Creates environments, one per rollout, in threads of this process or in worker processes.
 
-    Raises ConfigError where worker processes cannot find the class.
+    Raises ConfigError if worker processes cannot import the class.
     """
 
     def __init__(self, section: EnvironmentSection) -> None:
@@ -170,12 +171,12 @@ class EnvironmentPool:
         self._threads = FunctionThreads(
             "environment", EpisodeError, MAX_ENVIRONMENT_THREADS, most_stuck=MAX_ENVIRONMENT_THREADS
         )
-        self._counts, self._told = EnvironmentStats(), EnvironmentStats()
-        self._restarts_told = 0
+        self._counts, self._reported = EnvironmentStats(), EnvironmentStats()
+        self._restarts_reported = 0
 
     @asynccontextmanager
     async def one(self, rollout: Rollout) -> AsyncIterator[RunningEnvironment]:
-        """An environment for one rollout, closed at its end."""
+        """Create an environment for one rollout, and close it at the end."""
         home: _EnvironmentBackend
         if self.workers is None:
             home = ThreadedEnvironment(self._section, self._threads)
@@ -189,8 +190,8 @@ class EnvironmentPool:
             await home.close()
 
     def metrics(self) -> dict[str, float]:
-        """What has happened since the last call."""
-        now, before = self._counts, self._told
+        """Metrics since the last call."""
+        now, before = self._counts, self._reported
         steps = now.steps - before.steps
         found: dict[str, float] = {
             "environment/resets": now.resets - before.resets,
@@ -199,14 +200,14 @@ class EnvironmentPool:
             "environment/timeouts": now.timeouts - before.timeouts,
             "environment/step_seconds": (now.seconds - before.seconds) / max(steps, 1),
         }
-        self._told = EnvironmentStats(now.resets, now.steps, now.crashes, now.timeouts, now.seconds)
+        self._reported = EnvironmentStats(now.resets, now.steps, now.crashes, now.timeouts, now.seconds)
         if self.workers is not None:
-            found["environment/restarts"] = self.workers.restarts - self._restarts_told
-            self._restarts_told = self.workers.restarts
+            found["environment/restarts"] = self.workers.restarts - self._restarts_reported
+            self._restarts_reported = self.workers.restarts
         return found
 
     async def close(self) -> None:
-        """End processes and threads; may be called twice."""
+        """Stop processes and threads; may be called twice."""
         if self.workers is not None:
             self.workers.close()
         self._threads.close()
@@ -220,18 +221,18 @@ class RunningEnvironment:
         self._task = rollout.task
 
     async def make(self) -> None:
-        """Make it; raises what `reset` raises."""
+        """Create the environment; raises as `reset` does."""
         await self._contained(self._home.make)
 
     async def reset(self, task: Task | None = None, seed: int | None = None) -> Observation:
-        """Begin an episode, of the rollout's task or another one; what the policy sees first.
+        """Start an episode of the rollout's task or another one; return the first observation.
 
         Args:
             seed: None: the same for all rollouts of a group, which are compared with each other.
 
         Raises:
             EpisodeError: it raised, crashed or took too long.
-            WorkflowError: it returned something that is no observation.
+            WorkflowError: it returned no valid observation.
         """
         self._task = task or self._rollout.task
         number = self._rollout.group_seed if seed is None else seed
@@ -239,7 +240,7 @@ class RunningEnvironment:
         return await self._contained(lambda: self._home.reset(self._task, number))
 
     async def step(self, action: str) -> StepResult:
-        """Act. Raises as `reset` does."""
+        """Perform an action. Raises as `reset` does."""
         started = time.perf_counter()
         self._counts.steps += 1
         try:
@@ -255,8 +256,8 @@ class RunningEnvironment:
         except WorkflowError as error:
             self._counts.timeouts += isinstance(error, EnvironmentTimeoutError)
             self._counts.crashes += isinstance(error, EpisodeError) and not isinstance(error, EnvironmentTimeoutError)
-            told = type(error)(f"environment `{self._name}` failed on task `{self._task.id}`: {error}")
-            raise told from error.__cause__
+            wrapped = type(error)(f"environment `{self._name}` failed on task `{self._task.id}`: {error}")
+            raise wrapped from error.__cause__
 
 
 class WorkerEnvironment:
@@ -282,10 +283,10 @@ class WorkerEnvironment:
         """See _EnvironmentBackend."""
         left = self._worker.leave(self._number)
         if left is not None:
-            left.add_done_callback(self._told)
+            left.add_done_callback(self._log_close_error)
 
-    def _told(self, closed: Future[Any]) -> None:
-        """Log what an environment's own `close` did wrong: the rollout is over."""
+    def _log_close_error(self, closed: Future[Any]) -> None:
+        """Log an error of the environment's own `close`: the rollout is over."""
         error = None if closed.cancelled() else closed.exception()
         if error is not None and not isinstance(error, EnvironmentCrashError):
             _log.warning("environment `%s`: %s", self._pool.name, error)

@@ -1,4 +1,4 @@
-"""Several attempts at a task of reasoning-gym."""
+"""Several attempts at a reasoning-gym task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollmill.types import Task
 
 
 class ReasoningGymEnvironment:
-    """See config/environments/reasoning_gym.py. The task's prompt asks the question, so `reset` says nothing."""
+    """See `ReasoningGymSection` for its options. The task's prompt asks the question, so `reset` returns no text."""
 
     def __init__(self, config: ReasoningGymSection) -> None:
         self._config = config
@@ -23,7 +23,7 @@ class ReasoningGymEnvironment:
         self._tried = 0
 
     def reset(self, task: Task, seed: int) -> str:
-        """Begin. Raises ConfigError for a task that reasoning-gym has not made."""
+        """Start an episode. Raises ConfigError for a task that reasoning-gym did not generate."""
         made_by, entry = task.metadata.get("reasoning_gym"), task.metadata.get("entry")
         if made_by is None or entry is None:
             raise ConfigError(
@@ -34,15 +34,15 @@ class ReasoningGymEnvironment:
         return ""
 
     def step(self, action: str) -> StepResult:
-        """Score an answer. One that the scorer cannot read, or none, is wrong."""
+        """Score an answer. A missing or unreadable one is wrong."""
         answer, score = text_after(action, self._config.after), 0.0
         if answer is not None:
             score = self._scored(answer.strip())
         earned = score * self._config.discount**self._tried
         self._tried += 1
         done = score >= self._config.solved or self._tried == self._config.attempts
-        told = "" if done else self._config.feedback
-        return StepResult(told, earned if done else 0.0, done, {"score": score, "attempts": self._tried})
+        feedback = "" if done else self._config.feedback
+        return StepResult(feedback, earned if done else 0.0, done, {"score": score, "attempts": self._tried})
 
     def _scored(self, answer: str) -> float:
         if answer == self._entry["answer"]:

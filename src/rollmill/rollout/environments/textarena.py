@@ -1,4 +1,4 @@
-"""Text games of the library TextArenaSection for one player."""
+"""Text games of the library TextArena for one player."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rollmill.types import Task
 
 _RAW = "-raw"
 _GLOBAL = threading.Lock()
-"""Around every call: the games draw from the generator of the module `random`."""
+"""Held during every call: the games draw from the global generator of the module `random`."""
 
 
 class TextArenaEnvironment:
-    """See config/environments/textarena.py. The policy sees what the game says, without its own actions.
+    """See `TextArenaSection` for its options. The policy sees the game's texts, without its own actions.
 
-    `reset` raises ConfigError where TextArena is not installed or does not know the game, or where the game lacks data
-    (word lists that nltk downloads) or is for several players.
+    `reset` raises ConfigError if TextArena is not installed or does not know the game, or the game lacks data (word
+    lists that nltk downloads) or needs several players.
     """
 
     def __init__(self, config: TextArenaSection) -> None:
@@ -34,7 +34,7 @@ class TextArenaEnvironment:
         self._taken = 0
 
     def reset(self, task: Task, seed: int) -> str:
-        """Begin; the rules, and what the game shows first."""
+        """Start a game; return the rules and the first state."""
         number = int(task.metadata.get("seed", seed)) % 2**31
         self._random, self._taken = random.Random(number).getstate(), 0
         with self._own_randomness():
@@ -44,19 +44,19 @@ class TextArenaEnvironment:
             except (AssertionError, ValueError) as error:
                 text = f"environment.id: {self._config.id} does not begin for one player"
                 raise ConfigError(f"{text}, and there is no other: {error}; choose a game for one") from error
-            return self._said()
+            return self._new_text()
 
     def step(self, action: str) -> StepResult:
-        """Play. The game's reward comes with its end."""
+        """Make a move. The reward comes with the game's end."""
         self._taken += 1
         with self._own_randomness():
             done, _ = self._game.step(action=action)
             late = self._config.max_steps is not None and self._taken >= self._config.max_steps
             if not done:
-                return StepResult(self._said(), 0.0, late)
+                return StepResult(self._new_text(), 0.0, late)
             rewards, info = self._game.close()
             invalid = {"invalid": float(info[0]["invalid_move"])}
-            return StepResult(self._said(), float((rewards or {}).get(0, 0.0)), True, invalid)
+            return StepResult(self._new_text(), float((rewards or {}).get(0, 0.0)), True, invalid)
 
     def _make(self, options: dict[str, Any]) -> None:
         if options == self._made:
@@ -75,15 +75,15 @@ class TextArenaEnvironment:
         raw = name if name.endswith(_RAW) or name + _RAW not in ENV_REGISTRY else name + _RAW
         try:
             self._game = textarena.make(raw, **options)
-        except Exception as error:  # games ask for libraries, data, keys and other Pythons in ways of their own
+        except Exception as error:  # games report missing libraries, data and keys in various ways
             why = f"{type(error).__name__}: {error}"
             if type(error) is LookupError:  # nltk's
                 why = "it needs word lists that nltk downloads; where there is a network run nltk.download once"
             raise ConfigError(f"environment.id: TextArena does not make {name}: {why}") from error
         self._made = dict(options)
 
-    def _said(self) -> str:
-        """What the game has said to the player since the last time, line by line."""
+    def _new_text(self) -> str:
+        """New texts of the game for the player since the last call, line by line."""
         _, messages = self._game.get_observation()
         if isinstance(messages, str):
             return messages.rstrip() + "\n"
@@ -91,7 +91,7 @@ class TextArenaEnvironment:
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """The module `random` as this game has left it, and afterwards as it was."""
+        """Swap in this game's state of the module `random`, and restore the old state afterwards."""
         with _GLOBAL:
             before = random.getstate()
             random.setstate(self._random)

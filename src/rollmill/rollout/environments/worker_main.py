@@ -1,4 +1,4 @@
-"""The program of a worker process that environments live in: one call at a time. Run by path."""
+"""The program of an environment worker process, which handles one call at a time. Run by path."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rollmill.rewards.grader_worker import serve
 from rollmill.rollout.environments.base import Observation, make_environment, validate_observation, validate_step
 
 ERROR_RAISED, ERROR_INVALID_RESULT, ERROR_CONFIG, ERROR_WORKFLOW = "raised", "wrong", "config", "workflow"
-"""What an error is of: the environment raised; it returned something else; a configuration; an error for users."""
+"""Kinds of errors: raised by the environment, a wrong return value, a configuration error, an error for users."""
 
 _LONGEST = 8 << 20
-"""Bytes of an observation; replies may have twice as many."""
+"""Largest observation in bytes; replies may have twice as many."""
 
 _live_environments: dict[int, Any] = {}
 _loop = asyncio.new_event_loop()
 
 
 def handle_call(kind: str, payload: Any) -> dict[str, Any]:
-    """The reply to a call: (number of the environment, arguments)."""
+    """Return the reply to a call: (number of the environment, arguments)."""
     number, *arguments = payload
     try:
         return {"value": _called(kind, number, arguments)}
@@ -34,13 +34,13 @@ def handle_call(kind: str, payload: Any) -> dict[str, Any]:
         return {"error": str(error), "of": ERROR_WORKFLOW}
     except _InvalidResultError as error:
         return {"error": str(error), "of": ERROR_INVALID_RESULT}
-    except BaseException as error:  # SystemExit, too: an environment that exits ends its own episode alone
+    except BaseException as error:  # SystemExit, too: an environment that exits ends only its own episode
         text = f"{type(error).__name__}: {error}"[:2000]
         return {"error": text, "of": ERROR_RAISED, "traceback": traceback.format_exc()[-4000:]}
 
 
 class _InvalidResultError(Exception):
-    """A method returned something that it must not."""
+    """A method returned an invalid value."""
 
 
 def _called(kind: str, number: int, arguments: list[Any]) -> Any:
@@ -62,9 +62,9 @@ def _called(kind: str, number: int, arguments: list[Any]) -> Any:
 
 
 def _sendable(observation: Observation, where: str) -> Observation:
-    """An observation that fits into a reply: one that did not would end the process, and other episodes with it.
+    """Return an observation that fits into a reply; a larger one would end the process and its other episodes.
 
-    Raises TypeError for messages that are no JSON, ValueError for what is too long.
+    Raises TypeError for messages that are no JSON, ValueError for observations that are too long.
     """
     try:
         size = len(json.dumps(observation))

@@ -1,8 +1,8 @@
-"""Worker processes that environments live in, several in each: one that crashes or hangs takes only its own along.
+"""Pool of worker processes with several environments each, so that a crash or hang affects only one process.
 
-A worker is a thread with one process. It takes calls one after the other; a call's time limit counts from when the
-process starts on it. A process that does not answer in time is killed, and every episode in it has failed. One that has
-had enough episodes, or holds too much memory, gets no new ones and is ended with its last.
+A worker is a thread with one process. It handles calls one after the other; a call's time limit starts when the process
+starts on it. A process that does not answer in time is killed, and all its episodes fail. One that has had enough
+episodes, or uses too much memory, gets no new ones and is stopped with its last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollmill.rollout.environments.base import (
 
 _PROGRAM = Path(__file__).with_name("worker_main.py")
 _START_S = 120.0
-"""Longest wait for a fresh process to import what makes its first environment, on top of the time limit."""
+"""Extra time limit for a new process to import its first environment."""
 
 
 @dataclass(slots=True)
@@ -46,23 +46,23 @@ class EnvironmentWorker:
         self._section = section
         self._calls: queue.SimpleQueue[_PendingCall | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self.ended: EpisodeError | None = None  #: why it takes no more calls
+        self.ended: EpisodeError | None = None  #: the reason it takes no more calls
         self.episodes: set[int] = set()
         self.begun = 0
-        self.full = False  #: no further episodes
+        self.full = False  #: takes no further episodes
         self._process: WorkerProcess | None = None
         self._thread = threading.Thread(target=self._serve, name="rollmill-environment", daemon=True)
         self._thread.start()
 
     @property
     def pid(self) -> int | None:
-        """Of the process, once it runs."""
+        """Process id, once it runs."""
         process = self._process
         return None if process is None else process.pid
 
     @property
     def open(self) -> bool:
-        """Whether further episodes may live here."""
+        """Whether it takes further episodes."""
         process = self._process
         return self.ended is None and not self.full and (process is None or process.running)
 
@@ -72,15 +72,15 @@ class EnvironmentWorker:
         return not self._thread.is_alive()
 
     def enter(self, number: int) -> None:
-        """Count an episode that is to live here."""
+        """Add an episode."""
         self.episodes.add(number)
         self.begun += 1
         self.full = self.full or self.begun >= self._section.restart_after
 
     def leave(self, number: int) -> Future[Any] | None:
-        """Close an episode's environment, without waiting for it; the last one's end is the end of a full worker.
+        """Close an episode's environment without waiting; the last one stops a full worker.
 
-        None where it has left before.
+        Returns None if it has left before.
         """
         if number not in self.episodes:
             return None
@@ -91,13 +91,13 @@ class EnvironmentWorker:
         return closed
 
     def retire(self) -> None:
-        """End after the calls that wait, where no episode lives here any more."""
+        """Stop after the queued calls, if it has no episodes left."""
         process = self._process
         if not self.episodes or (process is not None and not process.running):
             self._calls.put(None)
 
     def submit(self, kind: str, payload: tuple[Any, ...]) -> Future[Any]:
-        """Call an environment's method; EpisodeError, WorkflowError or ConfigError in the future where it fails."""
+        """Call an environment's method. Failures are EpisodeError, WorkflowError or ConfigError in the future."""
         call = _PendingCall(kind, payload)
         with self._lock:
             if self.ended is None:
@@ -107,7 +107,7 @@ class EnvironmentWorker:
         return call.answer
 
     def kill(self) -> None:
-        """End the process at once; calls under way fail."""
+        """Kill the process; running calls fail."""
         self._finish(EnvironmentCrashError("the environments were closed"))
         process = self._process
         if process is not None:
@@ -143,7 +143,7 @@ class EnvironmentWorker:
             self._finish(EnvironmentCrashError(f"the worker process ended during a {call.kind} ({death})"))
             call.answer.set_exception(EnvironmentCrashError(f"{call.kind} ended the worker process ({death})"))
             return
-        except Exception as error:  # what does not pickle
+        except Exception as error:  # the call cannot be pickled
             call.answer.set_exception(WorkflowError(f"{call.kind}: cannot be sent to the worker process: {error}"))
             return
         if found is None:
@@ -186,7 +186,7 @@ class EnvironmentWorker:
 
 
 class EnvironmentWorkerPool:
-    """Up to `section.processes` workers that take episodes, and those that are being emptied."""
+    """Up to `section.processes` workers that take episodes, and older ones that finish theirs."""
 
     def __init__(self, section: EnvironmentSection) -> None:
         self._section, self.name = section, section.name
@@ -197,7 +197,7 @@ class EnvironmentWorkerPool:
         self.restarts = 0
 
     def place(self) -> tuple[EnvironmentWorker, int]:
-        """The worker for a new episode, the one with the fewest, and the episode's number."""
+        """Choose the worker with the fewest episodes for a new one; return it and the episode's number."""
         for worker in [each for each in self._workers if not each.open]:
             self._workers.remove(worker)
             self._emptied.append(worker)
@@ -211,7 +211,7 @@ class EnvironmentWorkerPool:
         return worker, number
 
     def pids(self) -> list[int]:
-        """Process ids of the living workers."""
+        """Process ids of the live workers."""
         return [pid for each in (*self._workers, *self._emptied) if each.ended is None and (pid := each.pid)]
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ def _error(kind: str, found: dict[str, Any]) -> RollmillError:
 
 
 def _memory_of(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 where it is gone."""
+    """Resident memory of a process in bytes; 0 if it is gone."""
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:

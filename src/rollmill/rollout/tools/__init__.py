@@ -1,1 +1,1 @@
-"""Tools that a policy calls, and how calls are written in text."""
+"""Tools that a policy calls, and the text formats of calls."""

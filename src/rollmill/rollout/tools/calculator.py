@@ -12,9 +12,9 @@ from fractions import Fraction
 from rollmill.rollout.tools.toolbox import ToolError
 
 MAX_EXPRESSION_CHARS = 1000
-"""Characters of an expression."""
+"""Maximum length of an expression."""
 _MOST_BITS = 12_000  # of a numerator or denominator: about 3600 digits
-_DIGITS = 12  # of numbers that are not exact
+_DIGITS = 12  # of inexact numbers
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "^"})
 _NUMBER = re.compile(r"[0-9.]+(?:[eE][+-]?[0-9]{1,3})?")
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
@@ -48,7 +48,7 @@ def calculator(expression: str) -> str:
 
 
 def format_number(value: Fraction) -> str:
-    """A whole number or a decimal fraction exactly; others as a fraction and 12 digits."""
+    """Format a whole number or a decimal fraction exactly; others as a fraction and 12 digits."""
     if value.denominator == 1:
         return str(value.numerator)
     twos, fives, rest = 0, 0, value.denominator
@@ -88,7 +88,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _number(text: str) -> Fraction:
-    """A number as it is written: 0.1 is a tenth."""
+    """Parse a number exactly as written: 0.1 is a tenth."""
     plain = text.replace("_", "")
     if _NUMBER.fullmatch(plain) is None:
         raise ToolError(f"`{text[:50]}` is not a decimal number")

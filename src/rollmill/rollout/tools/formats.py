@@ -1,13 +1,13 @@
-"""Tool calls in text, and tools and their results as a policy sees them.
+"""Formats of tool calls, tool descriptions and results in text.
 
-Two formats. `hermes`, which Qwen's models write, too (https://github.com/NousResearch/Hermes-Function-Calling):
+Two formats of calls. `hermes`, also used by Qwen's models (https://github.com/NousResearch/Hermes-Function-Calling):
 
     <tool_call>
     {"name": "calculator", "arguments": {"expression": "17*23"}}
     </tool_call>
 
 `json`: a call `{"name": ..., "arguments": {...}}`, or a list of calls, as the whole text or in fenced blocks. `tool`
-may stand for `name`, and `parameters` (as Llama 3.1 writes) or `args` for `arguments`.
+may replace `name`, and `parameters` (as in Llama 3.1) or `args` may replace `arguments`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, Literal
 from rollmill.files import parse_strict_json
 
 ToolFormat = Literal["auto", "hermes", "json"]
-"""How calls are written; `auto` is hermes where its tags appear, else json."""
+"""Format of calls; `auto` is hermes if its tags appear, else json."""
 
 TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 _NAMES, _ARGUMENTS = ("name", "tool", "function"), ("arguments", "args", "parameters")
 _THOUGHTS_END = "</think>"
 _FENCE = re.compile(r"```(?:json|tool_call)?[ \t]*\n(.*?)```", re.DOTALL)
 _ATTEMPT = re.compile(rf'\[?\s*{{\s*"(?:{"|".join(_NAMES)})"\s*:')
-_ID_LENGTH = 9  # Mistral's templates take ids of nine letters and digits
+_ID_LENGTH = 9  # Mistral's templates require ids of nine letters and digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """What a text says: its calls, what stands around them, and why each attempt that is no call is none."""
+    """A parsed text: its calls, the text around them, and the errors of malformed calls."""
 
     content: str
     calls: list[ToolCall] = field(default_factory=list)
@@ -64,28 +64,28 @@ class ParsedReply:
 
 
 def split_tool_calls(text: str, format: ToolFormat = "auto", *, salt: str = "") -> tuple[str, list[ToolCall]]:
-    """What stands around the calls, and the calls; see `read`."""
+    """Return the text around the calls, and the calls; see `parse_tool_calls`."""
     reading = parse_tool_calls(text, format, salt=salt)
     return reading.content, reading.calls
 
 
 def parse_tool_calls(text: str, format: ToolFormat = "auto", *, salt: str = "") -> ParsedReply:
-    """The calls of a text. Never raises; attempts that are no call stay in the content.
+    """Parse the calls of a text. Never raises; malformed calls stay in the content.
 
-    Calls within the thoughts that a text begins with (up to `</think>`) are thoughts. Where there are no calls, the
-    content is the text as it is.
+    Calls within the thoughts at the start of a text (up to `</think>`) are ignored. Without calls, the content is the
+    whole text.
 
     Args:
-        salt: what makes ids differ between equal texts, for example the number of a turn. The same text and salt give
-            the same ids, another text gives others.
+        salt: makes ids differ between equal texts, for example the number of a turn. The same text and salt give the
+            same ids, another text gives others.
     """
-    thoughts, end, said = text.rpartition(_THOUGHTS_END)
-    if format != "json" and TOOL_CALL_START in said:
-        around, found = _tagged(said)
+    thoughts, end, answer = text.rpartition(_THOUGHTS_END)
+    if format != "json" and TOOL_CALL_START in answer:
+        around, found = _tagged(answer)
     elif format != "hermes":
-        around, found = _in_json(said)
+        around, found = _in_json(answer)
     else:
-        around, found = said, []
+        around, found = answer, []
     malformed = [each for each in found if isinstance(each, str)]
     named = [each for each in found if not isinstance(each, str)]
     if not named:
@@ -95,7 +95,7 @@ def parse_tool_calls(text: str, format: ToolFormat = "auto", *, salt: str = "") 
 
 
 def render_tool_calls(calls: Sequence[ToolCall], format: ToolFormat = "auto") -> str:
-    """Calls as a policy writes them: `parse` gives them back."""
+    """Write calls as text; the inverse of `parse_tool_calls`."""
     texts = [_without_tags(f'{{"name": {_json(call.name)}, "arguments": {_json(call.arguments)}}}') for call in calls]
     if format != "json":
         return "\n".join(f"{TOOL_CALL_START}\n{text}\n{TOOL_CALL_END}" for text in texts)
@@ -103,7 +103,7 @@ def render_tool_calls(calls: Sequence[ToolCall], format: ToolFormat = "auto") ->
 
 
 def describe_tools(tools: Sequence[Mapping[str, Any]], format: ToolFormat = "auto") -> str:
-    """What a policy is told of tools, where its chat template shows none: text for the system message.
+    """Describe tools in text for the system message, for chat templates without tools.
 
     Args:
         tools: in OpenAI's format.
@@ -122,23 +122,23 @@ def describe_tools(tools: Sequence[Mapping[str, Any]], format: ToolFormat = "aut
 
 
 def tool_result_message(call: ToolCall, content: str) -> dict[str, Any]:
-    """A tool's result as a message in OpenAI's format."""
+    """Build a tool's result message in OpenAI's format."""
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
 
 def wrap_tool_response(content: str) -> str:
-    """A tool's result within a user's turn, for chat templates that do not know the role `tool`."""
+    """Wrap a tool's result for a user's turn, for chat templates without the role `tool`."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
 # -- reading ---------------------------------------------------------------------------------------------------
 
 _Found = tuple[str, dict[str, Any]] | str
-"""Name and arguments, or why an attempt is no call."""
+"""Name and arguments, or the error of a malformed call."""
 
 
 def _tagged(text: str) -> tuple[str, list[_Found]]:
-    """What stands between tags; the last may be unclosed, as where the closing tag ended the completion."""
+    """Parse calls between tags; the last tag may be unclosed, if a stop string cut off the closing tag."""
     before, *rest = text.split(TOOL_CALL_START)
     around, found = [before], list[_Found]()
     for number, part in enumerate(rest):
@@ -160,7 +160,7 @@ def _tagged_call(text: str) -> _Found:
 
 
 def _in_json(text: str) -> tuple[str, list[_Found]]:
-    """Calls that are the whole text, or in fenced blocks."""
+    """Parse calls that are the whole text, or in fenced blocks."""
     if text.lstrip().startswith(("{", "[")):
         found = _calls(text)
         return (text, []) if found is None else ("", found)
@@ -176,7 +176,7 @@ def _in_json(text: str) -> tuple[str, list[_Found]]:
 
 
 def _calls(text: str) -> list[_Found] | None:
-    """The calls of a JSON text; None where it is something else."""
+    """The calls of a JSON text; None if it is something else."""
     try:
         value = parse_strict_json(text)
     except ValueError as error:
@@ -190,7 +190,7 @@ def _calls(text: str) -> list[_Found] | None:
 
 
 def _call(value: Any) -> _Found | None:
-    """A call, why it is none, or None for what does not look like one."""
+    """A call, its error, or None if the value does not look like one."""
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
     if not isinstance(value, Mapping):
@@ -215,7 +215,7 @@ def _call(value: Any) -> _Found | None:
 
 
 def _id(salt: str, number: int, text: str) -> str:
-    """Of the text as it was written: turns that differ in white space only are told apart."""
+    """Id of a call, from the exact text: turns that differ only in white space get different ids."""
     return hashlib.blake2b(_json([salt, number, text]).encode("utf-8", "replace")).hexdigest()[:_ID_LENGTH]
 
 
@@ -224,7 +224,7 @@ def _json(value: Any) -> str:
 
 
 def _without_tags(text: str) -> str:
-    """JSON in which no tag stands: `<` within strings is escaped where one would."""
+    """Escape `<` in JSON strings wherever a tag would appear."""
     for tag in (TOOL_CALL_START, TOOL_CALL_END, _THOUGHTS_END):
         text = text.replace(tag, f"\\u003c{tag[1:]}")
     return text

@@ -1,4 +1,4 @@
-"""Python functions as tools: the schema comes from the signature and the docstring."""
+"""Python functions as tools, with schemas from their signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollmill.types import Task
 
 AnyFunction = Callable[..., Any]
 TASK_PARAMETER = "task"
-"""A parameter of this name is the rollout's task; the policy does not see it."""
+"""A parameter of this name gets the rollout's task; the policy does not see it."""
 _GIVEN = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _ARGUMENT = re.compile(r"^\s+(\w+)(?: *\([^)]*\))?: *(.+(?:\n\s{6,}.+)*)", re.MULTILINE)
 
@@ -30,12 +30,12 @@ _ARGUMENT = re.compile(r"^\s+(\w+)(?: *\([^)]*\))?: *(.+(?:\n\s{6,}.+)*)", re.MU
 class FunctionTool:
     """A typed function, plain or async; plain ones run in threads.
 
-    Raises ConfigError naming file and line: a parameter has no type, or one that JSON has no schema for.
+    Raises ConfigError naming file and line: a parameter has no type, or a type without a JSON schema.
     """
 
     def __init__(self, function: AnyFunction) -> None:
         self._function, self._where = function, f"{source_location(function)}: {function.__name__}"
-        self.description, self._told = _parse_docstring(function)
+        self.description, self._param_docs = _parse_docstring(function)
         parameters = [each for each in inspect.signature(function).parameters.values() if each.kind is _GIVEN]
         self._takes_task = any(each.name == TASK_PARAMETER for each in parameters)
         self._parameters = [each for each in parameters if each.name != TASK_PARAMETER]
@@ -48,8 +48,8 @@ class FunctionTool:
             if each.name not in hints:
                 raise ConfigError(f"{self._where}: the parameter `{each.name}` needs a type, such as `: str`")
             type_: Any = hints[each.name]
-            told = Annotated[type_, Field(description=self._told.get(each.name))]
-            fields[each.name] = told if each.default is inspect.Parameter.empty else NotRequired[told]
+            annotated = Annotated[type_, Field(description=self._param_docs.get(each.name))]
+            fields[each.name] = annotated if each.default is inspect.Parameter.empty else NotRequired[annotated]
         make: Any = TypedDict  # the name of a type for type checkers, a function at run time
         made: Any = make("Arguments", fields)
         made.__pydantic_config__ = ConfigDict(extra="forbid")
@@ -70,7 +70,7 @@ class FunctionTool:
     def caller(
         self, task: Task, options: dict[str, Any], threads: FunctionThreads, time_limit_s: float
     ) -> ToolCallable:
-        """What calls it for one rollout; `options` are its keyword-only parameters."""
+        """Build the callable for one rollout; `options` are its keyword-only parameters."""
         given = {TASK_PARAMETER: task} if self._takes_task else {}
 
         async def call(arguments: dict[str, Any]) -> str:
@@ -82,7 +82,7 @@ class FunctionTool:
                 raise
             except (TimeoutError, FunctionTimeoutError):
                 raise ToolError(f"no result after {time_limit_s:g} s") from None
-            except Exception as error:  # of the user's function
+            except Exception as error:  # raised by the user's function
                 raise ToolError(f"{type(error).__name__}: {error}") from error
 
         return call
@@ -94,7 +94,7 @@ class FunctionTool:
         return await threads.call(self._function.__name__, work, time_limit_s)
 
     def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments as the function's types want them. Raises ToolError that says what is wrong with each."""
+        """Convert arguments to the function's types. Raises ToolError that explains each invalid one."""
         try:
             return self._adapter.validate_python(arguments)
         except ValidationError as error:
@@ -102,12 +102,12 @@ class FunctionTool:
             raise ToolError(f"wrong arguments: {'; '.join(wrong)}") from None
 
     def tool(self, name: str, description: str | None, call: ToolCallable) -> Tool:
-        """It as a tool."""
+        """Build the Tool."""
         return Tool(name, description or self.description, self.schema, call)
 
 
 def _parse_docstring(function: AnyFunction) -> tuple[str, dict[str, str]]:
-    """The docstring's text, and what it says of each parameter under `Args:`."""
+    """Split a docstring into its text and the descriptions of parameters under `Args:`."""
     text, _, arguments = (inspect.getdoc(function) or "").partition("\nArgs:")
     arguments = re.split(r"\n(?=\S)", arguments)[0]
-    return text.strip(), {name: " ".join(told.split()) for name, told in _ARGUMENT.findall(arguments)}
+    return text.strip(), {name: " ".join(description.split()) for name, description in _ARGUMENT.findall(arguments)}

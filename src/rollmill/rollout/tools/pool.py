@@ -1,4 +1,4 @@
-"""From the section `tools` to tools."""
+"""Builds tools from the section `tools`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rollmill.rollout.workflow import Rollout
 from rollmill.types import Task
 
 ToolFactory = Callable[[Task, AsyncExitStack], Tool]
-"""Makes a tool for one rollout; what it opens is closed with the stack."""
+"""Creates a tool for one rollout; its resources are closed with the stack."""
 
 
 class ToolPool:
-    """The tools of a stage: made once, opened for each rollout.
+    """The tools of a stage: built once, opened for each rollout.
 
     Raises ConfigError: two have the same name, a library is missing, or documents cannot be read.
     """
@@ -40,7 +40,7 @@ class ToolPool:
 
     @asynccontextmanager
     async def one(self, rollout: Rollout) -> AsyncIterator[Toolbox]:
-        """The tools of one rollout."""
+        """Open the tools for one rollout."""
         async with AsyncExitStack() as stack:
             tools = [make(rollout.task, stack) for make in self._open]
             yield Toolbox(tools, self._result_chars, self._counters)
@@ -50,7 +50,7 @@ class ToolPool:
         return dict(self._counters)
 
     def close(self) -> None:
-        """End processes and threads; may be called twice."""
+        """Stop processes and threads; may be called twice."""
         while self._closing:
             self._closing.pop()()
 
@@ -76,7 +76,7 @@ class ToolPool:
         raise AssertionError(f"no tool is built from {type(section).__name__}")
 
     def _in_threads(self, section: ToolSection, made: FunctionTool, options: dict[str, Any]) -> ToolFactory:
-        """A function, which may take its time; `options` are its keyword-only parameters."""
+        """Build a tool that runs in threads, as it may be slow; `options` are its keyword-only parameters."""
         name, limit = section.policy_name, section.time_limit_s
 
         def open_(task: Task, stack: AsyncExitStack) -> Tool:
@@ -106,7 +106,7 @@ class ToolPool:
 
 
 def _inline_tool(section: ToolSection, made: FunctionTool, work: Callable[..., str]) -> ToolFactory:
-    """A tool of ours that takes no time to speak of and keeps nothing."""
+    """Build a fast tool without state, which runs in the event loop."""
 
     async def call(arguments: dict[str, Any]) -> str:
         return work(**made.checked(arguments))

@@ -1,4 +1,4 @@
-"""Python programs of a policy, run in the sandbox."""
+"""Tool that runs the policy's Python programs in the sandbox."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def python(code: str) -> str:
     Args:
         code: a program.
     """
-    raise NotImplementedError  # its signature and docstring are what the policy sees; an Interpreter runs it
+    raise NotImplementedError  # the policy sees signature and docstring; PythonInterpreter runs the code
 
 
 class PythonInterpreter:
-    """What executes the programs of one rollout. An interpreter starts with the first of them.
+    """Runs the Python programs of one rollout. Its session starts with the first program.
 
     Args:
-        stack: closes what was opened, at the end of the rollout.
+        stack: closes the session at the end of the rollout.
     """
 
     def __init__(self, config: PythonTool, sandbox: Sandbox, stack: AsyncExitStack) -> None:
@@ -40,25 +40,25 @@ class PythonInterpreter:
         self._turn = asyncio.Lock()
 
     async def run(self, code: str) -> str:
-        """What a program prints, and its value. Raises ToolError with what went wrong."""
+        """Run a program; return its output and value. Raises ToolError if it fails."""
         async with self._turn:
             if self._config.state == "call":
                 async with self._sandbox.session(limits=self._limits) as session:
-                    return self._told(await session.execute(code))
+                    return self._format_output(await session.execute(code))
             if self._session is None or self._session.ended:
                 opened = self._sandbox.session(limits=self._limits, idle_s=86_400.0)
                 self._session = await self._stack.enter_async_context(opened)
-            return self._told(await self._session.execute(code))
+            return self._format_output(await self._session.execute(code))
 
-    def _told(self, found: SessionExecution) -> str:
+    def _format_output(self, found: SessionExecution) -> str:
         printed = "\n".join(each for each in (found.stdout.rstrip("\n"), found.value) if each)
         if found.outcome == "ok":
             return printed
         lost = "" if self._config.state == "call" else "; the interpreter has ended, and its names are lost"
-        says = {
+        failure = {
             "error": found.stderr.strip() or "the program failed",
             "timeout": f"the program was still running after {self._config.time_limit_s:g} s{lost}",
             "memory": f"out of memory ({self._config.memory_mb} MiB){lost}",
             "output": f"too much output{lost}",
         }.get(found.outcome, f"the program was killed{lost}")
-        raise ToolError("\n".join(each for each in (printed, says) if each))
+        raise ToolError("\n".join(each for each in (printed, failure) if each))

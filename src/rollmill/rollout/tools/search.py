@@ -1,4 +1,4 @@
-"""Search for passages of local documents by their words."""
+"""Tool that searches local documents for passages by keywords."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def search(query: str, *, index: BM25Index, top_k: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DocumentPassage:
-    """A piece of a document."""
+    """A passage of a document."""
 
     title: str
     text: str
@@ -48,7 +48,7 @@ class DocumentPassage:
 class BM25Index:
     """Passages ranked by BM25 (Robertson and Zaragoza 2009, https://doi.org/10.1561/1500000019; Lucene's variant).
 
-    Raises ConfigError where the documents are missing, empty or unreadable.
+    Raises ConfigError if the documents are missing, empty or unreadable.
     """
 
     def __init__(self, path: Path, passage_words: int) -> None:
@@ -64,7 +64,7 @@ class BM25Index:
         self._ranking.index([_terms(f"{each.title} {each.text}") for each in self.passages], show_progress=False)
 
     def find(self, query: str, top_k: int) -> list[DocumentPassage]:
-        """The best passages that hold a word of the query; of equal ones the first."""
+        """The best passages that contain a word of the query; among equals the first."""
         terms = [term for term in dict.fromkeys(_terms(query)) if term in self._ranking.vocab_dict]
         if not terms:
             return []
@@ -74,7 +74,7 @@ class BM25Index:
 
 
 def split_passages(text: str, most_words: int) -> list[str]:
-    """A text as passages of whole paragraphs; a paragraph that is too long alone is cut between words."""
+    """Split a text into passages of whole paragraphs; longer paragraphs are cut between words."""
     passages: list[str] = []
     room = 0
     for paragraph in (each.strip() for each in text.split("\n\n")):
@@ -97,7 +97,7 @@ def _terms(text: str) -> list[str]:
 
 
 def _documents(path: Path) -> Iterator[tuple[str, str]]:
-    """Title and text of each."""
+    """Yield title and text of each document."""
     if path.is_dir():
         for file in sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()):
             yield file.relative_to(path).with_suffix("").as_posix(), _read(file)

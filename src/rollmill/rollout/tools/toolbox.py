@@ -1,4 +1,4 @@
-"""The tools of one rollout, and what all rollouts of a stage count."""
+"""Tools and the toolbox of one rollout, with counters shared by all rollouts of a stage."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from rollmill.rollout.environments.base import drop_surrogates
 from rollmill.rollout.policy import Reply
 from rollmill.rollout.tools.formats import ToolCall, tool_result_message
 
-# What a tool is.
-
 ToolCallable = Callable[[dict[str, Any]], Awaitable[str]]
-"""Arguments to result. Raises ToolError with what the policy is told."""
+"""Maps arguments to a result. Raises ToolError with a message for the policy."""
 
 
 class ToolError(Exception):
-    """A call failed, for a reason that the policy is told."""
+    """A call failed; the message is shown to the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What a policy may call.
+    """A tool that a policy may call.
 
     Attributes:
         parameters: JSON schema of the arguments, an object.
@@ -36,7 +34,7 @@ class Tool:
 
     @property
     def message(self) -> dict[str, Any]:
-        """Its description in OpenAI's format."""
+        """The description in OpenAI's format."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -46,17 +44,17 @@ MALFORMED_CALLS, UNKNOWN_CALLS = "malformed", "unknown"
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call gave: a result, or where it is not `ok`, what went wrong."""
+    """Result of a call, or its error if not `ok`."""
 
     content: str
     ok: bool
 
 
 class Toolbox:
-    """The part `tools` of a workflow. Calls may be made at the same time.
+    """The workflow argument `tools`. Concurrent calls are allowed.
 
     Attributes:
-        calls, errors: how many were made in this rollout, and how many failed, malformed ones included.
+        calls, errors: number of calls and of failed ones in this rollout, malformed ones included.
     """
 
     def __init__(self, tools: Sequence[Tool], result_chars: dict[str, int], counters: dict[str, float]) -> None:
@@ -66,12 +64,12 @@ class Toolbox:
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
-        """In OpenAI's format, for `policy.chat(..., tools=...)`."""
+        """Descriptions in OpenAI's format, for `policy.chat(..., tools=...)`."""
         return [tool.message for tool in self._tools.values()]
 
     @property
     def names(self) -> list[str]:
-        """What the policy calls them by."""
+        """Names that the policy calls them by."""
         return list(self._tools)
 
     def schema(self, name: str) -> dict[str, Any]:
@@ -79,7 +77,7 @@ class Toolbox:
         return self._tools[name].parameters if name in self._tools else {}
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Call a tool. What goes wrong, an unknown name included, is told and counted."""
+        """Call a tool. Errors, unknown names included, are returned and counted."""
         self.calls += 1
         tool = self._tools.get(name)
         if tool is None:
@@ -98,9 +96,9 @@ class Toolbox:
         return result
 
     async def answer(self, reply: Reply) -> list[dict[str, Any]]:
-        """The messages that answer a turn's calls, one after the other; none where it made no call.
+        """Run a turn's calls one after the other; return the result messages, none without calls.
 
-        Malformed calls are told in a user's message: they have no id.
+        Errors of malformed calls become a user message, as they have no id.
         """
         found = [tool_result_message(call, (await self.answered(call)).content) for call in reply.tool_calls]
         if reply.malformed:
@@ -108,11 +106,11 @@ class Toolbox:
         return found
 
     async def answered(self, call: ToolCall) -> ToolResult:
-        """The result of a call as it was read from a reply."""
+        """Run a parsed call and return its result."""
         return await self.call(call.name, call.arguments)
 
     def malformed_message(self, malformed: Sequence[str]) -> str:
-        """What a policy is told of calls that are none; they are counted."""
+        """Count malformed calls, and build the policy's error message."""
         self.errors += len(malformed)
         self._count(MALFORMED_CALLS, len(malformed))
         return "Error: " + "; ".join(f"a call that cannot be read ({each})" for each in malformed)

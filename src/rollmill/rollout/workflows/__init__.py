@@ -1,1 +1,1 @@
-"""The built-in workflows, one file per kind."""
+"""The built-in workflows, one file each."""

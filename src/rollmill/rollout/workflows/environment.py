@@ -1,4 +1,4 @@
-"""Turns with an environment until it is done."""
+"""Workflow `environment`: turns with an environment until it is done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollmill.types import Task
 async def environment_turns(
     config: EnvironmentWorkflow, task: Task, policy: Policy, environment: RunningEnvironment
 ) -> float:
-    """The sum of the environment's rewards. A conversation that no longer fits the model's context ends the episode."""
+    """Return the sum of the environment's rewards. A conversation longer than the model's context ends the episode."""
     talk: _HistoryPolicy = (
         _FullHistory(config, task, policy) if config.history == "full" else _SlidingWindow(config, task, policy)
     )
@@ -49,12 +49,12 @@ async def environment_turns(
 
 
 def _anchor_state(observation: Observation) -> str:
-    """What is equal where the policy has seen the same."""
+    """Text that is equal for equal observations."""
     return observation if isinstance(observation, str) else json.dumps(observation, sort_keys=True, default=str)
 
 
 class _HistoryPolicy(Protocol):
-    """What the policy is shown."""
+    """Chooses the part of the history that the policy sees."""
 
     def see(self, observation: Observation) -> None: ...
 
@@ -62,7 +62,7 @@ class _HistoryPolicy(Protocol):
 
 
 class _FullHistory:
-    """Everything so far."""
+    """Shows the whole history."""
 
     def __init__(self, config: EnvironmentWorkflow, task: Task, policy: Policy) -> None:
         self._dialogue = _start_conversation(config, task, policy)
@@ -77,11 +77,11 @@ class _FullHistory:
 @dataclass(slots=True)
 class _Turn:
     observation: Observation
-    replies: list[Reply] = field(default_factory=list)  #: what the policy did, once it has
+    replies: list[Reply] = field(default_factory=list)  #: the policy's reply, once it exists
 
 
 class _SlidingWindow:
-    """The task and the last observations, with the actions between them: a new conversation at each turn."""
+    """Shows the task and the last observations, with the actions between them: a new conversation at each turn."""
 
     def __init__(self, config: EnvironmentWorkflow, task: Task, policy: Policy) -> None:
         self._config, self._task, self._policy = config, task, policy
@@ -102,7 +102,7 @@ class _SlidingWindow:
 
 
 def _start_conversation(config: EnvironmentWorkflow, task: Task, policy: Policy) -> PolicyConversation:
-    """A conversation that begins with the system's text and the task's prompt."""
+    """Start a conversation with the system text and the task's prompt."""
     if isinstance(task.prompt, str):
         return PolicyConversation(policy, f"{config.system}\n\n{task.prompt}" if config.system else task.prompt)
     system: Sequence[dict[str, str]] = [{"role": "system", "content": config.system}] if config.system else []

@@ -1,4 +1,4 @@
-"""Worked examples in front of the prompt."""
+"""Workflow `few_shot`: puts worked examples before the prompt."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rollmill.types import Task
 
 Item = TypeVar("Item")
 Example = tuple[str | Sequence[Any], str]
-"""A prompt, as a task has it, and a response."""
+"""A prompt, in a task's format, and a response."""
 
 
 async def few_shot(
     config: FewShotWorkflow, task: Task, policy: Policy, judge: RolloutScorer, examples: list[Task]
 ) -> WorkflowResult:
-    """What the rewards say of the completion."""
+    """Return the rewards of the completion."""
     chosen = choose_examples(config, task, examples)
     if isinstance(task.prompt, str):
         shown = [f"{prompt}{response}{config.separator}" for prompt, response in chosen]
@@ -32,12 +32,12 @@ async def few_shot(
 
 
 def choose_examples(config: FewShotWorkflow, task: Task, examples: list[Task]) -> list[Example]:
-    """The examples of a task, the same each time. Raises WorkflowError where there are too few."""
+    """Choose the examples of a task, the same each time. Raises WorkflowError if there are too few."""
     draw = random.Random(f"{config.seed}/{task.id}") if config.choose == "random" else None
     fitting: Iterator[Example]
     if config.examples:
         fitting = (
-            (each.prompt, each.response) for each in _ordered(config.examples, draw) if each.prompt != _asked(task)
+            (each.prompt, each.response) for each in _ordered(config.examples, draw) if each.prompt != _question(task)
         )
         where = "`workflow.examples` besides the task itself"
     else:
@@ -55,22 +55,22 @@ def choose_examples(config: FewShotWorkflow, task: Task, examples: list[Task]) -
     return found
 
 
-def _ordered(all_of_them: Sequence[Item], draw: random.Random | None) -> Iterator[Item]:
-    """As they are, or in random order: no more of them are looked at than are taken."""
+def _ordered(items: Sequence[Item], draw: random.Random | None) -> Iterator[Item]:
+    """Yield the items in order, or lazily in random order."""
     if draw is None:
-        yield from all_of_them
+        yield from items
         return
-    moved: dict[int, int] = {}  # a shuffle by Fisher and Yates, of which only what has changed is kept
-    for at in range(len(all_of_them)):
-        other = draw.randrange(at, len(all_of_them))
-        yield all_of_them[moved.get(other, other)]
+    moved: dict[int, int] = {}  # sparse Fisher-Yates shuffle
+    for at in range(len(items)):
+        other = draw.randrange(at, len(items))
+        yield items[moved.get(other, other)]
         moved[other] = moved.get(at, at)
 
 
 def _turns(prompt: str | Sequence[Any], response: str) -> list[dict[str, Any]]:
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [*(each for each in asked if each["role"] != "system"), {"role": "assistant", "content": response}]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*(each for each in messages if each["role"] != "system"), {"role": "assistant", "content": response}]
 
 
-def _asked(task: Task) -> str:
+def _question(task: Task) -> str:
     return task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]

@@ -1,4 +1,4 @@
-"""Programs that use the policy through the explorer's endpoint."""
+"""Workflow `program`: runs programs that use the policy through the explorer's endpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TAIL = 2000
 
 
 class ProgramRunner:
-    """Starts the program of a section, so many at a time."""
+    """Runs the program of a section, with a limit on concurrent runs."""
 
     def __init__(self, config: ProgramWorkflow) -> None:
         self._config, self._places = config, asyncio.Semaphore(config.at_once)
@@ -36,7 +36,7 @@ class ProgramRunner:
         """Run the program once.
 
         Raises:
-            WorkflowError: it failed, took too long, printed too much or never asked the policy.
+            WorkflowError: it failed, took too long, printed too much or never called the policy.
         """
         config = self._config
         async with self._places:
@@ -51,8 +51,8 @@ class ProgramRunner:
 
 
 async def _run(config: ProgramWorkflow, task: Task, endpoint: EndpointAccess) -> str:
-    """What the program printed."""
-    told = json.dumps(_told(config, task))
+    """Run the program and return its output."""
+    payload = json.dumps(_task_json(config, task))
     command = [sys.executable if config.command[0] == "python" else config.command[0], *config.command[1:]]
     pipe = asyncio.subprocess.PIPE
     try:
@@ -62,15 +62,15 @@ async def _run(config: ProgramWorkflow, task: Task, endpoint: EndpointAccess) ->
             stdout=pipe,
             stderr=pipe,
             cwd=config.folder,
-            env=_environment(config, told, endpoint),
+            env=_environment(config, payload, endpoint),
             start_new_session=True,
         )
     except OSError as error:
         raise WorkflowError(f"{_named(config, task)} cannot be started: {error}; correct workflow.command") from error
     try:
         async with asyncio.timeout(config.time_limit_s):
-            (printed, whole), (said, _), _ = await asyncio.gather(
-                _read(process.stdout), _read(process.stderr), _tell(process.stdin, told.encode())
+            (printed, whole), (errors, _), _ = await asyncio.gather(
+                _read(process.stdout), _read(process.stderr), _tell(process.stdin, payload.encode())
             )
             code = await process.wait()
     except TimeoutError:
@@ -78,39 +78,39 @@ async def _run(config: ProgramWorkflow, task: Task, endpoint: EndpointAccess) ->
         raise WorkflowError(f"{text}; raise workflow.time_limit_s, or let it end sooner") from None
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
-        process._transport.close()  # type: ignore[attr-defined]  # output that nobody reads would keep it from ending
+            os.killpg(process.pid, signal.SIGKILL)  # its subprocesses, too
+        process._transport.close()  # type: ignore[attr-defined]  # unread output would keep it from ending
         await process.wait()
     if code != 0:
-        tail = said.decode("utf-8", "replace")[-_TAIL:].strip()
+        tail = errors.decode("utf-8", "replace")[-_TAIL:].strip()
         raise WorkflowError(f"{_named(config, task)} ended with exit code {code}: {tail or 'it printed no error'}")
     if not whole:
         raise WorkflowError(f"{_named(config, task)} printed more than {_MOST_PRINTED} bytes; let it print its answer")
     return printed.decode("utf-8", "replace").strip()
 
 
-def _told(config: ProgramWorkflow, task: Task) -> dict[str, Any]:
-    told = {"id": task.id, "prompt": task.prompt, "metadata": task.metadata}
-    shown: dict[str, Any] = to_jsonable(told | ({"answer": task.answer} if config.show_answer else {}))
-    return shown
+def _task_json(config: ProgramWorkflow, task: Task) -> dict[str, Any]:
+    fields = {"id": task.id, "prompt": task.prompt, "metadata": task.metadata}
+    payload: dict[str, Any] = to_jsonable(fields | ({"answer": task.answer} if config.show_answer else {}))
+    return payload
 
 
-def _environment(config: ProgramWorkflow, told: str, endpoint: EndpointAccess) -> dict[str, str]:
-    own = {
+def _environment(config: ProgramWorkflow, payload: str, endpoint: EndpointAccess) -> dict[str, str]:
+    variables = {
         "OPENAI_BASE_URL": endpoint.base_url,
         "OPENAI_API_KEY": endpoint.api_key,
         "PYTHONUNBUFFERED": "1",
     }
     for name in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine
-        own[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+        variables[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
     inherited = {key: value for key, value in os.environ.items() if key != _TASK}
-    if len(told.encode()) <= _LONGEST_VARIABLE:
-        own[_TASK] = told
-    return inherited | own | config.environment
+    if len(payload.encode()) <= _LONGEST_VARIABLE:
+        variables[_TASK] = payload
+    return inherited | variables | config.environment
 
 
 async def _read(stream: asyncio.StreamReader | None) -> tuple[bytes, bool]:
-    """What comes, as far as it is kept, and whether that is all. The rest is read, too: a full pipe would block."""
+    """Read up to the limit; also return whether that was everything. The rest is discarded: a full pipe would block."""
     assert stream is not None
     found, whole = bytearray(), True
     while part := await stream.read(1 << 16):

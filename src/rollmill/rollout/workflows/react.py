@@ -1,4 +1,4 @@
-"""Thought, Action, Action Input and Observation in one text (ReAct, arXiv:2210.03629)."""
+"""Workflow `react`: Thought, Action, Action Input and Observation in one text (ReAct, arXiv:2210.03629)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Final Answer: the answer"""
 
 @dataclass(frozen=True, slots=True)
 class ReactAction:
-    """What a policy wants to do. `wrong` says what is the matter with it."""
+    """An action of the policy. `wrong` describes its error, if any."""
 
     name: str
     arguments: dict[str, Any]
@@ -47,7 +47,7 @@ class ReactAction:
 async def react(
     config: ReActWorkflow, task: Task, policy: Policy, judge: RolloutScorer, tools: Toolbox
 ) -> WorkflowResult:
-    """What the rewards say of the final answer (of the last turn, where there is none), less the penalty."""
+    """Return the rewards of the final answer (of the last turn, if there is none), less the penalty."""
     token_ids = _start(config, task, policy, tools)
     stop, reply = [*policy.sampling.stop, STOP_MARKER], None
     for turn in range(config.turns):
@@ -66,7 +66,7 @@ async def react(
 
 
 def parse_action(text: str, tools: Toolbox) -> ReactAction:
-    """The last action of a turn. Arguments that are no object are the only argument of a tool with one."""
+    """Parse the last action of a turn. An input that is no object becomes the only argument of a one-argument tool."""
     found = _ACTION.match(text, max(text.rfind("Action:"), 0))
     if found is None:
         return ReactAction("", {}, "a turn ends with `Action:` and `Action Input:`, or with `Final Answer:`")
@@ -98,7 +98,7 @@ def _start(config: ReActWorkflow, task: Task, policy: Policy, tools: Toolbox) ->
 
 
 def _observes(reply: Reply, policy: Policy) -> bool:
-    """Whether the turn was ended by the observation that is to come, and by nothing before it."""
+    """Whether the turn was ended by the marker of the coming observation, and by nothing before it."""
     return reply.stop_reason is StopReason.STOP and STOP_MARKER in policy.decode(reply.completion.token_ids.tolist())
 
 

@@ -1,4 +1,4 @@
-"""Answer, be told that it is wrong, think, answer again (after Reflexion, arXiv:2303.11366)."""
+"""Workflow `reflection`: answer, be told of errors, think, answer again (after Reflexion, arXiv:2303.11366)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
 from rollmill.types import Task
 
 RETRIES_METRIC = "retries"
-"""The part of a reward that retries cost."""
+"""The reward part with the cost of retries."""
 
 
 async def reflection(config: ReflectionWorkflow, task: Task, policy: Policy, judge: RolloutScorer) -> WorkflowResult:
-    """What the rewards say of the last answer, discounted for each retry."""
+    """Return the rewards of the last answer, discounted for each retry."""
     dialogue = PolicyConversation.of_task(policy, task)
     reply, taken = await dialogue.ask(), 0
     judgement = await judge(reply) if config.critic == "rewards" else None
@@ -22,7 +22,7 @@ async def reflection(config: ReflectionWorkflow, task: Task, policy: Policy, jud
         try:
             if await _right(config, dialogue, judgement):
                 break
-            dialogue.tell(_said(config.retry, dialogue))
+            dialogue.tell(_on_own_lines(config.retry, dialogue))
             reply = await dialogue.ask()
         except ContextLengthError:
             break
@@ -37,11 +37,11 @@ async def reflection(config: ReflectionWorkflow, task: Task, policy: Policy, jud
 async def _right(config: ReflectionWorkflow, dialogue: PolicyConversation, judgement: RewardResult | None) -> bool:
     if judgement is not None:
         return judgement.reward is not None and judgement.reward >= config.threshold
-    dialogue.tell(_said(config.check, dialogue))
+    dialogue.tell(_on_own_lines(config.check, dialogue))
     verdict = await dialogue.ask()
     return verdict.text.strip().lower().startswith("yes")
 
 
-def _said(text: str, dialogue: PolicyConversation) -> str:
-    """In plain text what is said stands on lines of its own."""
+def _on_own_lines(text: str, dialogue: PolicyConversation) -> str:
+    """Put a text on lines of its own in plain text."""
     return f"\n{text}\n" if dialogue.plain else text

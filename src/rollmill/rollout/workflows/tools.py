@@ -1,4 +1,4 @@
-"""The policy calls tools until it answers."""
+"""Workflow `tools`: the policy calls tools until it answers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
 from rollmill.types import Task
 
 MALFORMED_CALL_PENALTY = "malformed_calls"
-"""The part of a reward that failed calls cost."""
+"""The reward part with the cost of failed calls."""
 
 
 async def tool_turns(
     config: ToolWorkflow, task: Task, policy: Policy, judge: RolloutScorer, tools: Toolbox
 ) -> WorkflowResult:
-    """What the rewards say of the last turn, less the penalty."""
+    """Return the rewards of the last turn, less the penalty."""
     reply = await (_in_text if isinstance(task.prompt, str) else _in_chat)(config, task, policy, tools)
     return apply_malformed_penalty(config, await judge(reply), tools)
 
 
 def apply_malformed_penalty(config: ToolWorkflowSection, judgement: RewardResult, tools: Toolbox) -> WorkflowResult:
-    """A judgement less what failed calls cost."""
+    """Subtract the penalty of failed calls from the rewards."""
     if not config.malformed_penalty:
         return judgement
     return judgement, {MALFORMED_CALL_PENALTY: -config.malformed_penalty * tools.errors}

@@ -1,4 +1,4 @@
-"""Rollouts by an environment of the library verifiers, which asks the policy through the endpoint."""
+"""Workflow `verifiers`: rollouts by an environment of the library verifiers, which calls the policy's endpoint."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class EndpointProtocol(Protocol):
 
     @property
     def base_url(self) -> str:
-        """Ends with /v1."""
+        """URL that ends with /v1."""
         ...
 
     @property
     def api_key(self) -> str:
-        """Of this rollout alone."""
+        """Key of this rollout."""
         ...
 
 
 async def verifiers_rollout(
     pool: VerifiersProcessPool, task: Task, policy: Policy, endpoint: EndpointProtocol
 ) -> dict[str, float | None]:
-    """The environment's rewards by name, weighted; its metrics are logged.
+    """Return the environment's rewards by name, weighted; its metrics are logged.
 
     Raises:
-        TasksetError: the task is none of the taskset's.
+        TasksetError: the task is not from verifiers.
         EpisodeError: the rollout failed.
     """
     if TASK_INDEX not in task.metadata:

@@ -1,4 +1,4 @@
-"""Self-consistency: several answers, and the most frequent one wins (arXiv:2203.11171)."""
+"""Workflows `vote` (self-consistency, arXiv:2203.11171) and `model_judged` (reward from another model's reply)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
 from rollmill.types import Task
 
 _PATTERN_S = 1.0
-"""Longest search for an answer by a pattern; past it there is none."""
+"""Timeout for finding an answer by a pattern; past it there is none."""
 
 
 async def vote(config: VoteWorkflow, task: Task, policy: Policy, judge: RolloutScorer) -> WorkflowResult:
-    """By `agreement` each sample has a reward of its own (arXiv:2504.16084); else the rewards judge the winner."""
+    """Sample answers and vote: with `agreement` each has a reward (arXiv:2504.16084); else the winner's counts."""
     replies = await _samples(config, task, policy)
     answers = await asyncio.to_thread(lambda: [extract_vote(config, each.text) for each in replies])
     won = majority_vote(answers)
@@ -32,7 +32,7 @@ async def vote(config: VoteWorkflow, task: Task, policy: Policy, judge: RolloutS
 
 
 def extract_vote(config: VoteWorkflow, text: str) -> str | None:
-    """The answer in a text, without regard to case and white space; None where there is none."""
+    """Extract the answer from a text, ignoring case and white space; None if there is none."""
     if config.pattern is None:
         found = text_after(text, config.after)
     else:
@@ -45,7 +45,7 @@ def extract_vote(config: VoteWorkflow, text: str) -> str | None:
 
 
 def majority_vote(answers: list[str | None]) -> str | None:
-    """The most frequent answer, of equally frequent ones the first; None where there is none at all."""
+    """The most frequent answer, among equals the first; None without answers."""
     counted = Counter(each for each in answers if each is not None)
     return max(counted, key=counted.__getitem__) if counted else None
 
@@ -56,20 +56,18 @@ async def _samples(config: VoteWorkflow, task: Task, policy: Policy) -> list[Rep
     return await policy.complete_n(task.prompt, config.samples)
 
 
-# Completions scored by another model.
-
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 async def model_judged(config: JudgedWorkflow, task: Task, policy: Policy, **models: Any) -> WorkflowResult:
-    """The last number of the judge's reply, from 0 to 1; None where there is none, or it is off the scale."""
+    """Return the last number of the judging model's reply, scaled to 0..1; None if it is missing or off the scale."""
     if isinstance(task.prompt, str):
         reply, prompt = await policy.complete(task.prompt), task.prompt
     else:
         reply, prompt = await policy.chat(list(task.prompt)), task.prompt[-1]["content"]
     places = {"prompt": prompt, "response": reply.text, "answer": str(task.answer), "scale": f"{config.scale:g}"}
     question = re.sub(r"\{(prompt|response|answer|scale)\}", lambda found: places[found[1]], config.question)
-    said = await models[config.by].chat([{"role": "user", "content": question}])
-    numbers = _NUMBER.findall(said.text)
+    verdict = await models[config.by].chat([{"role": "user", "content": question}])
+    numbers = _NUMBER.findall(verdict.text)
     score = float(numbers[-1]) if numbers else -1.0
     return score / config.scale if 0 <= score <= config.scale else None

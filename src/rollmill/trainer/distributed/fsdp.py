@@ -1,7 +1,7 @@
-"""Weights, gradients and optimizer states in shards, one per rank (FSDP2; ZeRO stage 3, arXiv:1910.02054).
+"""Sharded weights, gradients and optimizer states, one shard per rank (FSDP2; ZeRO stage 3, arXiv:1910.02054).
 
-A sharded model holds its part of every parameter as a DTensor. A layer is whole while it computes, and so are, inside
-`inside`, the embeddings, the last norm and the output layer.
+A sharded model holds its part of every parameter as a DTensor. Layers are unsharded while they compute. Embeddings, the
+last norm and the output layer are unsharded within `call_unsharded`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ Result = TypeVar("Result")
 
 
 def apply_fsdp(model: nn.Module) -> None:
-    """Cut a model into shards, in place: each transformer layer, and what is left as the root. Every rank calls this
-    with the same model. Gradients are summed over the ranks, not averaged."""
+    """Shards a model in place: each transformer layer, and the rest as the root.
+
+    Every rank calls this with the same model. Gradients are summed over the ranks, not averaged.
+    """
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
@@ -42,8 +44,11 @@ def _call(function: Callable[[], Result]) -> Result:
 
 
 def call_unsharded(model: Any, function: Callable[[], Result]) -> Result:
-    """What `function` gives, a structure of tensors; a sharded model's weights are whole while it runs, and again in
-    the backward pass of what it gave. Every rank must call this equally often."""
+    """Calls `function`, which returns a structure of tensors.
+
+    A sharded model's root weights are whole during the call and again in the backward pass of the result. Every rank
+    must call this equally often.
+    """
     if not isinstance(model, FSDPModule):
         return function()
     sharded: Any = model
@@ -52,17 +57,17 @@ def call_unsharded(model: Any, function: Callable[[], Result]) -> Result:
 
 
 def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of each tensor what this rank holds, sharing memory."""
+    """Returns this rank's part of each tensor, sharing memory."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds but a part of it."""
+    """Whether this rank holds only a part of the tensor."""
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
 def global_norm(norm: float) -> float:
-    """Euclidean norm of what all ranks hold, from that of what this one holds."""
+    """Euclidean norm over all ranks, from the norm of this rank's part."""
     norms: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(norms, norm)
     return math.hypot(*norms)
@@ -70,8 +75,11 @@ def global_norm(norm: float) -> float:
 
 @torch.no_grad()
 def gather_weights(sharded: nn.Module, whole: nn.Module | None) -> None:
-    """Copy the weights of all ranks into a plain model of the same names (None: this rank only gives its own). Every
-    rank calls this; one parameter at a time is whole besides the plain model."""
+    """Copies the weights of all ranks into a plain model with the same names (None: this rank only contributes its
+    shards).
+
+    Every rank calls this. Besides the plain model, one whole parameter exists at a time.
+    """
     targets = {} if whole is None else dict(whole.named_parameters())
     for name, parameter in sharded.named_parameters():
         full = _full(parameter)
@@ -80,8 +88,10 @@ def gather_weights(sharded: nn.Module, whole: nn.Module | None) -> None:
 
 
 def gather_state_dict(state: Any) -> Any:
-    """A state dict with whole tensors on the CPU in place of shards; rank 0 keeps them, others None. Every rank calls
-    this. What has no shards is as it was."""
+    """Replaces shards in a state dict with whole tensors on the CPU of rank 0, None on other ranks.
+
+    Every rank calls this. Values without shards are unchanged.
+    """
     if isinstance(state, dict):
         return {key: gather_state_dict(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -94,13 +104,13 @@ def gather_state_dict(state: Any) -> Any:
 
 @torch.no_grad()
 def load_full_weights(model: nn.Module, state: dict[str, Any]) -> None:
-    """`load_state_dict` of whole tensors into a model that may be sharded."""
+    """Loads a state dict of whole tensors into a model that may be sharded."""
     own = model.state_dict()
     model.load_state_dict({name: shard_like(value, own.get(name)) for name, value in state.items()})
 
 
 def shard_like(value: Any, target: Tensor | None) -> Any:
-    """A whole tensor cut as `target` is, where that is distributed and has the same shape; else what it is."""
+    """Shards a whole tensor like `target`, if that is a DTensor of the same shape; otherwise returns it unchanged."""
     if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
         return value
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

@@ -1,4 +1,7 @@
-"""A rank besides the first, wherever it is, seen from the first: what it is told, what it answers, how it ends."""
+"""Rank 0's handles of the other ranks: sending commands, waiting for results, ending them.
+
+`RankHandle` and `RankLauncher` are the interfaces; ranks are child processes here, and Ray actors in ray_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,22 @@ CommandStatus = Literal["done", "failed", "alone", "late", "ended"]
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What came of a command on a rank: it was done; failed; failed since another rank was gone or late; is not done
-    yet; or the rank has ended."""
+    """Result of a command on a rank.
+
+    done: it succeeded; failed: it raised; alone: it failed because another rank was gone or late; late: it has not
+    finished by the deadline; ended: the rank's process has ended.
+    """
 
     kind: CommandStatus
     text: str = ""
 
 
 class RankHandle(ABC):
-    """Does what it is told, one command after the other; telling never waits."""
+    """Runs commands on one rank, one after the other; sending a command never waits."""
 
     rank: int
     lost: ClassVar[tuple[CommandStatus, ...]] = ("ended",)
-    """Outcomes that another life of the trainer may cure."""
+    """Outcomes that restarting the trainer may fix."""
 
     @property
     @abstractmethod
@@ -47,38 +53,41 @@ class RankHandle(ABC):
     @property
     @abstractmethod
     def log(self) -> str:
-        """What it has printed, or where that is: one or more sentences."""
+        """The rank's output, or its location: one or more sentences."""
 
     @abstractmethod
     def tell(self, command: str, *details: Any) -> None:
-        """Give a command, a method of `Worker`; `answer` waits for what comes of it. Raises TrainingError where it is
-        known to have ended."""
+        """Sends a command, a method of `RankWorker`; `answer` waits for its result.
+
+        Raises:
+            TrainingError: the rank is known to have ended.
+        """
 
     @abstractmethod
     def outcome(self, command: str, deadline_s: float) -> CommandResult:
-        """What has come of a command by the deadline."""
+        """Waits for the result of a command until the deadline."""
 
     @abstractmethod
     def end(self) -> None:
-        """Kill it, and wait until it is gone."""
+        """Kills the rank and waits until it is gone."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Let it end by itself, or kill it where it does not."""
+        """Lets the rank exit by itself; kills it if it does not."""
 
     def answer(self, command: str, deadline_s: float) -> None:
-        """Wait until a command is done.
+        """Waits until a command is done.
 
         Raises:
-            TrainingError: it failed; TrainerRankLostError where it ended.
-            DeadlineError: it did not answer in time.
+            TrainingError: it failed; TrainerRankLostError if the rank ended.
+            DeadlineError: it did not finish in time.
         """
         outcome = self.outcome(command, deadline_s)
         if outcome.kind != "done":
             raise self.error(command, outcome, deadline_s)
 
     def error(self, command: str, outcome: CommandResult, deadline_s: float) -> RollmillError:
-        """What to say of a command that was not done."""
+        """Builds the error for a command that was not done."""
         told, lost = f"{self.label}, told to `{command}`", outcome.kind in self.lost
         longer = "Is its host short of memory or cores?" if command == "start" else _LONGER
         if outcome.kind == "late" and not lost:
@@ -90,43 +99,42 @@ class RankHandle(ABC):
 
 
 class RankLauncher(Protocol):
-    """Starts the other ranks of a stage, and hands them what they work on."""
+    """Starts the other ranks of a stage and passes them their data."""
 
     @property
     def own_gpus(self) -> bool:
-        """Whether every rank sees GPUs of its own only."""
+        """Whether every rank sees only its own GPUs."""
         ...
 
     def open(self) -> GroupRendezvous:
-        """Where ranks will meet, until `close`."""
+        """Opens the rendezvous of the ranks, until `close`."""
         ...
 
     def start(self, rank: int, threads: int) -> RankHandle:
-        """Start a rank that computes with so many threads; it may not be there yet."""
+        """Starts a rank with this number of threads; it may not be running yet."""
         ...
 
     def handed(self, name: str, value: Any) -> AbstractContextManager[Any]:
-        """What ranks are told in place of `value`; inside they have to have done what it is for."""
+        """Context that yields what to send in place of `value`; ranks must be done with it at the end."""
         ...
 
     def close(self) -> None:
-        """The ranks have ended."""
+        """Releases everything once the ranks have ended."""
         ...
 
-
-# Ranks as child processes of the first: pipes for commands, files for what they work on.
 
 _TAIL = 2000
 _END_S = 5.0
 
 
 class ProcessRankHandle(RankHandle):
-    """A child process. Messages are small, so that telling it something never waits; large things go through files.
+    """A child process. Commands go through a pipe and are small, so that sending never waits; large values go through
+    files.
 
     Args:
-        folder: with these files; it removes them where the first rank cannot.
-        log: file that takes what it prints.
-        threads: that it computes with.
+        folder: folder of these files; the child removes it if rank 0 cannot.
+        log: file for the child's output.
+        threads: number of threads to compute with.
     """
 
     def __init__(self, rank: int, folder: Path, log: Path, threads: int) -> None:
@@ -143,7 +151,7 @@ class ProcessRankHandle(RankHandle):
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 env=environment | {"OMP_NUM_THREADS": str(threads)},
-                start_new_session=True,  # Ctrl-C is for the first rank alone
+                start_new_session=True,  # Ctrl-C goes to rank 0 only
             )
         theirs.close()
 
@@ -158,7 +166,7 @@ class ProcessRankHandle(RankHandle):
 
     @property
     def log(self) -> str:
-        """The last lines that this process printed."""
+        """The last lines of this process's output."""
         with self._log.open("rb") as file:
             file.seek(max(self._begins, self._log.stat().st_size - _TAIL))
             text = file.read().decode(errors="replace").strip()
@@ -208,10 +216,10 @@ class ProcessRankHandle(RankHandle):
 
 
 class ProcessRankLauncher:
-    """Child processes, which share a temporary folder with the first rank; see Crew.
+    """Starts ranks as child processes, which share a temporary folder with rank 0.
 
     Args:
-        logs: folder for what they print.
+        logs: folder for their output.
     """
 
     own_gpus = False
@@ -222,26 +230,26 @@ class ProcessRankLauncher:
 
     @property
     def folder(self) -> Path:
-        """What they share."""
+        """The shared folder."""
         return Path(self._folder.name)
 
     def open(self) -> FileRendezvous:
-        """See Crew."""
+        """See RankLauncher."""
         self._folder = tempfile.TemporaryDirectory(prefix="rollmill-ranks-")
         return FileRendezvous(self.folder)
 
     def start(self, rank: int, threads: int) -> ProcessRankHandle:
-        """See Crew."""
+        """See RankLauncher."""
         return ProcessRankHandle(rank, self.folder, self._logs / f"rank-{rank}.log", threads)
 
     @contextmanager
     def handed(self, name: str, value: Any) -> Iterator[Path]:
-        """See Crew: a file, which is gone afterwards; who has it in memory keeps it."""
+        """See RankLauncher. Yields a file, which is removed at the end; ranks that mapped it keep its contents."""
         file = self.folder / name
         torch.save(value, file)
         yield file
         file.unlink()
 
     def close(self) -> None:
-        """See Crew."""
+        """See RankLauncher."""
         self._folder.cleanup()

@@ -1,7 +1,8 @@
-"""Ranks: every one sees the whole batch. It holds the model, or its shard of it, and works on its share of the rows; or
-it holds its share of each layer, and works on all rows.
+"""Ranks of a stage: their share of the work, sums over them, and how they form a process group.
 
-Denominators are those of the whole batch on every rank, so gradients only add up.
+Every rank sees the whole batch. It holds the model, or a shard of it, and works on its share of the rows; or, with
+tensor parallelism, it holds its share of each layer and works on all rows. Denominators are those of the whole batch on
+every rank, so gradients are simply summed. Collectives use gloo between CPUs and NCCL between GPUs.
 """
 
 from __future__ import annotations
@@ -29,38 +30,39 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Which of how many ranks this process is. With more than one, torch.distributed has to be initialised."""
+    """Rank and number of ranks of this process. With more than one, torch.distributed must be initialized."""
 
     rank: int = 0
     size: int = 1
-    sharding: Sharding = "none"  #: whether models are whole on every rank, see sharding.py and tensor_parallel.py
+    sharding: Sharding = "none"  #: see fsdp.py and tensor_parallel.py; none: models are whole on every rank
 
     @staticmethod
     def current() -> RankGroup:
-        """Those of torch.distributed, or the only one."""
+        """Returns the group of torch.distributed, or a single rank."""
         if not dist.is_initialized():
             return RankGroup()
         return RankGroup(dist.get_rank(), dist.get_world_size())
 
     @property
     def shares(self) -> int:
-        """How many shares the rows of a batch are dealt into."""
+        """Number of shares that the rows of a batch are dealt into."""
         return 1 if self.sharding == "tensor" else self.size
 
     @property
     def share(self) -> int:
-        """Which of them is this rank's."""
+        """Index of this rank's share."""
         return 0 if self.sharding == "tensor" else self.rank
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over the shares, in place."""
+        """Sums `tensor` over the shares, in place."""
         if self.shares > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum gradients over the shares, unless that was done in the backward pass; what has none on any rank keeps
-        none."""
+        """Sums gradients over the shares, unless the backward pass did. Parameters without a gradient on any rank keep
+        none.
+        """
         if self.sharding == "tensor":
             reduce_replicated_gradients(parameters)
         if self.shares == 1 or self.sharding == "fsdp":
@@ -87,7 +89,7 @@ class RankGroup:
         return total
 
     def first(self, value: Result | None) -> Result | None:
-        """The first of the shares' values that is not None."""
+        """Returns the first of the shares' values that is not None."""
         if self.shares == 1:
             return value
         gathered: list[Result | None] = [None] * self.size
@@ -95,7 +97,7 @@ class RankGroup:
         return next((each for each in gathered if each is not None), None)
 
     def greatest(self, number: float) -> float:
-        """The greatest of the shares' numbers."""
+        """Returns the greatest of the shares' numbers."""
         if self.shares == 1:
             return number
         numbers: list[float] = [number] * self.size
@@ -103,43 +105,47 @@ class RankGroup:
         return max(numbers)
 
 
-# The process group of a stage's ranks: how they find each other; gloo between CPUs, NCCL between GPUs.
-
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
 class FileRendezvous:
-    """Ranks of one host find each other by a file, without a port that others could connect to, and talk over the
-    loopback interface: host names need not lead anywhere."""
+    """Rendezvous of the ranks of one host by a file, without a port that others could connect to.
+
+    They communicate over the loopback interface, so host names need not resolve.
+    """
 
     folder: Path
 
     def store(self, size: int, deadline: timedelta) -> Store:
-        """What they tell each other their addresses by."""
+        """The store through which ranks exchange addresses."""
         store = FileStore(str(self.folder / "rendezvous"), size)
         store.set_timeout(deadline)
         return store
 
     def interface(self) -> str | None:
-        """What they talk over."""
+        """The network interface to communicate over."""
         return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 @dataclass(frozen=True)
 class TCPRendezvous:
-    """Ranks of several hosts find each other at a port of the first one's, and talk over the interfaces that lead
-    there."""
+    """Rendezvous of ranks on several hosts at a port of rank 0's host.
+
+    They communicate over the interfaces that lead there.
+    """
 
     host: str
     port: int
 
     def store(self, size: int, deadline: timedelta) -> Store:
-        """What they tell each other their addresses by."""
+        """The store through which ranks exchange addresses."""
         return TCPStore(self.host, self.port, timeout=deadline, wait_for_workers=False)
 
     def interface(self) -> str | None:
-        """What this host reaches that port over; None: it has another address there than it knows of."""
+        """The interface through which this host reaches that port; None if its address belongs to none of its
+        interfaces (NAT).
+        """
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.host, self.port))  # sends nothing
             own = probe.getsockname()[0]
@@ -151,36 +157,38 @@ GroupRendezvous = FileRendezvous | TCPRendezvous
 
 
 def open_rendezvous_port(host: str) -> tuple[TCPRendezvous, Store]:
-    """A port at this address of this host, as long as the store exists."""
+    """Opens a port at this address of this host, for as long as the store exists."""
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     return TCPRendezvous(host, port), store
 
 
-def join_group(meeting: GroupRendezvous, rank: int, size: int, device: torch.device, deadline_s: float) -> None:
-    """Join the ranks that meet there. Every operation among them fails after the deadline, and at once where one has
-    ended (gloo)."""
+def join_group(rendezvous: GroupRendezvous, rank: int, size: int, device: torch.device, deadline_s: float) -> None:
+    """Joins the process group of the ranks.
+
+    Every collective fails after the deadline, and at once if a rank has ended (gloo).
+    """
     backend, deadline = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=deadline_s)
-    store = meeting.store(size, deadline)
-    with _over(meeting.interface()):
+    store = rendezvous.store(size, deadline)
+    with _over(rendezvous.interface()):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
 
 
 def leave_group() -> None:
-    """Leave it without waiting for the others."""
+    """Leaves the process group without waiting for the others."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def is_process_group_error(error: BaseException) -> bool:
-    """Whether an error came from an operation among ranks, rather than from this one's own work."""
+    """Whether an error came from a collective, rather than from this rank's own work."""
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in ("gloo", "nccl"))
 
 
 @contextmanager
 def _over(interface: str | None) -> Iterator[None]:
-    """gloo talks over this interface, unless the user chose one."""
+    """Makes gloo use this interface, unless the user chose one."""
     if interface is None or _INTERFACE in os.environ:
         yield
         return

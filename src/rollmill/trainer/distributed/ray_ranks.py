@@ -1,4 +1,4 @@
-"""Ranks as Ray actors, on any host: method calls for commands, Ray's objects for what they work on."""
+"""Ranks as Ray actors, on any host: method calls for commands, Ray objects for data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _END_S = 5.0
 
 
 class RayRankHandle(RankHandle):
-    """An actor, which ends with the first rank's. What hosts and networks can do to it, another life of the trainer may
-    cure; an error of its own work would come again.
+    """A rank in a Ray actor, which ends with rank 0's.
+
+    Restarting the trainer may fix failures of hosts and networks, but not an error of the rank's own work.
 
     Args:
-        options: how Ray shall start it.
+        options: options for starting the actor.
     """
 
     lost: ClassVar[tuple[CommandStatus, ...]] = ("ended", "late", "alone", "done")
@@ -33,7 +34,7 @@ class RayRankHandle(RankHandle):
         self.rank = rank
         self._actor = ray_module().remote(RankWorker).options(max_restarts=0, **options).remote()
         self._where: Future[str] = self._actor.where.remote().future()
-        self._told: deque[Future[CommandResult]] = deque()
+        self._pending: deque[Future[CommandResult]] = deque()
 
     @property
     def label(self) -> str:
@@ -44,24 +45,24 @@ class RayRankHandle(RankHandle):
 
     def tell(self, command: str, *details: Any) -> None:
         """See RankHandle."""
-        self._told.append(self._actor.run_command.remote(command, *details).future())
+        self._pending.append(self._actor.run_command.remote(command, *details).future())
 
     def outcome(self, command: str, deadline_s: float) -> CommandResult:
         """See RankHandle."""
         errors = ray_module().exceptions
         try:
-            found = self._told[0].result(deadline_s)
+            found = self._pending[0].result(deadline_s)
         except errors.RayActorError as error:
             found = CommandResult("ended", f"ended: {str(error).strip().splitlines()[-1].rstrip('.')}")
-        except errors.RayError as error:  # it could not read what it was told
+        except errors.RayError as error:  # it could not deserialize the command
             found = CommandResult("failed", str(error).strip().splitlines()[-1])
         except TimeoutError:
             return CommandResult("late")
-        self._told.popleft()
+        self._pending.popleft()
         return found
 
     def end(self) -> None:
-        """See RankHandle; its process may take a moment more."""
+        """See RankHandle; the process may take a moment longer."""
         ray_module().kill(self._actor)
         with suppress(TimeoutError):
             self._actor.where.remote().future().exception(_END_S)
@@ -74,10 +75,10 @@ class RayRankHandle(RankHandle):
 
 
 class RayRankLauncher:
-    """Ray actors, which meet at a port of the first rank's host; see Crew.
+    """Starts ranks as Ray actors, which meet at a port of rank 0's host.
 
     Args:
-        options: how Ray shall start each, from rank 1.
+        options: options for starting each actor, from rank 1.
     """
 
     def __init__(self, options: Sequence[dict[str, Any]]) -> None:
@@ -86,23 +87,23 @@ class RayRankLauncher:
 
     @property
     def own_gpus(self) -> bool:
-        """See Crew."""
+        """See RankLauncher."""
         return all(each["num_gpus"] > 0 for each in self._options)
 
     def open(self) -> TCPRendezvous:
-        """See Crew."""
-        meeting, self._store = open_rendezvous_port(ray_module().util.get_node_ip_address())
-        return meeting
+        """See RankLauncher."""
+        rendezvous, self._store = open_rendezvous_port(ray_module().util.get_node_ip_address())
+        return rendezvous
 
     def start(self, rank: int, threads: int) -> RayRankHandle:
-        """See Crew."""
+        """See RankLauncher."""
         return RayRankHandle(rank, self._options[rank - 1])
 
     @contextmanager
     def handed(self, name: str, value: Any) -> Iterator[Any]:
-        """See Crew: an object of Ray, which arrives as the value."""
+        """See RankLauncher. Yields a Ray object reference, which arrives as the value."""
         yield ray_module().put(value)
 
     def close(self) -> None:
-        """See Crew."""
+        """See RankLauncher."""
         self._store = None

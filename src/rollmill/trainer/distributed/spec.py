@@ -1,4 +1,4 @@
-"""From a stage's options to its trainer, in the run's own process and on every other rank."""
+"""Builds a stage's trainer from its options, in the run's own process and on every other rank."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from rollmill.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """What a trainer is made from, besides models and ranks.
+    """Everything a trainer is built from, except models and ranks.
 
     Args:
         precision: fp32 or bf16.
         total_steps: training steps of the stage.
         max_new_tokens: longest completion.
-        reward_weights: of every part of the reward, for advantages that see parts.
-        plugins: users' files, which register parts of algorithms.
-        kept_versions: earlier versions of the weights that are kept to compare late completions with.
+        reward_weights: weight of every reward component, for advantages computed from components.
+        plugins: user files that register parts of algorithms.
+        kept_versions: number of earlier weight versions kept to compare late completions with.
     """
 
     algorithm: AlgorithmOptions
@@ -49,7 +49,7 @@ class TrainerSpec:
     def trainer(
         self, model: Any, teacher: nn.Module | None, device: torch.device, ranks: RankGroup
     ) -> Trainer | RewardTrainer:
-        """What learns: the policy, or a reward model that begins as the policy."""
+        """Builds the trainer of the policy, or of a reward model initialized from the policy."""
         config = self.config.model_copy(update={"precision": self.precision})
         common: dict[str, Any] = {"total_steps": self.total_steps, "device": device, "seed": self.seed, "ranks": ranks}
         if isinstance(self.algorithm, RewardModel):
@@ -59,7 +59,9 @@ class TrainerSpec:
         return Trainer(model, recipe, config, teacher=teacher, kept_versions=self.kept_versions, **common)
 
     def to_serialized(self) -> SerializedTrainerSpec:
-        """In a form that another process can read: classes that users' files make have no place to be found at."""
+        """Converts to a form that can be unpickled elsewhere: classes defined in user files cannot be pickled by
+        reference.
+        """
         values = {
             key: getattr(self, key) for key in ("precision", "total_steps", "max_new_tokens", "seed", "kept_versions")
         }
@@ -73,7 +75,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True)
 class SerializedTrainerSpec:
-    """A plan on its way to another process."""
+    """A TrainerSpec in transit to another process."""
 
     files: list[Path]
     algorithm: dict[str, Any]
@@ -81,7 +83,11 @@ class SerializedTrainerSpec:
     others: dict[str, Any] = field(default_factory=dict)
 
     def received(self) -> TrainerSpec:
-        """The plan. Raises ConfigError where a user's file cannot be imported, or registers too little."""
+        """Rebuilds the TrainerSpec.
+
+        Raises:
+            ConfigError: a user file cannot be imported, or does not register the algorithm.
+        """
         for file in self.files:
             import_file(file)
         try:
@@ -94,7 +100,7 @@ class SerializedTrainerSpec:
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a rank begins with: its models are skeletons, whose weights come from rank 0."""
+    """Setup of a rank. Its models have no weights; these come from rank 0."""
 
     plan: SerializedTrainerSpec
     policy: nn.Module
@@ -106,7 +112,7 @@ class RankSetup:
 
 
 def strip_weights(model: nn.Module) -> nn.Module:
-    """The model without weights, small enough to be sent; parameters that are tied stay tied."""
+    """Returns the model without weights, small enough to send; tied parameters stay tied."""
     memo: dict[int, Any] = {id(buffer): buffer.cpu() for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -114,7 +120,7 @@ def strip_weights(model: nn.Module) -> nn.Module:
 
 
 def allocate_weights(model: nn.Module, device: torch.device) -> nn.Module:
-    """A skeleton with room for weights on a device."""
+    """Allocates memory on a device for the weights of a stripped model."""
     memo: dict[int, Any] = {id(buffer): buffer.to(device) for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
@@ -123,6 +129,6 @@ def allocate_weights(model: nn.Module, device: torch.device) -> nn.Module:
 
 @torch.no_grad()
 def broadcast_weights(model: nn.Module) -> None:
-    """Rank 0's weights on all ranks; every rank calls this."""
+    """Copies rank 0's weights to all ranks; every rank calls this."""
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)

@@ -1,8 +1,7 @@
-"""Tensor parallelism: attention heads and inner dimensions of a model dealt to the ranks (Megatron-LM,
-arXiv:1909.08053), by PyTorch's parallel styles and the plan that transformers has for a model.
+"""Tensor parallelism: attention heads and inner dimensions split over the ranks (Megatron-LM, arXiv:1909.08053).
 
-Every rank works on the same rows with its share of each layer's matrices. Activations between these, embeddings, norms
-and the output layer are whole on every rank.
+Uses PyTorch's parallel styles and transformers' plan for the model. Every rank works on the same rows with its share of
+each layer's matrices. Activations between these, embeddings, norms and the output layer are whole on every rank.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from rollmill.errors import ConfigError
 from rollmill.trainer.distributed.fsdp import is_sharded, local_shards
 
-# Operations among ranks on many tensors at once: each operation waits for the slowest rank, so few are made.
-
-ALLREDUCE_BUCKET_BYTES = 1 << 25  #: bytes, as many as DistributedDataParallel takes
+ALLREDUCE_BUCKET_BYTES = 1 << 25  #: as in DistributedDataParallel
 
 
 def apply_in_buckets(tensors: Sequence[Tensor], operation: Callable[[Tensor], object]) -> None:
-    """Apply an elementwise operation that changes its argument to all tensors, in place. They have one type."""
+    """Applies an elementwise in-place collective to all tensors, which have one dtype.
+
+    Tensors are flattened into buckets, since each collective waits for the slowest rank.
+    """
     for bucket in _buckets(tensors):
         flat = torch.cat([tensor.flatten() for tensor in bucket])
         operation(flat)
@@ -49,15 +49,17 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _OF_OWN_HEADS = "replicated_with_grad_allreduce"
-"""A norm of single heads: whole on every rank, which sees its own heads only, so that gradients have to be summed.
-(transformers' own hook for it sums once per backward pass what has been accumulated over several.)"""
+"""Style of a per-head norm: whole on every rank, but applied to the rank's own heads only, so gradients must be summed.
+
+transformers' hook is not used: it sums in every backward pass, also what earlier passes accumulated.
+"""
 
 
 def tensor_parallel_plan(model: Any, ranks: int) -> dict[str, str]:
-    """The style of each module of a causal LM's network that transformers' plan names.
+    """Returns the style of each module of a causal LM's network named in transformers' plan.
 
     Raises:
-        ConfigError: there is no plan, it has other styles, or sizes cannot be divided by the number of ranks.
+        ConfigError: there is no plan, it has unsupported styles, or the number of ranks does not divide a size.
     """
     kind, plan = model.config.model_type, getattr(model.config, "base_model_tp_plan", None)
     instead = "use sharding: fsdp or none"
@@ -82,7 +84,7 @@ def tensor_parallel_plan(model: Any, ranks: int) -> dict[str, str]:
 
 
 def parallelize_network(network: Any, styles: dict[str, str]) -> None:
-    """Cut a network into the parts of the ranks, in place. Every rank calls this with the same weights."""
+    """Splits a network over the ranks, in place. Every rank calls this with the same weights."""
     device = next(network.parameters()).device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     plan = {name: _STYLES[style]() for name, style in styles.items() if style in _STYLES}
@@ -94,7 +96,9 @@ def parallelize_network(network: Any, styles: dict[str, str]) -> None:
 
 
 def reduce_replicated_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Gradients of what every rank has: equal on all, bit for bit. What has none keeps none."""
+    """Makes the gradients of replicated parameters equal on all ranks, bit for bit. Parameters without one
+    keep none.
+    """
     partial: list[Tensor] = []
     equal: list[Tensor] = []
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""A trainer that shares its work with other processes: rank 0 is here, the others follow its commands."""
+"""A trainer on several ranks: rank 0 runs in this process, the others follow its commands."""
 
 from __future__ import annotations
 
@@ -30,40 +30,42 @@ from rollmill.trainer.trainer import Trainer
 from rollmill.types import Experience
 
 RANK_LOG_FOLDER = "ranks"
-"""Folder of a run directory."""
+"""Subfolder of the run directory."""
 _START_S = 180.0
-"""Longest wait for fresh processes to import torch."""
+"""Timeout for new processes to import torch."""
 _GRACE_S = 5.0
-"""After an operation among ranks has failed: how long each may take to say what it was."""
+"""Time each rank gets to report its error after a collective has failed."""
 
 
 class DistributedTrainer:
-    """Has the surface of `Trainer`, and the same results. Without shards `model` itself is trained; with shards a copy
-    of it is, and `model` gets the whole weights after each step.
+    """Has the interface and the results of `Trainer`, on several ranks.
 
-    Processes start with `start`, or with the first command. Every method raises TrainingError where a rank failed,
-    TrainerRankLostError where one ended, and that or DeadlineError where one does not answer; all name it.
+    Without shards `model` itself is trained. With shards a copy of it is, and `model` gets the whole weights after each
+    step.
+
+    Processes start with `start`, or with the first command. Every method raises TrainingError if a rank failed,
+    TrainerRankLostError if one ended, and that or DeadlineError if one does not answer; all name the rank.
 
     Args:
-        run_dir: where the other ranks say what they do, and what child processes print is kept.
-        crew: how the other ranks are started; default: as child processes.
+        run_dir: run directory, for the heartbeats of the other ranks and the output of child processes.
+        launcher: starts the other ranks; default: as child processes.
     """
 
     def __init__(
         self,
-        plan: TrainerSpec,
+        spec: TrainerSpec,
         model: Any,
         teacher: nn.Module | None,
         device: torch.device,
         run_dir: Path,
-        crew: RankLauncher | None = None,
+        launcher: RankLauncher | None = None,
     ) -> None:
-        self._plan, self._model, self._teacher = plan, model, teacher
+        self._spec, self._model, self._teacher = spec, model, teacher
         self._device, self._run_dir = device, run_dir
-        self._size, self._sharded = plan.config.ranks, plan.config.sharding != "none"
-        self._crew = crew or ProcessRankLauncher(run_dir / RANK_LOG_FOLDER)
+        self._size, self._sharded = spec.config.ranks, spec.config.sharding != "none"
+        self._launcher = launcher or ProcessRankLauncher(run_dir / RANK_LOG_FOLDER)
         self._others: list[RankHandle] = []
-        self._meeting: GroupRendezvous | None = None
+        self._rendezvous: GroupRendezvous | None = None
         self._own: Trainer | RewardTrainer | None = None
         self._healthy = False  #: the last command was done
 
@@ -75,35 +77,35 @@ class DistributedTrainer:
         return self._own
 
     def start(self) -> None:
-        """Start the other ranks and give them the weights, unless that was done."""
+        """Starts the other ranks and sends them the weights; no-op if already started."""
         if self._own is not None:
             return
         self._check()
-        self._meeting, threads = self._crew.open(), torch.get_num_threads()
-        self._others = [self._crew.start(rank, threads) for rank in range(1, self._size)]
-        beginning = RankSetup(
-            self._plan.to_serialized(),
+        self._rendezvous, threads = self._launcher.open(), torch.get_num_threads()
+        self._others = [self._launcher.start(rank, threads) for rank in range(1, self._size)]
+        setup = RankSetup(
+            self._spec.to_serialized(),
             strip_weights(self._model),
             None if self._teacher is None else strip_weights(self._teacher),
             self._device.type,
             threads,
             self._run_dir,
-            self._meeting,
+            self._rendezvous,
         )
-        with self._crew.handed("beginning", beginning) as handed:
+        with self._launcher.handed("beginning", setup) as handed:
             for other in self._others:
                 other.tell("start", handed, other.rank)
             for other in self._others:
                 other.answer("start", _START_S)
-        with self._together("join"):
-            self._own = self._joined()
+        with self._on_all_ranks("join"):
+            self._own = self._join()
 
     def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
-        """See Trainer. Passes that were begun are all made, even if nobody asks for the rest: every rank makes them."""
+        """See Trainer. Once started, all passes run even if the caller stops early, since every rank makes them."""
         own = self.own
         if not isinstance(own, Trainer) or not own.needs_precompute:
             return
-        with self._crew.handed("batch", list(experiences)) as batch, self._together("ahead", batch, version):
+        with self._launcher.handed("batch", list(experiences)) as batch, self._on_all_ranks("ahead", batch, version):
             passes = own.ahead(experiences, version)
             for _ in passes:
                 try:
@@ -116,7 +118,7 @@ class DistributedTrainer:
     def probes(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
-        """See Trainer; a reward model's compares nothing."""
+        """See Trainer and RewardTrainer."""
         return self.own.probes(upcoming, experiences, version)
 
     def step(
@@ -125,8 +127,8 @@ class DistributedTrainer:
         """See Trainer."""
         own = self.own
         with (
-            self._crew.handed("batch", (list(experiences), list(probes))) as batch,
-            self._together("step", batch, version),
+            self._launcher.handed("batch", (list(experiences), list(probes))) as batch,
+            self._on_all_ranks("step", batch, version),
         ):
             metrics = own.step(experiences, version, probes)
             if self._sharded and isinstance(own, Trainer):
@@ -134,17 +136,17 @@ class DistributedTrainer:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """See Trainer: the same whatever the number of ranks."""
+        """See Trainer: the same for any number of ranks."""
         own = self.own
         if not self._sharded:
             return own.state_dict()
-        with self._together("state_dict"):
+        with self._on_all_ranks("state_dict"):
             return own.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Trainer."""
         own = self.own
-        with self._crew.handed("state", state) as handed, self._together("load_state_dict", handed):
+        with self._launcher.handed("state", state) as handed, self._on_all_ranks("load_state_dict", handed):
             own.load_state_dict(state)
 
     def export(self, folder: Path, policy: PolicyModel) -> None:
@@ -152,14 +154,14 @@ class DistributedTrainer:
         self.own.export(folder, policy)
 
     def close(self) -> None:
-        """End the other ranks."""
+        """Ends the other ranks."""
         for other in self._others:
             other.finish() if self._healthy else other.end()
         self._others = []
-        if self._meeting is not None:
+        if self._rendezvous is not None:
             leave_group()
-            self._crew.close()
-            self._meeting = None
+            self._launcher.close()
+            self._rendezvous = None
 
     def _check(self) -> None:
         if dist.is_initialized():
@@ -168,41 +170,44 @@ class DistributedTrainer:
                 "torch.distributed already; start the run without torchrun"
             )
         found = torch.cuda.device_count() if self._device.type == "cuda" else self._size
-        if found < self._size and not self._crew.own_gpus:
+        if found < self._size and not self._launcher.own_gpus:
             text = f"trainer.ranks: {self._size} need a GPU each, and torch finds {found}; lower it"
             raise ConfigError(f"{text}, or on Ray reserve GPUs for each by placement.trainer_gpus")
-        if self._plan.config.sharding == "tensor":
+        if self._spec.config.sharding == "tensor":
             tensor_parallel_plan(self._model, self._size)
 
-    def _joined(self) -> Trainer | RewardTrainer:
-        assert self._meeting is not None
-        join_group(self._meeting, 0, self._size, self._device, self._plan.config.rank_deadline_s)
+    def _join(self) -> Trainer | RewardTrainer:
+        assert self._rendezvous is not None
+        join_group(self._rendezvous, 0, self._size, self._device, self._spec.config.rank_deadline_s)
         for model in (self._model, self._teacher):
             if model is not None:
                 broadcast_weights(model)
-        learns = copy.deepcopy(self._model) if self._sharded else self._model
-        return self._plan.trainer(
-            learns, self._teacher, self._device, RankGroup(0, self._size, self._plan.config.sharding)
+        trained = copy.deepcopy(self._model) if self._sharded else self._model
+        return self._spec.trainer(
+            trained, self._teacher, self._device, RankGroup(0, self._size, self._spec.config.sharding)
         )
 
     @contextmanager
-    def _together(self, command: str, *details: Any) -> Iterator[None]:
-        """All ranks do a command, this one what is inside; at the end the others have done it, too."""
-        self._healthy, deadline = False, self._plan.config.rank_deadline_s
+    def _on_all_ranks(self, command: str, *details: Any) -> Iterator[None]:
+        """Runs a command on all ranks: on this one the body, on the others by message; waits for them at the end."""
+        self._healthy, deadline = False, self._spec.config.rank_deadline_s
         for other in self._others:
             other.tell(command, *details)
         try:
             yield
         except RuntimeError as error:
             if is_process_group_error(error):
-                raise self._blamed(command, deadline) from error
+                raise self._group_error(command, deadline) from error
             raise
         for other in self._others:
             other.answer(command, deadline)
         self._healthy = True
 
-    def _blamed(self, command: str, deadline_s: float) -> RollmillError:
-        """What was wrong, by what the ranks say. One that ended or failed explains why others are late or alone."""
+    def _group_error(self, command: str, deadline_s: float) -> RollmillError:
+        """Builds the error for a failed collective from the ranks' results.
+
+        A rank that ended or failed explains why others are late or alone.
+        """
         outcomes = [other.outcome(command, _GRACE_S) for other in self._others]
         for kind in ("ended", "failed", "late", "alone", "done"):
             for other, outcome in zip(self._others, outcomes, strict=True):

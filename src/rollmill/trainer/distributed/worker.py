@@ -1,5 +1,7 @@
-"""A rank besides the first: it makes the same trainer and follows the first rank's commands. Run as a program it is a
-child process, which gets them by a pipe."""
+"""A rank besides rank 0: builds the same trainer and follows rank 0's commands.
+
+Run as a program it is a child process, which receives them through a pipe.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +28,22 @@ from rollmill.types import Experience
 
 
 class RankWorker:
-    """One rank. What it is told to do is a method."""
+    """One rank; its commands are methods."""
 
     def __init__(self) -> None:
-        self._begun: RankSetup
+        self._setup: RankSetup
         self._rank = 0
-        self._learner: Trainer | RewardTrainer
-        self._beat: HeartbeatWriter | None = None
+        self._trainer: Trainer | RewardTrainer
+        self._heartbeat: HeartbeatWriter | None = None
 
     def where(self) -> str:
-        """Its process, for messages."""
+        """Process and host, for messages."""
         return f"process {os.getpid()} on {socket.gethostname()}"
 
     def run_command(self, command: str, *details: Any) -> CommandResult:
-        """Do what the first rank says. Details are values, or files that hold them."""
-        if self._beat is not None:
-            self._beat.set_activity(command)
+        """Runs a command of rank 0. Details are values, or files that hold them."""
+        if self._heartbeat is not None:
+            self._heartbeat.set_activity(command)
         try:
             getattr(self, command)(*(_read(each) if isinstance(each, Path) else each for each in details))
         except Exception as error:
@@ -49,61 +51,61 @@ class RankWorker:
             what = f"{type(error).__name__}: {error}"
             self.ended(what)
             return CommandResult("alone" if is_process_group_error(error) else "failed", what)
-        if self._beat is not None:
-            self._beat.set_activity("rest", "rank 0")
+        if self._heartbeat is not None:
+            self._heartbeat.set_activity("rest", "rank 0")
         return CommandResult("done")
 
-    def start(self, beginning: RankSetup, rank: int) -> None:
-        """Get ready to join the others."""
-        torch.set_num_threads(beginning.threads)
-        self._device = torch.device(beginning.device)
-        if self._device.type == "cuda":  # the first where it sees its own only
+    def start(self, setup: RankSetup, rank: int) -> None:
+        """Prepares to join the others."""
+        torch.set_num_threads(setup.threads)
+        self._device = torch.device(setup.device)
+        if self._device.type == "cuda":  # index 0 if it sees only its own GPU
             self._device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self._device)
-        self._begun, self._rank = beginning, rank
-        self._beat = HeartbeatWriter(beginning.run_dir, f"trainer rank {rank}")
-        self._plan = beginning.plan.received()
-        self._policy = allocate_weights(beginning.policy, self._device)
-        self._teacher = None if beginning.teacher is None else allocate_weights(beginning.teacher, self._device)
+        self._setup, self._rank = setup, rank
+        self._heartbeat = HeartbeatWriter(setup.run_dir, f"trainer rank {rank}")
+        self._plan = setup.plan.received()
+        self._policy = allocate_weights(setup.policy, self._device)
+        self._teacher = None if setup.teacher is None else allocate_weights(setup.teacher, self._device)
 
     def join(self) -> None:
-        """Join the others and take the weights from rank 0."""
+        """Joins the others and receives the weights from rank 0."""
         config = self._plan.config
-        join_group(self._begun.rendezvous, self._rank, config.ranks, self._device, config.rank_deadline_s)
+        join_group(self._setup.rendezvous, self._rank, config.ranks, self._device, config.rank_deadline_s)
         for model in (self._policy, self._teacher):
             if model is not None:
                 broadcast_weights(model)
         ranks = RankGroup(self._rank, config.ranks, config.sharding)
-        self._learner = self._plan.trainer(self._policy, self._teacher, self._device, ranks)
+        self._trainer = self._plan.trainer(self._policy, self._teacher, self._device, ranks)
 
     def ahead(self, experiences: Sequence[Experience], version: int) -> None:
-        """Make the passes over a batch that need no rewards."""
-        for _ in self._learner.ahead(experiences, version):
+        """Runs the passes over a batch that need no rewards."""
+        for _ in self._trainer.ahead(experiences, version):
             pass
 
     def step(self, batch: tuple[list[Experience], list[Experience]], version: int) -> None:
-        """Learn from a batch, which comes with its probes, and give rank 0 its part of the weights."""
+        """Learns from a batch, which comes with its probes, and sends rank 0 this rank's shards."""
         experiences, probes = batch
-        self._learner.step(experiences, version, probes)
-        if isinstance(self._learner, Trainer):
-            gather_weights(self._learner.model, None)
+        self._trainer.step(experiences, version, probes)
+        if isinstance(self._trainer, Trainer):
+            gather_weights(self._trainer.model, None)
 
     def state_dict(self) -> None:
-        """Give rank 0 its part of the trainer's state."""
-        self._learner.state_dict()
+        """Sends rank 0 this rank's part of the trainer's state."""
+        self._trainer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self._learner.load_state_dict(state)
+        """Restores a state."""
+        self._trainer.load_state_dict(state)
 
     def ended(self, how: str) -> None:
-        """The last that it says, for `rollmill status`."""
-        if self._beat is not None:
-            self._beat.close(how)
+        """Writes the final status for `rollmill status`."""
+        if self._heartbeat is not None:
+            self._heartbeat.close(how)
 
 
 def main() -> None:
-    """Answer each command with what came of it; end where rank 0 says so, or is gone."""
+    """Runs each command and sends its result; exits when rank 0 asks for it or is gone."""
     connection, folder, worker = Connection(int(sys.argv[1])), Path(sys.argv[2]), RankWorker()
     try:
         while (message := connection.recv())[0] != "close":
@@ -114,10 +116,10 @@ def main() -> None:
         worker.ended("done")
     except (EOFError, OSError):
         worker.ended("rank 0 is gone")
-        shutil.rmtree(folder, ignore_errors=True)  # rank 0 is no more there to remove it
+        shutil.rmtree(folder, ignore_errors=True)  # rank 0 cannot remove it any more
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # nothing is left to do, and the interpreter takes seconds to take torch apart
+    os._exit(0)  # skips the seconds that the interpreter takes to tear down torch
 
 
 def _read(file: Path) -> Any:
