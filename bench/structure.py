@@ -25,15 +25,15 @@ SOURCE = ROOT / "src" / "rollmill"
 LOOP = "orchestrator"  #: the package of the training loop
 #: Packages from the bottom up: imports should point downwards.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "types", "seeds", "files", "strict_files", "timeouts", "registry", "serialization"),
-    ("config", "recipes"),
+    ("errors", "types", "seeds", "files"),
+    ("config", "recipes", "registry", "former_names"),
     ("web", "sandbox", "models"),
     ("algorithms", "engines", "data", "weights"),
     ("buffer", "rewards", "trackers", "report"),
     ("pipelines", "rollout", "trainer", "offload"),
-    ("audit", "feedback", "planning"),
+    ("audit", "feedback"),
     ("orchestrator", "remote", "serve"),
-    ("launch",),
+    ("launch", "planning"),
     ("quickstart", "cli"),
 )
 #: Classes that carry a completion of one turn, from the engine to the loss.

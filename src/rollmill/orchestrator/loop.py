@@ -133,7 +133,7 @@ class TrainingLoop:
         return drawn
 
     async def _known_batch(self) -> list[Experience] | None:
-        """The batch whose tokens are there, judged or not; None where tokens or the pipeline's verdict are missing."""
+        """Return the batch whose tokens are there, scored or not; None while that may still change."""
         assert self.stage.batches is not None
         for _ in range(_TURNS):
             await asyncio.sleep(0)

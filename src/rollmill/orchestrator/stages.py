@@ -72,15 +72,15 @@ class RolloutBackend(Protocol):
         """The stage is at a step boundary for the first time: it begins, or goes on from a checkpoint."""
 
     def metrics(self) -> dict[str, float]:
-        """What has happened in environments and tools since the last call."""
+        """Return counts and times of environments and tools since the last call."""
         ...
 
     def reward_counters(self) -> dict[str, float]:
-        """What rewards have counted so far."""
+        """Return the rewards' own counters so far."""
         ...
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of workflows: frozen weights."""
+        """Return the frozen weights of workflows, which a checkpoint keeps."""
         ...
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
