@@ -53,7 +53,7 @@ class Scripted:
 
     version: int = 0
     tokens_generated: int = 0
-    elsewhere: bool = False
+    is_remote: bool = False
     ending: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
 
     async def rollout(self, task: Task, *args: Any, group: str, **others: Any) -> list[Experience]:
@@ -120,9 +120,9 @@ class World:
     async def die(self, living: Living) -> None:
         """Killed: what it has said stays, its lock does not."""
         del self.explorers[living.place.number]
-        said = living.place.doing(0)
+        said = living.place.load(0)
         await living.production.close()
-        assert living.place.doing(0) == said
+        assert living.place.load(0) == said
         living.stack.close()
 
     async def start(self, living: Living) -> None:
@@ -255,7 +255,7 @@ def test_a_place_is_free_again_when_its_process_is_gone(tmp_path: Path) -> None:
     zero = first.enter_context(acquire_worker_slot(tmp_path))
     one = second.enter_context(acquire_worker_slot(tmp_path))
     assert (zero.number, one.number) == (0, 1)
-    zero.say(0, WorkerState([(3, "t1"), (4, "t2")], 5))
+    zero.save(0, WorkerState([(3, "t1"), (4, "t2")], 5))
     assert (zero.others(0), one.others(0)) == (0, 2)
     alive = HeartbeatWriter(tmp_path, "explorer 0")
     assert one.others(0) == 2
@@ -268,18 +268,18 @@ def test_a_place_is_free_again_when_its_process_is_gone(tmp_path: Path) -> None:
     assert one.others(0) == 0
     with acquire_worker_slot(tmp_path) as again:
         assert again.number == 0
-        assert again.doing(0) == WorkerState([(3, "t1"), (4, "t2")], 5)
+        assert again.load(0) == WorkerState([(3, "t1"), (4, "t2")], 5)
     second.close()
     assert (tmp_path / EXPLORERS / "0.lock").exists()
 
 
 def test_a_run_that_begins_anew_forgets_what_was_there(tmp_path: Path) -> None:
     with acquire_worker_slot(tmp_path) as own:
-        own.say(0, WorkerState([(0, "t1")], 1))
+        own.save(0, WorkerState([(0, "t1")], 1))
         own.note({"version": 0})
         TrainerStatus("id", 0, 0).write(tmp_path)
         remove_run_state(tmp_path)
-        assert own.doing(0) is None
+        assert own.load(0) is None
     left = [path.name for path in (tmp_path / EXPLORERS).iterdir()]
     assert sorted(left) == ["0.lock", "lock"]
     assert not (tmp_path / TRAINER_STATUS).exists()
@@ -330,7 +330,7 @@ def test_an_explorer_that_comes_back_makes_what_was_missing_and_nothing_twice(tm
         await world.finish(world.explorers[0], True)
         names = world.explorers[0].production._rollouts.unfinished()
         assert [number for number, _ in names] == [1, 2, 3]
-        said = world.explorers[0].place.doing(0)
+        said = world.explorers[0].place.load(0)
         await world.finish(world.explorers[0], True)
         await world.die(world.explorers[0])
         assert said is not None

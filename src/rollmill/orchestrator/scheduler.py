@@ -117,7 +117,7 @@ class RolloutScheduler:
             work = self._until_spent(max(self._rollout.batch - waiting, 0))
         elif len(started) > admitted:
             work = self._until_admitted(started, admitted, before)
-        elif self._explorer.elsewhere:
+        elif self._explorer.is_remote:
             work = self.queue.wait_all_generated(max(self._rollout.batch - waiting, 0))  # others run on while we train
         else:
             work = self.queue.wait_all_generated()

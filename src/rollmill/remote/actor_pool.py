@@ -71,7 +71,7 @@ class ActorPool:
         actors: by name.
         health_s: an actor that does not answer `ready` for so long is killed.
         start_s: timeout for starting and beginning.
-        replacements: how many restarts are allowed between two calls of `forgive`.
+        replacements: how many restarts are allowed between two calls of `reset_restart_budget`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ActorPool:
             self._look_after()
         self._watch = asyncio.ensure_future(self._keep_watch())
 
-    def forgive(self) -> None:
+    def reset_restart_budget(self) -> None:
         """Reset the restart budget."""
         self._left = self._allowed
 

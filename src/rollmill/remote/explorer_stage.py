@@ -53,7 +53,7 @@ class SharedRolloutProducer(RolloutProducer):
         self._version, self._wasted = -1, 0
         self._looked = 0.0
         self.put = 0  #: groups to train on
-        if (before := slot.doing(self._stage)) is not None:
+        if (before := slot.load(self._stage)) is not None:
             self._go_on(before)
 
     def _go_on(self, doing: WorkerState) -> None:
@@ -111,7 +111,7 @@ class SharedRolloutProducer(RolloutProducer):
     def _say(self) -> None:
         state = StageState()
         self.mark(state)
-        self._slot.say(
+        self._slot.save(
             self._stage, WorkerState(self._rollouts.unfinished(), state.submitted, state.tasks, state.pipeline)
         )
 

@@ -90,7 +90,7 @@ class RemoteExplorers:
         """See InPlacePublisher: the trainer's parameters are now those of `version`."""
         self._sender.send(version, trainable_parameters(self._policy))
         self.version = version
-        self._pool.forgive()
+        self._pool.reset_restart_budget()
         if self._started is not None:
             self._pool.tell("update", self._name, version)
 
@@ -174,7 +174,7 @@ class RemoteExplorersVariant:
 class RemoteExplorer:
     """Has groups rolled out remotely; see Explorer. Their rewards arrive with their tokens."""
 
-    elsewhere = True
+    is_remote = True
 
     def __init__(self, explorers: RemoteExplorers, stage: str, trace: Trace | None) -> None:
         self._explorers, self._stage, self._trace = explorers, stage, trace

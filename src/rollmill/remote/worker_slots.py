@@ -36,15 +36,15 @@ class WorkerSlot:
     run_dir: Path
     number: int
 
-    def doing(self, stage: int) -> WorkerState | None:
+    def load(self, stage: int) -> WorkerState | None:
         """Load the slot's state in a stage; None if it has none."""
         with suppress(FileNotFoundError):
             return _read(self._path(stage))
         return None
 
-    def say(self, stage: int, doing: WorkerState) -> None:
+    def save(self, stage: int, state: WorkerState) -> None:
         """Save the slot's state in a stage."""
-        atomic_write(self._path(stage), (json.dumps(asdict(doing)) + "\n").encode())
+        atomic_write(self._path(stage), (json.dumps(asdict(state)) + "\n").encode())
 
     def note(self, metrics: dict[str, Any]) -> None:
         """Append to the slot's metrics file."""

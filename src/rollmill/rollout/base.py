@@ -55,7 +55,7 @@ class ExplorerSource(Protocol):
 class ExplorerProtocol(RolloutGenerator, Protocol):
     """An explorer, in this process or in another one."""
 
-    elsewhere: bool
+    is_remote: bool
     """Whether it runs in another process: it has its own weights and continues while the trainer trains."""
 
     async def rollout(

@@ -64,7 +64,7 @@ class Explorer:
         drafts: cache of completions, used as drafts when their task is rolled out again.
     """
 
-    elsewhere = False
+    is_remote = False
 
     def __init__(
         self,
