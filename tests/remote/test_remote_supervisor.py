@@ -81,7 +81,7 @@ def test_a_ray_that_wants_a_token_is_told_from_none() -> None:
 def test_a_process_joins_one_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="needs the extra `ray`")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray_session, "_asked", [None])
+    monkeypatch.setattr(ray_session, "_joined_address", [None])
     with pytest.raises(ConfigError, match=r"placement\.address: this process has joined a Ray of its own before"):
         ray_session.join("HOST:6379")
 
@@ -99,7 +99,7 @@ def test_a_ray_that_starts_too_slowly_is_started_once_more(monkeypatch: pytest.M
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_session, "_asked", [])
+    monkeypatch.setattr(ray_session, "_joined_address", [])
     if failures == 1:
         assert ray_session.join(None) == "HOST:1"
     else:
