@@ -129,7 +129,7 @@ def ended(pid: int) -> bool:
 
 
 def _serve() -> None:
-    for module in ("cli", "cli.launching", "launch", "quickstart.addition"):
+    for module in ("cli", "launch", "quickstart.addition"):
         import_module(f"rollmill.{module}")
     _say("ready")
     for line in sys.stdin:

@@ -6,8 +6,8 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.orchestrator import Orchestrator, Serving
 from rollmill.orchestrator.run_lock import hold_run_lock, is_run_locked
 from rollmill.orchestrator.setup import MACHINE, RunSetup, set_up_run
-from rollmill.orchestrator.stages import RolloutBackend, Stage
+from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState
 from rollmill.orchestrator.summary import summarise
 from rollmill.remote.actor_pool import ActorPool
 from rollmill.remote.trainer_stage import run_mode
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
-from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatWriter, keep_heartbeat
+from rollmill.trackers.heartbeat import TRAINER_PROCESS, keep_heartbeat
 from rollmill.trackers.metrics_log import read_metrics
 
 CONFIG = "config.yaml"
@@ -160,78 +160,58 @@ def execute(
         from rollmill.remote.supervisor import supervise  # starts a process that calls this function again
 
         return supervise(loaded, run_dir, view, resumed=resumed)
-    with (
-        run_mode(loaded.config, run_dir, resumed=resumed) as backend,
-        keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat,
-    ):
-        given = _RunInputs(heartbeat, backend, serving, explorers, ranks, interrupts)
-        return _execute(loaded, run_dir, view, given, resumed=resumed)
-
-
-@dataclass(frozen=True)
-class _RunInputs:
-    """Objects that a run gets from its process."""
-
-    heartbeat: HeartbeatWriter
-    backend: Callable[[Stage], RolloutBackend] | None
-    serving: Serving | None
-    explorers: ActorPool | None
-    ranks: Sequence[dict[str, Any]]
-    interrupts: Interrupts | None
-
-
-def _execute(
-    loaded: LoadedRun, run_dir: Path, view: RunView | None, given: _RunInputs, *, resumed: bool
-) -> dict[str, Any]:
-    serving = given.serving
     if serving is None and any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
         raise ConfigError(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
-    checkpoints = Checkpoints(run_dir)
-    steps = checkpoints.steps() if resumed else []
-    start: tuple[RunState, dict[str, Any]] | None = None
-    if steps:
-        start = checkpoints.read(steps[-1])
-    checkpoints.sweep()
-    setup = set_up_run(loaded, run_dir, steps[-1] if steps else None)
-    plan = [(stage.name, stage.steps) for stage in loaded.stages]
-    view = view or make_view(loaded.config.monitor.show_completions)
-    monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
-    buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
-    shared = setup.context(loaded, run_dir, buffers, loaded.config.placement)
-    context = replace(shared, explorers=given.explorers, ranks=given.ranks, heartbeat=given.heartbeat)
-    orchestrator = Orchestrator(
-        context,
-        loaded.config,
-        loaded.stages,
-        setup.policy,
-        setup.tasks,
-        monitor,
-        serving=serving,
-        interrupts=given.interrupts,
-        backend=given.backend,
-    )
-    try:
-        buffers.open_all(loaded.stages)
-        monitor.message(setup.describe(run_dir))
-        if resumed:
-            monitor.resume_at(steps[-1] if steps else 0)
-        summary = asyncio.run(orchestrator.run(start))
-    except Interrupted:
-        again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"
-        summary = summarise(orchestrator.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
-        monitor.message(f"interrupted after step {orchestrator.state.step}; go on with: rollmill {again}")
+    with (
+        run_mode(loaded.config, run_dir, resumed=resumed) as backend,
+        keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat,
+    ):
+        checkpoints = Checkpoints(run_dir)
+        steps = checkpoints.steps() if resumed else []
+        start: tuple[RunState, dict[str, Any]] | None = None
+        if steps:
+            start = checkpoints.read(steps[-1])
+        checkpoints.sweep()
+        setup = set_up_run(loaded, run_dir, steps[-1] if steps else None)
+        plan = [(stage.name, stage.steps) for stage in loaded.stages]
+        view = view or make_view(loaded.config.monitor.show_completions)
+        monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
+        buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
+        shared = setup.context(loaded, run_dir, buffers, loaded.config.placement)
+        context = replace(shared, explorers=explorers, ranks=ranks, heartbeat=heartbeat)
+        orchestrator = Orchestrator(
+            context,
+            loaded.config,
+            loaded.stages,
+            setup.policy,
+            setup.tasks,
+            monitor,
+            serving=serving,
+            interrupts=interrupts,
+            backend=backend,
+        )
+        try:
+            buffers.open_all(loaded.stages)
+            monitor.message(setup.describe(run_dir))
+            if resumed:
+                monitor.resume_at(steps[-1] if steps else 0)
+            summary = asyncio.run(orchestrator.run(start))
+        except Interrupted:
+            again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"
+            summary = summarise(orchestrator.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
+            monitor.message(f"interrupted after step {orchestrator.state.step}; go on with: rollmill {again}")
+            monitor.close(summary)
+            raise KeyboardInterrupt from None
+        except BaseException:
+            monitor.close(None)
+            raise
+        finally:
+            buffers.close()
         monitor.close(summary)
-        raise KeyboardInterrupt from None
-    except BaseException:
-        monitor.close(None)
-        raise
-    finally:
-        buffers.close()
-    monitor.close(summary)
-    return summary
+        return summary
 
 
 def _folder(path: Path) -> Path:

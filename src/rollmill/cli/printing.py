@@ -12,6 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from rollmill.trackers.console import PlainView
+
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a table; with columns separated by tabs if stdout is not a terminal."""
@@ -57,3 +59,20 @@ def print_json(value: Any) -> None:
     from rollmill.files import to_jsonable
 
     typer.echo(json.dumps(to_jsonable(value), allow_nan=False))
+
+
+def progress_view(as_json: bool) -> PlainView | None:
+    """The view of a run's progress: lines on stderr if stdout holds JSON alone, else None for the default view."""
+    from rollmill.trackers.console import PlainView
+
+    return PlainView(sys.stderr) if as_json else None
+
+
+def print_summary(summary: dict[str, Any], as_json: bool) -> None:
+    """Print the summary of a run as JSON, or its final line."""
+    if as_json:
+        print(json.dumps(summary))
+        return
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    accuracy = "" if after is None else f"; accuracy {before:.3f} -> {after:.3f}"
+    print(f"done: {summary['steps']} steps in {summary['seconds']:.1f} s{accuracy}; {summary['checkpoint']}")

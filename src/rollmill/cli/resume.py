@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from rollmill.cli.printing import print_summary, progress_view
 
 
 def command(
@@ -14,9 +15,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
     """Resume an interrupted or killed run from its newest checkpoint."""
-    from rollmill.cli.launching import launch_run
     from rollmill.launch import resume
 
-    summary = launch_run(lambda view: resume(run_dir, view), as_json)
-    if as_json:
-        print(json.dumps(summary))
+    print_summary(resume(run_dir, progress_view(as_json)), as_json)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollmill.cli.printing import print_summary, progress_view
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,16 +38,9 @@ def command(
         case "explore":
             _explore(loaded, as_json)
         case _:
-            _run(loaded, out, as_json)
+            from rollmill.launch import start
 
-
-def _run(loaded: LoadedRun, out: Path | None, as_json: bool) -> None:
-    from rollmill.cli.launching import launch_run
-    from rollmill.launch import start
-
-    summary = launch_run(lambda view: start(loaded, out, view), as_json)
-    if as_json:
-        print(json.dumps(summary))
+            print_summary(start(loaded, out, progress_view(as_json)), as_json)
 
 
 def _explore(loaded: LoadedRun, as_json: bool) -> None:
