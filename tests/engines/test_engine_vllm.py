@@ -263,9 +263,12 @@ def _acted_on(running: Running, act: Callable[[], None], reason: StopReason) -> 
     pytest.fail(f"all tokens came, whatever was done after the fifth ({act.__name__})")
 
 
-def test_it_sleeps_until_new_weights_or_requests_come(running: Running) -> None:
-    """What is said between the processes: the CPU build has no memory to hand back."""
+def test_it_sleeps_until_new_weights_or_requests_come(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages between the processes: the CPU build has no memory to hand back."""
     [before] = running.generate(PROMPTS[0], temperature=0)
+    running.run(running.engine.sleep())
+    assert "sleeps" not in running.engine.counters()  # it was not started so that it can
+    monkeypatch.setattr(running.engine, "sleeps", True)
     running.run(running.engine.sleep())
     [after] = running.generate(PROMPTS[0], temperature=0)
     assert after.token_ids.tolist() == before.token_ids.tolist()
