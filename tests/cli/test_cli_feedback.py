@@ -51,7 +51,7 @@ def start(running: list[subprocess.Popen[str]], *arguments: object) -> tuple[sub
 
 def test_it_serves_until_it_is_interrupted(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
     process, address = start(started, run_dir, "--port", 0, "--author", "ann")
-    with httpx.Client(base_url=address) as client:
+    with httpx.Client(base_url=address, timeout=60) as client:
         assert 'value="ann"' in client.get("/", headers={"accept": "text/html"}).text
         row = {"author": "env", "completion": "main-000005/1", "rating": 1.0}
         assert client.post("/feedback", json=row).json()["new"] == 1
@@ -64,7 +64,7 @@ def test_it_serves_until_it_is_interrupted(run_dir: Path, started: list[subproce
 def test_what_was_answered_survives_a_kill(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
     process, address = start(started, run_dir, "--port", 0)
     ids = []
-    with httpx.Client(base_url=address) as client:
+    with httpx.Client(base_url=address, timeout=60) as client:
         for number in range(5):
             row = {"author": "env", "prompt": f"{number}+1=", "response": str(number + 1)}
             ids += client.post("/feedback", json=row).json()["ids"]
