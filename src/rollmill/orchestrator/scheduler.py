@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from rollmill.buffer import ExperienceStore, GroupQueue
 from rollmill.buffer.base import oldest_version
 from rollmill.buffer.group_queue import PendingGroup
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler
-from rollmill.orchestrator.deadline import wait_with_deadline
+from rollmill.errors import DeadlineError
 from rollmill.orchestrator.oversampling import MAX_STOPS, LengthBias, StoppedTasks
 from rollmill.orchestrator.pacing import Pacing
 from rollmill.orchestrator.partial_rollouts import (
@@ -37,6 +37,8 @@ from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.seeds import derive_seed
 from rollmill.trackers.rollout_log import decode_experience, encode_experience
 from rollmill.types import Experience, Task
+
+Result = TypeVar("Result")
 
 
 class TokenCounter(Protocol):
@@ -122,7 +124,7 @@ class RolloutScheduler:
         else:
             work = self.queue.wait_all_generated()
         deadline = deadlines * self._rollout.deadline_s
-        await wait_with_deadline(work, deadline, "the orchestrator", "the engine to finish its completions")
+        await _wait_with_deadline(work, deadline, "the orchestrator", "the engine to finish its completions")
         self.queue.raise_failure()
 
     def start(self, version: int, others: int) -> int:
@@ -294,7 +296,7 @@ class RolloutScheduler:
         """Store the groups of the last boundary in the state; waits for rewards of finished rollouts."""
         waiting = self._at_boundary
         rewards = asyncio.gather(*(group.future for group in waiting))
-        await wait_with_deadline(
+        await _wait_with_deadline(
             rewards, self._rollout.deadline_s, "the checkpoint", f"the rewards of {len(waiting)} groups"
         )
         state.groups = [[encode_experience(each, routing=True) for each in group.future.result()] for group in waiting]
@@ -333,3 +335,13 @@ def _is_useful(group: Sequence[Experience]) -> bool:
 def _count_tokens(groups: Sequence[Sequence[Experience]]) -> tuple[int, int]:
     """Tokens and completions of groups."""
     return sum(map(response_tokens, groups)), sum(map(len, groups))
+
+
+async def _wait_with_deadline(work: Awaitable[Result], seconds: float, waiter: str, owner: str) -> Result:
+    """Return the result of `work`. Raises DeadlineError after `seconds`, naming the waiter and the work's owner."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        advice = "Raise rollout.deadline_s or lower rollout.max_new_tokens, rollout.batch or rollout.group_size."
+        raise DeadlineError(waiter, owner, seconds, advice) from None

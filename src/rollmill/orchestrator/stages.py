@@ -99,7 +99,8 @@ class LocalRollouts:
         self.engine = build_engine(stage.policy, stage.config, stage.context.precision)
         self._publisher = build_publisher(stage.policy, self.engine, stage.context.precision)
         self.trains_beside = not stage.config.workflow.uses_tasks  # applications send requests
-        self._rewards, self._explorers = stage.rewards, None  # type: Any, StageExplorers | None
+        self._rewards = stage.rewards
+        self._explorers: StageExplorers | None = None  # made by `start`
 
     @property
     def tokens_generated(self) -> int:
@@ -121,7 +122,7 @@ class LocalRollouts:
         return build_rollouts(stage, self._explorers, self.engine)
 
     def opened(self, stage: Stage) -> None:
-        """Nobody else has to know."""
+        """Do nothing: no other process waits for the stage."""
 
     def metrics(self) -> dict[str, float]:
         """See RolloutBackend."""

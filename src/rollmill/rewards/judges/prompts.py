@@ -31,11 +31,9 @@ def image_parts(task: Task) -> list[dict[str, Any]]:
     return [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in references]
 
 
-# Sanitizes untrusted texts in a judge's prompt and wraps them in markers that they cannot contain.
-#
-# A marker ends in a hash of its text. So a policy cannot know it, the same text always has the same marker (and the
-# same
-# cache key), and it is checked not to occur in the text.
+# Untrusted texts in a judge's prompt are wrapped in markers that they cannot contain. A marker ends in a hash of its
+# text: a policy cannot know it, the same text always has the same marker (and cache key), and it is checked not to
+# occur in the text.
 
 _INVISIBLE = regex.compile(r"[[\p{Cf}\p{Cc}\p{Co}\p{Default_Ignorable_Code_Point}]--[\n\t]]", regex.V1)
 _QUOTE = r"[\p{Quotation_Mark}`´]"
