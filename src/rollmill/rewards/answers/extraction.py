@@ -37,6 +37,8 @@ _BETWEEN_BOXES = re.compile(
 )
 _NUMBER_TEXT = r"[+-]?\$?(?:\\frac\s*\{-?\d+\}\s*\{-?\d+\}|\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s?/\s?\d+)?|\.\d+)%?"
 _NUMBER = re.compile(rf"(?<![\w.^/]){_NUMBER_TEXT}")
+_POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z]) ?\$ ?\^ ?\{?([23])\}? ?\$")
+"""`cm$^2$`: LaTeX only for the power of a unit."""
 _JOINED_BY_OR = re.compile(r"\s*(?:,?\s*or|/)\s*(?:even|maybe|perhaps)?\s*", re.IGNORECASE)
 
 
@@ -106,7 +108,7 @@ def answer_section(text: str) -> str:
     """Return the part of a completion that holds its answer, in half width: no thoughts, inside `<answer>` tags."""
     text = to_half_width(text[-_LONGEST:]).rpartition("</think>")[2]
     inside = last_tag_content(text, "answer")
-    return text if inside is None else inside
+    return _POWER_OF_UNIT.sub(r"^\1", text if inside is None else inside)
 
 
 def _joined(text: str, contents: list[AnswerCandidate]) -> AnswerCandidate | None:

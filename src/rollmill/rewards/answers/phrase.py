@@ -246,8 +246,9 @@ _CONCLUDES = re.compile(r"\s*(?:so|thus|hence|therefore|所以|因此|故)\b", r
 def extract_statements(text: str) -> list[str]:
     """Return the readings of a short text without a marked answer: of `The car is red` "red".
 
-    They are a leading yes or no, else the bold words, else the predicate of the only sentence. A sentence that denies,
-    doubts or offers several gives none.
+    They are a leading yes or no, else the bold words, else the predicate of the only sentence; of the first one where
+    the others only say more about it ("It is a dog. It is brown."). A sentence that denies, doubts or offers several
+    gives none.
     """
     text = text.strip()
     if not text or len(text) > _LONGEST or text.endswith(("?", "？")):

@@ -49,6 +49,11 @@ _APPROXIMATELY = re.compile(
 _EXACT = re.compile(r"\\(?:sqrt|[dt]?frac|pi|ln|log|sin|cos|tan)|[√π/^]|(?<![A-Za-z])(?:e|pi|sqrt)(?![A-Za-z])")
 _EACH = re.compile(r"[,，;；]\s*(?:each|every)\b[^,.;]{0,20}$", re.IGNORECASE)
 _EACH_IN_CHINESE = re.compile(rf"[,，;；]\s*每[{CJK}]{{1,4}}$")
+_CONDITION = re.compile(
+    r"\b(?:if|assuming|provided|given)(?: that)? (?:each|every|one|an?|the)\b[^,.;=]{0,30}$", re.IGNORECASE
+)
+_POSSIBLE = re.compile(rf"(?:可以|可|能|最多|至多)[{CJK}]{{0,4}}$")
+_REMAINDER = re.compile(rf"[{CJK}]?[,，;；](?:还|并|会|并且)?(?:剩余?|余|多)(?:下|出)?$")
 _WHO = re.compile(r",\s*who(?:se)?\b[^,.;]{0,30}$", re.IGNORECASE)
 OF_THEM = re.compile(r"\s*(?:of|out of|from) (?:them|these|those|which|whom)\b", re.IGNORECASE)
 """Words that make a value a part of an earlier one."""
@@ -95,6 +100,8 @@ def _is_detail(text: str, main: ValueSpan, before: ValueSpan, group: ValueSpan, 
         return True
     if said and _EACH_IN_CHINESE.search(between):
         return True
+    if before is main and (_CONDITION.search(between) or _is_remainder(text, main, between)):
+        return True
     exact = text[main.start : main.end]
     if _NAMED.fullmatch(written) and _PLACE.search(between):
         return _HAS_NAME.search(re.sub(r"\\[A-Za-z]+", "", exact)) is None
@@ -102,6 +109,11 @@ def _is_detail(text: str, main: ValueSpan, before: ValueSpan, group: ValueSpan, 
         return before is main and _EXACT.search(exact) is not None
     in_brackets = between.strip(" $") in ("(", "（") and behind in (")", "）")
     return in_brackets and main.unit_end > main.end and group.unit_end > group.end and before is main
+
+
+def _is_remainder(text: str, main: ValueSpan, between: str) -> bool:
+    """Whether a value is what a division leaves, as in `可以装4箱，还剩2个`; `吃了4个，还剩2个` is a subtraction."""
+    return _REMAINDER.fullmatch(between) is not None and _POSSIBLE.search(text[: main.start]) is not None
 
 
 def _are_parts(text: str, whole: ValueSpan, groups: Sequence[ValueSpan]) -> bool:

@@ -113,7 +113,9 @@ def find_values(text: str) -> list[ValueSpan]:
             continue
         start, end = run
         if _is_value(text, start, end, passage):
-            found.append(ValueSpan(start, end, find_unit_end(text, start, end)))
+            unit_end = find_unit_end(text, start, end)
+            found.append(ValueSpan(start, end, unit_end))
+            end = unit_end  # the 2 of cm^2 is no value of its own
         at = max(end, at + 1)
     if not found:
         found = [
