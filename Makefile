@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?=
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup quickstart test test-slow test-services test-long test-thorough postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup gpu-check clean
 

@@ -80,6 +80,38 @@ def test_a_row_by_hand() -> None:
     assert set(row.group.tolist()) == {0, 1}
 
 
+def test_recorded_experts_lie_beside_their_tokens() -> None:
+    """A shared prompt has those of its first completion; -1 stands for a token without a record."""
+
+    def chosen(tokens: int, first: int, shape: tuple[int, int] = (2, 1)) -> np.ndarray[Any, np.dtype[np.int16]]:
+        return (first + np.arange(tokens * shape[0] * shape[1])).reshape(tokens, *shape).astype(np.int16)
+
+    batch = [
+        made("a", "g", [1, 2, 3], [4, 5, 6], routing=chosen(6, 0)),
+        made("b", "g", [1, 2, 3], [7, 8], routing=chosen(4, 20)),
+        made("c", "h", [1, 2], [3, 4, 5]),
+        made("d", "i", [4, 2], [3, 4], routing=chosen(3, 40, (1, 1))),
+        made("e", "j", [5, 2], [3, 4, 5], routing=chosen(2, 60)),
+    ]
+    [row] = build_micro_batches(batch, build_token_table(batch, CPU), range(5), 100, CPU, routing=(2, 1))
+    assert row.routing is not None
+    assert (row.routing.shape, row.routing.dtype) == ((row.input_ids.numel(), 2, 1), torch.int16)
+    found = list(zip(row.input_ids[0].tolist(), row.routing[:, :, 0].tolist(), strict=True))
+    none = [-1, -1]
+    assert found == [
+        *((1, none), (2, none), (3, none), (4, none)),
+        *((5, [60, 61]), (2, [62, 63]), (3, none), (4, none)),
+        *((1, [0, 1]), (2, [2, 3]), (3, [4, 5])),
+        *((4, none), (2, none), (3, none)),
+        *((4, [6, 7]), (5, [8, 9]), (7, [26, 27])),
+    ]
+    for unknown in (batch[2:4], [made("f", "k", [1, 2], [3, 4], routing=chosen(0, 0))]):
+        [row] = build_micro_batches(
+            unknown, build_token_table(unknown, CPU), range(len(unknown)), 100, CPU, routing=(2, 1)
+        )
+        assert row.routing is None
+
+
 def test_what_follows_prompts_lies_longest_first_whatever_the_prompt() -> None:
     """So that segments of similar length lie side by side."""
     long = list(range(20))

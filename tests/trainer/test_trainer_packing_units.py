@@ -128,3 +128,14 @@ def test_groups_are_cut_where_nothing_keeps_them(make_batch: Any) -> None:
         for keep in (False, True)
     ]
     assert [len(each) for each in rows] == [4, 1]
+
+
+def test_ranks_are_dealt_the_largest_in_turn_there_and_back() -> None:
+    assert pack_rows([6, 5, 4, 3, 2, 1], 100, ranks=2) == [[[0, 3, 4]], [[1, 2, 5]]]
+    assert pack_rows([6, 5, 4, 3, 2, 1], 100, ranks=3) == [[[0, 5]], [[1, 4]], [[2, 3]]]
+
+
+def test_a_rank_with_fewer_chunks_halves_its_largest() -> None:
+    assert pack_rows([10, 3, 3, 3, 3, 1, 1, 1], 10, ranks=2) == [[[0], [3, 4, 7]], [[1, 5], [2, 6]]]
+    assert pack_rows([7, 7, 6, 6, 6, 3, 3, 1], 10, ranks=2) == [[[0, 7], [3], [4]], [[1], [5], [2, 6]]]
+    assert pack_rows([9, 9, 9, 9, 9], 10, ranks=2) == [[[0], [3], [4]], [[1], [2], []]]
