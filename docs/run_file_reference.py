@@ -14,10 +14,12 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.config.environments import EnvironmentSection
+from rollmill.config.environments.base import EnvironmentSection
 from rollmill.config.order import OrderSection, SuccessRateOrder
 from rollmill.config.resolve import RUN_KEYS
-from rollmill.config.rewards import JudgeSection, RewardSection, TextReward
+from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards.judges import JudgeSection
+from rollmill.config.rewards.text import TextReward
 from rollmill.config.run import RunConfig
 from rollmill.config.section import Section
 from rollmill.config.taskset import RowsSection, TasksetSection

@@ -19,8 +19,8 @@ def main() -> None:
 
     import numpy as np
 
-    from rollmill.config.rewards import MathReward
     from rollmill.config.rewards.base import RewardManagerConfig
+    from rollmill.config.rewards.math import MathReward
     from rollmill.rewards import build_reward_manager
     from rollmill.types import Completion, StopReason, Task
 

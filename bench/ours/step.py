@@ -40,7 +40,7 @@ def build_stage(
 
     from rollmill.config.engine import NativeEngineConfig
     from rollmill.config.placement import InlinePlacement
-    from rollmill.config.rewards import PythonReward
+    from rollmill.config.rewards.base import PythonReward
     from rollmill.config.rollout import RolloutConfig
     from rollmill.config.run import StageConfig
     from rollmill.config.taskset import TasksetConfig

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from rollmill.config.environments.base import EnvironmentSection
-from rollmill.config.section import register_section, section_from_signature, source_location
+from rollmill.config.section import NamedSection, Section, register_section, section_from_signature, source_location
 from rollmill.config.tools import ToolSection
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.errors import ConfigError
@@ -80,6 +80,20 @@ def import_object(spec: str) -> Any:
             f"{source} defines no `{name}`{_did_you_mean(name, public)}; correct the name after the colon"
         )
     return getattr(module, name)
+
+
+def build_component(section: Section, *resources: Any) -> Any:
+    """Build the component of a section: its implementation, called with the section and as many of the `resources` as
+    it takes.
+
+    That of a user's registered function is the function with its options; that of a registered class, an instance.
+    """
+    if isinstance(section, NamedSection) and (registered := type(section).function) is not None:
+        options = section.arguments()
+        return registered(**options) if inspect.isclass(registered) else partial(registered, **options)
+    build = import_object(section.implementation)
+    taken = [each for each in inspect.signature(build).parameters.values() if each.kind in _POSITIONAL]
+    return build(section, *resources[: len(taken) - 1])
 
 
 def import_file(path: Path) -> ModuleType:

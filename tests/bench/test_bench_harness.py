@@ -24,7 +24,7 @@ from bench.peers.rollouts import rollouts
 from bench.peers.trl_learn import right
 from bench.prefix import token_ratio
 from bench.report import Case, finish
-from rollmill.config.rewards import ExactReward
+from rollmill.config.rewards.text import ExactReward
 from rollmill.rewards.text.format import ExactScorer
 from rollmill.types import Completion, StopReason, Task
 

@@ -12,9 +12,10 @@ import numpy as np
 from pydantic import TypeAdapter
 from toys import toy_tokenizer
 
-from rollmill.config.operators import OperatorConfig, OperatorSection
+from rollmill.config.operators import OperatorConfig
+from rollmill.config.operators.base import OperatorSection
 from rollmill.pipelines import OperatorReport, Pipeline, PipelineContext
-from rollmill.pipelines.build import PipelineResources, build_pipeline
+from rollmill.pipelines.pipeline import PipelineResources, build_pipeline
 from rollmill.rewards import build_reward_manager
 from rollmill.trackers.rollout_log import encode_experience
 from rollmill.types import Experience, StopReason, Task, Turn

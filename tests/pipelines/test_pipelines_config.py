@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.operators import CheckOperator, VerifyOperator
+from rollmill.config.operators.filters import CheckOperator, VerifyOperator
 from rollmill.errors import ConfigError
 
 RUN = """\

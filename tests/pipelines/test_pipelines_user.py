@@ -15,7 +15,7 @@ from rollmill.cli import main
 from rollmill.config import section as parts
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.errors import ConfigError, PipelineError
-from rollmill.pipelines.build import PipelineResources, build_pipeline
+from rollmill.pipelines.pipeline import PipelineResources, build_pipeline
 from rollmill.rewards import build_reward_manager
 
 RUN = """\

@@ -19,7 +19,7 @@ from rule_helpers import ADAPTER
 from bench.answer_corpus import Labelled, corpus
 from bench.chat_answers import chat_answers
 from bench.corpus import BANKS, accepted_by_math_verify, accepted_by_rollmill, counts
-from rollmill.config.rewards import MathReward
+from rollmill.config.rewards.math import MathReward
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.answers.extraction import extract_answer
 from rollmill.rewards.answers.numerals import find_english_numbers, parse_chinese_numeral

@@ -12,8 +12,8 @@ import pytest
 from reward_helpers import completion, judged, task
 
 from rollmill.cli import main
-from rollmill.config.rewards import CodeReward, GateConfig, RewardSection
-from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards.base import GateConfig, RewardManagerConfig, RewardSection
+from rollmill.config.rewards.code import CodeReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.rewards import RewardManager, RewardResult, Score, WeightedReward, build_reward_manager
 from rollmill.rewards.code.tests import read_suite

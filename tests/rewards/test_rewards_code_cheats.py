@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from reward_helpers import completion, task
 
-from rollmill.config.rewards import CodeReward
+from rollmill.config.rewards.code import CodeReward
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 
 SECRET = "expected-7c1f"

@@ -9,7 +9,7 @@ import pytest
 from code_mutants import Mutant, chosen, load_rows, passes_plainly
 from reward_helpers import completion, task
 
-from rollmill.config.rewards import CodeReward
+from rollmill.config.rewards.code import CodeReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data.taskset import load_taskset
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager

@@ -19,16 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
-from rollmill.config.rewards import (
-    ExactReward,
-    FormatReward,
-    GateConfig,
-    MathReward,
-    PythonReward,
-    ReasoningGymReward,
-    RewardSection,
-)
-from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards.base import GateConfig, PythonReward, RewardManagerConfig, RewardSection
+from rollmill.config.rewards.math import MathReward, ReasoningGymReward
+from rollmill.config.rewards.text import ExactReward, FormatReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import import_file, reward
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager

@@ -21,7 +21,8 @@ from PIL import Image
 from pydantic import ValidationError
 from reward_helpers import completion, judged, task
 
-from rollmill.config.rewards import FormatReward, JudgeReward, PairwiseReward, RankingReward
+from rollmill.config.rewards.judges import JudgeReward, PairwiseReward, RankingReward
+from rollmill.config.rewards.text import FormatReward
 from rollmill.data.images import make_image_ref
 from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager

@@ -19,7 +19,7 @@ from reward_helpers import completion, judged, task
 from tiny import tiny_run
 
 from rollmill.cli import main
-from rollmill.config.rewards import JudgeReward
+from rollmill.config.rewards.judges import JudgeReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.launch import run
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_helpers import judged
 
-from rollmill.config.rewards import JudgeReward
+from rollmill.config.rewards.judges import JudgeReward
 from rollmill.errors import ConfigError
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards.judges.chat import CachedChatModel, ChatModelReply, ChatReplyStore, ChatSamplingParams

@@ -23,7 +23,7 @@ from reward_helpers import completion, judged, task
 from tokenizers import AddedToken
 from toys import toy_checkpoint, toy_model, toy_tokenizer
 
-from rollmill.config.rewards import JudgeReward, PairwiseReward, RankingReward
+from rollmill.config.rewards.judges import JudgeReward, PairwiseReward, RankingReward
 from rollmill.errors import ModelError, RewardError
 from rollmill.models.from_scratch import save_policy
 from rollmill.rewards import build_reward_manager
@@ -223,7 +223,7 @@ def test_folders_that_hold_no_judge(tmp_path: Path) -> None:
 def test_an_endpoint_needs_no_torch() -> None:
     program = (
         "import sys\n"
-        "from rollmill.config.rewards import JudgeReward\n"
+        "from rollmill.config.rewards.judges import JudgeReward\n"
         "from rollmill.rewards import build_reward_manager\n"
         "build_reward_manager([JudgeReward(name='judge', endpoint='http://x/v1', model='m')]).close()\n"
         "assert 'torch' not in sys.modules\n"

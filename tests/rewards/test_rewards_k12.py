@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from reward_helpers import judged, task
 
-from rollmill.config.rewards import K12Reward
+from rollmill.config.rewards.k12 import K12Reward
 from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 from rollmill.rewards.answers.extraction import extract_answer

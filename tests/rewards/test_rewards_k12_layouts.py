@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from reward_helpers import completion
 
-from rollmill.config.rewards import K12Reward
+from rollmill.config.rewards.k12 import K12Reward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data.taskset import load_taskset
 from rollmill.rewards import RewardManager, build_reward_manager

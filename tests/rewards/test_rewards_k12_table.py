@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from reward_helpers import judged
 
-from rollmill.config.rewards import K12Reward
+from rollmill.config.rewards.k12 import K12Reward
 from rollmill.rewards import RewardManager, build_reward_manager
 
 FRUIT = {"A": "apple", "B": "banana", "C": "cherry", "D": "A and B"}

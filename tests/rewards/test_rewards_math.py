@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
-from rollmill.config.rewards import MathReward
 from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards.math import MathReward
 from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.answers.comparison import compare_texts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from reward_helpers import completion, judged, task
 
-from rollmill.config.rewards import MathReward
+from rollmill.config.rewards.math import MathReward
 from rollmill.errors import RewardError
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards.answers.collection import parse_collection

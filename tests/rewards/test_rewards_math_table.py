@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from reward_helpers import judged
 
-from rollmill.config.rewards import MathReward
+from rollmill.config.rewards.math import MathReward
 from rollmill.rewards import RewardManager, build_reward_manager
 
 

@@ -20,7 +20,8 @@ from toys import toy_checkpoint, toy_model, toy_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from rollmill.cli import main
-from rollmill.config.rewards import ExactReward, ModelReward
+from rollmill.config.rewards.judges import ModelReward
+from rollmill.config.rewards.text import ExactReward
 from rollmill.errors import ModelError, RewardError
 from rollmill.models.classifier import save_classifier
 from rollmill.rewards import build_reward_manager
@@ -138,7 +139,7 @@ def test_threads_of_torch_stay_as_they_are(folder: Path) -> None:
 def test_no_torch_without_a_reward_model() -> None:
     program = (
         "import sys\n"
-        "from rollmill.config.rewards import ExactReward\n"
+        "from rollmill.config.rewards.text import ExactReward\n"
         "from rollmill.rewards import build_reward_manager\n"
         "build_reward_manager([ExactReward(name='exact')]).close()\n"
         "assert 'torch' not in sys.modules"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from reward_helpers import judged
 from rule_helpers import ADAPTER, judge_of, reward
 
-from rollmill.config.rewards import FormatReward
+from rollmill.config.rewards.text import FormatReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.files import parse_strict_json
 from rollmill.rewards import build_reward_manager

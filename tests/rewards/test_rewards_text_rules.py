@@ -17,7 +17,7 @@ from reward_helpers import completion, judged
 from rule_helpers import ADAPTER, group, judge_of, reward, tokens, verdict
 
 from rollmill.cli import main
-from rollmill.config.rewards import ExactReward, LengthReward
+from rollmill.config.rewards.text import ExactReward, LengthReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards.text.language import extract_prose, main_scripts, script_words

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from toys import toy_tokenizer
 
-from rollmill.config import workflows as config
-from rollmill.config.rewards import ExactReward
 from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards.text import ExactReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.tools import CalculatorTool
+from rollmill.config.workflows.agents import ReActWorkflow, ToolWorkflow
+from rollmill.config.workflows.base import WorkflowSection
+from rollmill.config.workflows.second import FewShotWorkflow, JudgedWorkflow, ReflectionWorkflow, VoteWorkflow
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ConfigError, ContextLengthError, WorkflowError
 from rollmill.rewards import build_reward_manager
@@ -64,7 +66,7 @@ class Scripted:
 
 
 def rolled(
-    section: config.WorkflowSection,
+    section: WorkflowSection,
     task: Task,
     *lines: str,
     models: Mapping[str, Any] | None = None,
@@ -99,7 +101,7 @@ def rolled(
 
 @pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
 def test_tools_are_called_until_a_turn_makes_no_call(task: Task) -> None:
-    [one], engine = rolled(config.ToolWorkflow(format="json"), task, CALL, "391")
+    [one], engine = rolled(ToolWorkflow(format="json"), task, CALL, "391")
     assert one.reward == 1
     assert [turn.role for turn in one.turns] == ["prompt", "assistant", "observation", "assistant"]
     assert "391" in one.turns[2].text
@@ -108,14 +110,14 @@ def test_tools_are_called_until_a_turn_makes_no_call(task: Task) -> None:
 
 
 def test_tools_need_not_be_described() -> None:
-    _, engine = rolled(config.ToolWorkflow(format="json", describe=False), CHAT, CALL, "391")
+    _, engine = rolled(ToolWorkflow(format="json", describe=False), CHAT, CALL, "391")
     assert "calculator" not in engine.prompts()[0]
 
 
 @pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
 def test_what_is_wrong_with_a_call_is_told_and_costs(task: Task) -> None:
     lines = ('{"tool": "calculator", "args": {', '{"tool": "abacus", "args": {}}', CALL.replace("17", "1/0*"), "391")
-    [one], _ = rolled(config.ToolWorkflow(malformed_penalty=0.125), task, *lines)
+    [one], _ = rolled(ToolWorkflow(malformed_penalty=0.125), task, *lines)
     told = " ".join(turn.text for turn in one.turns if turn.role == "observation")
     assert "a call that cannot be read (not JSON" in told
     assert "there is no tool `abacus`" in told
@@ -125,7 +127,7 @@ def test_what_is_wrong_with_a_call_is_told_and_costs(task: Task) -> None:
 
 
 def test_calls_of_the_last_turn_are_not_answered() -> None:
-    [one], engine = rolled(config.ToolWorkflow(turns=2), CHAT, CALL, CALL)
+    [one], engine = rolled(ToolWorkflow(turns=2), CHAT, CALL, CALL)
     assert one.reward == 0
     assert len(engine.requests) == 2
 
@@ -133,7 +135,7 @@ def test_calls_of_the_last_turn_are_not_answered() -> None:
 @pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
 @pytest.mark.parametrize("name", ["tools", "react"])
 def test_a_conversation_that_outgrows_the_context_ends(task: Task, name: str) -> None:
-    section = config.ToolWorkflow(describe=False) if name == "tools" else config.ReActWorkflow(describe=False)
+    section = ToolWorkflow(describe=False) if name == "tools" else ReActWorkflow(describe=False)
     line = CALL if name == "tools" else "Action: calculator\nAction Input: 1\nObservation:"
     [one], _ = rolled(section, task, line, room=30)
     assert one.reward == 0
@@ -147,7 +149,7 @@ def test_a_conversation_that_outgrows_the_context_ends(task: Task, name: str) ->
 @pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
 def test_react_is_one_text_with_observations(task: Task) -> None:
     first = "Thought: I compute.\nAction: calculator\nAction Input: 17*23\nObservation:"
-    [one], engine = rolled(config.ReActWorkflow(), task, first, "Thought: I know.\nFinal Answer: 391")
+    [one], engine = rolled(ReActWorkflow(), task, first, "Thought: I know.\nFinal Answer: 391")
     assert one.reward == 1
     assert [turn.role for turn in one.turns] == ["prompt", "assistant", "observation", "assistant"]
     assert one.turns[2].text == " 391\n"
@@ -157,7 +159,7 @@ def test_react_is_one_text_with_observations(task: Task) -> None:
 
 def test_react_tells_of_turns_without_an_action() -> None:
     lines = ("Hm.\nObservation:", "Action: calculator\nAction Input: [1]\nObservation:", "391")
-    [one], _ = rolled(config.ReActWorkflow(malformed_penalty=0.25), PLAIN, *lines)
+    [one], _ = rolled(ReActWorkflow(malformed_penalty=0.25), PLAIN, *lines)
     told = [turn.text for turn in one.turns if turn.role == "observation"]
     assert "a turn ends with `Action:`" in told[0]
     assert "expression: Input should be a valid string" in told[1] or "not arithmetic" in told[1]
@@ -191,7 +193,7 @@ WORKED = [Task(f"w{n}", f"{n}*2?\n", answer=str(2 * n), response=str(2 * n)) for
 def test_examples_stand_in_front_and_never_are_the_task_itself() -> None:
     task = WORKED[4]
     own_again = Task("copy", task.prompt, response="8")
-    section = config.FewShotWorkflow(count=8, separator="\n")
+    section = FewShotWorkflow(count=8, separator="\n")
     found, engine = rolled(section, task, "8", "8", examples=[*WORKED, own_again], n=2)
     prompt = engine.prompts()[0]
     assert prompt.endswith("4*2?\n")
@@ -205,7 +207,7 @@ def test_examples_stand_in_front_and_never_are_the_task_itself() -> None:
 def test_examples_of_a_chat_are_turns() -> None:
     given = [{"prompt": f"{n}?", "response": f"r{n}"} for n in range(2)]
     task = Task("t", [{"role": "system", "content": "S"}, {"role": "user", "content": "17*23?"}], answer="391")
-    section = config.FewShotWorkflow.model_validate({"examples": given, "count": 2, "choose": "first"})
+    section = FewShotWorkflow.model_validate({"examples": given, "count": 2, "choose": "first"})
     [one], engine = rolled(section, task, "391")
     expected = ["system:\nS", "user:\n0?", "assistant:\nr0", "user:\n1?", "assistant:\nr1", "user:\n17*23?"]
     places = [engine.prompts()[0].index(each) for each in expected]
@@ -215,21 +217,21 @@ def test_examples_of_a_chat_are_turns() -> None:
 
 def test_too_few_examples_are_an_error() -> None:
     with pytest.raises(WorkflowError, match=r"shows 3 examples, and there are 1 .*response_template"):
-        rolled(config.FewShotWorkflow(), WORKED[0], "0", examples=WORKED[:2])
+        rolled(FewShotWorkflow(), WORKED[0], "0", examples=WORKED[:2])
 
 
 @pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
 def test_wrong_answers_are_given_again(task: Task) -> None:
-    [one], engine = rolled(config.ReflectionWorkflow(retries=3, discount=0.5), task, "390", "392", "391")
+    [one], engine = rolled(ReflectionWorkflow(retries=3, discount=0.5), task, "390", "392", "391")
     assert one.reward == 0.25
     assert one.reward_parts == {"exact": 1.0, "retries": -0.75}
     assert "That is not right." in engine.prompts()[1]
-    [one], engine = rolled(config.ReflectionWorkflow(), task, "391")
+    [one], engine = rolled(ReflectionWorkflow(), task, "391")
     assert (one.reward, len(engine.requests)) == (1, 1)
 
 
 def test_the_policy_may_criticise_itself() -> None:
-    section = config.ReflectionWorkflow(critic="self", retries=2)
+    section = ReflectionWorkflow(critic="self", retries=2)
     [one], _ = rolled(section, CHAT, "390", "no, 7*3 is 21", "391", "Yes.")
     assert one.reward == 1
     assert len([turn for turn in one.turns if turn.role == "assistant"]) == 4
@@ -239,26 +241,26 @@ def test_the_policy_may_criticise_itself() -> None:
 @pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
 def test_votes_are_experiences_with_rewards_of_their_own(task: Task) -> None:
     lines = ("so 391", "so 390", "so 391", "hm")
-    found, _ = rolled(config.VoteWorkflow(samples=4, after="so"), task, *lines)
+    found, _ = rolled(VoteWorkflow(samples=4, after="so"), task, *lines)
     assert [one.reward for one in found] == [1, 0, 1, 0]
     assert len({one.info["episode"] for one in found}) == 4
     assert {one.group for one in found} == {"g"}
-    shared, _ = rolled(config.VoteWorkflow(samples=2, reward="winner"), task, "391", "390")
+    shared, _ = rolled(VoteWorkflow(samples=2, reward="winner"), task, "391", "390")
     assert [one.reward for one in shared] == [1, 1]
     assert len({one.info["episode"] for one in shared}) == 1
 
 
 def test_answers_that_are_voted_on() -> None:
-    section = config.VoteWorkflow(pattern=r"(\d+) apples")
+    section = VoteWorkflow(pattern=r"(\d+) apples")
     assert extract_vote(section, "3 apples, no, 4 apples") == "4"
     assert extract_vote(section, "none") is None
-    assert extract_vote(config.VoteWorkflow(), "  A  b ") == "a b"
+    assert extract_vote(VoteWorkflow(), "  A  b ") == "a b"
     assert majority_vote(["a", "b", None, "b", "a"]) == "a"
     assert majority_vote([None, None]) is None
 
 
 def test_a_pattern_that_takes_too_long_finds_nothing() -> None:
-    assert extract_vote(config.VoteWorkflow(pattern="(.*?,){20}P"), "1," * 60) is None
+    assert extract_vote(VoteWorkflow(pattern="(.*?,){20}P"), "1," * 60) is None
 
 
 def test_spaces_without_end_are_no_action() -> None:
@@ -270,15 +272,15 @@ def test_spaces_without_end_are_no_action() -> None:
 @pytest.mark.parametrize(
     ("section", "key"),
     [
-        (config.ReflectionWorkflow(), "critic: rewards"),
-        (config.ReflectionWorkflow(critic="self", discount=0.5), "discount"),
+        (ReflectionWorkflow(), "critic: rewards"),
+        (ReflectionWorkflow(critic="self", discount=0.5), "discount"),
     ],
 )
-def test_reflection_refuses_rewards_that_come_too_late(section: config.ReflectionWorkflow, key: str) -> None:
+def test_reflection_refuses_rewards_that_come_too_late(section: ReflectionWorkflow, key: str) -> None:
     judge: Any = SimpleNamespace(groupwise=True)
     with pytest.raises(ConfigError, match=f"workflow.{key}: a reward is wanted before the rollout ends"):
         build_workflow(section, WorkflowResources(judge))
-    assert build_workflow(config.ReflectionWorkflow(critic="self"), WorkflowResources(judge)) is not None
+    assert build_workflow(ReflectionWorkflow(critic="self"), WorkflowResources(judge)) is not None
 
 
 class Scorer:
@@ -300,7 +302,7 @@ def test_another_model_scores(says: str, reward: float | None) -> None:
     async def source(rollout: Rollout) -> Any:
         yield scorer
 
-    [one], _ = rolled(config.JudgedWorkflow(), CHAT, "{prompt} 391", models={"scorer": source})
+    [one], _ = rolled(JudgedWorkflow(), CHAT, "{prompt} 391", models={"scorer": source})
     assert one.reward == reward
     assert "Request:\n17*23?\n" in scorer.asked
     assert "Response:\n{prompt} 391" in scorer.asked  # what a policy writes is not filled in

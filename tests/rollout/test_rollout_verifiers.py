@@ -13,17 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from environment_pools import in_loop
 
-from rollmill.config.workflows import VerifiersWorkflow
+from rollmill.config.workflows.verifiers import VerifiersWorkflow
 from rollmill.data.verifiers import PYTHON, rows
 from rollmill.errors import ConfigError, EpisodeError, TasksetError
 from rollmill.rollout.verifiers_process import VerifiersProcessPool
-from rollmill.rollout.workflows.verifiers import verifiers_rollout
+from rollmill.rollout.workflows.verifiers import VerifiersRunner
 from rollmill.types import Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,11 +109,16 @@ def task(index: int) -> Task:
     return Task(f"sums:{index}", "q", metadata={"verifiers": index})
 
 
+def runner(pool: VerifiersProcessPool) -> VerifiersRunner:
+    resources: Any = SimpleNamespace(kept=lambda section, make: pool)
+    return VerifiersRunner(config(), resources)
+
+
 async def roll_out(
     pool: VerifiersProcessPool, server: Server, index: int, policy: Any = None
 ) -> dict[str, float | None]:
     access = Access(server.url, f"sk-run:{index}")
-    return await verifiers_rollout(pool, task(index), policy or Logged(), access)
+    return await runner(pool)(task(index), policy or Logged(), access)
 
 
 @needs_verifiers
@@ -196,7 +202,7 @@ def test_a_missing_python_is_named(tmp_path: Path) -> None:
 async def test_a_task_of_another_set_is_refused() -> None:
     nobody: Any = None
     with pytest.raises(TasksetError, match=r"give taskset.function: rollmill.data.verifiers:rows"):
-        await verifiers_rollout(VerifiersProcessPool(config()), Task("t:1", "q"), nobody, Access("", ""))
+        await runner(VerifiersProcessPool(config()))(Task("t:1", "q"), nobody, Access("", ""))
 
 
 @in_loop

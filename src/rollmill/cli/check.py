@@ -11,7 +11,7 @@ import typer
 from rollmill.cli.printing import print_json, print_table
 from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.rewards import PythonReward
+from rollmill.config.rewards.base import PythonReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.errors import ConfigError, TasksetError
 from rollmill.registry import find_reward

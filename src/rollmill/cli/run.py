@@ -64,7 +64,7 @@ def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
 def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """Run `rollmill serve MODEL`, or `rollmill serve FILE --train` if applications make the rollouts."""
     from rollmill.cli import serve
-    from rollmill.config.workflows import TrafficWorkflow
+    from rollmill.config.workflows.traffic import TrafficWorkflow
 
     if as_json:
         raise ConfigError("--json: mode `serve` prints no result; leave it out")

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollmill.config.rewards import JudgeReward
+    from rollmill.config.rewards.judges import JudgeReward
     from rollmill.data import Taskset
 
 HELP = "Inspect a run's tasks, rate their difficulty, and generate answers with a teacher."
@@ -125,7 +125,7 @@ def show(
 
 
 def _judge(endpoint: str | None, model: str | None) -> JudgeReward | None:
-    from rollmill.config.rewards import JudgeReward
+    from rollmill.config.rewards.judges import JudgeReward
 
     if endpoint is None and model is None:
         return None

@@ -12,10 +12,10 @@ from rollmill.config.engine import EngineConfig
 from rollmill.config.evaluation import EvaluationSampling
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.config.operators import OperatorSection
+from rollmill.config.operators.base import OperatorSection
 from rollmill.config.order import ShuffledOrder
 from rollmill.config.placement import RayPlacement
-from rollmill.config.rewards import RewardSection
+from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.section import NamedSection, Section

@@ -15,15 +15,18 @@ from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.offload import OptionalOffloadConfig
 from rollmill.config.operators import OperatorConfig
 from rollmill.config.placement import InlinePlacement, PlacementConfig
-from rollmill.config.rewards import JudgeSection, RewardConfig
+from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards.judges import JudgeSection
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import FolderName, PlainName, Section
 from rollmill.config.taskset import TasksetConfig, fill_decontamination_sets
 from rollmill.config.tools import ToolConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.config.workflows import FewShotWorkflow, SingleTurnWorkflow, WorkflowConfig
+from rollmill.config.workflows import WorkflowConfig
+from rollmill.config.workflows.second import FewShotWorkflow
+from rollmill.config.workflows.single import SingleTurnWorkflow
 from rollmill.recipes import GRPO, AlgorithmConfig
 
 

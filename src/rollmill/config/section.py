@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    WrapValidator,
+    create_model,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from rollmill.errors import ConfigError
@@ -20,6 +34,10 @@ class Section(BaseModel):
     """Base of configuration sections."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    #: Import path `module:name` of the class or function that builds the component of the section. It is imported when
+    #: a run uses it, since it may need torch. It takes the section, and what its kind of component gets besides.
+    implementation: ClassVar[str] = ""
 
 
 def _folder_name(value: str) -> str:
@@ -92,6 +110,40 @@ def register_section(kind: str, name: str, section: type[Section]) -> None:
 def registered_sections(kind: str) -> list[type[Section]]:
     """Returns the sections registered by users' files."""
     return [section for (of, _), section in _registered.items() if of == kind]
+
+
+def find_sections(package: str, path: Iterable[str], base: type[SectionT]) -> list[type[SectionT]]:
+    """Returns the sections with a `name` of their own that the modules of a package define: by module, in their order.
+
+    A new file in the package needs no list.
+
+    Args:
+        package, path: `__name__` and `__path__` of the package.
+    """
+    found: list[type[SectionT]] = []
+    for name in sorted(each.name for each in pkgutil.iter_modules(path)):
+        module = importlib.import_module(f"{package}.{name}")
+        own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+        found += [each for each in own if issubclass(each, base) and _is_named(each)]
+    return found
+
+
+def _is_named(section: type[Section]) -> bool:
+    field = section.model_fields.get("name")
+    return field is not None and get_origin(field.annotation) is Literal
+
+
+def section_union(sections: Iterable[type[Section]], kind: str | None = None) -> Any:
+    """Returns the annotation of a section that is one of several, chosen by `name`; the name alone will do.
+
+    Args:
+        kind: names that users' files register as this kind are accepted, too.
+    """
+    union: Any = Annotated[reduce(or_, sections), Field(discriminator="name")]
+    if kind is None:
+        return union
+    registered = WrapValidator(RegisteredUnion(kind))
+    return Annotated[SerializeAsAny[union], registered, BeforeValidator(expand_name)]  # type: ignore[misc]
 
 
 def section_from_signature(target: Callable[..., Any], base: type[NamedSection]) -> type[NamedSection]:

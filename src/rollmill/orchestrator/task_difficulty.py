@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollmill.config.loader import LoadedRun
-from rollmill.config.rewards import JudgeSection
+from rollmill.config.rewards.judges import JudgeSection
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.data import load_taskset

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.operators import DataJuicerFilter
+from rollmill.config.operators.filters import DataJuicerFilter
 from rollmill.config.validation_errors import suggest_match
 from rollmill.errors import ConfigError
 from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_length, rollouts_of

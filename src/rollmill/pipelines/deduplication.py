@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rollmill.config.operators import DuplicatesOperator, NearDuplicatesOperator
+from rollmill.config.operators.filters import DuplicatesOperator, NearDuplicatesOperator
 from rollmill.errors import ConfigError
 from rollmill.pipelines.batch import Batch
 from rollmill.rewards.text.parsing import split_words

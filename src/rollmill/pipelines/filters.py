@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmill.config.operators import (
+from rollmill.config.operators.filters import (
     GroupVarianceFilter,
     InvalidRewardFilter,
     LengthFilter,

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollmill.config.operators import GeneratedTestsOperator
+from rollmill.config.operators.synthesis import GeneratedTestsOperator
 from rollmill.pipelines.batch import Batch, is_success
 from rollmill.pipelines.deduplication import LRUCache
+from rollmill.pipelines.pipeline import PipelineResources
 from rollmill.pipelines.reward_updates import init_reward_part, set_reward
 from rollmill.pipelines.verification import is_undecided, score_group
-from rollmill.rewards import RewardManager
 from rollmill.rewards.code.comparison import output_match_options
 from rollmill.rewards.code.extraction import extract_code, join_prefix
 from rollmill.rewards.code.generation import CodingProblem, ValidationCriteria, generate_tests
@@ -33,9 +33,9 @@ class _TaskTests:
 class TestGenerator:
     """Collects successes of tasks that have a generator, generates tests once, and tests later successes."""
 
-    def __init__(self, options: GeneratedTestsOperator, rewards: RewardManager) -> None:
+    def __init__(self, options: GeneratedTestsOperator, resources: PipelineResources) -> None:
         code = options.code
-        self._options, self._rewards = options, rewards
+        self._options, self._rewards = options, resources.build_reward_manager([code])
         self._sandbox = Sandbox(packages=tuple(sorted(code.packages)), jobs=code.jobs, backend=code.sandbox)
         self._criteria = ValidationCriteria(options.cases, options.submissions, options.agree, options.solve)
         self._memory: LRUCache[_TaskTests] = LRUCache(options.memory)

@@ -1,4 +1,4 @@
-"""Runs experiences through a list of operators, and registers users' operators."""
+"""Builds the operators of a pipeline, runs experiences through them, and registers users' operators."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import json
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollmill.config.operators.base import OperatorSection
+from rollmill.config.rewards import RewardConfig
 from rollmill.config.section import register_section, section_from_signature, source_location
 from rollmill.errors import ConfigError, DeadlineError, PipelineError, RollmillError
 from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
+from rollmill.registry import build_component
+from rollmill.rewards import RewardManager
 from rollmill.types import Experience
 
 Operator = Callable[[Batch], Any]
@@ -138,12 +141,29 @@ def operator(target: Target) -> Target:
     return target
 
 
-def build_custom_operator(section: OperatorSection) -> Any:
-    """Build the operator of a registered section."""
-    target = type(section).function
-    assert target is not None
-    options = section.arguments()
-    return target(**options) if inspect.isclass(target) else partial(target, **options)
+@dataclass(frozen=True, slots=True)
+class PipelineResources:
+    """Resources of the run that operators need."""
+
+    build_reward_manager: Callable[[Sequence[RewardConfig]], RewardManager]
+    """Builds further rewards; the operator closes them."""
+    seed: int
+
+
+def build_pipeline(sections: Sequence[OperatorSection], resources: PipelineResources) -> Pipeline:
+    """Build the pipeline of a stage.
+
+    Raises ConfigError if an operator needs a package that is not installed, and errors of building rewards.
+    """
+    with ExitStack() as made_so_far:
+        operators = []
+        for section in sections:
+            operator = build_component(section, resources)
+            if hasattr(operator, "close"):
+                made_so_far.callback(operator.close)
+            operators.append((section.name, operator))
+        made_so_far.pop_all()
+    return Pipeline(operators)
 
 
 def _check_calls(target: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmill.config.operators import (
+from rollmill.config.operators.shaping import (
     DiversityBonus,
     LengthShaping,
     OverlongPenalty,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.operators import DemonstrationOperator, PreferencePairOperator, ReflectionOperator
+from rollmill.config.operators.synthesis import DemonstrationOperator, PreferencePairOperator, ReflectionOperator
 from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_length, response_length, reward_value
 from rollmill.pipelines.deduplication import LRUCache
 from rollmill.pipelines.pipeline import Operator

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 
-from rollmill.config.operators import CheckOperator, VerifyOperator
-from rollmill.config.rewards import CodeReward, RewardSection
+from rollmill.config.operators.filters import CheckOperator, VerifyOperator
+from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards.code import CodeReward
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.pipelines.batch import Batch, reward_value, to_completion
+from rollmill.pipelines.pipeline import PipelineResources
 from rollmill.pipelines.reward_updates import RAW_REWARD, add_reward, init_reward_part, log_reward_detail, set_reward
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.base import GATED, LATE, TIMEOUT
@@ -21,8 +23,9 @@ class RewardVerifier:
     Completions that these cannot score, and those that a gate excluded, do not change.
     """
 
-    def __init__(self, options: VerifyOperator, rewards: RewardManager, seed: int) -> None:
-        self._options, self._rewards, self._seed = options, rewards, seed
+    def __init__(self, options: VerifyOperator, resources: PipelineResources) -> None:
+        self._options, self._seed = options, resources.seed
+        self._rewards = resources.build_reward_manager(options.rewards)
 
     async def __call__(self, batch: Batch) -> None:
         adds_part = {"replace": self._options.part is None, "penalty": True, "drop": False}
@@ -81,8 +84,8 @@ class RewardVerifier:
 class RewardChecker:
     """Drops or penalises completions below a minimum of a further reward."""
 
-    def __init__(self, options: CheckOperator, rewards: RewardManager) -> None:
-        self._options, self._rewards = options, rewards
+    def __init__(self, options: CheckOperator, resources: PipelineResources) -> None:
+        self._options, self._rewards = options, resources.build_reward_manager([options.reward])
 
     async def __call__(self, batch: Batch) -> None:
         if self._options.otherwise == "penalty":

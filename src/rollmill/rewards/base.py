@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
-from rollmill.config.rewards import ChartReward, CountReward, K12Reward, MathReward, RewardConfig, VQAReward
+from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards.k12 import K12Reward
+from rollmill.config.rewards.math import MathReward
+from rollmill.config.rewards.vision import ChartReward, CountReward, VQAReward
 from rollmill.errors import ConfigError
 from rollmill.types import Completion, Task
 

@@ -13,30 +13,11 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rollmill.config.rewards import (
-    CitationReward,
-    CodeReward,
-    ExactReward,
-    FormatReward,
-    JudgeReward,
-    K12Reward,
-    LanguageReward,
-    LengthReward,
-    MathReward,
-    ModelReward,
-    PairwiseReward,
-    PythonReward,
-    RankingReward,
-    ReasoningGymReward,
-    RepetitionReward,
-    RewardConfig,
-    RewardSection,
-    ToolCallReward,
-    VisionReward,
-)
-from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards.base import RewardManagerConfig, RewardSection
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.errors import ConfigError, RewardError
+from rollmill.registry import build_component
 from rollmill.rewards.base import (
     GATED,
     LATE,
@@ -358,7 +339,7 @@ def build_reward_manager(
     parts = []
     try:
         for name, config in zip(reward_part_names(configs), configs, strict=True):
-            part = WeightedReward(name, config, build_reward(config, resources))
+            part = WeightedReward(name, config, build_component(config, resources))
             if part.groupwise and config.gate is not None:
                 raise ConfigError(f"reward `{name}` compares completions, so it cannot be a gate; remove its `gate`")
             parts.append(part)
@@ -366,60 +347,3 @@ def build_reward_manager(
         resources.close()
         raise
     return RewardManager(parts, judging, resources)
-
-
-def build_reward(config: RewardConfig, resources: RewardResources) -> Reward | GroupReward:
-    """Build one reward. Libraries are imported here, so that a run loads only those it uses."""
-    match config:
-        case MathReward():
-            from rollmill.rewards.math import MathScorer
-
-            return MathScorer(config, resources.graders)
-        case ReasoningGymReward():
-            from rollmill.rewards.reasoning_gym import ReasoningGymScorer
-
-            return ReasoningGymScorer(config, resources.graders)
-        case PythonReward():
-            from rollmill.rewards.python import build_python_reward
-
-            return build_python_reward(config, resources)
-        case ModelReward():
-            from rollmill.rewards.reward_model import RewardModelScorer
-
-            return RewardModelScorer(config, resources.tokenizer, resources.device)
-        case CodeReward():
-            from rollmill.rewards.code.reward import CodeScorer
-
-            return CodeScorer(config, resources)
-        case K12Reward():
-            from rollmill.rewards.k12 import K12Scorer
-
-            return K12Scorer(config, resources)
-        case JudgeReward():
-            from rollmill.rewards.judges.generative import GenerativeJudge
-
-            return GenerativeJudge(config, resources)
-        case PairwiseReward():
-            from rollmill.rewards.judges.pairwise import build_pairwise_judge
-
-            return build_pairwise_judge(config, resources)
-        case RankingReward():
-            from rollmill.rewards.judges.ranking import RankingJudge
-
-            return RankingJudge(config, resources)
-        case VisionReward():
-            from rollmill.rewards.vision.build import build_vision_reward
-
-            return build_vision_reward(config)
-        case (
-            ExactReward()
-            | FormatReward()
-            | LanguageReward()
-            | LengthReward()
-            | RepetitionReward()
-            | CitationReward()
-            | ToolCallReward()
-        ):
-            from rollmill.rewards.text.build import build_text_reward
-
-            return build_text_reward(config, resources)

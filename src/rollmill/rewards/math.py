@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 
-from rollmill.config.rewards import MathReward
+from rollmill.config.rewards.math import MathReward
 from rollmill.rewards.answers.comparison import (
     AnswerMatchOptions,
     compare_texts,
@@ -24,7 +24,7 @@ from rollmill.rewards.answers.options import selected_options as chosen_letters
 from rollmill.rewards.answers.quantities import normalize_answer, strip_spaces
 from rollmill.rewards.answers.symbolic import compare_answers
 from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, Score
-from rollmill.rewards.grader_pool import GraderPool
+from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 
 _ROUNDING = Fraction(1, 10**9)
@@ -39,8 +39,8 @@ class MathScorer:
     `timeout`, `memory`.
     """
 
-    def __init__(self, config: MathReward, graders: GraderPool) -> None:
-        self._config, self._graders = config, graders
+    def __init__(self, config: MathReward, resources: RewardResources) -> None:
+        self._config, self._graders = config, resources.graders
 
     async def judge(self, task: Task, completion: Completion) -> Score:
         if task.answer is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Any
 
-from rollmill.config.rewards import PythonReward
+from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import find_reward
 from rollmill.rewards.base import OK, TIMEOUT, RewardResult, RewardValue, Score, validate_result

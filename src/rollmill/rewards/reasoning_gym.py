@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollmill.config.rewards import ReasoningGymReward
+from rollmill.config.rewards.math import ReasoningGymReward
 from rollmill.errors import RewardError
 from rollmill.rewards.base import OK, TIMEOUT, Score, text_after
-from rollmill.rewards.grader_pool import GraderPool
+from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 
 
@@ -16,8 +16,8 @@ class ReasoningGymScorer:
     on the answer but accepts the reference; a timeout earns the configured reward, the others 0.
     """
 
-    def __init__(self, config: ReasoningGymReward, graders: GraderPool) -> None:
-        self._config, self._graders = config, graders
+    def __init__(self, config: ReasoningGymReward, resources: RewardResources) -> None:
+        self._config, self._graders = config, resources.graders
 
     async def judge(self, task: Task, completion: Completion) -> Score:
         made_by, entry = task.metadata.get("reasoning_gym"), task.metadata.get("entry")

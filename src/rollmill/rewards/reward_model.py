@@ -13,10 +13,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rollmill.config.rewards import ModelReward
+from rollmill.config.rewards.judges import ModelReward
 from rollmill.data.encoding import encode_prompt
 from rollmill.models.classifier import load_classifier
 from rollmill.rewards.base import RewardResult, Score, validate_value
+from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, StopReason, Task
 
 _log = logging.getLogger(__name__)
@@ -88,14 +89,10 @@ class RewardModelScorer:
     It reads the policy's tokens if its tokenizer has the same vocabulary. Otherwise it reads the text: the prompt
     (through its own chat template, if it is a chat), the completion, and its own end-of-sequence token if the policy
     generated one.
-
-    Args:
-        tokenizer: the policy's; None if completions are text.
-        device: None: a GPU if torch finds one.
     """
 
-    def __init__(self, config: ModelReward, tokenizer: Any, device: str | None) -> None:
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    def __init__(self, config: ModelReward, resources: RewardResources) -> None:
+        tokenizer, device = resources.tokenizer, resources.device or ("cuda" if torch.cuda.is_available() else "cpu")
         key = config.path.resolve(), device
         scorer = _loaded_models.get(key)
         self._scorer = _loaded_models[key] = LoadedRewardModel(config.path, device) if scorer is None else scorer

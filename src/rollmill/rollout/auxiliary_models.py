@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
-from rollmill.config.rewards import JudgeReward
+from rollmill.config.rewards.judges import JudgeReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import ConfigError, ModelError, WorkflowError

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
-from rollmill.config import workflows as config
-from rollmill.config.environments import EnvironmentSection
+from rollmill.config.environments.base import EnvironmentSection
 from rollmill.config.tools import ToolSection
+from rollmill.config.workflows.base import WorkflowSection
 from rollmill.errors import ConfigError
-from rollmill.registry import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS
+from rollmill.registry import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS, build_component, import_object
 from rollmill.rewards import RewardManager
 from rollmill.rollout.endpoint.policy_endpoint import PolicyEndpoint
 from rollmill.rollout.environments.pool import EnvironmentPool
@@ -57,7 +58,7 @@ class WorkflowResources:
         self._environments = None if environment is None else EnvironmentPool(environment)
         self._tools = ToolPool(tools) if tools else None
         self._reported: dict[str, float] = {}
-        self._shared: list[tuple[config.WorkflowSection, AsyncClosable]] = []
+        self._shared: list[tuple[WorkflowSection, AsyncClosable]] = []
         self.endpoint = endpoint
         self.sources: dict[str, ResourceFactory] = {
             JUDGE: partial(_open_scorer, rewards),
@@ -79,7 +80,7 @@ class WorkflowResources:
             found |= {f"tools/{key}": value - before.get(key, 0.0) for key, value in self._reported.items()}
         return found
 
-    def kept(self, section: config.WorkflowSection, make: Callable[[], ClosableT]) -> ClosableT:
+    def kept(self, section: WorkflowSection, make: Callable[[], ClosableT]) -> ClosableT:
         """The resource shared by workflows of equal sections; made at the first call, closed with the resources."""
         for known, made in self._shared:
             if known == section:
@@ -99,13 +100,18 @@ class WorkflowResources:
             self._tools.close()
 
 
-def build_workflow(section: config.WorkflowSection, resources: WorkflowResources) -> Workflow | None:
+def build_workflow(section: WorkflowSection, resources: WorkflowResources) -> Workflow | None:
     """Build the workflow of a section; None if a rollout is one completion.
 
     Raises ConfigError if it needs an argument that the run does not have, or rewards before there are any.
     """
     if section.single_turn:
         return None
+    if resources.groupwise and section.early_rewards is not None:
+        raise ConfigError(
+            f"workflow.{section.early_rewards}: a reward is wanted before the rollout ends, and some of `rewards` "
+            "compare the completions of a group; set critic: self without discount, or remove those rewards"
+        )
     solve, names = _resolve_workflow(section, resources)
     if "*" in names:
         others = [name for name in resources.sources if name not in names and name != ENDPOINT]
@@ -118,64 +124,25 @@ def build_workflow(section: config.WorkflowSection, resources: WorkflowResources
             "Add the section of that name, or an entry of `models`"
         )
     sources = {name: resources.sources[name] for name in names}
-    if isinstance(section, config.ProgramWorkflow) and not section.own_sampling and resources.endpoint is not None:
+    if section.forces_sampling and resources.endpoint is not None:
         sources[ENDPOINT] = partial(resources.endpoint.one, forced=True)
     return Workflow(section.name, solve, sources)
 
 
-def _resolve_workflow(
-    section: config.WorkflowSection, resources: WorkflowResources
-) -> tuple[WorkflowFunction, Sequence[str]]:
-    """The function of a section's workflow, and its arguments' names. Imported here: a run pays for what it uses."""
-    function = type(section).function
-    if function is not None:
-        return partial(function, **section.arguments()), section.parts
-    match section:
-        case config.EnvironmentWorkflow():
-            from rollmill.rollout.workflows.environment import environment_turns
+def _resolve_workflow(section: WorkflowSection, resources: WorkflowResources) -> tuple[WorkflowFunction, list[str]]:
+    """The function of a section's workflow, and the names of its parameters after task and policy.
 
-            return partial(environment_turns, section), [ENVIRONMENT]
-        case config.VerifiersWorkflow():
-            from rollmill.rollout.verifiers_process import VerifiersProcessPool
-            from rollmill.rollout.workflows.verifiers import verifiers_rollout
-
-            pool = resources.kept(section, lambda: VerifiersProcessPool(section))
-            return partial(verifiers_rollout, pool), [ENDPOINT]
-        case config.ProgramWorkflow():
-            from rollmill.rollout.workflows.program import ProgramRunner
-
-            return ProgramRunner(section), [ENDPOINT, JUDGE]
-        case config.ToolWorkflow():
-            from rollmill.rollout.workflows.tools import tool_turns
-
-            return partial(tool_turns, section), [JUDGE, TOOLS]
-        case config.ReActWorkflow():
-            from rollmill.rollout.workflows.react import react
-
-            return partial(react, section), [JUDGE, TOOLS]
-        case config.FewShotWorkflow():
-            from rollmill.rollout.workflows.few_shot import few_shot
-
-            return partial(few_shot, section), [JUDGE, EXAMPLES]
-        case config.ReflectionWorkflow():
-            from rollmill.rollout.workflows.reflection import reflection
-
-            if resources.groupwise and (section.critic == "rewards" or section.discount < 1):
-                key = "critic: rewards" if section.critic == "rewards" else "discount"
-                raise ConfigError(
-                    f"workflow.{key}: a reward is wanted before the rollout ends, and some of `rewards` compare the "
-                    "completions of a group; set critic: self without discount, or remove those rewards"
-                )
-            return partial(reflection, section), [JUDGE]
-        case config.VoteWorkflow():
-            from rollmill.rollout.workflows.vote import vote
-
-            return partial(vote, section), [JUDGE]
-        case config.JudgedWorkflow():
-            from rollmill.rollout.workflows.vote import model_judged
-
-            return partial(model_judged, section), [section.by]
-    raise AssertionError(f"no workflow is built from {type(section).__name__}")
+    An implementation is a function that takes the section first, or a class that is built from the section and perhaps
+    the resources, and called.
+    """
+    if type(section).function is not None:
+        return build_component(section), list(section.parts)
+    implementation = import_object(section.implementation)
+    solve = build_component(section, resources) if inspect.isclass(implementation) else partial(implementation, section)
+    parameters = list(inspect.signature(solve).parameters.values())[2:]
+    return solve, [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD] + [
+        *section.models
+    ]
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ import torch
 from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows.traffic import TrafficWorkflow
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import CheckpointError, ConfigError
 from rollmill.launch import CONFIG, resume, start

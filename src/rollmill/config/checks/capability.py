@@ -22,7 +22,7 @@ from rollmill.config.resolve import STAGE_KEYS, ResolvedRun
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, find, format_key_path, iter_leaves, locate_key
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows.traffic import TrafficWorkflow
 from rollmill.recipes import DPO, DistillationOptions, SelfDistill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")

@@ -13,12 +13,14 @@ from rollmill.config.algorithm import AlgorithmOptions, OfflineAlgorithmOptions,
 from rollmill.config.checks.engine import engine_conflicts
 from rollmill.config.checks.evaluation import evaluation_conflicts, evaluation_set_path
 from rollmill.config.checks.workflow import workflow_conflicts
-from rollmill.config.environments import ReasoningGymSection
+from rollmill.config.environments.reasoning_gym import ReasoningGymSection
 from rollmill.config.loss import OffPolicyMask
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.order import CustomOrder, SequentialOrder
-from rollmill.config.rewards import FormatReward, LengthReward, PythonReward, ReasoningGymReward, RewardSection
+from rollmill.config.rewards.base import PythonReward, RewardSection
+from rollmill.config.rewards.math import ReasoningGymReward
 from rollmill.config.rewards.names import reward_part_names
+from rollmill.config.rewards.text import FormatReward, LengthReward
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import (
     DecontaminateTasks,

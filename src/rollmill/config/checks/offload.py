@@ -8,11 +8,11 @@ from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.checks.engine import uses_engine
 from rollmill.config.model import ModelConfig
 from rollmill.config.offload import PHASES, OffloadConfig, Phase
-from rollmill.config.rewards import ModelReward
 from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards.judges import ModelReward
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows.traffic import TrafficWorkflow
 from rollmill.recipes import DPO, KTO, Distill, SelfDistill
 
 OFFLOAD_COMPONENTS = tuple(key for key in OffloadConfig.model_fields if key not in ("budget_gb", "folder"))

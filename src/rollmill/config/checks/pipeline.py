@@ -6,25 +6,25 @@ from collections.abc import Iterator
 
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.checks.conflicts import Conflict, reward_conflicts
-from rollmill.config.operators import (
+from rollmill.config.operators.base import OperatorSection, RewardOperatorSection
+from rollmill.config.operators.filters import (
     CheckOperator,
-    DiversityBonus,
     DuplicatesOperator,
     GroupVarianceFilter,
     InvalidRewardFilter,
-    LengthShaping,
     NearDuplicatesOperator,
-    OperatorSection,
-    OverlongPenalty,
-    PreferencePairOperator,
-    ReflectionOperator,
-    ReplayPriority,
-    RewardOperatorSection,
-    SuccessRateOperator,
     TruncationOperator,
     VerifyOperator,
 )
-from rollmill.config.rewards import CodeReward
+from rollmill.config.operators.shaping import (
+    DiversityBonus,
+    LengthShaping,
+    OverlongPenalty,
+    ReplayPriority,
+    SuccessRateOperator,
+)
+from rollmill.config.operators.synthesis import PreferencePairOperator, ReflectionOperator
+from rollmill.config.rewards.code import CodeReward
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath

@@ -9,7 +9,7 @@ from rollmill.config.engine import VLLMEngineConfig
 from rollmill.config.placement import RayPlacement
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, format_key_path
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows.traffic import TrafficWorkflow
 
 
 def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:

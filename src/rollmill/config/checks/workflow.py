@@ -7,15 +7,11 @@ from collections.abc import Iterator
 from rollmill.config.run import StageConfig
 from rollmill.config.tools import CalculatorTool, PythonTool
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import (
-    EnvironmentWorkflow,
-    FewShotWorkflow,
-    JudgedWorkflow,
-    ReflectionWorkflow,
-    ToolWorkflow,
-    TrafficWorkflow,
-    WorkflowConfig,
-)
+from rollmill.config.workflows import WorkflowConfig
+from rollmill.config.workflows.agents import ToolWorkflow
+from rollmill.config.workflows.environment import EnvironmentWorkflow
+from rollmill.config.workflows.second import FewShotWorkflow, JudgedWorkflow, ReflectionWorkflow
+from rollmill.config.workflows.traffic import TrafficWorkflow
 
 WorkflowConflict = tuple[KeyPath, str]
 

@@ -1,21 +1,17 @@
-"""`environment`: the environment that a workflow acts in."""
+"""`environment`: the environment that a workflow acts in.
+
+Every module of this package is searched for environments: a new one is a section with a `name` and its
+`implementation`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
+from typing import TYPE_CHECKING
 
 from rollmill.config.environments.base import EnvironmentSection
-from rollmill.config.environments.gymnasium import GymnasiumSection
-from rollmill.config.environments.reasoning_gym import ReasoningGymSection
-from rollmill.config.environments.textarena import TextArenaSection
-from rollmill.config.section import RegisteredUnion, expand_name
+from rollmill.config.section import find_sections, section_union
 
-EnvironmentConfig = Annotated[
-    SerializeAsAny[Annotated[GymnasiumSection | ReasoningGymSection | TextArenaSection, Field(discriminator="name")]],
-    WrapValidator(RegisteredUnion("environment")),
-    BeforeValidator(expand_name),
-]
-
-__all__ = ["EnvironmentConfig", "EnvironmentSection", "GymnasiumSection", "ReasoningGymSection", "TextArenaSection"]
+if TYPE_CHECKING:
+    EnvironmentConfig = EnvironmentSection
+else:
+    EnvironmentConfig = section_union(find_sections(__name__, __path__, EnvironmentSection), kind="environment")

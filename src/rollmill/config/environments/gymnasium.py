@@ -15,6 +15,7 @@ class GymnasiumSection(EnvironmentSection):
     Tasks may have `seed` and `options` in their metadata; these options override those here.
     """
 
+    implementation = "rollmill.rollout.environments.gymnasium:GymnasiumEnvironment"
     name: Literal["gymnasium"] = "gymnasium"
     id: str = "FrozenLake-v1"
     """Environment id in gymnasium's registry."""

@@ -16,6 +16,7 @@ class ReasoningGymSection(EnvironmentSection):
     with the reward `reasoning_gym`.
     """
 
+    implementation = "rollmill.rollout.environments.reasoning_gym:ReasoningGymEnvironment"
     name: Literal["reasoning_gym"] = "reasoning_gym"
     attempts: int = Field(3, ge=1)
     """Maximum number of answers."""

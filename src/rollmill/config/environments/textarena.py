@@ -15,6 +15,7 @@ class TextArenaSection(EnvironmentSection):
     Tasks may have `seed` and `options` in their metadata; these options override those here.
     """
 
+    implementation = "rollmill.rollout.environments.textarena:TextArenaEnvironment"
     name: Literal["textarena"] = "textarena"
     id: str
     """Game id in TextArena's registry, such as `GuessTheNumber-v0`."""

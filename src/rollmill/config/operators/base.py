@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rollmill.config.rewards import RewardSection
+from rollmill.config.rewards.base import RewardSection
 from rollmill.config.section import NamedSection
 
 

@@ -12,7 +12,8 @@ from rollmill.config.operators.base import (
     SuccessOperatorSection,
     reject_weighting_keys,
 )
-from rollmill.config.rewards import RewardConfig, RewardSection
+from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards.base import RewardSection
 
 FilterT = TypeVar("FilterT", bound=OperatorSection)
 
@@ -20,6 +21,7 @@ FilterT = TypeVar("FilterT", bound=OperatorSection)
 class RewardFilter(RewardOperatorSection):
     """Keeps completions whose reward lies within bounds; completions without a reward are kept."""
 
+    implementation = "rollmill.pipelines.filters:reward_filter"
     name: Literal["reward_filter"] = "reward_filter"
     at_least: float | None = None
     """Drop completions with a lower reward."""
@@ -34,6 +36,7 @@ class RewardFilter(RewardOperatorSection):
 class LengthFilter(OperatorSection):
     """Keeps completions whose length in tokens lies within bounds."""
 
+    implementation = "rollmill.pipelines.filters:length_filter"
     name: Literal["length_filter"] = "length_filter"
     at_least: int | None = Field(None, ge=0)
     """Drop shorter completions."""
@@ -51,6 +54,7 @@ class GroupVarianceFilter(RewardOperatorSection):
     Other groups are dropped as a whole, and the run rolls out other tasks in their place.
     """
 
+    implementation = "rollmill.pipelines.filters:group_variance"
     name: Literal["group_variance"] = "group_variance"
     threshold: float | None = None
     """Compare successes instead of rewards: 1 for at least this, else 0."""
@@ -69,6 +73,7 @@ class GroupVarianceFilter(RewardOperatorSection):
 class InvalidRewardFilter(OperatorSection):
     """Drops completions without a reward, with a reward that is not finite, or whose reward timed out."""
 
+    implementation = "rollmill.pipelines.filters:invalid_reward"
     name: Literal["invalid_reward"] = "invalid_reward"
     outcomes: list[str] = ["timeout", "late"]
     """Outcomes of rewards to drop. Other outcomes: `gated`, `not_applicable`, and those of individual rewards such as
@@ -78,6 +83,7 @@ class InvalidRewardFilter(OperatorSection):
 class TruncationOperator(OperatorSection):
     """Handles completions that were truncated at the length limit."""
 
+    implementation = "rollmill.pipelines.filters:truncated"
     name: Literal["truncated"] = "truncated"
     then: Literal["mask", "drop", "reward"] = "mask"
     """`mask`: exclude its tokens from the loss, while its reward still counts in the group's baseline (overlong
@@ -109,6 +115,7 @@ def _in_order(section: FilterT, low: float | None, high: float | None) -> Filter
 class DataJuicerFilter(SuccessOperatorSection):
     """Runs operators of Data-Juicer (the package py-data-juicer) over the text of completions."""
 
+    implementation = "rollmill.pipelines.data_juicer:DataJuicerOperators"
     name: Literal["data_juicer"] = "data_juicer"
     process: list[dict[str, Any]] = Field(min_length=1)
     """Operators as in a Data-Juicer recipe: [{words_num_filter: {min_num: 10}}, ...]. Filters drop completions;
@@ -136,6 +143,7 @@ class DataJuicerFilter(SuccessOperatorSection):
 class DuplicatesOperator(OperatorSection):
     """Drops completions with the text of an earlier one, ignoring white space. The first one is kept."""
 
+    implementation = "rollmill.pipelines.deduplication:DuplicateFilter"
     name: Literal["duplicates"] = "duplicates"
     within: Literal["group", "task", "run"] = "group"
     """Scope of earlier completions: the group, the run for the same task, or the run for any task."""
@@ -153,6 +161,7 @@ class DuplicatesOperator(OperatorSection):
 class NearDuplicatesOperator(OperatorSection):
     """Drops completions whose n-grams are nearly those of an earlier one (MinHash and LSH, extra `dedup`)."""
 
+    implementation = "rollmill.pipelines.deduplication:NearDuplicateFilter"
     name: Literal["near_duplicates"] = "near_duplicates"
     within: Literal["group", "task", "run"] = "group"
     """Scope of earlier completions: the group, the run for the same task, or the run for any task."""
@@ -184,6 +193,7 @@ class VerifyOperator(RewardOperatorSection):
     Completions that did not pass a gate are left unchanged.
     """
 
+    implementation = "rollmill.pipelines.verification:RewardVerifier"
     name: Literal["verify"] = "verify"
     rewards: list[RewardConfig] = Field(min_length=1)
     """Verifying rewards, as in the run file's `rewards`. Their sum is compared with the reward, or with `part`."""
@@ -221,6 +231,7 @@ class VerifyOperator(RewardOperatorSection):
 class CheckOperator(OperatorSection):
     """Keeps completions that score high enough on one reward, such as format, language or repetition."""
 
+    implementation = "rollmill.pipelines.verification:RewardChecker"
     name: Literal["check"] = "check"
     reward: RewardConfig
     """A reward as in the run file's `rewards`, such as {name: format, tags: [think, answer]}."""

@@ -17,6 +17,7 @@ class LengthShaping(SuccessOperatorSection):
 
     adds_to_rewards: ClassVar[bool] = True
 
+    implementation = "rollmill.pipelines.shaping:length_reward"
     name: Literal["length_reward"] = "length_reward"
     weight: float = 1.0
     """Factor of the added reward."""
@@ -29,6 +30,7 @@ class OverlongPenalty(OperatorSection):
 
     adds_to_rewards: ClassVar[bool] = True
 
+    implementation = "rollmill.pipelines.shaping:overlong_penalty"
     name: Literal["overlong_penalty"] = "overlong_penalty"
     longest: int | None = Field(None, ge=1)
     """Maximum length in tokens (L_max). Default: rollout.max_new_tokens."""
@@ -49,6 +51,7 @@ class RepetitionPenalty(OperatorSection):
 
     adds_to_rewards: ClassVar[bool] = True
 
+    implementation = "rollmill.pipelines.shaping:repetition_penalty"
     name: Literal["repetition_penalty"] = "repetition_penalty"
     ngram: int = Field(8, ge=1)
     """Length of an n-gram in tokens."""
@@ -67,6 +70,7 @@ class DiversityBonus(SuccessOperatorSection):
 
     adds_to_rewards: ClassVar[bool] = True
 
+    implementation = "rollmill.pipelines.shaping:diversity"
     name: Literal["diversity"] = "diversity"
     by: Literal["ngrams", "answer"] = "ngrams"
     """`ngrams`: mean Jaccard distance of n-grams to the other completions. `answer`: fraction of the other completions
@@ -91,6 +95,7 @@ class RewardScaling(OperatorSection):
     adds_to_rewards: ClassVar[bool] = True
     rewrites_rewards: ClassVar[bool] = True
 
+    implementation = "rollmill.pipelines.shaping:scale"
     name: Literal["scale"] = "scale"
     factor: float = 1.0
     """Multiplies the reward."""
@@ -114,6 +119,7 @@ class RewardScaling(OperatorSection):
 class ReplayPriority(RewardOperatorSection):
     """Sets the replay priority of a group (`buffer.replay`, order `priority`)."""
 
+    implementation = "rollmill.pipelines.shaping:priority"
     name: Literal["priority"] = "priority"
     by: Literal["variance", "balance", "reward", "failure", "length", "recency"] = "variance"
     """`variance` of the rewards, or p (1 - p) for rewards of 0 and 1. `balance`: 1 - 2 |mean - 0.5|. `reward`: their
@@ -136,4 +142,5 @@ class SuccessRateOperator(SuccessOperatorSection):
     Without it, samplers use the rewards of all completions, clipped to 0 and 1.
     """
 
+    implementation = "rollmill.pipelines.shaping:success_rate"
     name: Literal["success_rate"] = "success_rate"

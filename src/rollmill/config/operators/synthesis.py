@@ -7,7 +7,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rollmill.config.operators.base import RewardOperatorSection, SuccessOperatorSection, reject_weighting_keys
-from rollmill.config.rewards import CodeReward, RewardSection
+from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards.code import CodeReward
 
 
 class DemonstrationOperator(SuccessOperatorSection):
@@ -15,6 +16,7 @@ class DemonstrationOperator(SuccessOperatorSection):
 
     creates_experiences: ClassVar[bool] = True
 
+    implementation = "rollmill.pipelines.synthesis:DemonstrationMaker"
     name: Literal["demonstrations"] = "demonstrations"
     choose: Literal["best", "shortest", "first"] = "best"
     """Ranking of a group's successes. Ties are broken by length with `best`, and by reward with `shortest`."""
@@ -36,6 +38,7 @@ class PreferencePairOperator(SuccessOperatorSection):
 
     creates_experiences: ClassVar[bool] = True
 
+    implementation = "rollmill.pipelines.synthesis:preference_pairs"
     name: Literal["pairs"] = "pairs"
     by: Literal["reward", "length"] = "reward"
     """`reward`: the best against the worst, the second best against the second worst, and so on. `length` (Kimi k1.5):
@@ -59,6 +62,7 @@ class ReflectionOperator(SuccessOperatorSection):
 
     creates_experiences: ClassVar[bool] = True
 
+    implementation = "rollmill.pipelines.synthesis:reflection"
     name: Literal["reflection"] = "reflection"
     cue: str = Field("\n\nWait, that is not right. Let me try again.\n\n", min_length=1)
     """Text between the attempt and the solution."""
@@ -79,6 +83,7 @@ class GeneratedTestsOperator(RewardOperatorSection):
     all. A success that fails these tests earns `reward`.
     """
 
+    implementation = "rollmill.pipelines.generated_tests:TestGenerator"
     name: Literal["test_cases"] = "test_cases"
     generator: str = "generator"
     """Column of the task with the program that generates cases."""

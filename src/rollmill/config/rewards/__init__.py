@@ -1,96 +1,16 @@
-"""`rewards`: scoring of completions. Each entry is one part; the reward is the weighted sum of the parts."""
+"""`rewards`: scoring of completions. Each entry is one part; the reward is the weighted sum of the parts.
+
+Every module of this package is searched for rewards: a new one is a section with a `name` and its `implementation`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
+from rollmill.config.rewards.base import RewardSection
+from rollmill.config.section import find_sections, section_union
 
-from rollmill.config.rewards.base import GateConfig, PythonReward, RewardSection
-from rollmill.config.rewards.code import CodeReward
-from rollmill.config.rewards.judges import JudgeReward, JudgeSection, ModelReward, PairwiseReward, RankingReward
-from rollmill.config.rewards.k12 import K12Reward
-from rollmill.config.rewards.math import AnswerExtraction, MathReward, ReasoningGymReward
-from rollmill.config.rewards.text import (
-    CitationReward,
-    ExactReward,
-    FormatReward,
-    LanguageReward,
-    LengthReward,
-    RepetitionReward,
-    TextReward,
-    ToolCallReward,
-)
-from rollmill.config.rewards.vision import (
-    BoxesReward,
-    ChartReward,
-    CountReward,
-    GroundingReward,
-    OCRReward,
-    PointsReward,
-    TableReward,
-    VisionReward,
-    VQAReward,
-)
-
-RewardConfig = Annotated[
-    MathReward
-    | ExactReward
-    | FormatReward
-    | ReasoningGymReward
-    | PythonReward
-    | ModelReward
-    | CodeReward
-    | LanguageReward
-    | LengthReward
-    | RepetitionReward
-    | CitationReward
-    | ToolCallReward
-    | BoxesReward
-    | PointsReward
-    | GroundingReward
-    | CountReward
-    | OCRReward
-    | ChartReward
-    | TableReward
-    | VQAReward
-    | JudgeReward
-    | PairwiseReward
-    | RankingReward
-    | K12Reward,
-    Field(discriminator="name"),
-]
-
-__all__ = [
-    "AnswerExtraction",
-    "BoxesReward",
-    "ChartReward",
-    "CitationReward",
-    "CodeReward",
-    "CountReward",
-    "ExactReward",
-    "FormatReward",
-    "GateConfig",
-    "GroundingReward",
-    "JudgeReward",
-    "JudgeSection",
-    "K12Reward",
-    "LanguageReward",
-    "LengthReward",
-    "MathReward",
-    "ModelReward",
-    "OCRReward",
-    "PairwiseReward",
-    "PointsReward",
-    "PythonReward",
-    "RankingReward",
-    "ReasoningGymReward",
-    "RepetitionReward",
-    "RewardConfig",
-    "RewardSection",
-    "TableReward",
-    "TextReward",
-    "ToolCallReward",
-    "VQAReward",
-    "VisionReward",
-]
+if TYPE_CHECKING:
+    RewardConfig = RewardSection
+else:
+    RewardConfig = section_union(find_sections(__name__, __path__, RewardSection))

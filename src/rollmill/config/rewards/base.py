@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,9 @@ class GateConfig(Section):
 
 class RewardSection(Section):
     """Keys of every reward."""
+
+    if TYPE_CHECKING:
+        name: str  # of every reward of a run file
 
     weight: float = 1.0
     """Weight of this part in the sum. At 0 it is only logged."""
@@ -62,6 +65,7 @@ class RewardManagerConfig(Section):
 class PythonReward(RewardSection):
     """A user's function `(task, completion) -> float | dict | None`, plain or async."""
 
+    implementation = "rollmill.rewards.python:build_python_reward"
     name: Literal["python"]
     function: str
     """`FILE.py:NAME`, `package.module:NAME`, or the name of a reward registered by a plugin."""

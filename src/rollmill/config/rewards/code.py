@@ -16,6 +16,7 @@ class CodeReward(RewardSection):
     """1 if a Python function or program passes the task's tests in the sandbox, else 0 or the fraction of tests
     passed."""
 
+    implementation = "rollmill.rewards.code.reward:CodeScorer"
     name: Literal["code"]
     credit: Literal["all", "fraction"] = "all"
     """`all`: 1 if every test passes, else 0. `fraction`: the weight of passed tests over the weight of all tests."""

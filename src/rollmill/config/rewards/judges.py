@@ -139,6 +139,7 @@ class JudgeReward(JudgeSection):
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "response", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("response", "verdict")
 
+    implementation = "rollmill.rewards.judges.generative:GenerativeJudge"
     name: Literal["judge"]
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score of the judge, mapped to 0 and 1. Scores outside this range are invalid."""
@@ -158,6 +159,7 @@ class PairwiseReward(JudgeSection):
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
 
+    implementation = "rollmill.rewards.judges.pairwise:build_pairwise_judge"
     name: Literal["pairwise"]
     against: Literal["siblings", "reference"] = "siblings"
     """Compare with the other completions of the task, or with its worked solution (without one, its answer)."""
@@ -177,6 +179,7 @@ class RankingReward(JudgeSection):
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
 
+    implementation = "rollmill.rewards.judges.ranking:RankingJudge"
     name: Literal["ranking"]
     shuffles: int = Field(2, ge=1)
     """Number of orders in which the completions are shown; ranks are averaged. Every second order reverses the previous
@@ -186,6 +189,7 @@ class RankingReward(JudgeSection):
 class ModelReward(RewardSection):
     """Score of a reward model: a sequence classifier with one output."""
 
+    implementation = "rollmill.rewards.reward_model:RewardModelScorer"
     name: Literal["model"]
     path: Path
     """A Hugging Face folder of a sequence classifier, such as RUN/checkpoints/step-N/reward_model."""

@@ -17,6 +17,7 @@ class K12Reward(RewardSection):
     """Scores school questions by the rule of their type: single and multiple choice, true/false, blanks, numbers with
     units, ordering, matching, short answers. In English and Chinese."""
 
+    implementation = "rollmill.rewards.k12:K12Scorer"
     name: Literal["k12"]
     multiple: Literal["subset", "all", "per_option"] = "subset"
     """Multiple choice. `subset`: a subset of the right options earns partial credit, any wrong option earns 0 (gaokao);

@@ -15,6 +15,7 @@ AnswerExtraction = Literal["auto", "boxed", "hash", "last_number"]
 class MathReward(RewardSection):
     """1 if the final answer equals the reference (math-verify, in a grader process with a hard time limit), else 0."""
 
+    implementation = "rollmill.rewards.math:MathScorer"
     name: Literal["math"]
     time_limit_s: float = Field(1.5, gt=0)
     """Timeout of one answer; the grader process is then killed and the outcome is `timeout`."""
@@ -48,6 +49,7 @@ class MathReward(RewardSection):
 class ReasoningGymReward(RewardSection):
     """The score of reasoning-gym's own scorer. Only for tasks of a `generator`."""
 
+    implementation = "rollmill.rewards.reasoning_gym:ReasoningGymScorer"
     name: Literal["reasoning_gym"]
     after: str | None = None
     """Score only what follows the last occurrence of this text."""

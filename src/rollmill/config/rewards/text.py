@@ -29,6 +29,7 @@ class TextReward(RewardSection):
 class ExactReward(RewardSection):
     """1 if the answer string equals the reference string, else 0."""
 
+    implementation = "rollmill.rewards.text.format:ExactScorer"
     name: Literal["exact"]
     ignore_case: bool = False
     """Ignore upper and lower case."""
@@ -41,6 +42,7 @@ class ExactReward(RewardSection):
 class FormatReward(RewardSection):
     """1 if the completion has the required format: one of `pattern`, `tags`, `sections` and a JSON schema."""
 
+    implementation = "rollmill.rewards.text.format:build_format_scorer"
     name: Literal["format"]
     pattern: str | None = None
     """Regular expression (Python's syntax, DOTALL) that must match."""
@@ -106,6 +108,7 @@ _HONOURED_BY = {
 class LanguageReward(TextReward):
     """Fraction of words in the target language (DeepSeek-R1). Code, formulas and tags are ignored."""
 
+    implementation = "rollmill.rewards.text.language:LanguageScorer"
     name: Literal["language"]
     language: str = Field("prompt", pattern=r"^(prompt|[a-z]{2,3})$")
     """ISO 639 code, for example `en` or `zh`; `prompt` is the language of the task's prompt."""
@@ -117,6 +120,7 @@ class LanguageReward(TextReward):
 class LengthReward(RewardSection):
     """Length reward in tokens (in words if a completion has no tokens)."""
 
+    implementation = "rollmill.rewards.text.length:build_length_scorer"
     name: Literal["length"]
     kind: Literal["kimi", "overlong", "target"]
     """`kimi`: within a group, from .5 for the shortest to -.5 for the longest; at most 0 for wrong ones. `overlong`
@@ -155,6 +159,7 @@ class LengthReward(RewardSection):
 class RepetitionReward(RewardSection):
     """From 0 to -1: the fraction of repeated n-grams, or the fraction of the text in a loop at its end."""
 
+    implementation = "rollmill.rewards.text.repetition:RepetitionScorer"
     name: Literal["repetition"]
     ngram: int = Field(8, ge=1)
     """Length of an n-gram in tokens (in words if a completion has no tokens)."""
@@ -173,6 +178,7 @@ class CitationReward(TextReward):
     do not appear in the fact, count as wrong citations.
     """
 
+    implementation = "rollmill.rewards.text.citation:CitationScorer"
     name: Literal["citation"]
     quotes: Literal["check", "require", "ignore"] = "check"
     """Quoted text right before a citation must appear in the cited fact. `require`: a citation without such a quotation
@@ -188,6 +194,7 @@ class ToolCallReward(TextReward):
     `schema`).
     """
 
+    implementation = "rollmill.rewards.text.tool_call:ToolCallScorer"
     name: Literal["tool_call"]
     syntax: Literal["tags", "json"] = "tags"
     """`tags`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. `json`: the text is one such object, a list

@@ -57,6 +57,7 @@ class BoxesReward(LocalizationReward):
     """F1 of bounding boxes: twice the overlap of the best one-to-one matching over the number of boxes on both
     sides."""
 
+    implementation = "rollmill.rewards.vision.boxes:BoxesScorer"
     name: Literal["boxes"]
     measure: Literal["iou", "giou"] = "iou"
     """Overlap of two boxes: intersection over union, or generalised IoU (arXiv:1902.09630) as (1 + GIoU) / 2, which
@@ -80,6 +81,7 @@ class BoxesReward(LocalizationReward):
 class PointsReward(LocalizationReward):
     """F1 of points: each must hit a different location of the reference (a box, a polygon or a point)."""
 
+    implementation = "rollmill.rewards.vision.points:PointsScorer"
     name: Literal["points"]
     tolerance: float = Field(0.0, ge=0)
     """Maximum distance from a reference point that counts as a hit, in the reference's units."""
@@ -88,6 +90,7 @@ class PointsReward(LocalizationReward):
 class CountReward(VisionReward):
     """1 if the number of the final answer equals the reference, else 0 or, with `credit: relative`, partial credit."""
 
+    implementation = "rollmill.rewards.vision.count:CountScorer"
     name: Literal["count"]
     credit: Literal["exact", "relative"] = "exact"
     """`relative`: 1 - |difference| / reference, at least 0."""
@@ -96,6 +99,7 @@ class CountReward(VisionReward):
 class OCRReward(VisionReward):
     """Similarity to the text of an image, by edit distance (extra `vision`); the best of several references counts."""
 
+    implementation = "rollmill.rewards.vision.ocr:OCRScorer"
     name: Literal["ocr"]
     measure: Literal["anls", "cer"] = "anls"
     """`anls` (arXiv:1905.13648): 1 - distance / length of the longer text, 0 below `threshold`. `cer`: 1 - distance /
@@ -111,6 +115,7 @@ class OCRReward(VisionReward):
 class ChartReward(VisionReward):
     """Relaxed accuracy of ChartQA (arXiv:2203.10244): numbers within a tolerance, other text exactly."""
 
+    implementation = "rollmill.rewards.vision.chart:ChartScorer"
     name: Literal["chart"]
     tolerance: float = Field(0.05, ge=0, lt=1)
     """Accepted relative error of numbers."""
@@ -121,6 +126,7 @@ class ChartReward(VisionReward):
 class TableReward(VisionReward):
     """F1 of table cells, each identified by its row's first cell and its column's heading. Markdown, CSV or JSON."""
 
+    implementation = "rollmill.rewards.vision.table:TableScorer"
     name: Literal["table"]
     tolerance: float = Field(0.0, ge=0, lt=1)
     """Accepted relative error of numbers."""
@@ -129,12 +135,14 @@ class TableReward(VisionReward):
 class VQAReward(VisionReward):
     """VQA accuracy (arXiv:1505.00468): the fraction of annotators who agree, with full credit for three."""
 
+    implementation = "rollmill.rewards.vision.vqa:VQAScorer"
     name: Literal["vqa"]
 
 
 class GroundingReward(VisionReward):
     """1 if the answer gives boxes in the right format; their location is not checked."""
 
+    implementation = "rollmill.rewards.vision.boxes:GroundingScorer"
     name: Literal["grounding"]
     syntax: Literal["any", "json", "tags"] = "any"
     """`json`: objects with `bbox_2d`; `tags`: `<box>...</box>` or `<|box_start|>...<|box_end|>`."""

@@ -27,6 +27,7 @@ class ToolWorkflowSection(WorkflowSection):
 class ToolWorkflow(ToolWorkflowSection):
     """The policy calls tools until a turn has no call: that turn is the answer, scored by `rewards`."""
 
+    implementation = "rollmill.rollout.workflows.tools:tool_turns"
     name: Literal["tools"] = "tools"
     format: Literal["auto", "hermes", "json"] = "auto"
     """Syntax of calls: within `<tool_call>` tags, as JSON, or `auto`: tags if there are any, else JSON."""
@@ -45,4 +46,5 @@ class ReActWorkflow(ToolWorkflowSection):
     """Thought, Action, Action Input and Observation in one text (arXiv:2210.03629); the text after `Final Answer:` is
     scored by `rewards`."""
 
+    implementation = "rollmill.rollout.workflows.react:react"
     name: Literal["react"] = "react"

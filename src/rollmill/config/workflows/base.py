@@ -28,6 +28,21 @@ class WorkflowSection(NamedSection):
         """Whether the workflow requires `rewards`, whatever the algorithm."""
         return False
 
+    @property
+    def early_rewards(self) -> str | None:
+        """The key because of which the workflow wants rewards before the rollout ends; None if it does not."""
+        return None
+
+    @property
+    def forces_sampling(self) -> bool:
+        """Whether requests to the endpoint always have the sampling parameters of `rollout`."""
+        return False
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Entries of `models` that the workflow gets because a key names them."""
+        return ()
+
     def takes(self, part: str) -> bool:
         """Returns whether the workflow takes the parameter `part`, such as an entry of `models`."""
-        return part in type(self).parts or "*" in type(self).parts
+        return part in type(self).parts or "*" in type(self).parts or part in self.models

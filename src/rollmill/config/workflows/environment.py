@@ -16,6 +16,7 @@ class EnvironmentWorkflow(WorkflowSection):
     uses_environment: ClassVar[bool] = True
     multi_step: ClassVar[bool] = True
 
+    implementation = "rollmill.rollout.workflows.environment:environment_turns"
     name: Literal["environment"] = "environment"
     turns: int = Field(16, ge=1)
     """Maximum turns of the policy."""

@@ -19,6 +19,7 @@ class ProgramWorkflow(WorkflowSection):
 
     multi_step: ClassVar[bool] = True
 
+    implementation = "rollmill.rollout.workflows.program:ProgramRunner"
     name: Literal["program"] = "program"
     command: list[str] = Field(min_length=1)
     """The program and its arguments; `python` is the Python that runs rollmill."""
@@ -43,3 +44,8 @@ class ProgramWorkflow(WorkflowSection):
     def judged(self) -> bool:
         """Whether `rewards` score the program's output."""
         return self.rewarded_by == "rewards"
+
+    @property
+    def forces_sampling(self) -> bool:
+        """See WorkflowSection.forces_sampling."""
+        return not self.own_sampling

@@ -23,6 +23,7 @@ class FewShotExample(Section):
 class FewShotWorkflow(WorkflowSection):
     """One completion of the task's prompt after worked examples, scored by `rewards`."""
 
+    implementation = "rollmill.rollout.workflows.few_shot:few_shot"
     name: Literal["few_shot"] = "few_shot"
     examples: list[FewShotExample] = []
     """The examples. Default: tasks of the training taskset with a worked solution, except the task itself."""
@@ -47,6 +48,7 @@ class ReflectionWorkflow(WorkflowSection):
 
     multi_step: ClassVar[bool] = True
 
+    implementation = "rollmill.rollout.workflows.reflection:reflection"
     name: Literal["reflection"] = "reflection"
     retries: int = Field(1, ge=1)
     """Maximum number of further answers."""
@@ -66,12 +68,18 @@ class ReflectionWorkflow(WorkflowSection):
         """See WorkflowSection.needs_rewards."""
         return self.critic == "rewards"
 
+    @property
+    def early_rewards(self) -> str | None:
+        """See WorkflowSection.early_rewards."""
+        return "critic: rewards" if self.critic == "rewards" else "discount" if self.discount < 1 else None
+
 
 class VoteWorkflow(WorkflowSection):
     """Several answers to the task, each a separate experience; the most frequent one wins (arXiv:2203.11171)."""
 
     multi_step: ClassVar[bool] = True
 
+    implementation = "rollmill.rollout.workflows.vote:vote"
     name: Literal["vote"] = "vote"
     samples: int = Field(8, ge=2)
     """Answers per rollout."""
@@ -106,6 +114,7 @@ class JudgedWorkflow(WorkflowSection):
 
     uses_rewards: ClassVar[bool] = False
 
+    implementation = "rollmill.rollout.workflows.vote:model_judged"
     name: Literal["judged"] = "judged"
     by: str = "scorer"
     """Name of the scoring model in `models`."""
@@ -117,9 +126,10 @@ class JudgedWorkflow(WorkflowSection):
     scale: float = Field(10.0, gt=0)
     """The best score, mapped to 1. The last number of the reply is the score; without one the rollout is rejected."""
 
-    def takes(self, part: str) -> bool:
-        """See WorkflowSection.takes."""
-        return part == self.by
+    @property
+    def models(self) -> tuple[str, ...]:
+        """See WorkflowSection.models."""
+        return (self.by,)
 
     @model_validator(mode="after")
     def _asks_about_the_response(self) -> Self:

@@ -20,6 +20,7 @@ class VerifiersWorkflow(WorkflowSection):
     uses_rewards: ClassVar[bool] = False
     multi_step: ClassVar[bool] = True
 
+    implementation = "rollmill.rollout.workflows.verifiers:VerifiersRunner"
     name: Literal["verifiers"] = "verifiers"
     taskset: str
     """Id of an installed package of tasks, or FILE.py with one."""

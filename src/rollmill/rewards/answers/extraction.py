@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from rollmill.config.evaluation import VoteExtraction
-from rollmill.config.rewards import AnswerExtraction
+from rollmill.config.rewards.math import AnswerExtraction
 from rollmill.rewards.answers.candidates import (
     AnswerCandidate,
     AnswerKind,

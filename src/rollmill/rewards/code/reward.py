@@ -11,8 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from rollmill.config.rewards import CodeReward
-from rollmill.config.rewards.code import CodeExtraction
+from rollmill.config.rewards.code import CodeExtraction, CodeReward
 from rollmill.errors import ConfigError
 from rollmill.registry import import_object
 from rollmill.rewards.base import Score

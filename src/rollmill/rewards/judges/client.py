@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from rollmill.config.rewards import JudgeSection
+from rollmill.config.rewards.judges import JudgeSection
 from rollmill.errors import RewardError
 from rollmill.rewards.base import GATED, NOT_APPLICABLE, TIMEOUT, RewardResult, Score
 from rollmill.rewards.function_threads import gather_or_cancel

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import openai
 
-from rollmill.config.rewards import JudgeSection
+from rollmill.config.rewards.judges import JudgeSection
 from rollmill.errors import ConfigError, RewardError
 from rollmill.rewards.base import TIMEOUT
 from rollmill.rewards.function_threads import EventLoopThread, gather_or_cancel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from rollmill.config.rewards import JudgeReward, JudgeSection
+from rollmill.config.rewards.judges import JudgeReward, JudgeSection
 from rollmill.errors import RewardError
 from rollmill.rewards.base import Score
 from rollmill.rewards.judges.chat import TOO_LONG, UNPARSABLE, NoReplyError

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import combinations
 from statistics import fmean
 
-from rollmill.config.rewards import PairwiseReward
+from rollmill.config.rewards.judges import PairwiseReward
 from rollmill.rewards.base import RewardResult, Score
 from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rewards.judges.chat import TOO_LONG, UNPARSABLE, NoReplyError

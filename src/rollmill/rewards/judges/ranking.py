@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
 
-from rollmill.config.rewards import RankingReward
+from rollmill.config.rewards.judges import RankingReward
 from rollmill.rewards.base import RewardResult, Score
 from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rewards.judges.chat import UNPARSABLE, NoReplyError

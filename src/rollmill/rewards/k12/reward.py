@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from rollmill.config.rewards import K12Reward
+from rollmill.config.rewards.k12 import K12Reward
 from rollmill.errors import RewardError
 from rollmill.rewards.answers.comparison import EXACT
 from rollmill.rewards.answers.complexity import oversize_outcome

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.config.rewards import CitationReward
+from rollmill.config.rewards.text import CitationReward
 from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
 from rollmill.types import Completion, Task

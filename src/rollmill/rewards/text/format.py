@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import regex
 
-from rollmill.config.rewards import ExactReward, FormatReward
+from rollmill.config.rewards.text import ExactReward, FormatReward
 from rollmill.rewards.base import OK, TIMEOUT, Reward, Score, text_after
 from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.resources import RewardResources

@@ -11,7 +11,7 @@ from typing import Any
 
 import regex
 
-from rollmill.config.rewards import LanguageReward
+from rollmill.config.rewards.text import LanguageReward
 from rollmill.errors import ConfigError
 from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text

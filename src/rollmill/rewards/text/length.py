@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollmill.config.rewards import LengthReward
+from rollmill.config.rewards.text import LengthReward
 from rollmill.errors import RewardError
 from rollmill.rewards.base import LATE, TIMEOUT, RewardResult, Score
 from rollmill.rewards.text.parsing import completion_length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from rollmill.config.rewards import RepetitionReward
+from rollmill.config.rewards.text import RepetitionReward
 from rollmill.rewards.base import OK, Score
 from rollmill.rewards.text.parsing import run_large_in_thread, split_words
 from rollmill.types import Completion, Task

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.config.rewards import ToolCallReward
+from rollmill.config.rewards.text import ToolCallReward
 from rollmill.files import parse_strict_json
 from rollmill.rewards.base import OK, TIMEOUT, Score
-from rollmill.rewards.grader_pool import GraderPool
+from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.text.json_schema import check_schema, schema_text
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, select_text
 from rollmill.types import Completion, Task
@@ -38,9 +38,9 @@ class ToolCallScorer:
     `too_long`, `timeout`, `memory`.
     """
 
-    def __init__(self, config: ToolCallReward, graders: GraderPool) -> None:
+    def __init__(self, config: ToolCallReward, resources: RewardResources) -> None:
         check_schema("{}", config.name)  # schemas come with the tasks, but jsonschema must be installed
-        self._config, self._graders = config, graders
+        self._config, self._graders = config, resources.graders
 
     async def judge(self, task: Task, completion: Completion) -> Score:
         if task.metadata.get("tools") is None:

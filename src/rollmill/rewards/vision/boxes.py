@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollmill.config.rewards import BoxesReward, GroundingReward
+from rollmill.config.rewards.vision import BoxesReward, GroundingReward
 from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
 from rollmill.rewards.vision.detections import Detections, read_boxes, reference_boxes

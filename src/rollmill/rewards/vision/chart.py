@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from rollmill.config.rewards import ChartReward
+from rollmill.config.rewards.vision import ChartReward
 from rollmill.rewards.answers.extraction import FinalAnswer, answer_section, extract_answer
 from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.answers.phrase import extract_statements as said_in_words

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from rollmill.config.rewards import CountReward
+from rollmill.config.rewards.vision import CountReward
 from rollmill.rewards.answers.extraction import FinalAnswer, extract_answer
 from rollmill.rewards.answers.numerals import find_chinese_counts, find_english_numbers
 from rollmill.rewards.answers.phrase import names_several_values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollmill.config.rewards import OCRReward
+from rollmill.config.rewards.vision import OCRReward
 from rollmill.errors import ConfigError
 from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.base import Score

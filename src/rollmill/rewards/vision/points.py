@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollmill.config.rewards import PointsReward
+from rollmill.config.rewards.vision import PointsReward
 from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
 from rollmill.rewards.vision.boxes import max_detections

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from rollmill.config.rewards import TableReward
+from rollmill.config.rewards.vision import TableReward
 from rollmill.files import parse_strict_json
 from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import last_code_block, select_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rollmill.config.rewards import VQAReward
+from rollmill.config.rewards.vision import VQAReward
 from rollmill.rewards.answers.extraction import FinalAnswer, answer_section, extract_answer
 from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.answers.numerals import NUMBER_WORDS

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollmill.config import environments as config
+from rollmill.config.environments.base import EnvironmentSection
 from rollmill.errors import ConfigError, EpisodeError
-from rollmill.registry import import_object
+from rollmill.registry import build_component, import_object
 from rollmill.types import Task
 
 Observation = str | Sequence[Mapping[str, Any]]
@@ -122,11 +122,11 @@ class EnvironmentClassSpec:
     options: dict[str, Any]
 
 
-EnvironmentSpec = config.EnvironmentSection | EnvironmentClassSpec
+EnvironmentSpec = EnvironmentSection | EnvironmentClassSpec
 """Specification from which a worker process makes environments."""
 
 
-def build_environment_spec(section: config.EnvironmentSection) -> EnvironmentSpec:
+def build_environment_spec(section: EnvironmentSection) -> EnvironmentSpec:
     """Build the specification of a section's environment for a worker process.
 
     Raises ConfigError if that process cannot import the class.
@@ -154,20 +154,4 @@ def make_environment(spec: EnvironmentSpec) -> Any:
     """
     if isinstance(spec, EnvironmentClassSpec):
         return import_object(spec.source)(**spec.options)
-    target = type(spec).function
-    if target is not None:
-        return target(**spec.arguments())
-    match spec:  # imported here: a run pays for what it uses
-        case config.GymnasiumSection():
-            from rollmill.rollout.environments.gymnasium import GymnasiumEnvironment
-
-            return GymnasiumEnvironment(spec)
-        case config.ReasoningGymSection():
-            from rollmill.rollout.environments.reasoning_gym import ReasoningGymEnvironment
-
-            return ReasoningGymEnvironment(spec)
-        case config.TextArenaSection():
-            from rollmill.rollout.environments.textarena import TextArenaEnvironment
-
-            return TextArenaEnvironment(spec)
-    raise AssertionError(f"no environment is built from {type(spec).__name__}")
+    return build_component(spec)
