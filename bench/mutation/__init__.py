@@ -25,8 +25,12 @@ from bench.worker import versions
 #: Modules, and the tests that have to detect a change in them: fast tests of the module rather than of a whole run. A
 #: module belongs to the first pattern that matches.
 AREAS: dict[str, tuple[str, ...]] = {
-    "src/rollmill/algorithms/[bp]*.py": (  # binding and recipes: what the keys of a run file turn into
+    "src/rollmill/algorithms/[bpr]*.py": (  # binding and recipes: what the keys of a run file turn into
         "tests/algorithms/*.py",
+        "tests/trainer/test_trainer_formulas.py",
+        "tests/trainer/test_trainer_kto.py",
+        "tests/trainer/test_trainer_masks.py",
+        "tests/trainer/test_trainer_self_distillation.py",
         "tests/recipes/test_recipes_user.py",
         "tests/trainer/test_trainer_kl.py",
         "tests/trainer/test_trainer_distillation.py",
@@ -36,6 +40,9 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/trainer/test_trainer_objective.py",
         "tests/trainer/test_trainer_step.py",
         "tests/trainer/test_trainer_kl.py",
+        "tests/trainer/test_trainer_masks.py",
+        "tests/trainer/test_trainer_self_distillation.py",
+        "tests/trainer/test_trainer_formulas.py",
     ),
     "src/rollmill/trainer/batch.py": ("tests/trainer/test_trainer_batch.py", "tests/trainer/test_trainer_packing*.py"),
     "src/rollmill/rollout/recorder.py": ("tests/rollout/test_rollout_recording.py",),
