@@ -133,3 +133,4 @@ def test_golden_jsd_of_a_sampled_token() -> None:
     """p .2, teacher .6, beta .25: m is .3, and .75 log(.3 / .2)."""
     p, q = (torch.tensor([x], dtype=torch.float64).log() for x in (0.2, 0.6))
     assert jsd_advantage(p, q, beta=0.25).item() == pytest.approx(0.3040988)
+    assert not jsd_advantage(p, q.requires_grad_()).requires_grad

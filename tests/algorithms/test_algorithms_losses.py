@@ -25,6 +25,7 @@ from rollmill.algorithms.losses import (
     raft,
     sapo,
     softmax_ppo,
+    surrogate,
 )
 from rollmill.algorithms.sequence_losses import gspo, gspo_clipped, gspo_token, kimi_mirror, sppo, topr
 from rollmill.algorithms.trust_region import dppo_masked, dppo_tv, rec, rec_clipped
@@ -39,6 +40,7 @@ def _with_tokens(loss: Callable[..., Tensor], **options: object) -> Loss:
 
 TOKEN_LOSSES: dict[str, Loss] = {
     "ppo": _with_tokens(ppo_clip),
+    "surrogate": _with_tokens(surrogate),
     "cispo": _with_tokens(cispo),
     "sapo": _with_tokens(sapo),
     "softmax_ppo": _with_tokens(softmax_ppo),
@@ -133,6 +135,15 @@ def test_ppos_value_and_gradient_by_hand(advantage: float, dual_clip: float | No
     torch.testing.assert_close(loss, -objective)
     torch.testing.assert_close(_gradient(loss, logprob), -kept.double() * ratio * a)
     assert torch.equal(clipped(logprob, old, a, dual_clip=dual_clip), ~kept)
+
+
+def test_the_surrogate_is_not_clipped() -> None:
+    ratio, advantage = _f64(0.1, 0.5, 1.0, 3.0, 9.0), _f64(2, -0.5, 1, -3, 0.7)
+    old = _f64(-3, -1, -2, -4, -5)
+    logprob = (old + ratio.log()).requires_grad_()
+    loss = surrogate(logprob, old, advantage)
+    torch.testing.assert_close(loss, -ratio * advantage)
+    torch.testing.assert_close(_gradient(loss, logprob), -ratio * advantage)
 
 
 def test_tokens_at_a_bound_and_without_an_advantage_are_not_clipped() -> None:

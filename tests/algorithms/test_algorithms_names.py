@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from rollmill.algorithms import (
     build_recipe,
     corrections,
     entropy,
+    kl,
     losses,
     trust_region,
 )
@@ -336,3 +338,57 @@ def test_an_advantage(name: str, rewards: AdvantageInputs) -> None:
     compare = recipe_of(advantage={"name": name, **options}).advantage
     assert compare is not None
     torch.testing.assert_close(compare(inputs).values, expected(inputs))
+
+
+GIVEN: dict[str, Tensor] = {
+    "logprob": torch.tensor([-0.5, -1.0, -2.0]),
+    "old_logprob": torch.tensor([-0.6, -0.9, -2.0]),
+    "rollout_logprob": torch.tensor([-0.7, -0.8, -2.0]),
+    "teacher_logprob": torch.tensor([-1.0, -0.3, -2.5]),
+    "collision": torch.tensor([0.5, 0.4, 0.3]),
+    "entropy": torch.tensor([0.7, 0.9, 2.0]),
+    "expected_discriminant": torch.tensor([0.1, 0.5, 0.2]),
+    "dropped": torch.tensor([False, True, False]),
+    "selected": torch.tensor([False, True, False]),
+    "draw": torch.tensor([0.3, 0.1, 0.2]),
+    "advantage": torch.tensor([1.0, -1.0, -0.5]),
+    "sequence": torch.arange(3),
+    "rewards": torch.tensor([1.0, 0.0, 0.25]),
+    "rewards_S": torch.tensor([1.0, 0.0, 0.25]),
+    "groups": torch.zeros(3, dtype=torch.long),
+    "groups_S": torch.zeros(3, dtype=torch.long),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "defaults"),
+    [
+        (losses.ppo_clip, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),  # arXiv:1707.06347
+        (losses.cispo, {"clip_low": 1.0, "clip_high": 4.0}),  # arXiv:2510.13786
+        (losses.sapo, {"tau_positive": 1.0, "tau_negative": 1.05}),  # arXiv:2511.20347
+        (losses.chord_sft, {"cutoff": 1.0}),  # arXiv:2508.11408: none
+        (sequences.gspo, {"clip_low": 3e-4, "clip_high": 4e-4}),  # arXiv:2507.18071
+        (sequences.gmpo, {"clip_low": 0.4, "clip_high": 0.4}),  # arXiv:2507.20673
+        (
+            sequences.vespo,  # the code of arXiv:2602.10693
+            {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
+        ),
+        (trust_region.second_moment, {"threshold": 0.04}),  # arXiv:2510.01161
+        (entropy.high_entropy, {"top": 0.2}),  # arXiv:2506.01939
+        (entropy.clip_b, {"mu": 2.5}),  # Trinity-RFT
+        (entropy.clip_v, {"mu": 8.5, "max_share": 1e-4}),  # Trinity-RFT
+        (entropy.clip_cov, {"share": 2e-4, "low": 1.0, "high": 5.0}),  # verl
+        (entropy.largest_covariance, {"share": 2e-4}),  # verl
+        (entropy.kl_cov, {"coefficient": 1.0}),  # verl
+        (kl.jsd_advantage, {"beta": 0.5}),  # TRL
+        (advantages.pass_at_k, {"k": 4, "baseline": "mean", "scale": "subsets", "eps": 1e-6}),  # arXiv:2508.10751
+        (steps.optimal_token_baseline, {"penalty": None, "episodes_S": None, "zero_tail": False, "eps": 1e-8}),  # verl
+    ],
+)
+def test_options_that_a_file_leaves_out_are_as_published(
+    function: Callable[..., Tensor], defaults: dict[str, Any]
+) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    assert {p.name: p.default for p in parameters if p.default is not p.empty} == defaults
+    given = {p.name: GIVEN[p.name] for p in parameters if p.default is p.empty}
+    assert torch.equal(function(**given), function(**given, **defaults))

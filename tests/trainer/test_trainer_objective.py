@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import exp
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from algorithm_batches import distance, gradient, options_of, padded_logprobs, t
 from torch import Tensor
 
 from rollmill.algorithms import build_recipe
-from rollmill.algorithms.recipe import Recipe
+from rollmill.algorithms.recipe import MaskInputs, Recipe
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.loss import PrecomputedScores, StepLoss, compute_advantages
 from rollmill.types import Experience, ExperienceSource
@@ -154,6 +156,16 @@ def test_demonstrations_have_advantage_0_and_a_denominator_of_their_own() -> Non
     assert not found["policy"][7:].any()
 
 
+@pytest.mark.parametrize("name", ["mix", "ppo"])
+def test_without_any_rollout_there_is_nothing_to_compare(name: str) -> None:
+    batch = [made("x", "x", 3, None, ExperienceSource.EXPERT), made("y", "y", 1, 1.0, ExperienceSource.EXPERT)]
+    scores = PrecomputedScores(values=torch.ones(4))
+    judgement = compute_advantages(batch, build_token_table(batch, CPU), recipe_of(name), scores)
+    assert advantages(batch) == [[0.0] * 3, [0.0]]
+    assert judgement.counted.tolist() == [True, True]
+    assert judgement.returns is None
+
+
 def test_what_is_imitated_counts_without_a_reward() -> None:
     batch = [made("x", "x", 3, None, ExperienceSource.EXPERT), made("y", "y", 1, None, ExperienceSource.EXPERT)]
     recipe = recipe_of("sft")
@@ -277,6 +289,15 @@ def test_a_kl_in_the_reward_of_an_episode_is_that_of_all_its_steps() -> None:
     assert advantages(batch) == [[a], [a], [-a], [-a]]
 
 
+def test_a_penalty_that_makes_up_for_the_rewards_leaves_exactly_nothing() -> None:
+    """0.4 times 1/4 and 1/2 is 0.1 and 0.2 in double precision, but not in single precision."""
+    batch = batch_of((1, 1), (0.1, 0.2))
+    compute_advantages(
+        batch, build_token_table(batch, CPU), recipe_of("dr_grpo", **KL), scored(batch), kl_coefficient=0.4
+    )
+    assert advantages(batch) == [[0.0], [0.0]]
+
+
 def test_a_kl_estimator_sees_the_log_probs_of_the_rollout() -> None:
     """`unbiased` weighs k3 by pi / pi_rollout."""
     batch = batch_of((1, 1), (0.0, 0.0))
@@ -322,6 +343,17 @@ def test_a_kl_in_the_reward_of_token_advantages_is_that_of_the_tokens_still_to_c
     assert judgement.counted.tolist() == [True, True, True, False]
 
 
+def test_a_baseline_by_token_weighs_the_rollouts_own_tokens() -> None:
+    """A token of probability p has the weight 1 - 2 p + the sum of squares; a token alone in its place gets 0."""
+    batch = [made("x", "x", 1, None, ExperienceSource.EXPERT), *batch_of((2, 1), (1.0, 0.0))]
+    p, squares = torch.tensor([0.125, 0.5, 0.5, 0.25]), torch.tensor([0.875, 0.5, 0.75, 0.25])
+    scores = PrecomputedScores(policy=p.log(), collision=squares)
+    compute_advantages(batch, build_token_table(batch, CPU), recipe_of("otb"), scores)
+    baseline = 0.5 * 1.0 / (0.5 + 0.75)
+    found = [a for each in advantages(batch) for a in each]
+    assert found == pytest.approx([0.0, 1 - baseline, 0.0, -baseline], abs=1e-6)
+
+
 def objective(
     recipe: Recipe, batch: list[Experience], scores: PrecomputedScores | None = None, **keys: Any
 ) -> StepLoss:
@@ -355,6 +387,9 @@ def test_weights_are_those_of_the_step_and_of_the_coefficient() -> None:
     first = objective(recipe, batch, step=0)
     assert first.learned == [0, 1, 2, 3]  # nothing of the demonstration yet
     assert objective(recipe, batch).weights == objective(recipe, batch, step=0).weights
+    adaptive = recipe_of("skywork_or1", entropy=0.1, entropy_control={"target": 1.0})
+    assert objective(adaptive, batch).weights == [1.0, 0.0]
+    assert objective(adaptive, batch, entropy_coefficient=0.25).weights == [1.0, -0.25]
     [micro] = build_micro_batches(batch, build_token_table(batch, CPU), range(5), 100, CPU)
     inputs, tokens = first.inputs(micro, torch.zeros(11), torch.zeros(11), ExperienceSource.EXPERT)
     assert first.terms(inputs, tokens, ExperienceSource.EXPERT) == {}  # what has no weight is not computed
@@ -434,3 +469,118 @@ def test_old_log_probs_are_the_policys_own_without_gradient_unless_said_otherwis
         .inputs(micro, logprob, logprob, ExperienceSource.ROLLOUT)[0]
         .old_logprob.any()
     )
+
+
+def mixed() -> list[Experience]:
+    """Two demonstrations around a group of rollouts: one has no reward, one a single token and one none."""
+    numbered = enumerate(zip((2, 3, 1, 0, 2), (1.0, None, 0.0, 0.0, 1.0), strict=True))
+    rollouts = [made(f"e{n}", "g", length, reward) for n, (length, reward) in numbered]
+    first, last = (made(id, id, length, None, ExperienceSource.EXPERT) for id, length in (("x", 1), ("y", 2)))
+    return [first, *rollouts, last]
+
+
+PART = [0, 1, 2, 3, 4, 6]  #: of these: all but the last rollout
+JUDGED = [1, 2, 6]  #: tokens of the part's rollouts that have a reward, of 11
+
+
+@pytest.mark.parametrize(("name", "proximal"), [("grpo", "recompute"), ("grpo", "own"), ("kl_cov", "interpolate")])
+def test_masks_and_selection_see_the_judged_tokens_of_the_part(name: str, proximal: str) -> None:
+    batch, seen = mixed(), list[MaskInputs]()
+    table, at = build_token_table(batch, CPU), torch.arange(11.0)
+    own, before = -at / 16, -at.flip(0) / 10
+
+    def note(inputs: MaskInputs) -> Tensor:
+        seen.append(inputs)
+        return inputs.draw < 0
+
+    recipe = replace(recipe_of(name), masks=(note,), selection=note)
+    scores = PrecomputedScores(old=before if proximal == "recompute" else None, interpolated=proximal == "interpolate")
+    judgement = compute_advantages(batch, table, recipe, scores)
+    whole = StepLoss(recipe, table, judgement, scores, PART, version=4)
+    assert whole.judged == [1, 3]
+    whole.choose(own, at + 1, at + 2, at + 3)
+    assert len(seen) == 2
+    for inputs in seen:
+        old, dropped = [], []
+        for n, stale in zip(JUDGED, (2, 1, 2), strict=True):
+            now, recorded, a = (float(x[n]) for x in (own, table.rollout_logprob, judgement.advantage))
+            between = recorded + stale / (stale + 1) * (now - recorded)
+            old.append({"recompute": float(before[n]), "own": now, "interpolate": between}[proximal])
+            ratio = exp(now - old[-1])
+            dropped.append(name == "grpo" and (ratio > 1.2 if a > 0 else ratio < 0.8))
+        assert inputs.old_logprob.tolist() == pytest.approx(old)
+        assert inputs.dropped.dtype == torch.bool
+        assert inputs.dropped.tolist() == dropped
+        assert any(dropped) == (proximal == "recompute")
+        assert torch.equal(inputs.logprob, own[JUDGED])
+        assert torch.equal(inputs.rollout_logprob, table.rollout_logprob[JUDGED])
+        assert torch.equal(inputs.advantage, judgement.advantage[JUDGED])
+        assert torch.equal(inputs.entropy, at[JUDGED] + 1)
+        assert torch.equal(inputs.expected_discriminant, at[JUDGED] + 2)
+        assert torch.equal(inputs.draw, at[JUDGED] + 3)
+        assert inputs.sequence.tolist() == [1, 1, 3]
+
+
+def chosen(whole: StepLoss, batch: list[Experience]) -> tuple[dict[int, bool], dict[int, bool]]:
+    """What a step says of every token, kept and selected; one experience of the batch in a row."""
+    table = build_token_table(batch, CPU)
+    kept, selected = dict[int, bool](), dict[int, bool]()
+    for micro in build_micro_batches(batch, table, range(len(batch)), 1, CPU):
+        logprob = table.rollout_logprob[micro.tokens]
+        for source in ExperienceSource:
+            inputs, tokens = whole.inputs(micro, logprob, logprob, source)
+            for found, marks in ((kept, inputs.kept), (selected, inputs.selected)):
+                if marks is not None:
+                    found |= zip(tokens.tolist(), marks.tolist(), strict=True)
+    return kept, selected
+
+
+def test_what_is_chosen_holds_for_judged_tokens_and_the_rest_is_kept_and_not_selected() -> None:
+    batch = mixed()
+    recipe = replace(
+        recipe_of("kl_cov"),
+        masks=(lambda inputs: inputs.draw < 0.75, lambda inputs: inputs.entropy < 0.75),
+        selection=lambda inputs: inputs.draw > 0.25,
+    )
+    table = build_token_table(batch, CPU)
+    judgement = compute_advantages(batch, table, recipe)
+    whole = StepLoss(recipe, table, judgement, PrecomputedScores(), PART)
+    assert chosen(whole, batch) == (dict.fromkeys(range(11), True), dict.fromkeys(range(11), False))
+    draw, entropy = torch.ones(11), torch.ones(11)
+    draw[JUDGED], entropy[JUDGED] = torch.tensor([0.5, 0.0, 1.0]), torch.tensor([0.5, 1.0, 0.5])
+    whole.choose(torch.zeros(11), entropy, None, draw)
+    kept = {n: n not in JUDGED or bool(draw[n] < 0.75 and entropy[n] < 0.75) for n in range(11)}
+    assert [kept[n] for n in JUDGED] == [True, False, False]
+    assert chosen(whole, batch) == (kept, {n: n in JUDGED and bool(draw[n] > 0.25) for n in range(11)})
+    assert table.expert.tolist() == [n in (0, 9, 10) for n in range(11)]
+    plain = StepLoss(recipe_of("grpo"), table, judgement, PrecomputedScores(), PART)
+    plain.choose(torch.zeros(11), entropy, None, draw)
+    assert chosen(plain, batch) == ({}, {})
+
+
+def test_masks_and_selection_are_not_asked_about_a_step_without_judged_tokens() -> None:
+    batch = mixed()
+
+    def never(inputs: MaskInputs) -> Tensor:
+        raise AssertionError(inputs)
+
+    recipe, table = replace(recipe_of("kl_cov"), masks=(never,), selection=never), build_token_table(batch, CPU)
+    whole = StepLoss(recipe, table, compute_advantages(batch, table, recipe), PrecomputedScores(), [0, 2, 4])
+    assert whole.judged == []
+    whole.choose(torch.zeros(11), torch.zeros(11), None, torch.zeros(11))
+    assert chosen(whole, batch) == (dict.fromkeys(range(11), True), dict.fromkeys(range(11), False))
+
+
+def test_kto_compares_each_completion_with_the_baseline_of_the_step() -> None:
+    batch = [made(f"e{n}", f"g{n}", n + 1, reward, ExperienceSource.PREFERENCE) for n, reward in enumerate((1.0, -1.0))]
+    table = build_token_table(batch, CPU)
+    scores = PrecomputedScores(reference=table.rollout_logprob - 0.5)
+    whole = objective(recipe_of("kto", beta=2.0), batch, scores)
+    [micro] = build_micro_batches(batch, table, range(2), 100, CPU)
+    for baseline in (0.0, 0.25):
+        whole.kl_baseline = torch.tensor(baseline)
+        own = table.rollout_logprob[micro.tokens]
+        inputs, tokens = whole.inputs(micro, own, own, ExperienceSource.PREFERENCE)
+        _, value = whole.terms(inputs, tokens, ExperienceSource.PREFERENCE)["kto"]
+        desired, undesired = 2 * (0.5 - baseline), 2 * (2 * 0.5 - baseline)
+        assert float(value) == pytest.approx((1 / (1 + exp(desired)) + 1 / (1 + exp(-undesired))) / 2)
