@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.environments.base import EnvironmentSection
-from rollmill.config.order import OrderSection, SuccessRateOrder
+from rollmill.config.orders.base import OrderSection, SuccessRateOrder
 from rollmill.config.resolve import RUN_KEYS
 from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.judges import JudgeSection
@@ -23,7 +23,7 @@ from rollmill.config.rewards.text import TextReward
 from rollmill.config.run import RunConfig
 from rollmill.config.section import Section
 from rollmill.config.taskset import RowsSection, TasksetSection
-from rollmill.config.tools import ToolSection
+from rollmill.config.tools.base import ToolSection
 from rollmill.config.validation_errors import (
     SectionLocation,
     join_quoted,

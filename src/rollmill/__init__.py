@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from rollmill.recipes.decorators import advantage as advantage
     from rollmill.recipes.decorators import algorithm as algorithm
     from rollmill.recipes.decorators import loss as loss
+    from rollmill.registry import engine as engine
     from rollmill.registry import environment as environment
     from rollmill.registry import reward as reward
     from rollmill.registry import tool as tool
+    from rollmill.registry import tracker as tracker
     from rollmill.registry import workflow as workflow
     from rollmill.trackers.rollout_log import load_experiences as load_experiences
     from rollmill.types import Completion as Completion
@@ -29,8 +31,10 @@ _HOMES = {
     "Experience": "rollmill.types",
     "Task": "rollmill.types",
     "advantage": "rollmill.recipes.decorators",
+    "engine": "rollmill.registry",
     "environment": "rollmill.registry",
     "tool": "rollmill.registry",
+    "tracker": "rollmill.registry",
     "workflow": "rollmill.registry",
     "algorithm": "rollmill.recipes.decorators",
     "loss": "rollmill.recipes.decorators",
@@ -49,6 +53,7 @@ __all__ = [
     "__version__",
     "advantage",
     "algorithm",
+    "engine",
     "environment",
     "load_experiences",
     "loss",
@@ -58,6 +63,7 @@ __all__ = [
     "run",
     "task_operator",
     "tool",
+    "tracker",
     "workflow",
 ]
 

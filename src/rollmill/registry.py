@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from hashlib import sha1
@@ -16,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
+from rollmill.config.engines.base import EngineSection
 from rollmill.config.environments.base import EnvironmentSection
 from rollmill.config.section import NamedSection, Section, register_section, section_from_signature, source_location
-from rollmill.config.tools import ToolSection
+from rollmill.config.tools.base import ToolSection
+from rollmill.config.trackers.base import TrackerSection
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.errors import ConfigError
 from rollmill.files import describe_non_file
@@ -86,14 +88,20 @@ def build_component(section: Section, *resources: Any) -> Any:
     """Build the component of a section: its implementation, called with the section and as many of the `resources` as
     it takes.
 
-    That of a user's registered function is the function with its options; that of a registered class, an instance.
+    That of a user's registered function is the function with its options; that of a registered class, an instance made
+    from the resources and its options.
     """
     if isinstance(section, NamedSection) and (registered := type(section).function) is not None:
         options = section.arguments()
-        return registered(**options) if inspect.isclass(registered) else partial(registered, **options)
+        if not inspect.isclass(registered):
+            return partial(registered, **options)
+        return registered(*resources[: _positional_count(registered)], **options)
     build = import_object(section.implementation)
-    taken = [each for each in inspect.signature(build).parameters.values() if each.kind in _POSITIONAL]
-    return build(section, *resources[: len(taken) - 1])
+    return build(section, *resources[: _positional_count(build) - 1])
+
+
+def _positional_count(target: Callable[..., Any]) -> int:
+    return sum(each.kind in _POSITIONAL for each in inspect.signature(target).parameters.values())
 
 
 def import_file(path: Path) -> ModuleType:
@@ -226,3 +234,42 @@ def tool(target: Target) -> Target:
     FunctionTool(target)
     register_section("tool", target.__name__, section_from_signature(target, ToolSection))
     return target
+
+
+def engine(target: Target) -> Target:
+    """Register an engine under its name: `engine: NAME`, or `engine: {name: NAME, ...}` with options.
+
+    It is a class with the methods of `rollmill.engines.RolloutEngine`. `__init__` takes the policy
+    (`rollmill.models.PolicyModel`: model, tokenizer, eos_ids, context) and, if it wants to, the section `rollout` and
+    the precision ("bf16" or "fp32"); keyword-only parameters with a type and a default are keys of the run file. The
+    model has the trainer's parameters: they have changed when `weights_updated` is called.
+
+    Raises ConfigError naming file and line: it is no such class, or an option lacks a type or a default.
+    """
+    methods = ("generate", "stream", "interrupt", "pause", "resume", "weights_updated", "drain", "sleep", "counters")
+    _check_methods(target, "an engine", (*methods, "close"))
+    register_section("engine", target.__name__, section_from_signature(target, EngineSection))
+    return target
+
+
+def tracker(target: Target) -> Target:
+    """Register a tracker under its name: `monitor: {trackers: [NAME]}`, or `{name: NAME, ...}` with options.
+
+    It is a class with the methods of `rollmill.trackers.Tracker`: `write(self, metrics, experiences)` and
+    `close(self)`. `__init__` takes the run (`rollmill.trackers.TrackedRun`: folder, name, resumed_after); keyword-only
+    parameters with a type and a default are keys of the run file. It is built again when a run resumes.
+
+    Raises ConfigError naming file and line: it is no such class, or an option lacks a type or a default.
+    """
+    _check_methods(target, "a tracker", ("write", "close"))
+    register_section("tracker", target.__name__, section_from_signature(target, TrackerSection))
+    return target
+
+
+def _check_methods(target: Callable[..., Any], kind: str, methods: Sequence[str]) -> None:
+    where = f"{source_location(target)}: {target.__name__}"
+    if not inspect.isclass(target):
+        raise ConfigError(f"{where}: {kind} is a class with the methods {', '.join(methods)}")
+    for name in methods:
+        if not callable(inspect.getattr_static(target, name, None)):
+            raise ConfigError(f"{where}: {kind} needs a method {name}")

@@ -104,7 +104,7 @@ CASES = {
     ),
     "key like nothing": (
         GOOD + "monitor: {zzz: 1}",
-        "unknown key; valid here: tensorboard, show_completions, rollouts_every, timeline_every, report",
+        "unknown key; valid here: trackers, tensorboard, show_completions, rollouts_every, timeline_every, report",
     ),
     "run-wide key in a stage": (
         GOOD + "stages: [{name: a, seed: 1}]",

@@ -8,12 +8,12 @@ from typing import Any
 
 from rollmill.config.algorithm import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
 from rollmill.config.checks.capability import find_unused_keys
-from rollmill.config.engine import EngineConfig
+from rollmill.config.engines import EngineConfig
 from rollmill.config.evaluation import EvaluationSampling
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.operators.base import OperatorSection
-from rollmill.config.order import ShuffledOrder
+from rollmill.config.orders.built_in import ShuffledOrder
 from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.names import reward_part_names

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rollmill.config.engine import EngineConfig
+from rollmill.config.engines import EngineConfig
 from rollmill.config.section import Section, expand_name
 
 

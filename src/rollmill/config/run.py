@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
-from rollmill.config.engine import EngineConfig, NativeEngineConfig
+from rollmill.config.engines import EngineConfig
+from rollmill.config.engines.native import NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
@@ -23,9 +24,9 @@ from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import FolderName, PlainName, Section
 from rollmill.config.taskset import TasksetConfig, fill_decontamination_sets
 from rollmill.config.tools import ToolConfig
+from rollmill.config.trackers import TrackerConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.config.workflows import WorkflowConfig
-from rollmill.config.workflows.second import FewShotWorkflow
 from rollmill.config.workflows.single import SingleTurnWorkflow
 from rollmill.recipes import GRPO, AlgorithmConfig
 
@@ -62,8 +63,10 @@ class EarlyStopConfig(Section):
 class MonitorConfig(Section):
     """Terminal output, logged files and the report."""
 
+    trackers: list[TrackerConfig] = []
+    """Further places for the metrics: names or sections. RUN/metrics.jsonl is always written."""
     tensorboard: bool = False
-    """Write TensorBoard event files to RUN/tensorboard (extra `tensorboard`)."""
+    """The same as the tracker `tensorboard`."""
     show_completions: int = Field(1, ge=0)
     """Sample completions to show in the terminal."""
     rollouts_every: int = Field(1, ge=1)
@@ -136,10 +139,7 @@ class StageConfig(Section):
     @property
     def uses_task_examples(self) -> bool:
         """Whether a workflow receives worked examples of the training tasks."""
-        return any(
-            each.takes("examples") or (isinstance(each, FewShotWorkflow) and not each.examples)
-            for each in self.workflows
-        )
+        return any(each.takes("examples") for each in self.workflows)
 
     @property
     def needs_taskset(self) -> bool:

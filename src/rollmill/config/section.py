@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_origin, get_type_hints
@@ -38,6 +38,10 @@ class Section(BaseModel):
     #: Import path `module:name` of the class or function that builds the component of the section. It is imported when
     #: a run uses it, since it may need torch. It takes the section, and what its kind of component gets besides.
     implementation: ClassVar[str] = ""
+
+    def unused_keys(self) -> dict[str, str]:
+        """Returns the keys that have no effect because of the section's other keys, each with the reason."""
+        return {}
 
 
 def _folder_name(value: str) -> str:
@@ -133,13 +137,15 @@ def _is_named(section: type[Section]) -> bool:
     return field is not None and get_origin(field.annotation) is Literal
 
 
-def section_union(sections: Iterable[type[Section]], kind: str | None = None) -> Any:
+def section_union(sections: Sequence[type[Section]], kind: str | None = None) -> Any:
     """Returns the annotation of a section that is one of several, chosen by `name`; the name alone will do.
 
     Args:
         kind: names that users' files register as this kind are accepted, too.
     """
-    union: Any = Annotated[reduce(or_, sections), Field(discriminator="name")]
+    union: Any = reduce(or_, sections)
+    if len(sections) > 1:
+        union = Annotated[union, Field(discriminator="name")]
     if kind is None:
         return union
     registered = WrapValidator(RegisteredUnion(kind))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from rollmill.config.checks.engine import uses_engine
-from rollmill.config.engine import NativeEngineConfig, VLLMEngineConfig
+from rollmill.config.engines.native import NativeEngineConfig
+from rollmill.config.engines.vllm import VLLMEngineConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
@@ -21,6 +23,7 @@ from rollmill.errors import ConfigError, ModelError
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import merged_weights
 from rollmill.models.routing import routing_shape
+from rollmill.registry import build_component
 from rollmill.weights import (
     InPlacePublisher,
     SharedMemorySender,
@@ -34,7 +37,8 @@ from rollmill.weights.layout import CRC32, XXH3
 def build_engine(
     policy: PolicyModel, config: StageConfig, precision: str, weights: Path | None = None, *, trained_on: bool = True
 ) -> RolloutEngine:
-    """Build the engine that `config.engine` names; it computes in `precision` (bf16 or fp32).
+    """Build the engine that `config.engine` names; it computes in `precision` (bf16 or fp32). A stage that generates
+    nothing gets the native one.
 
     Args:
         weights: where vLLM's process finds weights that another process shares; None: `build_publisher` shares them.
@@ -44,11 +48,34 @@ def build_engine(
         ConfigError: engine.python is no Python with vLLM; sleep mode is configured without a GPU.
         ModelError: vLLM cannot load this model's weights.
     """
-    if isinstance(config.engine, VLLMEngineConfig) and uses_engine(config):
-        return build_vllm_engine(policy, config.engine, config.rollout, precision, weights)
-    kept = isinstance(config.engine, NativeEngineConfig) and config.engine.after_update == "keep"
-    replayed = trained_on and replays_routing(config, policy.model)
-    return build_native_engine(policy, config.rollout, precision, keep=kept, record_routing=replayed)
+    section = config.engine if uses_engine(config) else NativeEngineConfig()
+    use = EngineUse(config, weights, trained_on)
+    engine: RolloutEngine = build_component(section, policy, config.rollout, precision, use)
+    return engine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """The stage that uses an engine. See `build_engine` for the others."""
+
+    stage: StageConfig
+    weights: Path | None
+    trained_on: bool
+
+
+def build_native(
+    section: NativeEngineConfig, policy: PolicyModel, rollout: RolloutConfig, precision: str, use: EngineUse
+) -> NativeEngine:
+    """Build the native engine of a stage."""
+    replayed = use.trained_on and replays_routing(use.stage, policy.model)
+    return build_native_engine(policy, rollout, precision, keep=section.after_update == "keep", record_routing=replayed)
+
+
+def build_vllm(
+    section: VLLMEngineConfig, policy: PolicyModel, rollout: RolloutConfig, precision: str, use: EngineUse
+) -> VLLMEngine:
+    """Build the vLLM engine of a stage."""
+    return build_vllm_engine(policy, section, rollout, precision, use.weights)
 
 
 def replays_routing(config: StageConfig, model: nn.Module) -> bool:

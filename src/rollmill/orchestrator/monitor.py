@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import rollmill.trackers.metrics_log as metrics_file
 import rollmill.trackers.rollout_log as rollouts
 from rollmill.config.run import MonitorConfig
+from rollmill.config.trackers.tensorboard import TensorBoardSection
+from rollmill.registry import build_component
 from rollmill.report.run_report import write_report
 from rollmill.report.step_timeline import drop_steps_after, write_step_timeline
+from rollmill.trackers.base import TrackedRun, Tracker
 from rollmill.trackers.console import RunView, Stages
 from rollmill.trackers.metrics_log import Metrics, MetricsLog, read_metrics, write_summary
 from rollmill.trackers.rollout_log import RolloutLog
-from rollmill.trackers.tensorboard import TensorBoardWriter
 from rollmill.trackers.trace import Span
 from rollmill.types import Experience
 
 
 class Monitor:
-    """Shows a run and writes its metrics, rollouts, TensorBoard events, summary and report.
+    """Shows a run, writes its metrics, rollouts, summary and report, and passes metrics to trackers.
 
     Metrics are flat mappings with an integer `step` that counts over all stages (0 before the first); `stages` are
     names and planned steps. Methods raise RollmillError when a file cannot be written.
@@ -32,7 +34,8 @@ class Monitor:
         self._view = view
         self._log = MetricsLog(run_dir / metrics_file.METRICS_FILE)
         self._store = RolloutLog(run_dir / rollouts.ROLLOUTS_FOLDER)
-        self._tensorboard = self._open_tensorboard(None)
+        self._run_name = run_name
+        self._trackers = self._open_trackers(None)
         view.start(run_name, stages)
 
     def resume_at(self, step: int) -> None:
@@ -40,9 +43,8 @@ class Monitor:
         self._log.truncate_after(step)
         self._store.drop_after(step)
         drop_steps_after(self._run_dir, step)
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = self._open_tensorboard(step)
+        self._close_trackers()
+        self._trackers = self._open_trackers(step)
         self._view.resume(read_metrics(self._run_dir))
 
     def message(self, text: str) -> None:
@@ -60,15 +62,13 @@ class Monitor:
             self._store.write(step, experiences)
         if spans and (step == 1 or step % self._config.timeline_every == 0):
             write_step_timeline(self._run_dir, dict(metrics), began, spans)
-        if self._tensorboard is not None:
-            self._tensorboard.write(metrics, experiences)
+        self._track(metrics, experiences)
         self._view.step(metrics, experiences)
 
     def evaluation(self, metrics: Metrics) -> None:
         """Record an evaluation. Its metrics are merged into those of its step, in either order."""
         self._log.append(metrics)
-        if self._tensorboard is not None:
-            self._tensorboard.write(metrics)
+        self._track(metrics)
         self._view.evaluation(metrics)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
@@ -78,14 +78,31 @@ class Monitor:
         """
         self._view.close()
         self._log.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._close_trackers()
         if summary is not None:
             write_summary(self._run_dir, summary)
             if self._config.report:
                 write_report(self._run_dir)
 
-    def _open_tensorboard(self, resumed_after: int | None) -> TensorBoardWriter | None:
-        if not self._config.tensorboard:
-            return None
-        return TensorBoardWriter(self._run_dir / "tensorboard", self._config.show_completions, resumed_after)
+    def _open_trackers(self, resumed_after: int | None) -> dict[str, Tracker]:
+        run = TrackedRun(self._run_dir, self._run_name, resumed_after)
+        sections = list(self._config.trackers)
+        if self._config.tensorboard and not any(each.name == "tensorboard" for each in sections):
+            sections.append(TensorBoardSection(completions=self._config.show_completions))
+        return {each.name: build_component(each, run) for each in sections}
+
+    def _track(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:
+        for name in list(self._trackers):
+            self._call_tracker(name, lambda tracker: tracker.write(metrics, experiences))
+
+    def _close_trackers(self) -> None:
+        for name in list(self._trackers):
+            self._call_tracker(name, lambda tracker: tracker.close())
+
+    def _call_tracker(self, name: str, call: Callable[[Tracker], None]) -> None:
+        """Call a tracker. One that fails is not called again, and the run goes on: metrics.jsonl has everything."""
+        try:
+            call(self._trackers[name])
+        except Exception as error:  # a service may be away, and a user's code may raise anything
+            del self._trackers[name]
+            self._view.message(f"tracker `{name}` failed and is not used any more: {type(error).__name__}: {error}")

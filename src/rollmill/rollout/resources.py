@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from rollmill.config.environments.base import EnvironmentSection
-from rollmill.config.tools import ToolSection
+from rollmill.config.tools.base import ToolSection
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.errors import ConfigError
 from rollmill.registry import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS, build_component, import_object

@@ -1,5 +1,6 @@
 """Trackers of a run: metrics, rollouts, console, TensorBoard, heartbeats and the summary."""
 
+from rollmill.trackers.base import TrackedRun, Tracker
 from rollmill.trackers.console import PlainView, RunView, make_view
 from rollmill.trackers.metrics_log import (
     MetricsLog,
@@ -16,6 +17,8 @@ __all__ = [
     "PlainView",
     "RolloutLog",
     "RunView",
+    "TrackedRun",
+    "Tracker",
     "iter_experiences",
     "load_experiences",
     "make_view",

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from rollmill.config.trackers.tensorboard import TensorBoardSection
 from rollmill.errors import ConfigError
+from rollmill.trackers.base import TrackedRun
 from rollmill.trackers.metrics_log import Metrics
 from rollmill.types import Experience
 
 
-class TensorBoardWriter:
+class TensorBoardTracker:
     """Writes event files to a folder. Raises ConfigError if the package is not installed."""
 
-    def __init__(self, folder: Path, samples: int = 1, resumed_after: int | None = None) -> None:
+    def __init__(self, config: TensorBoardSection, run: TrackedRun) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                'monitor.tensorboard needs the package tensorboard: pip install "rollmill[tensorboard]", '
-                "or set monitor.tensorboard: false"
+                'the tracker tensorboard needs the package tensorboard: pip install "rollmill[tensorboard]", '
+                "or take it out of monitor"
             ) from error
-        purge = None if resumed_after is None else resumed_after + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
-        self._samples = samples
+        purge = None if run.resumed_after is None else run.resumed_after + 1
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
+        self._samples = config.completions
 
     def write(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:
         """Write the numbers of a step by their names, and its first completions as text."""

@@ -17,7 +17,8 @@ from rollmill.config.checks.placement import (
     unused_placement_keys,
 )
 from rollmill.config.checks.workflow import unused_workflow_keys
-from rollmill.config.order import CurriculumOrder, EasyToHardOrder, SuccessRateOrder
+from rollmill.config.orders.base import SuccessRateOrder
+from rollmill.config.orders.built_in import CurriculumOrder, EasyToHardOrder
 from rollmill.config.resolve import STAGE_KEYS, ResolvedRun
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection

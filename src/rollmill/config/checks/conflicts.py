@@ -16,21 +16,16 @@ from rollmill.config.checks.workflow import workflow_conflicts
 from rollmill.config.environments.reasoning_gym import ReasoningGymSection
 from rollmill.config.loss import OffPolicyMask
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.config.order import CustomOrder, SequentialOrder
+from rollmill.config.orders.base import CustomOrder
+from rollmill.config.orders.built_in import SequentialOrder
 from rollmill.config.rewards.base import PythonReward, RewardSection
 from rollmill.config.rewards.math import ReasoningGymReward
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.rewards.text import FormatReward, LengthReward
 from rollmill.config.run import StageConfig
-from rollmill.config.taskset import (
-    DecontaminateTasks,
-    DeduplicateTasks,
-    RowsSection,
-    SortTasks,
-    TaskOperatorSection,
-    TasksetConfig,
-    TasksetSection,
-)
+from rollmill.config.task_operators.base import TaskOperatorSection
+from rollmill.config.task_operators.built_in import DecontaminateTasks, DeduplicateTasks, SortTasks
+from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.recipes import KTO, Distill, DistillationOptions, SelfDistill
 

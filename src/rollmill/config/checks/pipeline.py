@@ -8,48 +8,18 @@ from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.checks.conflicts import Conflict, reward_conflicts
 from rollmill.config.operators.base import OperatorSection, RewardOperatorSection
 from rollmill.config.operators.filters import (
-    CheckOperator,
-    DuplicatesOperator,
-    GroupVarianceFilter,
     InvalidRewardFilter,
-    NearDuplicatesOperator,
-    TruncationOperator,
     VerifyOperator,
 )
 from rollmill.config.operators.shaping import (
-    DiversityBonus,
-    LengthShaping,
     OverlongPenalty,
     ReplayPriority,
     SuccessRateOperator,
 )
-from rollmill.config.operators.synthesis import PreferencePairOperator, ReflectionOperator
 from rollmill.config.rewards.code import CodeReward
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
-
-_DROP = ("reward_filter", "length_filter", "group_variance", "duplicates", "near_duplicates")
-
-
-def _drops(operator: OperatorSection) -> bool:
-    """Returns whether an operator drops completions that have a reward."""
-    match operator:
-        case CheckOperator() | VerifyOperator():
-            return operator.otherwise == "drop"
-        case TruncationOperator():
-            return operator.then == "drop"
-    return operator.name in _DROP
-
-
-def _compares(operator: OperatorSection) -> bool:
-    """Returns whether an operator does nothing, or drops everything, in groups of one completion."""
-    match operator:
-        case DuplicatesOperator() | NearDuplicatesOperator():
-            return operator.within == "group"
-        case ReflectionOperator():
-            return operator.solution == "group"
-    return isinstance(operator, GroupVarianceFilter | LengthShaping | DiversityBonus | PreferencePairOperator)
 
 
 def pipeline_conflicts(stage: StageConfig) -> Iterator[Conflict]:
@@ -94,7 +64,7 @@ def _part(stage: StageConfig, operator: RewardOperatorSection, at: KeyPath) -> I
 
 
 def _compared(stage: StageConfig, operator: OperatorSection, at: KeyPath) -> Iterator[Conflict]:
-    if _compares(operator) and stage.rollout.group_size == 1:
+    if operator.compares_completions and stage.rollout.group_size == 1:
         text = f"`{operator.name}` compares the completions of a group, and rollout.group_size is 1"
         yield (*at, "name"), f"{text}; raise that, or remove this"
 
@@ -137,7 +107,7 @@ def _priority(stage: StageConfig, at: KeyPath) -> Iterator[Conflict]:
 
 def _late(stage: StageConfig, index: int, at: KeyPath) -> Iterator[Conflict]:
     """Checks that success rates are measured before filters, which would distort them."""
-    before = [each.name for each in stage.pipeline[:index] if _drops(each)]
+    before = [each.name for each in stage.pipeline[:index] if each.drops_completions]
     if before:
         text = f"`{before[0]}` comes first, so the rate is that of the completions it leaves"
         yield (*at, "name"), f"{text}; put `success_rate` before it"

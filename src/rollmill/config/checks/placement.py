@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rollmill.config.checks.engine import engine_conflicts, uses_engine
-from rollmill.config.engine import VLLMEngineConfig
+from rollmill.config.engines.vllm import VLLMEngineConfig
 from rollmill.config.placement import RayPlacement
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, format_key_path

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.run import StageConfig
-from rollmill.config.tools import CalculatorTool, PythonTool
+from rollmill.config.tools.built_in import CalculatorTool, PythonTool
 from rollmill.config.tree import KeyPath
 from rollmill.config.workflows import WorkflowConfig
 from rollmill.config.workflows.agents import ToolWorkflow
 from rollmill.config.workflows.environment import EnvironmentWorkflow
-from rollmill.config.workflows.second import FewShotWorkflow, JudgedWorkflow, ReflectionWorkflow
+from rollmill.config.workflows.second import JudgedWorkflow
 from rollmill.config.workflows.traffic import TrafficWorkflow
 
 WorkflowConflict = tuple[KeyPath, str]
@@ -83,16 +83,11 @@ def _unused_traffic_keys(stage: StageConfig, workflow: TrafficWorkflow) -> dict[
 
 def _unused_workflow_options(stage: StageConfig) -> dict[KeyPath, str]:
     """Returns keys of the workflow itself without effect."""
-    match stage.workflow:
-        case FewShotWorkflow(choose="first"):
-            return {("workflow", "seed"): "not honoured with choose `first`; it is with `random`"}
-        case ReflectionWorkflow(critic="rewards"):
-            return {("workflow", "check"): "not honoured with critic `rewards`; it is with `self`"}
-        case ReflectionWorkflow(critic="self"):
-            return {("workflow", "threshold"): "not honoured with critic `self`; it is with `rewards`"}
-        case ToolWorkflow() if stage.taskset is not None and all(part.chat for part in stage.taskset.parts()):
-            return {("workflow", "result"): "not honoured with taskset.chat, whose template writes results; remove it"}
-    return {}
+    keys: dict[KeyPath, str] = {("workflow", key): text for key, text in stage.workflow.unused_keys().items()}
+    taskset = stage.taskset
+    if isinstance(stage.workflow, ToolWorkflow) and taskset is not None and all(part.chat for part in taskset.parts()):
+        keys["workflow", "result"] = "not honoured with taskset.chat, whose template writes results; remove it"
+    return keys
 
 
 def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:

@@ -26,6 +26,16 @@ class OperatorSection(NamedSection):
             if not honoured and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is honoured {when}; remove it")
 
+    @property
+    def drops_completions(self) -> bool:
+        """Whether the operator drops completions that have a reward."""
+        return False
+
+    @property
+    def compares_completions(self) -> bool:
+        """Whether the operator does nothing, or drops everything, in groups of one completion."""
+        return False
+
 
 class RewardOperatorSection(OperatorSection):
     """An operator that reads rewards."""

@@ -32,6 +32,11 @@ class RewardFilter(RewardOperatorSection):
     def _bounded(self) -> Self:
         return _some_bound(self, self.at_least, self.at_most)
 
+    @property
+    def drops_completions(self) -> bool:
+        """See OperatorSection.drops_completions."""
+        return True
+
 
 class LengthFilter(OperatorSection):
     """Keeps completions whose length in tokens lies within bounds."""
@@ -46,6 +51,11 @@ class LengthFilter(OperatorSection):
     @model_validator(mode="after")
     def _bounded(self) -> Self:
         return _some_bound(self, self.at_least, self.at_most)
+
+    @property
+    def drops_completions(self) -> bool:
+        """See OperatorSection.drops_completions."""
+        return True
 
 
 class GroupVarianceFilter(RewardOperatorSection):
@@ -68,6 +78,16 @@ class GroupVarianceFilter(RewardOperatorSection):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         return _in_order(self, self.at_least, self.at_most)
+
+    @property
+    def drops_completions(self) -> bool:
+        """See OperatorSection.drops_completions."""
+        return True
+
+    @property
+    def compares_completions(self) -> bool:
+        """See OperatorSection.compares_completions."""
+        return True
 
 
 class InvalidRewardFilter(OperatorSection):
@@ -95,6 +115,11 @@ class TruncationOperator(OperatorSection):
     def _honoured(self) -> Self:
         self.reject_unused_keys(("reward",), self.then == "reward", "with then: reward")
         return self
+
+    @property
+    def drops_completions(self) -> bool:
+        """See OperatorSection.drops_completions."""
+        return self.then == "drop"
 
 
 def _some_bound(section: FilterT, low: float | None, high: float | None) -> FilterT:
@@ -157,6 +182,16 @@ class DuplicatesOperator(OperatorSection):
         self.reject_unused_keys(("memory",), self.within != "group", "with within: task and within: run")
         return self
 
+    @property
+    def drops_completions(self) -> bool:
+        """See OperatorSection.drops_completions."""
+        return True
+
+    @property
+    def compares_completions(self) -> bool:
+        """See OperatorSection.compares_completions."""
+        return self.within == "group"
+
 
 class NearDuplicatesOperator(OperatorSection):
     """Drops completions whose n-grams are nearly those of an earlier one (MinHash and LSH, extra `dedup`)."""
@@ -181,8 +216,16 @@ class NearDuplicatesOperator(OperatorSection):
         self.reject_unused_keys(("memory",), self.within != "group", "with within: task and within: run")
         return self
 
+    @property
+    def drops_completions(self) -> bool:
+        """See OperatorSection.drops_completions."""
+        return True
 
-# Verification by further rewards
+    @property
+    def compares_completions(self) -> bool:
+        """See OperatorSection.compares_completions."""
+        return self.within == "group"
+
 
 RewardKeyPath = tuple[str | int, ...]
 
@@ -227,6 +270,11 @@ class VerifyOperator(RewardOperatorSection):
             raise ValueError("every weight in rewards is 0, so there is nothing to compare with; give one another")
         return self
 
+    @property
+    def drops_completions(self) -> bool:
+        """See OperatorSection.drops_completions."""
+        return self.otherwise == "drop"
+
 
 class CheckOperator(OperatorSection):
     """Keeps completions that score high enough on one reward, such as format, language or repetition."""
@@ -252,3 +300,8 @@ class CheckOperator(OperatorSection):
         self.reject_unused_keys(("penalty",), self.otherwise == "penalty", "with otherwise: penalty")
         reject_weighting_keys(self.reward, "reward", "the reward is compared with at_least as it is")
         return self
+
+    @property
+    def drops_completions(self) -> bool:
+        """See OperatorSection.drops_completions."""
+        return self.otherwise == "drop"

@@ -24,6 +24,11 @@ class LengthShaping(SuccessOperatorSection):
     warmup_steps: int = Field(0, ge=0)
     """Number of initial training steps without effect."""
 
+    @property
+    def compares_completions(self) -> bool:
+        """See OperatorSection.compares_completions."""
+        return True
+
 
 class OverlongPenalty(OperatorSection):
     """Soft overlong penalty: 0, then falling to -1 over the last `buffer` tokens before `longest` (DAPO)."""
@@ -87,6 +92,11 @@ class DiversityBonus(SuccessOperatorSection):
         self.reject_unused_keys(("ngram",), self.by == "ngrams", "with by: ngrams")
         self.reject_unused_keys(("after",), self.by == "answer", "with by: answer")
         return self
+
+    @property
+    def compares_completions(self) -> bool:
+        """See OperatorSection.compares_completions."""
+        return True
 
 
 class RewardScaling(OperatorSection):

@@ -56,6 +56,11 @@ class PreferencePairOperator(SuccessOperatorSection):
         self.reject_unused_keys(("longer", "threshold"), self.by == "length", "with by: length")
         return self
 
+    @property
+    def compares_completions(self) -> bool:
+        """See OperatorSection.compares_completions."""
+        return True
+
 
 class ReflectionOperator(SuccessOperatorSection):
     """Creates an expert experience from a failed attempt, a cue and a correct solution; the attempt is masked."""
@@ -73,6 +78,11 @@ class ReflectionOperator(SuccessOperatorSection):
     exists."""
     count: int = Field(1, ge=1)
     """Maximum number per group."""
+
+    @property
+    def compares_completions(self) -> bool:
+        """See OperatorSection.compares_completions."""
+        return self.solution == "group"
 
 
 class GeneratedTestsOperator(RewardOperatorSection):

@@ -42,6 +42,14 @@ class FewShotWorkflow(WorkflowSection):
             raise ValueError(f"count: {self.count} are shown, and examples has {len(self.examples)}; lower it")
         return self
 
+    def takes(self, part: str) -> bool:
+        """See WorkflowSection.takes."""
+        return part == "examples" and not self.examples
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        return {"seed": "not honoured with choose `first`; it is with `random`"} if self.choose == "first" else {}
+
 
 class ReflectionWorkflow(WorkflowSection):
     """The policy answers; after a wrong answer it is asked to reflect and to answer again."""
@@ -72,6 +80,11 @@ class ReflectionWorkflow(WorkflowSection):
     def early_rewards(self) -> str | None:
         """See WorkflowSection.early_rewards."""
         return "critic: rewards" if self.critic == "rewards" else "discount" if self.discount < 1 else None
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        unused, other = ("check", "self") if self.critic == "rewards" else ("threshold", "rewards")
+        return {unused: f"not honoured with critic `{self.critic}`; it is with `{other}`"}
 
 
 class VoteWorkflow(WorkflowSection):

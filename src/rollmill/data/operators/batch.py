@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rollmill.config.rows import RowsSection
 from rollmill.types import Task
+
+TaskReader = Callable[[RowsSection], list[Task]]
+"""Reads the rows of a further section, such as held-out tasks."""
 
 
 @dataclass(slots=True)

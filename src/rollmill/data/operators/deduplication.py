@@ -10,9 +10,9 @@ from typing import Any
 
 import regex
 
-from rollmill.config.taskset import DecontaminateTasks, DeduplicateTasks
+from rollmill.config.task_operators.built_in import DecontaminateTasks, DeduplicateTasks
 from rollmill.data.images import image_refs_of
-from rollmill.data.operators.batch import TaskBatch
+from rollmill.data.operators.batch import TaskBatch, TaskReader
 from rollmill.errors import ConfigError
 from rollmill.types import Task
 
@@ -120,6 +120,11 @@ def _jaccard(one: set[str], other: set[str]) -> float:
 
 _FEW = 2
 """A sequence in at most this many held-out prompts never counts as part of a template."""
+
+
+def decontaminate_by_sections(options: DecontaminateTasks, read: TaskReader) -> Callable[[TaskBatch], None]:
+    """Drops tasks that overlap with those of `options.against`."""
+    return decontaminate(options, [task for rows in options.against for task in read(rows)])
 
 
 def decontaminate(options: DecontaminateTasks, held_out: Sequence[Task]) -> Callable[[TaskBatch], None]:

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
-from rollmill.config.rows import RowsSection
 from rollmill.config.section import register_section, section_from_signature
-from rollmill.config.taskset import (
-    CleanTasks,
-    DecontaminateTasks,
-    DeduplicateTasks,
-    FilterTasks,
-    RateTaskDifficulty,
-    SampleTasks,
-    SortTasks,
-    TaskOperatorSection,
-)
-from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport
-from rollmill.data.operators.clean import clean
-from rollmill.data.operators.deduplication import decontaminate, deduplicate
-from rollmill.data.operators.difficulty import difficulty
-from rollmill.data.operators.filters import filter_tasks, sample, sort
+from rollmill.config.task_operators.base import TaskOperatorSection
+from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport, TaskReader
 from rollmill.errors import RollmillError, TasksetError
+from rollmill.registry import build_component
 from rollmill.types import Task
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,15 +28,7 @@ def task_operator(function: Function) -> Function:
     return function
 
 
-def build_custom_task_operator(section: TaskOperatorSection) -> Callable[..., Any]:
-    """Build the operator of a registered section."""
-    function = type(section).function
-    assert function is not None
-    return partial(function, **section.arguments())
-
-
 TaskOperator = Callable[[TaskBatch], None]
-TaskReader = Callable[[RowsSection], list[Task]]
 
 
 def run_task_pipeline(
@@ -73,7 +51,7 @@ def run_task_pipeline(
         report = TaskOperatorReport(taskset, section.name, len(current))
         batch = TaskBatch(current, report)
         try:
-            _operator(section, read)(batch)
+            build_component(section, read)(batch)
             batch.check()
         except RollmillError:
             raise
@@ -88,24 +66,3 @@ def run_task_pipeline(
             lines = "".join(f"\n  {each}" for each in reports)
             raise TasksetError(f"taskset {taskset}: its pipeline leaves no task; loosen an operator{lines}")
     return current, reports
-
-
-def _operator(section: TaskOperatorSection, read: TaskReader) -> TaskOperator:
-    if type(section).function is not None:
-        return build_custom_task_operator(section)
-    match section:
-        case CleanTasks():
-            return clean(section)
-        case FilterTasks():
-            return filter_tasks(section)
-        case DeduplicateTasks():
-            return deduplicate(section)
-        case DecontaminateTasks():
-            return decontaminate(section, [task for rows in section.against for task in read(rows)])
-        case RateTaskDifficulty():
-            return difficulty(section)
-        case SortTasks():
-            return sort(section)
-        case SampleTasks():
-            return sample(section)
-    raise AssertionError(f"no operator is built from {type(section).__name__}")

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from rollmill.config.order import (
-    CurriculumOrder,
-    CustomOrder,
-    EasyToHardOrder,
-    OrderSection,
-    PosteriorOrder,
-    PrioritisedOrder,
-    ShuffledOrder,
-)
+from rollmill.config.orders.base import CustomOrder, OrderSection
+from rollmill.config.orders.built_in import ShuffledOrder
 from rollmill.data.samplers.base import Sampler
-from rollmill.data.samplers.batch_sampler import CurriculumSampler, PosteriorSampler, PrioritisedSampler
 from rollmill.data.samplers.custom import CustomSampler, TaskView, order
-from rollmill.data.samplers.epochs import EasyToHardSampler, EpochSampler, MixtureSampler
+from rollmill.data.samplers.epochs import MixtureSampler
 from rollmill.data.taskset import MixtureComponent, Taskset
+from rollmill.registry import build_component
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # gives the tasksets of a mixture different random numbers
 
@@ -40,19 +33,10 @@ def build_sampler(taskset: Taskset, order: OrderSection, seed: int, *, batch: in
 
         return MixtureSampler(taskset, seed, of_set)
     order = order if observed else _unobserved(order)
-    match order:
-        case EasyToHardOrder():
-            return EasyToHardSampler(taskset, order, seed)
-        case CurriculumOrder():
-            return CurriculumSampler(taskset, order, seed, batch)
-        case PrioritisedOrder():
-            return PrioritisedSampler(taskset, order, seed, batch)
-        case PosteriorOrder():
-            return PosteriorSampler(taskset, order, seed, batch)
-        case CustomOrder():
-            return CustomSampler(taskset, order, seed, batch)
-        case _:
-            return EpochSampler(taskset, order, seed)
+    if isinstance(order, CustomOrder):
+        return CustomSampler(order, taskset, seed, batch)
+    sampler: Sampler = build_component(order, taskset, seed, batch)
+    return sampler
 
 
 def _unobserved(order: OrderSection) -> OrderSection:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollmill.config.order import OrderSection, SequentialOrder, ShuffledOrder
+from rollmill.config.orders.base import OrderSection
+from rollmill.config.orders.built_in import SequentialOrder, ShuffledOrder
 from rollmill.data.readers import to_finite_number
 from rollmill.data.taskset import Taskset
 from rollmill.errors import TasksetError
@@ -32,7 +33,7 @@ class Sampler(ABC):
         seed: seed of all randomness.
     """
 
-    def __init__(self, taskset: Taskset, order: OrderSection, seed: int) -> None:
+    def __init__(self, order: OrderSection, taskset: Taskset, seed: int) -> None:
         assert taskset.tasks
         self._taskset, self._seed = taskset, seed
         self.uses_success = order.uses_success  #: whether `observe` changes anything

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.order import CurriculumOrder, PosteriorOrder, PrioritisedOrder, SuccessRateOrder
+from rollmill.config.orders.base import SuccessRateOrder
+from rollmill.config.orders.built_in import CurriculumOrder, PosteriorOrder, PrioritisedOrder
 from rollmill.data.samplers.base import Bools, Floats, Ints, Sampler, counter_rng, decode_array, encode_array
 from rollmill.data.samplers.success_rates import UniformGroupSkipper, build_success_tracker
 from rollmill.data.taskset import Taskset
@@ -22,8 +23,8 @@ class BatchSampler(Sampler):
     number of the draw.
     """
 
-    def __init__(self, taskset: Taskset, order: SuccessRateOrder, seed: int, batch: int) -> None:
-        super().__init__(taskset, order, seed)
+    def __init__(self, order: SuccessRateOrder, taskset: Taskset, seed: int, batch: int) -> None:
+        super().__init__(order, taskset, seed)
         size = len(taskset.tasks)
         self._size, self._batch = size, batch
         self._success = build_success_tracker(order, size, self._column)
@@ -129,8 +130,8 @@ class WeightedSampler(BatchSampler):
 class PrioritisedSampler(WeightedSampler):
     """P(task) proportional to max(1 - success rate, `order.floor`) (Kimi k1.5, arXiv:2501.12599)."""
 
-    def __init__(self, taskset: Taskset, order: PrioritisedOrder, seed: int, batch: int) -> None:
-        super().__init__(taskset, order, seed, batch)
+    def __init__(self, order: PrioritisedOrder, taskset: Taskset, seed: int, batch: int) -> None:
+        super().__init__(order, taskset, seed, batch)
         self._floor = order.floor
 
     def _weights(self) -> Floats:
@@ -145,8 +146,8 @@ class PosteriorSampler(BatchSampler):
     Tasks that were seldom rolled out have wide posteriors, so that they are explored.
     """
 
-    def __init__(self, taskset: Taskset, order: PosteriorOrder, seed: int, batch: int) -> None:
-        super().__init__(taskset, order, seed, batch)
+    def __init__(self, order: PosteriorOrder, taskset: Taskset, seed: int, batch: int) -> None:
+        super().__init__(order, taskset, seed, batch)
         self._target = order.target
 
     def _eligible(self, step: int) -> Bools | None:
@@ -163,8 +164,8 @@ class CurriculumSampler(BatchSampler):
     within a batch if there are too few.
     """
 
-    def __init__(self, taskset: Taskset, order: CurriculumOrder, seed: int, batch: int) -> None:
-        super().__init__(taskset, order, seed, batch)
+    def __init__(self, order: CurriculumOrder, taskset: Taskset, seed: int, batch: int) -> None:
+        super().__init__(order, taskset, seed, batch)
         self._warmup, self._bound = order.warmup, order.bound
         by_column = order.by == "difficulty"
         self._difficulty = self._column(order.column, "order curriculum") if by_column else None

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollmill.config.order import CustomOrder
+from rollmill.config.orders.base import CustomOrder
 from rollmill.config.section import register_section, section_from_signature
 from rollmill.data.samplers.base import Floats, Ints
 from rollmill.data.samplers.batch_sampler import WeightedSampler
@@ -45,8 +45,8 @@ def order(function: Function) -> Function:
 class CustomSampler(WeightedSampler):
     """P(task) proportional to the weights of a user's function."""
 
-    def __init__(self, taskset: Taskset, order: CustomOrder, seed: int, batch: int) -> None:
-        super().__init__(taskset, order, seed, batch)
+    def __init__(self, order: CustomOrder, taskset: Taskset, seed: int, batch: int) -> None:
+        super().__init__(order, taskset, seed, batch)
         self._order, self._step = order, 0
 
     def next(self, step: int = 0) -> Task:

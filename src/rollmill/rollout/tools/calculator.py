@@ -8,7 +8,11 @@ import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
+from rollmill.config.tools.base import ToolSection
+from rollmill.rollout.tools.function_tool import FunctionTool
+from rollmill.rollout.tools.pool import ToolFactory
 from rollmill.rollout.tools.toolbox import ToolError
 
 MAX_EXPRESSION_CHARS = 1000
@@ -25,6 +29,17 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+
+
+def build_calculator(section: ToolSection) -> ToolFactory:
+    """Build the tool. It is fast and has no state, so it runs in the event loop."""
+    made = FunctionTool(calculator)
+
+    async def call(arguments: dict[str, Any]) -> str:
+        return calculator(**made.checked(arguments))
+
+    tool = made.tool(section.policy_name, section.description, call)
+    return lambda task, stack: tool
 
 
 def calculator(expression: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from rollmill.config.tools import CalculatorTool, PythonTool, SearchTool, ToolSection
+from rollmill.config.tools.base import ToolSection
 from rollmill.errors import ConfigError, WorkflowError
+from rollmill.registry import build_component
 from rollmill.rewards.function_threads import FunctionThreads
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.toolbox import MALFORMED_CALLS, UNKNOWN_CALLS, Tool, Toolbox
@@ -54,28 +55,18 @@ class ToolPool:
         while self._closing:
             self._closing.pop()()
 
+    def close_later(self, close: Callable[[], None]) -> None:
+        """Call `close` when the pool is closed."""
+        self._closing.append(close)
+
     def _opener(self, section: ToolSection) -> ToolFactory:
         function = type(section).function
         if function is not None:
-            return self._in_threads(section, FunctionTool(function), section.arguments())
-        match section:
-            case CalculatorTool():
-                from rollmill.rollout.tools.calculator import calculator
+            return self.in_threads(section, FunctionTool(function), section.arguments())
+        factory: ToolFactory = build_component(section, self)
+        return factory
 
-                return _inline_tool(section, FunctionTool(calculator), calculator)
-            case PythonTool():
-                return self._python(section)
-            case SearchTool():
-                from rollmill.rollout.tools.search import BM25Index, search
-
-                return self._in_threads(
-                    section,
-                    FunctionTool(search),
-                    {"index": BM25Index(section.path, section.passage_words), "top_k": section.top_k},
-                )
-        raise AssertionError(f"no tool is built from {type(section).__name__}")
-
-    def _in_threads(self, section: ToolSection, made: FunctionTool, options: dict[str, Any]) -> ToolFactory:
+    def in_threads(self, section: ToolSection, made: FunctionTool, options: dict[str, Any]) -> ToolFactory:
         """Build a tool that runs in threads, as it may be slow; `options` are its keyword-only parameters."""
         name, limit = section.policy_name, section.time_limit_s
 
@@ -83,33 +74,3 @@ class ToolPool:
             return made.tool(name, section.description, made.caller(task, options, self._threads, limit))
 
         return open_
-
-    def _python(self, section: PythonTool) -> ToolFactory:
-        from rollmill.rollout.tools.python import PythonInterpreter, python
-        from rollmill.sandbox import Sandbox
-
-        sandbox = Sandbox(
-            packages=section.packages, jobs=section.jobs, sessions=section.sessions, backend=section.sandbox
-        )
-        self._closing.append(sandbox.close)
-        made = FunctionTool(python)
-
-        def open_(task: Task, stack: AsyncExitStack) -> Tool:
-            interpreter = PythonInterpreter(section, sandbox, stack)
-
-            async def call(arguments: dict[str, Any]) -> str:
-                return await interpreter.run(**made.checked(arguments))
-
-            return made.tool(section.policy_name, section.description, call)
-
-        return open_
-
-
-def _inline_tool(section: ToolSection, made: FunctionTool, work: Callable[..., str]) -> ToolFactory:
-    """Build a fast tool without state, which runs in the event loop."""
-
-    async def call(arguments: dict[str, Any]) -> str:
-        return work(**made.checked(arguments))
-
-    tool = made.tool(section.policy_name, section.description, call)
-    return lambda task, stack: tool

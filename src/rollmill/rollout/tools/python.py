@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
-from rollmill.config.tools import PythonTool
-from rollmill.rollout.tools.toolbox import ToolError
+from rollmill.config.tools.built_in import PythonTool
+from rollmill.rollout.tools.function_tool import FunctionTool
+from rollmill.rollout.tools.pool import ToolFactory, ToolPool
+from rollmill.rollout.tools.toolbox import Tool, ToolError
 from rollmill.sandbox import Sandbox, SandboxLimits, SandboxSession, SessionExecution
+from rollmill.types import Task
 
 _OUTPUT_BYTES = 1 << 18
+
+
+def build_python_tool(section: PythonTool, pool: ToolPool) -> ToolFactory:
+    """Build the tool, with a sandbox that all rollouts share."""
+    sandbox = Sandbox(packages=section.packages, jobs=section.jobs, sessions=section.sessions, backend=section.sandbox)
+    pool.close_later(sandbox.close)
+    made = FunctionTool(python)
+
+    def open_(task: Task, stack: AsyncExitStack) -> Tool:
+        interpreter = PythonInterpreter(section, sandbox, stack)
+
+        async def call(arguments: dict[str, Any]) -> str:
+            return await interpreter.run(**made.checked(arguments))
+
+        return made.tool(section.policy_name, section.description, call)
+
+    return open_
 
 
 def python(code: str) -> str:

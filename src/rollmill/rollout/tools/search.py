@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from rollmill.config.tools.built_in import SearchTool
 from rollmill.errors import ConfigError
 from rollmill.files import describe_json_error, parse_strict_json, read_text
 from rollmill.rewards.text.parsing import split_words
+from rollmill.rollout.tools.function_tool import FunctionTool
+from rollmill.rollout.tools.pool import ToolFactory, ToolPool
 
 try:
     import bm25s
@@ -20,6 +23,12 @@ except ImportError as error:
     ) from error
 
 _SUFFIXES = (".txt", ".md")
+
+
+def build_search(section: SearchTool, pool: ToolPool) -> ToolFactory:
+    """Build the tool, with the index of its documents. Raises ConfigError if a library is missing, or for bad files."""
+    options = {"index": BM25Index(section.path, section.passage_words), "top_k": section.top_k}
+    return pool.in_threads(section, FunctionTool(search), options)
 
 
 def search(query: str, *, index: BM25Index, top_k: int) -> str:

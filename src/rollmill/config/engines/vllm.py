@@ -1,13 +1,13 @@
-"""`engine`: the inference engine that generates completions."""
+"""vLLM as the inference engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
-from rollmill.config.section import NamedSection, expand_name
+from rollmill.config.engines.base import EngineSection
 
 _OWN = {
     "model": "the policy",
@@ -27,20 +27,10 @@ _OWN = {
 """vLLM arguments that rollmill sets itself, with their source."""
 
 
-class NativeEngineConfig(NamedSection):
-    """rollmill's own engine, in the trainer's process and with the trainer's parameters."""
-
-    name: Literal["native"] = "native"
-    after_update: Literal["recompute", "keep"] = "recompute"
-    """KV cache of unfinished completions after a weight update. `recompute`: rebuild it, so that every later token
-    follows the new weights exactly. `keep`: keep the entries of the old weights, which saves that time; later tokens
-    come from the new weights but attend to old keys and values. Either way a token's log-prob is that of the
-    distribution it was sampled from."""
-
-
-class VLLMEngineConfig(NamedSection):
+class VLLMEngineConfig(EngineSection):
     """vLLM in a separate process, which receives the trainer's weights after every step."""
 
+    implementation = "rollmill.orchestrator.engine:build_vllm"
     name: Literal["vllm"] = "vllm"
     python: Path | None = None
     """Python interpreter that has vLLM, such as .venv-vllm/bin/python. Default: the one that runs rollmill."""
@@ -65,19 +55,3 @@ class VLLMEngineConfig(NamedSection):
             if key in _OWN:
                 raise ValueError(f"{key} is no option: it is {_OWN[key]}; remove it")
         return options
-
-
-def _gives_tokens(section: Any) -> Any:
-    if isinstance(section, dict) and section.get("name") == "openai":
-        raise ValueError(
-            "a server with OpenAI's API gives neither tokens nor their log-probs, so nothing can be trained with it; "
-            "compare it by `rollmill bench RUN FILE.yaml`, or imitate it by `rollmill tasks answer`"
-        )
-    return section
-
-
-EngineConfig = Annotated[
-    Annotated[NativeEngineConfig | VLLMEngineConfig, Field(discriminator="name")],
-    BeforeValidator(_gives_tokens),
-    BeforeValidator(expand_name),
-]

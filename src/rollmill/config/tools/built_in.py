@@ -1,47 +1,26 @@
-"""`tools`: tools that a policy may call in a rollout."""
+"""The tools that rollmill has."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
+from pydantic import Field
 
-from rollmill.config.section import NamedSection, RegisteredUnion, expand_name
-
-
-class ToolSection(NamedSection):
-    """A tool chosen by name; its other keys are its options."""
-
-    called: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    """Tool name shown to the policy. Default: `name`."""
-    description: str | None = None
-    """Description shown to the policy. Default: the tool's own."""
-    time_limit_s: float = Field(10.0, gt=0)
-    """Timeout of one call, reported to the policy."""
-    result_chars: int = Field(4000, ge=20)
-    """Maximum length of a result in characters; longer results are truncated in the middle."""
-
-    @property
-    def policy_name(self) -> str:
-        """Tool name shown to the policy."""
-        return self.called or self.name
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns the options of the tool itself."""
-        common = ToolSection.model_fields
-        return {key: value for key, value in super().arguments().items() if key not in common}
+from rollmill.config.tools.base import ToolSection
 
 
 class CalculatorTool(ToolSection):
     """Exact arithmetic with rational numbers."""
 
+    implementation = "rollmill.rollout.tools.calculator:build_calculator"
     name: Literal["calculator"] = "calculator"
 
 
 class PythonTool(ToolSection):
     """Python programs in the sandbox."""
 
+    implementation = "rollmill.rollout.tools.python:build_python_tool"
     name: Literal["python"] = "python"
     state: Literal["rollout", "call"] = "rollout"
     """Lifetime of variables: all calls of a rollout share an interpreter, or each call has a fresh one."""
@@ -60,6 +39,7 @@ class PythonTool(ToolSection):
 class SearchTool(ToolSection):
     """Keyword search over local documents (BM25; extra `search`)."""
 
+    implementation = "rollmill.rollout.tools.search:build_search"
     name: Literal["search"] = "search"
     path: Path
     """A .jsonl file whose rows have `text` and optionally `title`, or a folder of .txt and .md files."""
@@ -67,10 +47,3 @@ class SearchTool(ToolSection):
     """Number of passages to return."""
     passage_words: int = Field(200, ge=10)
     """Maximum passage length in words. Longer documents are split, between paragraphs where possible."""
-
-
-ToolConfig = Annotated[
-    SerializeAsAny[Annotated[CalculatorTool | PythonTool | SearchTool, Field(discriminator="name")]],
-    WrapValidator(RegisteredUnion("tool")),
-    BeforeValidator(expand_name),
-]

@@ -1,0 +1,75 @@
+"""Components are found in their packages: every section names an implementation that takes it."""
+
+from __future__ import annotations
+
+import inspect
+from pkgutil import iter_modules
+from typing import Any
+
+import pytest
+
+from rollmill import config as configs
+from rollmill.config import (
+    engines,
+    environments,
+    operators,
+    orders,
+    rewards,
+    task_operators,
+    tools,
+    trackers,
+    workflows,
+)
+from rollmill.config.section import find_sections
+from rollmill.config.validation_errors import section_tag
+from rollmill.config.workflows.base import WorkflowSection
+from rollmill.registry import import_object
+
+PACKAGES: dict[str, tuple[Any, type[Any]]] = {
+    "rewards": (rewards, rewards.RewardSection),
+    "operators": (operators, operators.OperatorSection),
+    "workflows": (workflows, workflows.WorkflowSection),
+    "environments": (environments, environments.EnvironmentSection),
+    "tools": (tools, tools.ToolSection),
+    "task_operators": (task_operators, task_operators.TaskOperatorSection),
+    "orders": (orders, orders.OrderSection),
+    "engines": (engines, engines.EngineSection),
+    "trackers": (trackers, trackers.TrackerSection),
+}
+
+
+def sections(kind: str) -> list[type[Any]]:
+    package, base = PACKAGES[kind]
+    return find_sections(package.__name__, package.__path__, base)
+
+
+def test_no_package_of_sections_is_left_out() -> None:
+    found = {each.name for each in iter_modules(configs.__path__) if each.ispkg}
+    assert found - {"checks"} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_every_implementation_exists_and_takes_its_section_first(kind: str) -> None:
+    found = sections(kind)
+    assert len({section_tag(each) for each in found}) == len(found) > 0
+    for section in found:
+        if issubclass(section, WorkflowSection) and section.single_turn:
+            continue
+        implementation = import_object(section.implementation)
+        first = next(iter(inspect.signature(implementation).parameters.values()))
+        named = str(first.annotation).rpartition(".")[2]
+        assert named in [each.__name__ for each in section.__mro__] or " | " in str(first.annotation), section
+
+
+def test_a_file_in_the_package_is_enough(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shouting.py").write_text(
+        "from typing import Literal\n"
+        "from rollmill.config.rewards.base import RewardSection\n"
+        "class ShoutingReward(RewardSection):\n"
+        "    implementation = 'shouting:ShoutingScorer'\n"
+        "    name: Literal['shouting']\n"
+        "    least: float = 0.0\n"
+        "class ShoutingScorer: ...\n"
+    )
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    assert "shouting" in [section_tag(each) for each in sections("rewards")]

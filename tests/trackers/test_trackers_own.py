@@ -1,0 +1,100 @@
+"""Trackers of a user's file: they get every step, again after a resume, and one that fails does not end the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_factory import STAGES, evaluation_metrics
+
+from rollmill import registry
+from rollmill.config import section as parts
+from rollmill.config.run import MonitorConfig
+from rollmill.errors import ConfigError
+from rollmill.orchestrator.monitor import Monitor
+from rollmill.trackers import PlainView, TrackedRun
+
+
+@pytest.fixture(autouse=True)
+def _own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_registered", dict(parts._registered))
+
+
+def monitor(folder: Path, *trackers: Any) -> Monitor:
+    config = MonitorConfig.model_validate({"trackers": trackers, "report": False})
+    return Monitor(folder, "demo", STAGES, config, PlainView((folder / "log.txt").open("a")))
+
+
+def test_it_gets_steps_and_evaluations_and_its_options(tmp_path: Path) -> None:
+    built: list[Any] = []
+
+    @registry.tracker
+    class Collect:
+        def __init__(self, run: TrackedRun, *, tag: str = "") -> None:
+            self.run, self.tag, self.seen, self.closed = run, tag, list[tuple[Any, Any]](), False
+            built.append(self)
+
+        def write(self, metrics: Any, experiences: Any = ()) -> None:
+            self.seen.append((metrics["step"], len(experiences)))
+
+        def close(self) -> None:
+            self.closed = True
+
+    first = monitor(tmp_path, {"name": "Collect", "tag": "a"})
+    experience: Any = object()
+    first._track({"step": 1, "loss": 0.5}, [experience, experience])
+    first.evaluation(evaluation_metrics(5))
+    first.close()
+    assert (built[0].run, built[0].tag) == (TrackedRun(tmp_path, "demo"), "a")
+    assert (built[0].seen, built[0].closed) == ([(1, 2), (5, 0)], True)
+
+    again = monitor(tmp_path, "Collect")
+    again.resume_at(5)
+    again.evaluation(evaluation_metrics(6))
+    again.close()
+    assert [each.run.resumed_after for each in built] == [None, None, 5]
+    assert built[1].closed
+    assert built[2].seen == [(6, 0)]
+
+
+def test_one_that_fails_is_said_and_not_called_again(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    @registry.tracker
+    class Offline:
+        def __init__(self, run: TrackedRun) -> None: ...
+
+        def write(self, metrics: Any, experiences: Any = ()) -> None:
+            calls.append("write")
+            raise ConnectionError("no route")
+
+        def close(self) -> None:
+            calls.append("close")
+
+    watch = monitor(tmp_path, "Offline")
+    watch.evaluation(evaluation_metrics(0))
+    watch.evaluation(evaluation_metrics(5))
+    watch.close()
+    assert calls == ["write"]
+    said = (tmp_path / "log.txt").read_text()
+    assert said.count("tracker `Offline` failed and is not used any more: ConnectionError: no route") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_is_no_tracker_or_no_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"test_trackers_own.py:\d+: Deaf: a tracker needs a method write"):
+
+        @registry.tracker
+        class Deaf:
+            def close(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"test_trackers_own.py:\d+: Idle: an engine needs a method generate"):
+
+        @registry.engine
+        class Idle: ...
+
+    with pytest.raises(ConfigError, match="plain: a tracker is a class with the methods write, close"):
+
+        @registry.tracker
+        def plain() -> None: ...
