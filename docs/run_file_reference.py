@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.environments.base import EnvironmentSection
+from rollmill.config.key_docs import describe_default, describe_meaning, describe_value, join_lines
 from rollmill.config.orders.base import OrderSection, SuccessRateOrder
 from rollmill.config.resolve import RUN_KEYS
 from rollmill.config.rewards.base import RewardSection
@@ -27,9 +23,7 @@ from rollmill.config.tools.base import ToolSection
 from rollmill.config.validation_errors import (
     SectionLocation,
     join_quoted,
-    section_classes,
     section_locations,
-    unwrap_annotation,
 )
 from rollmill.config.workflows.agents import ToolWorkflowSection
 
@@ -57,8 +51,9 @@ Rules that hold everywhere:
 - Names of runs and stages are names of folders: in any script, with spaces, without `/` and `\\`, at most 100 bytes.
 
 `rollmill check FILE` prints the resolved run. `rollmill check FILE --yaml` prints it as a run file with every default.
+`rollmill explain trainer.lr` prints one key of this page, `rollmill explain lr` all keys of that name, and
+`rollmill explain gspo` a component with its keys.
 """
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,7 @@ def _section(home: SectionLocation) -> Iterator[str]:
     selector = f" (`name: {home.tag}`)" if home.tag else ""
     yield f"## `{home.prefix}`{selector}"
     yield ""
-    yield _words(home.section.__doc__)
+    yield join_lines(home.section.__doc__)
     shared = {
         key: field for family in FAMILIES if issubclass(home.section, family.base) for key, field in family.common()
     }
@@ -150,7 +145,7 @@ def _table(fields: dict[str, FieldInfo]) -> Iterator[str]:
     yield "| key | value | default | meaning |"
     yield "|---|---|---|---|"
     for key, field in fields.items():
-        cells = (f"`{key}`", _kind(field), _default(field), _meaning(key, field))
+        cells = (f"`{key}`", describe_value(field), describe_default(field), describe_meaning(key, field))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 
@@ -161,92 +156,6 @@ def _fields(section: type[Section]) -> dict[str, FieldInfo]:
 
 def _differs(field: FieldInfo, other: FieldInfo) -> bool:
     return (field.default, field.annotation) != (other.default, other.annotation)
-
-
-def _kind(field: FieldInfo) -> str:
-    annotation, optional = unwrap_annotation(field.annotation), type(None) in get_args(field.annotation)
-    bounds = [
-        f"{word} {getattr(rule, name):g}"
-        for rule in field.metadata
-        for name, word in _BOUNDS.items()
-        if hasattr(rule, name)
-    ]
-    return ", ".join([_type(annotation), *bounds]) + (" or null" if optional else "")
-
-
-def _type(annotation: Any) -> str:
-    annotation = unwrap_annotation(annotation)
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in arguments)
-    if origin is list:
-        return "list of sections" if section_classes(arguments[0]) else f"list of {_type(arguments[0])}"
-    if origin is tuple:
-        return f"[{', '.join(_type(argument) for argument in arguments)}]"
-    if origin is dict:
-        return "mapping"
-    if section_classes(annotation):
-        return "section"
-    if arguments:
-        return " or ".join(_type(argument) for argument in arguments)
-    return {int: "integer", float: "number", str: "text", bool: "`true`, `false`", Path: "path"}[annotation]
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    return _written(field.default)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, list) and any(isinstance(each, Section) for each in value):
-        return f"`[{', '.join(_written(each).strip('`') for each in value)}]`"
-    if isinstance(value, Section):
-        plain = type(value).model_validate({"name": value.name} if hasattr(value, "name") else {})
-        own = "".join(
-            f", {key}: {json.dumps(each)}"
-            for key, each in value.model_dump(mode="json").items()
-            if key != "name" and each != plain.model_dump(mode="json")[key]
-        )
-        if hasattr(value, "name"):
-            return f"`{{name: {value.name}{own}}}`"
-        return f"`{{{own[2:]}}}`" if own else "its defaults"
-    if isinstance(value, Enum | Path):
-        value = str(value)
-    return _code(
-        value if isinstance(value, str) and not _needs_quotes(value) else json.dumps(value, ensure_ascii=False)
-    )
-
-
-def _needs_quotes(text: str) -> bool:
-    """Whether a text is shown as YAML would hold it in quotes: empty, with space around it, or of several lines."""
-    return text != text.strip() or not text.isprintable() or not text
-
-
-def _code(text: str) -> str:
-    """Text as code in one line of Markdown, whatever backticks it holds."""
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    fence, space = "`" * (longest + 1), " " * (text[:1] == "`" or text[-1:] == "`")
-    return f"{fence}{space}{text}{space}{fence}"
-
-
-def _meaning(key: str, field: FieldInfo) -> str:
-    inner = unwrap_annotation(field.annotation)
-    sections = section_classes(get_args(inner)[0] if get_origin(inner) is list else inner)
-    if field.description:
-        return _words(field.description)
-    if len(sections) == 1:
-        return _words(sections[0].__doc__)
-    if key in PolicyGradientOptions.model_fields and key != "name":  # a key that an algorithm gives another default
-        return _words(PolicyGradientOptions.model_fields[key].description)
-    if sections:
-        return f"One section per `name`, see `{key}` below."
-    return {"name": "Name of the run (of the stage, inside `stages`)."}[key]
-
-
-def _words(text: str | None) -> str:
-    assert text, "every section and key of the configuration has a docstring"
-    return " ".join(text.split())
 
 
 if __name__ == "__main__":

@@ -549,3 +549,17 @@ def test_statistics_of_a_step_are_needed_by_masks_and_selections_alone() -> None
     assert isinstance(selected, Recipe)
     assert [each.needs_step_statistics for each in (plain, masked, selected)] == [False, True, True]
     assert (plain.entropy, plain.uses_kto_baseline, plain.uses_probabilities) == (0.0, False, False)
+
+
+def test_a_recipe_of_terms_alone_needs_nothing_else() -> None:
+    bare = Recipe("mine", ())
+    assert (bare.entropy, bare.uses_kto_baseline, bare.reset_optimizer, bare.teacher_prompts) == (
+        0.0,
+        False,
+        False,
+        False,
+    )
+    assert not (bare.keep_groups_together or bare.uses_probabilities or bare.uses_expected_discriminant)
+    assert not (bare.uses_reference or bare.needs_step_statistics)
+    term = LossTerm("mine", lambda inputs: inputs.logprob, token_mean)
+    assert (term.weight, term.uses_advantage, term.uses_reference) == (1.0, False, False)

@@ -31,6 +31,7 @@ COMMANDS = {
     "grade": "rollmill.cli.grade",
     "testcases": "rollmill.cli.testcases",
     "algorithms": "rollmill.cli.algorithms",
+    "explain": "rollmill.cli.explain",
     "merge": "rollmill.cli.merge",
     "feedback": "rollmill.cli.feedback",
     "serve": "rollmill.cli.serve",

@@ -128,11 +128,12 @@ def find_sections(package: str, path: Iterable[str], base: type[SectionT]) -> li
     for name in sorted(each.name for each in pkgutil.iter_modules(path)):
         module = importlib.import_module(f"{package}.{name}")
         own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-        found += [each for each in own if issubclass(each, base) and _is_named(each)]
+        found += [each for each in own if issubclass(each, base) and is_named_section(each)]
     return found
 
 
-def _is_named(section: type[Section]) -> bool:
+def is_named_section(section: type[Section]) -> bool:
+    """Returns whether a section has a fixed `name`."""
     field = section.model_fields.get("name")
     return field is not None and get_origin(field.annotation) is Literal
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rollmill.config.run import RunConfig
-from rollmill.config.section import Section, registered_sections
+from rollmill.config.section import NamedSection, Section, is_named_section, registered_sections
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, locate_key, truncate_text
 
 # Unknown keys
@@ -116,7 +116,8 @@ def _collect(home: SectionLocation, found: dict[type[Section], SectionLocation])
         members = section_classes(get_args(inner)[-1] if many else inner)
         for member in members:
             prefix = f"{home.prefix}.{key}{'.NAME' if named else ''}".lstrip(".")
-            _collect(SectionLocation(member, prefix, section_tag(member) if len(members) > 1 else None), found)
+            chosen = len(members) > 1 or (issubclass(member, NamedSection) and is_named_section(member))
+            _collect(SectionLocation(member, prefix, section_tag(member) if chosen else None), found)
 
 
 def closest_match(word: str, words: list[str]) -> str | None:
