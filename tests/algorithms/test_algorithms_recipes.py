@@ -553,6 +553,103 @@ def test_statistics_of_a_step_are_needed_by_masks_and_selections_alone() -> None
 
 def test_a_recipe_of_terms_alone_needs_nothing_else() -> None:
     bare = Recipe("mine", ())
+    assert bare.entropy == 0.0
+    unset = ("uses_kto_baseline", "reset_optimizer", "teacher_prompts", "keep_groups_together", "uses_probabilities")
+    more = ("uses_expected_discriminant", "uses_reference", "needs_step_statistics")
+    assert [name for name in (*unset, *more) if getattr(bare, name)] == []
+    term = LossTerm("mine", lambda inputs: inputs.logprob, token_mean)
+    recipe = Recipe("mine", (term,))
+    assert (term.source, term.weight_at(7)) == (ExperienceSource.ROLLOUT, 1.0)
+    assert not any((term.uses_advantage, term.only_positive, term.uses_reference, term.uses_entropy, term.is_kl))
+    assert recipe.proximal == "rollout"
+    assert not any((recipe.keep_groups_together, recipe.reset_optimizer, recipe.uses_reference, recipe.uses_entropy))
+
+
+def test_every_name_of_a_run_file_is_a_function_of_the_package() -> None:
+    import rollmill.algorithms as package
+    from rollmill.algorithms.binding import ADVANTAGES, LOSSES
+
+    names = {*ADVANTAGES, *LOSSES, "gae", "gdpo", "reinforce_plus_plus"}
+    assert {name for name in names if not callable(getattr(package, name, None))} == set()
+
+
+def _labelled(**changes: object) -> LossInputs:
+    """Four completions, two of each prompt, whose tokens lie among each other; groups are numbered the other way."""
+    sequence = torch.tensor([0, 1, 1, 2, 3, 3, 3, 0, 2])
+    logprob = -torch.tensor([0.2, 0.9, 1.5, 2.0, 0.4, 0.3, 0.8, 0.6, 1.0], dtype=torch.float64)
+    good = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    fields = {
+        "logprob": logprob,
+        "reference_logprob": logprob.flip(0),
+        "sequence": sequence,
+        "group": torch.tensor([1, 1, 0, 0])[sequence],
+        "reward": good[sequence],
+    }
+    return _inputs(len(sequence))._replace(**fields | changes)  # type: ignore[arg-type]
+
+
+def _of_completions(values: torch.Tensor, *, mean: bool) -> list[float]:
+    sequence = _labelled().sequence.tolist()
+    sums, counts = [0.0] * 4, [0] * 4
+    for number, value in zip(sequence, values.tolist(), strict=True):
+        sums[number] += value
+        counts[number] += 1
+    return [each / count if mean else each for each, count in zip(sums, counts, strict=True)]
+
+
+def test_what_orpo_logs_is_of_the_pairs_means() -> None:
+    recipe = _recipe(name="orpo", weight=0.5)
+    assert isinstance(recipe, Recipe)
+    assert recipe.keep_groups_together
+    assert [term.name for term in recipe.terms] == ["sft", "orpo"]
+    assert recipe.measures is not None
+    found = recipe.measures(_labelled())
+    means = _of_completions(_labelled().logprob, mean=True)
+    odds = [mean - math.log(1 - math.exp(mean)) for mean in means]
+    chosen, rejected = [2, 0], [3, 1]  # by group
+    expected = {
+        "pairs/chosen": [means[i] for i in chosen],
+        "pairs/rejected": [means[i] for i in rejected],
+        "pairs/margin": [means[i] - means[j] for i, j in zip(chosen, rejected, strict=True)],
+        "pairs/accuracy": [float(means[i] > means[j]) for i, j in zip(chosen, rejected, strict=True)],
+        "pairs/log_odds": [odds[i] - odds[j] for i, j in zip(chosen, rejected, strict=True)],
+    }
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], torch.tensor(values, dtype=torch.float64))
+    assert found["pairs/accuracy"].tolist() == [0.0, 1.0]
+    same = recipe.measures(_labelled(logprob=torch.full((9,), -0.5, dtype=torch.float64)))
+    assert same["pairs/accuracy"].tolist() == [0.5, 0.5]
+
+
+def test_what_kto_logs_is_of_the_completions_sums() -> None:
+    recipe = _recipe(name="kto", beta=0.2)
+    assert isinstance(recipe, Recipe)
+    assert [term.name for term in recipe.terms] == ["kto"]
+    assert recipe.measures is not None
+    inputs = _labelled()
+    assert inputs.reference_logprob is not None
+    ratios = _of_completions(inputs.logprob - inputs.reference_logprob, mean=False)
+    baseline = torch.tensor(ratios[1], dtype=torch.float64)  # a tie: half right
+    found = recipe.measures(inputs._replace(kl_baseline=baseline))
+    right = [float(ratios[0] > ratios[1]), 0.5, float(ratios[2] > ratios[1]), float(ratios[3] < ratios[1])]
+    assert found["labels/accuracy"].tolist() == right
+    torch.testing.assert_close(found["labels/desirable"], torch.tensor([0.2 * ratios[0], 0.2 * ratios[2]]).double())
+    torch.testing.assert_close(found["labels/undesirable"], torch.tensor([0.2 * ratios[1], 0.2 * ratios[3]]).double())
+    assert found["labels/baseline"].tolist() == [baseline.item()] * 4
+
+
+def test_statistics_of_a_step_are_needed_by_masks_and_selections_alone() -> None:
+    plain, masked, selected = _recipe(name="grpo"), _recipe(name="grpo", masks=["clip_b"]), _recipe(name="kl_cov")
+    assert isinstance(plain, Recipe)
+    assert isinstance(masked, Recipe)
+    assert isinstance(selected, Recipe)
+    assert [each.needs_step_statistics for each in (plain, masked, selected)] == [False, True, True]
+    assert (plain.entropy, plain.uses_kto_baseline, plain.uses_probabilities) == (0.0, False, False)
+
+
+def test_a_recipe_of_terms_alone_needs_nothing_else() -> None:
+    bare = Recipe("mine", ())
     assert (bare.entropy, bare.uses_kto_baseline, bare.reset_optimizer, bare.teacher_prompts) == (
         0.0,
         False,
