@@ -36,7 +36,7 @@ two, so it is never out of date.
 Rules that hold everywhere:
 
 - A run file is YAML. An unknown key is an error; the message names file, line and key and suggests the nearest key.
-- A key that nothing in the run honours is an error, too. Example: `max_staleness` when the algorithm is `sft`.
+- A key that nothing in the run uses is an error, too. Example: `max_staleness` when the algorithm is `sft`.
 - `include: FILE` (or a list) puts this file over others. Mappings merge, everything else replaces. An `algorithm`, a
   `generator` or a `taskset` that names another component replaces the old section as a whole.
 - A part that is chosen by `name` may be the name alone: `loss: gspo` is `loss: {name: gspo}`. A part of an algorithm
@@ -73,12 +73,12 @@ class Family:
 
 
 FAMILIES = (
-    Family(RowsSection, "taskset", "keys of all sources of rows", "Where rows come from and how they become tasks."),
-    Family(TasksetSection, "taskset", "keys of tasksets and entries of a mix", "How tasks are prepared and ordered."),
+    Family(RowsSection, "taskset", "keys of all sources of rows", "The source of rows, and their conversion to tasks."),
+    Family(TasksetSection, "taskset", "keys of tasksets and entries of a mix", "Preparation and order of the tasks."),
     Family(OrderSection, "taskset.order", "keys of all orders", "The tables of the orders list their own keys."),
-    Family(SuccessRateOrder, "taskset.order", "keys of {members}", "What these orders keep of each task."),
+    Family(SuccessRateOrder, "taskset.order", "keys of {members}", "Success rates that these orders track."),
     Family(EnvironmentSection, "environment", "keys of all environments", "The tables below list their own keys."),
-    Family(ToolWorkflowSection, "workflow", "keys of {members}", "How the policy calls tools."),
+    Family(ToolWorkflowSection, "workflow", "keys of {members}", "The form of tool calls."),
     Family(ToolSection, "tools", "keys of all tools", "The tables below list their own keys."),
     Family(
         PolicyGradientOptions,
@@ -87,7 +87,7 @@ FAMILIES = (
         "The tables of the algorithms list differences only; `rollmill algorithms NAME` prints one in full.",
     ),
     Family(RewardSection, "rewards", "keys of all rewards", "The tables of the rewards list their own keys."),
-    Family(TextReward, "rewards", "keys of {members}", "Where in the completion these rewards look."),
+    Family(TextReward, "rewards", "keys of {members}", "The part of the completion that these rewards read."),
     Family(JudgeSection, "rewards", "keys of {members}", "Which model judges, and how it is asked."),
 )
 

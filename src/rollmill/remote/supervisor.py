@@ -169,8 +169,9 @@ class Supervisor:
         for explorer in self._explorers.values():
             ray_module().kill(explorer)
         machine = self._run_dir / MACHINE
-        if machine.is_file():  # a killed trainer leaves its weights
-            remove_stale_weights(json.loads(machine.read_text()).get("run_id"))
+        run_id = json.loads(machine.read_text()).get("run_id") if machine.is_file() else None
+        if run_id is not None:  # a killed trainer leaves its weights
+            remove_stale_weights(run_id)
 
 
 def _outcome(ended: RunEnded) -> dict[str, Any]:

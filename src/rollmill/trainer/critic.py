@@ -34,7 +34,7 @@ from rollmill.trainer.optimizer import (
     optimizer_state_dict,
     optimizer_tensors,
 )
-from rollmill.types import Experience
+from rollmill.types import Experience, ExperienceSource
 
 
 class ValueModel(nn.Module):
@@ -168,4 +168,5 @@ def select_critic_experiences(
     experiences: Sequence[Experience], table: TokenTable, part: Sequence[int], counted: Tensor
 ) -> list[int]:
     """Returns the experiences of `part` that the critic learns from."""
-    return [i for i in part if experiences[i].source == "usual" and len(table.positions[i]) and bool(counted[i])]
+    rolled_out = [i for i in part if experiences[i].source == ExperienceSource.ROLLOUT]
+    return [i for i in rolled_out if len(table.positions[i]) and bool(counted[i])]

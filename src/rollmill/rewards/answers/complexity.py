@@ -37,7 +37,7 @@ _MOST_DIGITS_IN_A_ROOT = 12
 
 _TERMS = re.compile(r"[+\-−±*/]|\\(?:pm|mp|cdot|times|div|cup|cap)(?![A-Za-z])|[,;]")
 _ROOTS = re.compile(r"\\?sqrt|√")
-_POWERS = re.compile(r"\^|\*\*|\*\*")
+_POWERS = re.compile(r"\^|\*\*")
 _FUNCTIONS = re.compile(
     r"\\?(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sinh|cosh|tanh|arc\w{3}|max|min|bmod|pmod|mod)(?![a-z])"
 )
