@@ -26,18 +26,14 @@ from rollmill.algorithms import (
 from rollmill.algorithms import sequence_losses as sequences
 from rollmill.algorithms import token_advantages as steps
 from rollmill.algorithms.binding import (
-    ADVANTAGES,
-    CLIP_INDICATORS,
-    CORRECTIONS,
-    LOSSES,
-    MASKS,
-    SELECTIONS,
     bind_clip_indicator,
     bind_loss,
 )
 from rollmill.algorithms.recipe import Recipe
-from rollmill.config.loss import LossSection
-from rollmill.config.section import section_from_signature
+from rollmill.config.advantage import AdvantageSection
+from rollmill.config.loss import CorrectionSection, LossSection, MaskSection
+from rollmill.config.section import module_sections, section_from_signature
+from rollmill.config.validation_errors import section_tag
 from rollmill.errors import ConfigError
 from rollmill.recipes import AlgorithmConfig
 
@@ -125,12 +121,14 @@ def step(tokens: LossInputs) -> MaskInputs:
 
 
 def test_every_name_is_looked_at_below() -> None:
-    assert {*LOSS, *ON_ROLLOUT, *PLAIN, "kl_cov"} == set(LOSSES)
-    assert set(SELECTIONS) == {"kl_cov"}
-    assert set(MASK) == set(MASKS)
-    assert set(WEIGHTS) == set(CORRECTIONS)
-    assert set(DROPS) == set(CLIP_INDICATORS)
-    assert set(COMPARES) - {"gdpo"} == set(ADVANTAGES)
+    losses = {section_tag(each): each for each in module_sections("rollmill.config.loss", LossSection)}
+    assert {*LOSS, *ON_ROLLOUT, *PLAIN, "kl_cov"} == set(losses)
+    assert [name for name, each in losses.items() if each.selection] == ["kl_cov"]
+    assert set(DROPS) == {name for name, each in losses.items() if each.clip_indicator}
+    assert set(MASK) == {section_tag(each) for each in module_sections("rollmill.config.loss", MaskSection)}
+    assert set(WEIGHTS) == {section_tag(each) for each in module_sections("rollmill.config.loss", CorrectionSection)}
+    advantages = module_sections("rollmill.config.advantage", AdvantageSection)
+    assert set(COMPARES) - {"gdpo"} == {section_tag(each) for each in advantages if each.implementation}
 
 
 @pytest.mark.parametrize("name", [*LOSS, *ON_ROLLOUT, *PLAIN])

@@ -470,9 +470,16 @@ def test_a_recipe_of_one_term_is_as_plain_as_can_be() -> None:
 
 def test_every_name_of_a_run_file_is_a_function_of_the_package() -> None:
     import rollmill.algorithms as package
-    from rollmill.algorithms.binding import ADVANTAGES, LOSSES
+    from rollmill.config.advantage import AdvantageSection
+    from rollmill.config.loss import LossSection
+    from rollmill.config.section import module_sections
+    from rollmill.config.validation_errors import section_tag
 
-    names = {*ADVANTAGES, *LOSSES, "gae", "gdpo", "reinforce_plus_plus"}
+    sections = [
+        *module_sections("rollmill.config.advantage", AdvantageSection),
+        *module_sections("rollmill.config.loss", LossSection),
+    ]
+    names = {section_tag(each) for each in sections}
     assert {name for name in names if not callable(getattr(package, name, None))} == set()
 
 

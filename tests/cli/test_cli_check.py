@@ -204,6 +204,7 @@ def test_every_command_has_its_module() -> None:
             "plan",
             "status",
             "algorithms",
+            "explain",
             "bench",
             "audit",
             "serve",

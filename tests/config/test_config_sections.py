@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from pkgutil import iter_modules
 from typing import Any
@@ -20,7 +21,7 @@ from rollmill.config import (
     trackers,
     workflows,
 )
-from rollmill.config.section import find_sections
+from rollmill.config.section import find_sections, section_from_signature
 from rollmill.config.validation_errors import section_tag
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.registry import import_object
@@ -73,3 +74,17 @@ def test_a_file_in_the_package_is_enough(tmp_path: Any, monkeypatch: pytest.Monk
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     assert "shouting" in [section_tag(each) for each in sections("rewards")]
+
+
+def test_a_registered_section_is_made_without_parsing_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11's ast.parse fails now and then where other threads parse; a plugin may be imported beside them."""
+
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    def mine(batch: Any, *, share: float = 0.5) -> None:
+        """An operator."""
+
+    monkeypatch.setattr(ast, "parse", parse)
+    section = section_from_signature(mine, operators.OperatorSection)
+    assert section.model_validate({"name": "mine", "share": 0.25}).arguments() == {"share": 0.25}

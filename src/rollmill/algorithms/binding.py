@@ -9,109 +9,47 @@ from typing import Any
 
 from torch import Tensor
 
-import rollmill.algorithms.advantages as advantages
-import rollmill.algorithms.corrections as corrections
-import rollmill.algorithms.entropy as entropy
-import rollmill.algorithms.losses as losses
-import rollmill.algorithms.sequence_losses as sequences
-import rollmill.algorithms.token_advantages as token_advantages
-import rollmill.algorithms.trust_region as trust_region
 from rollmill.algorithms.recipe import AdvantageInputs, LossInputs, MaskInputs
+from rollmill.config.advantage import AdvantageSection
+from rollmill.config.loss import CorrectionSection, LossSection, MaskSection
 from rollmill.config.section import NamedSection
 from rollmill.errors import ConfigError
-
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    "grpo": advantages.grpo,
-    "mean_baseline": advantages.mean_baseline,
-    "rloo": advantages.rloo,
-    "reinforce": advantages.reinforce,
-    "opo": advantages.opo,
-    "pass_at_k": advantages.pass_at_k,
-    "best_of_group": advantages.best_of_group,
-    "remax": advantages.remax,
-    "opmd": advantages.opmd,
-    "asymre": advantages.asymre,
-    "stepwise": token_advantages.stepwise,
-    "gigpo": token_advantages.gigpo,
-}
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "ppo_clip": losses.ppo_clip,
-    "gspo": sequences.gspo,
-    "gspo_token": sequences.gspo_token,
-    "gmpo": sequences.gmpo,
-    "vespo": sequences.vespo,
-    "surrogate": losses.surrogate,
-    "kl_cov": entropy.kl_cov,
-    "cispo": losses.cispo,
-    "sapo": losses.sapo,
-    "topr": sequences.topr,
-    "opmd": losses.opmd,
-    "kimi_mirror": sequences.kimi_mirror,
-    "sppo": sequences.sppo,
-    "softmax_ppo": losses.softmax_ppo,
-    "policy_gradient": losses.policy_gradient,
-    "raft": losses.raft,
-    "rec": trust_region.rec,
-    "dppo_tv": trust_region.dppo_tv,
-}
-CLIP_INDICATORS: dict[str, Callable[..., Tensor]] = {
-    "ppo_clip": losses.clipped,
-    "gspo": sequences.gspo_clipped,
-    "gspo_token": sequences.gspo_clipped,
-    "gmpo": sequences.gmpo_clipped,
-    "rec": trust_region.rec_clipped,
-    "dppo_tv": trust_region.dppo_masked,
-}
-MASKS: dict[str, Callable[..., Tensor]] = {
-    "high_entropy": entropy.high_entropy,
-    "clip_b": entropy.clip_b,
-    "clip_v": entropy.clip_v,
-    "clip_cov": entropy.clip_cov,
-    "second_moment": trust_region.second_moment,
-}
-SELECTIONS: dict[str, Callable[..., Tensor]] = {"kl_cov": entropy.largest_covariance}
-CORRECTIONS: dict[str, Callable[..., Tensor]] = {
-    "tis": corrections.truncated_importance,
-    "sequence_tis": corrections.sequence_truncated_importance,
-    "mis": corrections.masked_importance,
-    "sequence_mis": corrections.sequence_masked_importance,
-    "geometric": corrections.geometric_rejection,
-    "k3": corrections.k3_rejection,
-    "decoupled": corrections.decoupled_importance,
-    "off_policy_mask": corrections.off_policy_sequence_mask,
-}
+from rollmill.registry import import_object
 
 
-def bind_advantage(part: NamedSection) -> Callable[[AdvantageInputs], Tensor]:
+def bind_advantage(part: AdvantageSection) -> Callable[[AdvantageInputs], Tensor]:
     """Binds the advantage function that the section names to AdvantageInputs."""
-    return bind_inputs(part.function or ADVANTAGES[part.name], part, AdvantageInputs._fields)
+    return bind_inputs(_function(part), part, AdvantageInputs._fields)
 
 
-def bind_loss(part: NamedSection) -> Callable[[LossInputs], Tensor]:
+def bind_loss(part: LossSection) -> Callable[[LossInputs], Tensor]:
     """Binds the loss function that the section names to LossInputs."""
-    return bind_inputs(part.function or LOSSES[part.name], part, LossInputs._fields)
+    return bind_inputs(_function(part), part, LossInputs._fields)
 
 
-def bind_mask(part: NamedSection) -> Callable[[MaskInputs], Tensor]:
+def bind_mask(part: MaskSection) -> Callable[[MaskInputs], Tensor]:
     """Binds the mask that the section names; it returns the tokens to keep."""
-    return bind_inputs(MASKS[part.name], part, MaskInputs._fields)
+    return bind_inputs(_function(part), part, MaskInputs._fields)
 
 
-def bind_selection(part: NamedSection) -> Callable[[MaskInputs], Tensor] | None:
+def bind_selection(part: LossSection) -> Callable[[MaskInputs], Tensor] | None:
     """Binds the loss's selection over a whole optimizer step, if it has one."""
-    function = SELECTIONS.get(part.name) if part.function is None else None
-    return None if function is None else bind_inputs(function, part, MaskInputs._fields)
+    return bind_inputs(import_object(part.selection), part, MaskInputs._fields) if part.selection else None
 
 
-def bind_clip_indicator(part: NamedSection) -> Callable[[LossInputs | MaskInputs], Tensor] | None:
+def bind_clip_indicator(part: LossSection) -> Callable[[LossInputs | MaskInputs], Tensor] | None:
     """Binds the function that returns the tokens dropped by the loss, if it has one."""
-    function = CLIP_INDICATORS.get(part.name) if part.function is None else None
-    return None if function is None else bind_inputs(function, part, LossInputs._fields)
+    return bind_inputs(import_object(part.clip_indicator), part, LossInputs._fields) if part.clip_indicator else None
 
 
-def bind_correction(part: NamedSection) -> Callable[[LossInputs], Tensor]:
+def bind_correction(part: CorrectionSection) -> Callable[[LossInputs], Tensor]:
     """Binds the off-policy correction that the section names."""
-    return bind_inputs(CORRECTIONS[part.name], part, LossInputs._fields)
+    return bind_inputs(_function(part), part, LossInputs._fields)
+
+
+def _function(part: NamedSection) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = part.function or import_object(part.implementation)
+    return function
 
 
 def bind_inputs(

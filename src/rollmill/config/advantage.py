@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, WrapValidator, model_validator
+from pydantic import Field, model_validator
 
-from rollmill.config.section import NamedSection, RegisteredUnion
+from rollmill.config.section import NamedSection, module_sections, section_union
 
 
 class AdvantageSection(NamedSection):
@@ -24,6 +24,7 @@ class AdvantageSection(NamedSection):
 class GroupNormalised(AdvantageSection):
     """(r - mean) / (std + eps) within the group (GRPO)."""
 
+    implementation = "rollmill.algorithms.advantages:grpo"
     name: Literal["grpo"] = "grpo"
     scale: Literal["group", "batch", "none"] = "group"
     """Standard deviation to divide by: that of the group, that of all rewards of the batch, or none."""
@@ -34,12 +35,14 @@ class GroupNormalised(AdvantageSection):
 class MeanBaseline(AdvantageSection):
     """r - mean within the group (Dr. GRPO)."""
 
+    implementation = "rollmill.algorithms.advantages:mean_baseline"
     name: Literal["mean_baseline"] = "mean_baseline"
 
 
 class LeaveOneOut(AdvantageSection):
     """r minus the mean of the other rewards of the group (RLOO)."""
 
+    implementation = "rollmill.algorithms.advantages:rloo"
     name: Literal["rloo"] = "rloo"
 
 
@@ -48,6 +51,7 @@ class BatchBaseline(AdvantageSection):
 
     compares_groups: ClassVar[bool] = False
 
+    implementation = "rollmill.algorithms.advantages:reinforce"
     name: Literal["reinforce"] = "reinforce"
     baseline: Literal["batch", "none"] = "batch"
     """Baseline subtracted from the reward: the mean of the whole batch, or none."""
@@ -68,6 +72,7 @@ class BatchNormalised(AdvantageSection):
 class OptimalBaseline(AdvantageSection):
     """r minus the mean of the group weighted by length (OPO)."""
 
+    implementation = "rollmill.algorithms.advantages:opo"
     name: Literal["opo"] = "opo"
 
 
@@ -85,6 +90,7 @@ class OptimalTokenBaseline(AdvantageSection):
 class PassAtKAdvantage(AdvantageSection):
     """Contribution of a completion to the best of k, over all subsets of k completions of the group (pass@k)."""
 
+    implementation = "rollmill.algorithms.advantages:pass_at_k"
     name: Literal["pass_at_k"] = "pass_at_k"
     k: int = Field(4, ge=2)
     """Completions per subset."""
@@ -100,6 +106,7 @@ class BestOfGroup(AdvantageSection):
 
     compares_groups: ClassVar[bool] = False
 
+    implementation = "rollmill.algorithms.advantages:best_of_group"
     name: Literal["best_of_group"] = "best_of_group"
     accept: Literal["best", "all"] = "best"
     """`best`: the best of each group, the first one of ties. `all`: every completion above `threshold`."""
@@ -119,12 +126,14 @@ class GreedyBaseline(AdvantageSection):
     compares_groups: ClassVar[bool] = False
     uses_greedy: ClassVar[bool] = True
 
+    implementation = "rollmill.algorithms.advantages:remax"
     name: Literal["remax"] = "remax"
 
 
 class MirrorBaseline(AdvantageSection):
     """r minus the group's mean, or minus tau log(mean(exp(r / tau))) (OPMD, Kimi k1.5)."""
 
+    implementation = "rollmill.algorithms.advantages:opmd"
     name: Literal["opmd"] = "opmd"
     baseline: Literal["mean", "logavgexp"] = "mean"
     """The group's mean, or its estimate of tau log Z."""
@@ -135,6 +144,7 @@ class MirrorBaseline(AdvantageSection):
 class ShiftedBaseline(AdvantageSection):
     """r - (mean - beta) within the group: successes weigh more than failures (AsymRE)."""
 
+    implementation = "rollmill.algorithms.advantages:asymre"
     name: Literal["asymre"] = "asymre"
     beta: float = 0.1
     """Offset of the baseline below the group's mean."""
@@ -159,6 +169,7 @@ class StepwiseAdvantage(AdvantageSection):
 
     uses_episodes: ClassVar[bool] = True
 
+    implementation = "rollmill.algorithms.token_advantages:stepwise"
     name: Literal["stepwise"] = "stepwise"
     per_step: bool = False
     """Divide by the episode's number of steps."""
@@ -169,6 +180,7 @@ class GroupInGroupAdvantage(AdvantageSection):
 
     uses_episodes: ClassVar[bool] = True
 
+    implementation = "rollmill.algorithms.token_advantages:gigpo"
     name: Literal["gigpo"] = "gigpo"
     weight: float = Field(1.0, ge=0)
     """Weight of the step-level advantage."""
@@ -199,27 +211,7 @@ class GAE(AdvantageSection):
     """Normalise the advantages over the batch's tokens."""
 
 
-AdvantageConfig = Annotated[
-    SerializeAsAny[
-        Annotated[
-            GroupNormalised
-            | MeanBaseline
-            | LeaveOneOut
-            | BatchBaseline
-            | BatchNormalised
-            | OptimalBaseline
-            | OptimalTokenBaseline
-            | PassAtKAdvantage
-            | BestOfGroup
-            | GreedyBaseline
-            | MirrorBaseline
-            | ShiftedBaseline
-            | RewardPartsNormalised
-            | StepwiseAdvantage
-            | GroupInGroupAdvantage
-            | GAE,
-            Field(discriminator="name"),
-        ]
-    ],
-    WrapValidator(RegisteredUnion("advantage")),
-]
+if TYPE_CHECKING:
+    AdvantageConfig = AdvantageSection
+else:
+    AdvantageConfig = section_union(module_sections(__name__, AdvantageSection), kind="advantage")

@@ -1,13 +1,13 @@
 """`algorithm.loss`, `algorithm.masks` and `algorithm.corrections`: the policy loss, tokens that it excludes, and
-importance weights. Each name is a function of `rollmill.algorithms`."""
+importance weights. Each section names its function of `rollmill.algorithms`."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, WrapValidator
+from pydantic import Field
 
-from rollmill.config.section import NamedSection, RegisteredUnion
+from rollmill.config.section import NamedSection, module_sections, section_union
 
 
 class LossSection(NamedSection):
@@ -17,12 +17,17 @@ class LossSection(NamedSection):
     only_positive: ClassVar[bool] = False  #: and where the advantage is negative
     uses_old: ClassVar[bool] = True  #: uses the old log-probs
     to_rollout: ClassVar[bool] = False  #: its ratio is to the rollout policy
-    selects: ClassVar[bool] = False  #: treats some tokens differently, chosen over the whole optimizer step
+    clip_indicator: ClassVar[str] = ""  #: import path of the function that marks the tokens dropped by clipping
+    selection: ClassVar[str] = ""
+    """Import path of the function that chooses the tokens which the loss treats differently, over the whole optimizer
+    step."""
 
 
 class PPOClipLoss(LossSection):
     """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), rho the ratio to the old policy (PPO)."""
 
+    clip_indicator = "rollmill.algorithms.losses:clipped"
+    implementation = "rollmill.algorithms.losses:ppo_clip"
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(0.2, ge=0)
     """Ratios below 1 - clip_low bring no further gain."""
@@ -35,6 +40,8 @@ class PPOClipLoss(LossSection):
 class GSPOLoss(LossSection):
     """PPO's clipped term with one ratio per completion, the geometric mean of its tokens' (GSPO)."""
 
+    clip_indicator = "rollmill.algorithms.sequence_losses:gspo_clipped"
+    implementation = "rollmill.algorithms.sequence_losses:gspo"
     name: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, ge=0)
     """Ratios below 1 - clip_low bring no further gain."""
@@ -45,12 +52,15 @@ class GSPOLoss(LossSection):
 class GSPOTokenLoss(GSPOLoss):
     """GSPO for advantages that differ between a completion's tokens."""
 
+    implementation = "rollmill.algorithms.sequence_losses:gspo_token"
     name: Literal["gspo_token"] = "gspo_token"  # type: ignore[assignment]
 
 
 class GMPOLoss(LossSection):
     """-A times the geometric mean of the completion's ratios, each clipped in log space (GMPO)."""
 
+    clip_indicator = "rollmill.algorithms.sequence_losses:gmpo_clipped"
+    implementation = "rollmill.algorithms.sequence_losses:gmpo"
     name: Literal["gmpo"] = "gmpo"
     clip_low: float = Field(0.4, ge=0)
     """Log-ratios below -clip_low bring no further gain."""
@@ -64,6 +74,7 @@ class VESPOLoss(LossSection):
     uses_old: ClassVar[bool] = False
     to_rollout: ClassVar[bool] = True
 
+    implementation = "rollmill.algorithms.sequence_losses:vespo"
     name: Literal["vespo"] = "vespo"
     k_positive: float = Field(2.0, ge=0)
     """k where the advantage is not negative: how fast small ratios are suppressed."""
@@ -78,6 +89,7 @@ class VESPOLoss(LossSection):
 class SurrogateLoss(LossSection):
     """-rho A, without clipping (M2PO, with its mask)."""
 
+    implementation = "rollmill.algorithms.losses:surrogate"
     name: Literal["surrogate"] = "surrogate"
 
 
@@ -85,8 +97,9 @@ class KLCovLoss(LossSection):
     """-rho A, plus a penalty |log rho| on the step's tokens whose log-prob and advantage covary most (KL-Cov)."""
 
     follows_advantage: ClassVar[bool] = False
-    selects: ClassVar[bool] = True
 
+    selection = "rollmill.algorithms.entropy:largest_covariance"
+    implementation = "rollmill.algorithms.entropy:kl_cov"
     name: Literal["kl_cov"] = "kl_cov"
     share: float = Field(2e-4, gt=0, le=1)
     """Fraction of the step's tokens with the penalty; at least one."""
@@ -97,6 +110,7 @@ class KLCovLoss(LossSection):
 class CISPOLoss(LossSection):
     """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: the weight is clipped, not the update (CISPO)."""
 
+    implementation = "rollmill.algorithms.losses:cispo"
     name: Literal["cispo"] = "cispo"
     clip_low: float = Field(1.0, ge=0, le=1)
     """Weights are at least 1 - clip_low; 1 is no bound."""
@@ -107,6 +121,7 @@ class CISPOLoss(LossSection):
 class SAPOLoss(LossSection):
     """-(4 / tau) sigmoid(tau (rho - 1)) A: a soft gate in place of clipping (SAPO)."""
 
+    implementation = "rollmill.algorithms.losses:sapo"
     name: Literal["sapo"] = "sapo"
     tau_positive: float = Field(1.0, gt=0)
     """Steepness where the advantage is positive."""
@@ -117,6 +132,7 @@ class SAPOLoss(LossSection):
 class TOPRLoss(LossSection):
     """-w A log pi, w = 1 for A >= 0, else the completion's ratio, at most 1 (TOPR)."""
 
+    implementation = "rollmill.algorithms.sequence_losses:topr"
     name: Literal["topr"] = "topr"
 
 
@@ -125,6 +141,7 @@ class OPMDLoss(LossSection):
 
     uses_old: ClassVar[bool] = False
 
+    implementation = "rollmill.algorithms.losses:opmd"
     name: Literal["opmd"] = "opmd"
     tau: float = Field(1.0, ge=0)
     """Weight of the KL to the old policy that the update is derived with."""
@@ -135,6 +152,7 @@ class KimiMirrorLoss(LossSection):
 
     follows_advantage: ClassVar[bool] = False
 
+    implementation = "rollmill.algorithms.sequence_losses:kimi_mirror"
     name: Literal["kimi_mirror"] = "kimi_mirror"
     tau: float = Field(0.1, gt=0)
     """Weight of the KL to the old policy that the update is derived with."""
@@ -145,6 +163,7 @@ class SPPOLoss(LossSection):
 
     follows_advantage: ClassVar[bool] = False
 
+    implementation = "rollmill.algorithms.sequence_losses:sppo"
     name: Literal["sppo"] = "sppo"
     beta: float = Field(1e-3, gt=0)
     """Divisor of the advantages: 1 / eta of the paper."""
@@ -153,6 +172,7 @@ class SPPOLoss(LossSection):
 class SoftmaxPPOLoss(LossSection):
     """-A log clip(rho, 1 / (1 + clip), 1 + clip) (sPPO)."""
 
+    implementation = "rollmill.algorithms.losses:softmax_ppo"
     name: Literal["softmax_ppo"] = "softmax_ppo"
     clip: float = Field(0.3, gt=0)
     """Clipping range of the ratio."""
@@ -163,6 +183,7 @@ class PolicyGradientLoss(LossSection):
 
     uses_old: ClassVar[bool] = False
 
+    implementation = "rollmill.algorithms.losses:policy_gradient"
     name: Literal["policy_gradient"] = "policy_gradient"
 
 
@@ -172,12 +193,15 @@ class RAFTLoss(LossSection):
     only_positive: ClassVar[bool] = True
     uses_old: ClassVar[bool] = False
 
+    implementation = "rollmill.algorithms.losses:raft"
     name: Literal["raft"] = "raft"
 
 
 class RECLoss(LossSection):
     """-A log pi, optionally weighted by the ratio, of tokens whose ratio is within bounds (the REC family)."""
 
+    clip_indicator = "rollmill.algorithms.trust_region:rec_clipped"
+    implementation = "rollmill.algorithms.trust_region:rec"
     name: Literal["rec"] = "rec"
     clip: Literal["one-side", "two-side", "ring"] = "one-side"
     """Tokens outside the bounds that are dropped. `one-side`: those on the advantage's side. `two-side`: all. `ring`:
@@ -202,6 +226,8 @@ class DPPOTVLoss(LossSection):
     uses_old: ClassVar[bool] = False
     to_rollout: ClassVar[bool] = True
 
+    clip_indicator = "rollmill.algorithms.trust_region:dppo_masked"
+    implementation = "rollmill.algorithms.trust_region:dppo_tv"
     name: Literal["dppo_tv"] = "dppo_tv"
     bound_low: float = Field(0.2, ge=0)
     """Maximum decrease in probability of a token with A <= 0."""
@@ -211,32 +237,10 @@ class DPPOTVLoss(LossSection):
     """Weight of the squared log-ratio."""
 
 
-LossConfig = Annotated[
-    SerializeAsAny[
-        Annotated[
-            PPOClipLoss
-            | GSPOLoss
-            | GSPOTokenLoss
-            | GMPOLoss
-            | VESPOLoss
-            | SurrogateLoss
-            | KLCovLoss
-            | CISPOLoss
-            | SAPOLoss
-            | TOPRLoss
-            | OPMDLoss
-            | KimiMirrorLoss
-            | SPPOLoss
-            | SoftmaxPPOLoss
-            | PolicyGradientLoss
-            | RAFTLoss
-            | RECLoss
-            | DPPOTVLoss,
-            Field(discriminator="name"),
-        ]
-    ],
-    WrapValidator(RegisteredUnion("loss")),
-]
+if TYPE_CHECKING:
+    LossConfig = LossSection
+else:
+    LossConfig = section_union(module_sections(__name__, LossSection), kind="loss")
 
 
 # Masks: functions of `rollmill.algorithms.entropy` and `rollmill.algorithms.trust_region`
@@ -253,6 +257,7 @@ class MaskSection(NamedSection):
 class HighEntropyMask(MaskSection):
     """Keeps the tokens with the highest entropy (80/20 rule)."""
 
+    implementation = "rollmill.algorithms.entropy:high_entropy"
     name: Literal["high_entropy"] = "high_entropy"
     top: float = Field(0.2, gt=0, le=1)
     """Fraction of the step's tokens to keep."""
@@ -261,6 +266,7 @@ class HighEntropyMask(MaskSection):
 class ClipBMask(MaskSection):
     """Excludes tokens with A < 0 whose update would lower the entropy far more than the step's mean (Clip_B)."""
 
+    implementation = "rollmill.algorithms.entropy:clip_b"
     name: Literal["clip_b"] = "clip_b"
     mu: float = Field(2.5, ge=0)
     """Accepted distance below the step's mean of p (H + log p), in standard deviations."""
@@ -271,6 +277,7 @@ class ClipVMask(MaskSection):
 
     uses_expected_discriminant: ClassVar[bool] = True
 
+    implementation = "rollmill.algorithms.entropy:clip_v"
     name: Literal["clip_v"] = "clip_v"
     mu: float = Field(8.5, ge=0)
     """Accepted size of the difference, in standard deviations."""
@@ -283,6 +290,7 @@ class ClipCovMask(MaskSection):
 
     uses_old: ClassVar[bool] = True
 
+    implementation = "rollmill.algorithms.entropy:clip_cov"
     name: Literal["clip_cov"] = "clip_cov"
     share: float = Field(2e-4, gt=0, le=1)
     """Fraction of the step's tokens to exclude; at least one."""
@@ -297,15 +305,16 @@ class SecondMomentMask(MaskSection):
 
     uses_old: ClassVar[bool] = True
 
+    implementation = "rollmill.algorithms.trust_region:second_moment"
     name: Literal["second_moment"] = "second_moment"
     threshold: float = Field(0.04, ge=0)
     """Accepted mean squared log-ratio of tokens whose update moves them further from the old policy."""
 
 
-MaskConfig = Annotated[
-    HighEntropyMask | ClipBMask | ClipVMask | ClipCovMask | SecondMomentMask,
-    Field(discriminator="name"),
-]
+if TYPE_CHECKING:
+    MaskConfig = MaskSection
+else:
+    MaskConfig = section_union(module_sections(__name__, MaskSection))
 
 
 # Corrections: functions of `rollmill.algorithms.corrections`
@@ -319,6 +328,7 @@ class CorrectionSection(NamedSection):
 class TokenTIS(CorrectionSection):
     """min(x, cap) per token: truncated importance sampling."""
 
+    implementation = "rollmill.algorithms.corrections:truncated_importance"
     name: Literal["tis"] = "tis"
     cap: float = Field(2.0, gt=0)
     """Upper bound of the weights."""
@@ -327,6 +337,7 @@ class TokenTIS(CorrectionSection):
 class SequenceTIS(CorrectionSection):
     """min(product of the completion's x, cap)."""
 
+    implementation = "rollmill.algorithms.corrections:sequence_truncated_importance"
     name: Literal["sequence_tis"] = "sequence_tis"
     cap: float = Field(2.0, gt=0)
     """Upper bound of the weights."""
@@ -335,6 +346,7 @@ class SequenceTIS(CorrectionSection):
 class TokenMIS(CorrectionSection):
     """x within [low, high], else 0 (IcePop, MIS)."""
 
+    implementation = "rollmill.algorithms.corrections:masked_importance"
     name: Literal["mis"] = "mis"
     low: float = Field(0.5, ge=0)
     """Smaller weights become 0."""
@@ -345,6 +357,7 @@ class TokenMIS(CorrectionSection):
 class SequenceMIS(CorrectionSection):
     """The product of the completion's x within [low, high], else 0."""
 
+    implementation = "rollmill.algorithms.corrections:sequence_masked_importance"
     name: Literal["sequence_mis"] = "sequence_mis"
     low: float = Field(0.5, ge=0)
     """Smaller weights become 0."""
@@ -355,6 +368,7 @@ class SequenceMIS(CorrectionSection):
 class GeometricRejection(CorrectionSection):
     """1 where the geometric mean of the completion's x lies within [low, high], else 0."""
 
+    implementation = "rollmill.algorithms.corrections:geometric_rejection"
     name: Literal["geometric"] = "geometric"
     low: float = Field(0.999, ge=0)
     """Completions with a smaller mean are excluded."""
@@ -365,6 +379,7 @@ class GeometricRejection(CorrectionSection):
 class K3Rejection(CorrectionSection):
     """1 where the completion's mean k3 between rollout and old policy is at most `bound`, else 0."""
 
+    implementation = "rollmill.algorithms.corrections:k3_rejection"
     name: Literal["k3"] = "k3"
     bound: float = Field(0.01, gt=0)
     """Completions with a larger mean are excluded."""
@@ -373,6 +388,7 @@ class K3Rejection(CorrectionSection):
 class DecoupledCorrection(CorrectionSection):
     """x up to `cap` (decoupled PPO, AReaL)."""
 
+    implementation = "rollmill.algorithms.corrections:decoupled_importance"
     name: Literal["decoupled"] = "decoupled"
     cap: float = Field(5.0, gt=0)
     """Largest accepted weight."""
@@ -383,19 +399,13 @@ class DecoupledCorrection(CorrectionSection):
 class OffPolicyMask(CorrectionSection):
     """0 for completions with negative advantage whose mean log(rollout / policy) exceeds `delta`, else 1."""
 
+    implementation = "rollmill.algorithms.corrections:off_policy_sequence_mask"
     name: Literal["off_policy_mask"] = "off_policy_mask"
     delta: float = Field(0.1, ge=0)
     """Largest accepted mean of log(rollout) - log(policy), in nats."""
 
 
-CorrectionConfig = Annotated[
-    TokenTIS
-    | SequenceTIS
-    | TokenMIS
-    | SequenceMIS
-    | GeometricRejection
-    | K3Rejection
-    | DecoupledCorrection
-    | OffPolicyMask,
-    Field(discriminator="name"),
-]
+if TYPE_CHECKING:
+    CorrectionConfig = CorrectionSection
+else:
+    CorrectionConfig = section_union(module_sections(__name__, CorrectionSection))

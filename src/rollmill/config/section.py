@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -124,12 +125,16 @@ def find_sections(package: str, path: Iterable[str], base: type[SectionT]) -> li
     Args:
         package, path: `__name__` and `__path__` of the package.
     """
-    found: list[type[SectionT]] = []
-    for name in sorted(each.name for each in pkgutil.iter_modules(path)):
-        module = importlib.import_module(f"{package}.{name}")
-        own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-        found += [each for each in own if issubclass(each, base) and is_named_section(each)]
-    return found
+    modules = [f"{package}.{each.name}" for each in pkgutil.iter_modules(path)]
+    for module in modules:
+        importlib.import_module(module)
+    return [section for module in sorted(modules) for section in module_sections(module, base)]
+
+
+def module_sections(module: str, base: type[SectionT]) -> list[type[SectionT]]:
+    """Returns the sections with a `name` of their own that a module has defined so far, in order."""
+    own = [each for each in vars(sys.modules[module]).values() if isinstance(each, type) and each.__module__ == module]
+    return [each for each in own if issubclass(each, base) and is_named_section(each)]
 
 
 def is_named_section(section: type[Section]) -> bool:
@@ -170,7 +175,13 @@ def section_from_signature(target: Callable[..., Any], base: type[NamedSection])
             raise ConfigError(f"{where}: {name}: an option cannot be called `{parameter.name}`; give it another name")
         fields[parameter.name] = (hints[parameter.name], parameter.default)
     section = create_model(  # type: ignore[call-overload]
-        name, __base__=base, __doc__=inspect.getdoc(target) or f"`{name}`.", name=(Literal[name], name), **fields
+        name,
+        __base__=base,
+        __doc__=inspect.getdoc(target) or f"`{name}`.",
+        # there are none; and CPython's parser, which looks for them, fails where other threads parse (SystemError)
+        __cls_kwargs__={"use_attribute_docstrings": False},
+        name=(Literal[name], name),
+        **fields,
     )
     section.function = staticmethod(target)
     made: type[NamedSection] = section
