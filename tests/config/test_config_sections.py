@@ -85,6 +85,7 @@ def test_a_registered_section_is_made_without_parsing_its_source(monkeypatch: py
     def mine(batch: Any, *, share: float = 0.5) -> None:
         """An operator."""
 
-    monkeypatch.setattr(ast, "parse", parse)
-    section = section_from_signature(mine, operators.OperatorSection)
+    with monkeypatch.context() as patched:
+        patched.setattr(ast, "parse", parse)
+        section = section_from_signature(mine, operators.OperatorSection)
     assert section.model_validate({"name": "mine", "share": 0.25}).arguments() == {"share": 0.25}
