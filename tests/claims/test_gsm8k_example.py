@@ -23,7 +23,14 @@ SHORT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "qwen3",
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.thorough]) for name in ("qwen2", "llama")),
+    ],
+)
 def test_a_checkpoint_folder_needs_only_the_path(
     architecture: str, tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,8 +56,15 @@ def clean(end: Ended, code: int, *says: str) -> None:
 # -- interruptions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [1, 9])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "after"),
+    [
+        (signal.SIGINT, 1),
+        (signal.SIGTERM, 9),
+        pytest.param(signal.SIGINT, 9, marks=[pytest.mark.slow, pytest.mark.thorough]),
+        pytest.param(signal.SIGTERM, 1, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
+)
 def test_interrupted_once_writes_a_checkpoint_and_resumes_exactly(
     server: Forks, whole: Path, tmp_path: Path, number: signal.Signals, after: int
 ) -> None:

@@ -70,7 +70,9 @@ def test_turns_with_tools_are_distilled_without_rewards(tmp_path: Path, teacher:
     assert losses[0] == pytest.approx(0, abs=1e-5)  # the student is the teacher
 
 
-@pytest.mark.parametrize("workflow", ["single_turn", "two_turns"])
+@pytest.mark.parametrize(
+    "workflow", [pytest.param("single_turn", marks=[pytest.mark.slow, pytest.mark.thorough]), "two_turns"]
+)
 def test_a_student_comes_closer_to_its_teacher(tmp_path: Path, teacher: Path, workflow: str) -> None:
     (tmp_path / "flow.py").write_text(TWO_TURNS)
     text = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 50, "digits": 2}}

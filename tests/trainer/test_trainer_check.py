@@ -41,7 +41,17 @@ SUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED)
+QUICK = ("gpt_oss", "llama4_text", "phimoe", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v3")
+"""One of each kind; `python -m bench architectures` runs all that transformers has."""
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name if name in QUICK else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.thorough])
+        for name in SUPPORTED
+    ],
+)
 def test_engine_and_trainer_compute_what_the_model_computes(architecture: str) -> None:
     gaps = verify_model(tiny_model(architecture), FOLDER)
     assert [gap.path.split(":")[0] for gap in gaps] == ["engine", "trainer", "trainer"]

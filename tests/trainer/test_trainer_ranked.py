@@ -87,10 +87,8 @@ def alone(toy: Any, steps: Any) -> Alone:
     return Alone((metrics, flat(model)), state, model, (late, flat(trainer.model)))
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("sharding", ["fsdp", *(pytest.param(name, marks=SLOW) for name in ("none", "tensor"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["fsdp", "none", "tensor"])
 def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp_path: Path, sharding: str) -> None:
     whole = toy("qwen3")
     with ranked(whole, tmp_path, sharding=sharding) as pair:
