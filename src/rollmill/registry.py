@@ -240,9 +240,9 @@ def engine(target: Target) -> Target:
     """Register an engine under its name: `engine: NAME`, or `engine: {name: NAME, ...}` with options.
 
     It is a class with the methods of `rollmill.engines.RolloutEngine`. `__init__` takes the policy
-    (`rollmill.models.PolicyModel`: model, tokenizer, eos_ids, context) and, if it wants to, the section `rollout` and
-    the precision ("bf16" or "fp32"); keyword-only parameters with a type and a default are keys of the run file. The
-    model has the trainer's parameters: they have changed when `weights_updated` is called.
+    (`rollmill.models.load.PolicyModel`: model, tokenizer, eos_ids, context) and, if it wants to, the section `rollout`
+    and the precision ("bf16" or "fp32"); keyword-only parameters with a type and a default are keys of the run file.
+    The model has the trainer's parameters: they have changed when `weights_updated` is called.
 
     Raises ConfigError naming file and line: it is no such class, or an option lacks a type or a default.
     """

@@ -49,6 +49,12 @@ def test_it_gets_steps_and_evaluations_and_its_options(tmp_path: Path) -> None:
     assert (built[0].run, built[0].tag) == (TrackedRun(tmp_path, "demo"), "a")
     assert (built[0].seen, built[0].closed) == ([(1, 2), (5, 0)], True)
 
+    twice = monitor(tmp_path, {"name": "Collect", "tag": "b"}, {"name": "Collect", "tag": "c"})
+    twice.evaluation(evaluation_metrics(5))
+    twice.close()
+    assert [(each.tag, each.seen, each.closed) for each in built[1:]] == [("b", [(5, 0)], True), ("c", [(5, 0)], True)]
+    del built[1:]
+
     again = monitor(tmp_path, "Collect")
     again.resume_at(5)
     again.evaluation(evaluation_metrics(6))

@@ -89,7 +89,11 @@ class Monitor:
         sections = list(self._config.trackers)
         if self._config.tensorboard and not any(each.name == "tensorboard" for each in sections):
             sections.append(TensorBoardSection(completions=self._config.show_completions))
-        return {each.name: build_component(each, run) for each in sections}
+        opened: dict[str, Tracker] = {}
+        for each in sections:
+            count = sum(known.partition("#")[0] == each.name for known in opened)
+            opened[f"{each.name}#{count + 1}" if count else each.name] = build_component(each, run)
+        return opened
 
     def _track(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:
         for name in list(self._trackers):
