@@ -167,7 +167,7 @@ def describe_json_error(error: ValueError) -> str:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and mappings are nested deeper than `MAX_JSON_DEPTH`."""
+    """True if lists and mappings are nested deeper than `MAX_JSON_DEPTH`."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
         level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from run_factory import STAGES, evaluation_metrics
+from run_factory import STAGES, evaluation_metrics, rollouts, training_metrics
 
 from rollmill import registry
 from rollmill.config import section as parts
@@ -42,12 +43,12 @@ def test_it_gets_steps_and_evaluations_and_its_options(tmp_path: Path) -> None:
             self.closed = True
 
     first = monitor(tmp_path, {"name": "Collect", "tag": "a"})
-    experience: Any = object()
-    first._track({"step": 1, "loss": 0.5}, [experience, experience])
+    random = np.random.default_rng(0)
+    first.step(training_metrics(random, 1), found := rollouts(random, 1))
     first.evaluation(evaluation_metrics(5))
     first.close()
     assert (built[0].run, built[0].tag) == (TrackedRun(tmp_path, "demo"), "a")
-    assert (built[0].seen, built[0].closed) == ([(1, 2), (5, 0)], True)
+    assert (built[0].seen, built[0].closed) == ([(1, len(found)), (5, 0)], True)
 
     twice = monitor(tmp_path, {"name": "Collect", "tag": "b"}, {"name": "Collect", "tag": "c"})
     twice.evaluation(evaluation_metrics(5))

@@ -143,20 +143,20 @@ class Recipe:
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a frozen reference model is needed."""
+        """True if a frozen reference model is needed."""
         return any(term.uses_reference for term in self.terms) or self.kl_in_reward
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether the KL penalty is subtracted from the reward."""
+        """True if the KL penalty is subtracted from the reward."""
         return self.kl.coefficient > 0 and self.kl.where == "reward"
 
     @property
     def needs_step_statistics(self) -> bool:
-        """Whether masks or a selection apply to whole optimizer steps."""
+        """True if masks or a selection apply to whole optimizer steps."""
         return bool(self.masks) or self.selection is not None
 
     @property
     def uses_entropy(self) -> bool:
-        """Whether the entropy needs a gradient."""
+        """True if the entropy needs a gradient."""
         return any(term.uses_entropy for term in self.terms)

@@ -57,7 +57,7 @@ class AuditEpisode:
         return sum(self.rewards)
 
     def same_as(self, other: AuditEpisode) -> bool:
-        """Whether both episodes were identical."""
+        """True if both episodes were identical."""
         return (self.seen, self.rewards, self.done) == (other.seen, other.rewards, other.done)
 
 

@@ -38,7 +38,7 @@ class AuditGrader:
 
     @property
     def timed_out(self) -> bool:
-        """Whether there were too many timeouts, so that rewards are no longer called."""
+        """True if there were too many timeouts, so that rewards are no longer called."""
         return self._ended.is_set()
 
     async def judge(self, task: Task, texts: Sequence[str]) -> list[RewardResult]:

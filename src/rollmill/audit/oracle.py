@@ -77,7 +77,7 @@ def call_oracle(oracle: Callable[..., Any], task: Task, *more: Any) -> str | Non
 
 
 def states_answer(text: str, answer: str) -> bool:
-    """Whether a normalised text states the answer: boxed, in a tag, after #### or "the answer is"."""
+    """True if a normalised text states the answer: boxed, in a tag, after #### or "the answer is"."""
     if (plain := normalize_text(answer)) not in text:
         return False
     said = _SAID.format(answer=regex.escape(plain))
@@ -93,7 +93,7 @@ class NormalizedText:
         self.numbers = {value for found in _NUMBER.findall(text) if (value := parse_number(found)) is not None}
 
     def has(self, answer: str, value: Fraction | None) -> bool:
-        """Whether the answer occurs in the text, as a number of its value or as its words."""
+        """True if the answer occurs in the text, as a number of its value or as its words."""
         if value is not None:
             return value in self.numbers
         return normalize_phrase(answer) in self.text

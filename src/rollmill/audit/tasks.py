@@ -78,7 +78,7 @@ def _is_option(task: Task, answer: str) -> bool:
 
 
 def _appears_in_prompt(prompts: Sequence[NormalizedText], numbers: Counter[Fraction], number: int, answer: str) -> bool:
-    """Whether the answer occurs in its own prompt, and in few others; `numbers` counts the prompts with each number."""
+    """True if the answer occurs in its own prompt, and in few others; `numbers` counts the prompts with each number."""
     value = parse_number(answer)
     if not prompts[number].has(answer, value):
         return False

@@ -36,7 +36,7 @@ REMOTE_EXPLORER = "explorer of "
 
 
 def made_by_run(writer: str) -> bool:
-    """Whether a group comes from a run itself, rather than from a person, an application or another run."""
+    """True if a group comes from a run itself, rather than from a person, an application or another run."""
     return writer in (EXPLORER, PIPELINE) or writer.startswith(REMOTE_EXPLORER)
 
 

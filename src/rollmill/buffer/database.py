@@ -111,7 +111,7 @@ def database_error(url: URL, error: Exception, waited_s: float | None = None) ->
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether a retry may succeed."""
+    """True if a retry may succeed."""
     if not isinstance(error, DBAPIError):
         return False
     cause = error.orig
@@ -161,7 +161,7 @@ class Database:
 
     @property
     def is_sqlite(self) -> bool:
-        """Whether it is a SQLite file."""
+        """True if it is a SQLite file."""
         return self.url.get_backend_name() == "sqlite"
 
     def __str__(self) -> str:

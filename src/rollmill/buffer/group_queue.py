@@ -26,7 +26,7 @@ class PendingGroup:
 
     @property
     def failed(self) -> bool:
-        """Whether it will never have tokens."""
+        """True if it will never have tokens."""
         return self.future.done() and (self.future.cancelled() or self.future.exception() is not None)
 
     @property
@@ -93,11 +93,11 @@ class GroupQueue:
         return list(self._groups.values())[:count]
 
     def all_have_tokens(self, count: int | None = None) -> bool:
-        """Whether the `count` oldest groups (None: all) have their tokens."""
+        """True if the `count` oldest groups (None: all) have their tokens."""
         return all(group.known is not None for group in list(self._groups.values())[:count])
 
     def failed(self) -> bool:
-        """Whether a group has failed."""
+        """True if a group has failed."""
         return any(group.failed for group in self._groups.values())
 
     def raise_failure(self) -> None:

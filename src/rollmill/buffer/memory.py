@@ -62,7 +62,7 @@ class BufferEntry:
 
     @property
     def waits(self) -> bool:
-        """Whether it may be handed out for the first time."""
+        """True if it may be handed out for the first time."""
         return not self.uses and self.expired is None and self.removed_by is None
 
     def undo(self, step: int) -> None:
@@ -315,7 +315,7 @@ class MemoryStore:
         return self._ids.get(id, (0, None))[0]
 
     def _moved(self, id: str, number: int) -> bool:
-        """Whether a group has another number now because it was restored."""
+        """True if a group has another number now because it was restored."""
         now = self._number(id)
         return now != number and now in self._entries and self._entries[now].group.writer == FEEDBACK
 

@@ -28,7 +28,7 @@ class AlgorithmOptions(Section):
 
     @property
     def uses_examples(self) -> bool:
-        """Whether the algorithm learns from worked solutions, preference pairs or labelled completions."""
+        """True if the algorithm learns from worked solutions, preference pairs or labelled completions."""
         return self.uses_experts or self.uses_pairs or self.uses_labels
 
     @property

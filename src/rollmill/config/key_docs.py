@@ -75,7 +75,7 @@ def _written(value: Any) -> str:
 
 
 def _needs_quotes(text: str) -> bool:
-    """Whether a text is shown as YAML would hold it in quotes: empty, with space around it, or of several lines."""
+    """True if a text is shown as YAML would hold it in quotes: empty, with space around it, or of several lines."""
     return text != text.strip() or not text.isprintable() or not text
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
 from rollmill.config.engines import EngineConfig
-from rollmill.config.engines.native import NativeEngineConfig
+from rollmill.config.engines.base import NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
@@ -138,25 +138,25 @@ class StageConfig(Section):
 
     @property
     def uses_task_examples(self) -> bool:
-        """Whether a workflow receives worked examples of the training tasks."""
+        """True if a workflow receives worked examples of the training tasks."""
         return any(each.takes("examples") for each in self.workflows)
 
     @property
     def needs_taskset(self) -> bool:
-        """Whether the stage rolls out tasks or takes demonstrations from the taskset."""
+        """True if the stage rolls out tasks or takes demonstrations from the taskset."""
         if self.algorithm.uses_rollouts and self.workflow.uses_tasks:
             return True
         return self.algorithm.uses_examples and "taskset" in self.experts.sources
 
     @property
     def persistent(self) -> bool:
-        """Whether the stage is asynchronous, replays groups, or creates experiences for later use."""
+        """True if the stage is asynchronous, replays groups, or creates experiences for later use."""
         made = any(operator.creates_experiences for operator in self.pipeline)
         return self.max_staleness > 0 or self.buffer.replay is not None or made
 
     @property
     def evaluates_exclusively(self) -> bool:
-        """Whether evaluations run without concurrent rollouts: with early stopping, a token budget or over-sampling."""
+        """True if evaluations run without concurrent rollouts: with early stopping, a token budget or over-sampling."""
         return self.early_stop is not None or self.rollout.token_budget is not None or self.rollout.oversample > 0
 
     @property
@@ -211,5 +211,5 @@ class RunConfig(StageConfig):
 
     @property
     def is_split(self) -> bool:
-        """Whether explorers and trainer run as separate processes."""
+        """True if explorers and trainer run as separate processes."""
         return self.mode in ("train", "explore")

@@ -110,7 +110,7 @@ def _references(value: Any, name: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def _holds_pictures(value: Any) -> bool:
-    """Whether a cell, or an entry of its list, is an embedded image of `datasets`: decoded, or as bytes."""
+    """True if a cell, or an entry of its list, is an embedded image of `datasets`: decoded, or as bytes."""
     entries = value if isinstance(value, list) else [value]
     contents = [each.get("bytes") if isinstance(each, Mapping) else each for each in entries]
     return any(isinstance(each, bytes) or type(each).__module__.startswith("PIL.") for each in contents)

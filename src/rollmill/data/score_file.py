@@ -41,7 +41,7 @@ class ScoreFile:
             file.truncate(whole)
 
     def has(self, task: Task) -> bool:
-        """Whether the task is scored. Raises ConfigError if the file has another task with that id."""
+        """True if the task is scored. Raises ConfigError if the file has another task with that id."""
         row = self._known.get(task.id)
         if row is not None and row["prompt"] != task.prompt:
             raise ConfigError(

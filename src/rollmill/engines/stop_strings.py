@@ -31,7 +31,7 @@ class StopStringMatcher:
         return vague or any(character in text for character in self._last_characters)
 
     def complete(self, tokens: list[int]) -> bool:
-        """Whether a stop string ends with or inside the last token."""
+        """True if a stop string ends with or inside the last token."""
         if not self._may_complete(tokens[-1]):
             return False
         # a token decodes to at least one character, except parts of one: up to 4 bytes make a character

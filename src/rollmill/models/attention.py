@@ -117,7 +117,7 @@ def window_mask(at_query: Tensor, at_key: Tensor, reach: AttentionWindow) -> Ten
 
 
 def fits_window(length: int, reach: AttentionWindow) -> bool:
-    """Whether sequences of this length are too short for the window and the chunk to hide anything."""
+    """True if sequences of this length are too short for the window and the chunk to hide anything."""
     return all(limit is None or length <= limit for limit in reach)
 
 
@@ -259,7 +259,7 @@ def build_forward_inputs(network: nn.Module, tokens: Tensor, positions: Tensor) 
 
 
 def _counts_positions(module: nn.Module) -> bool:
-    """Whether an attention layer derives positions from the length of the cache (Llama 4)."""
+    """True if an attention layer derives positions from the length of the cache (Llama 4)."""
     names = set(inspect.unwrap(type(module).forward).__code__.co_names)
     return {"ALL_ATTENTION_FUNCTIONS", "get_seq_length"} <= names
 
@@ -283,7 +283,7 @@ _NEEDED = {"scale", "window_size", "enable_gqa"}  # parameters that early versio
 
 
 def varlen_available(device: torch.device) -> bool:
-    """Whether this torch version has the kernel for this device."""
+    """True if this torch version has the kernel for this device."""
     return device.type == "cuda" and set(inspect.signature(varlen_attn).parameters) >= _NEEDED
 
 

@@ -30,7 +30,7 @@ class LogprobGap:
 
     @property
     def right(self) -> bool:
-        """Whether the value is within the tolerance (NaN is not)."""
+        """True if the value is within the tolerance (NaN is not)."""
         return self.value <= self.tolerance
 
 
@@ -178,7 +178,7 @@ def _stacks(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def _is_stack(modules: nn.ModuleList) -> bool:
-    """Whether these are layers of a network, not the experts of one layer."""
+    """True if these are layers of a network, not the experts of one layer."""
     return any(hasattr(each, "layer_idx") for module in modules for each in module.modules()) or len(modules) == 0
 
 

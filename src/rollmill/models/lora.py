@@ -57,7 +57,7 @@ def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether `add_lora` was called on the model."""
+    """True if `add_lora` was called on the model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 

@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def is_fp32_on_cpu(model: nn.Module) -> bool:
-    """Whether `rms_norm` is worth using: GPUs have faster kernels, and lower precisions round at other places."""
+    """True if `rms_norm` is worth using: GPUs have faster kernels, and lower precisions round at other places."""
     return all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
 
 

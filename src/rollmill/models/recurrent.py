@@ -41,7 +41,7 @@ class RecurrentCall(Protocol):
 
     @property
     def continues(self) -> bool:
-        """Whether the layer can process several tokens at once from a state. Others (Mamba 1) go token by token, slowly
+        """True if the layer can process several tokens at once from a state. Others (Mamba 1) go token by token, slowly
         and without gradients.
         """
         ...
@@ -106,7 +106,7 @@ class StateCache:
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether there are earlier tokens."""
+        """True if there are earlier tokens."""
         return bool(self._before)
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -220,7 +220,7 @@ def _picked(value: Any, places: Tensor) -> Any:
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    """Whether a module reads a state from the cache and does not attend to keys."""
+    """True if a module reads a state from the cache and does not attend to keys."""
     if not hasattr(module, "layer_idx"):
         return False
     names: set[str] = set()

@@ -142,7 +142,7 @@ class RolloutProducer:
             self._sampler.observe(experiences[0].task_id, [min(max(reward, 0.0), 1.0) for reward in rewards])
 
     def _is_late(self, experiences: Sequence[Experience], version: int) -> bool:
-        """Whether a group is staler than the stage allows, because others entered the buffer before it."""
+        """True if a group is staler than the stage allows, because others entered the buffer before it."""
         return 0 <= oldest_version(experiences) < version - self._config.max_staleness
 
     async def _verify(self, experiences: Sequence[Experience], version: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rollmill.config.checks.engine import uses_engine
-from rollmill.config.engines.native import NativeEngineConfig
+from rollmill.config.engines.base import NativeEngineConfig
 from rollmill.config.engines.vllm import VLLMEngineConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import StageConfig
@@ -79,7 +79,7 @@ def build_vllm(
 
 
 def replays_routing(config: StageConfig, model: nn.Module) -> bool:
-    """Whether a stage trains tokens through the experts that their rollouts chose.
+    """True if a stage trains tokens through the experts that their rollouts chose.
 
     Raises:
         ConfigError: it is configured, and the model is no mixture of experts.

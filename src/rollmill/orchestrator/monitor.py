@@ -9,7 +9,7 @@ from typing import Any
 import rollmill.trackers.metrics_log as metrics_file
 import rollmill.trackers.rollout_log as rollouts
 from rollmill.config.run import MonitorConfig
-from rollmill.config.trackers.tensorboard import TensorBoardSection
+from rollmill.config.trackers.base import TensorBoardSection
 from rollmill.registry import build_component
 from rollmill.report.run_report import write_report
 from rollmill.report.step_timeline import drop_steps_after, write_step_timeline

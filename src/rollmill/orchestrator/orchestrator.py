@@ -139,7 +139,7 @@ class Orchestrator:
         self._monitor.evaluation({"step": self.state.step, **metrics})
 
     def _already_evaluated(self, config: StageConfig) -> bool:
-        """Whether the previous stage's last evaluation was the same; it is then recorded for this stage, too."""
+        """True if the previous stage's last evaluation was the same; it is then recorded for this stage, too."""
         before = self._stages[self.state.stage - 1] if self.state.stage else None
         if before is None or _evaluation_key(before) != _evaluation_key(config):
             return False
@@ -149,7 +149,7 @@ class Orchestrator:
         return bool(done)
 
     def _is_due(self, config: StageConfig, stage: Stage) -> bool:
-        """Whether to evaluate the current weights while the next step rolls out.
+        """True to evaluate the current weights while the next step rolls out.
 
         A resumed run repeats the evaluation that was due at its checkpoint, beside the same rollouts, so it computes
         the same as an uninterrupted run. Some stages are evaluated alone, before the next step.
@@ -224,7 +224,7 @@ class Orchestrator:
             await self._timed_checkpoint(stage)
 
     def _is_best(self) -> bool:
-        """Whether the current weights have the best evaluation so far, and checkpoint.keep_best is set."""
+        """True if the current weights have the best evaluation so far, and checkpoint.keep_best is set."""
         return bool(self._config.checkpoint.keep_best) and self.state.best_step == self.state.step
 
     async def _timed_checkpoint(self, stage: Stage) -> None:

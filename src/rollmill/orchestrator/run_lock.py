@@ -50,7 +50,7 @@ def hold_run_lock(run_dir: Path, lock: str = LOCK, patience_s: float = 0.0) -> I
 
 
 def is_run_locked(run_dir: Path) -> bool:
-    """Whether a process runs or resumes the run in this directory."""
+    """True if a process runs or resumes the run in this directory."""
     return is_locked(run_dir / LOCK)
 
 

@@ -137,7 +137,7 @@ class RolloutScheduler:
         return len(self._admit(version - self._first_version, others + len(self.queue)))
 
     def ready(self, count: int) -> bool:
-        """Whether a step can take groups: there are some, and none of the `count` oldest was interrupted."""
+        """True if a step can take groups: there are some, and none of the `count` oldest was interrupted."""
         taken = self.queue.first(count)
         return bool(taken) and all(number > taken[-1].number for number in self._interrupted)
 

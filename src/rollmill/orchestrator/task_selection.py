@@ -122,7 +122,7 @@ def _keep_fitting(
 
 
 def _surely_fits(task: Task, context: int) -> bool:
-    """Whether it has too few bytes to be too long, which saves encoding most tasks.
+    """True if it has too few bytes to be too long, which saves encoding most tasks.
 
     A token stands for at least one byte, apart from the few that tokenizers add at the ends.
     """

@@ -145,7 +145,7 @@ def reward_value(experience: Experience, part: str | None) -> float | None:
 
 
 def is_success(experience: Experience, part: str | None, threshold: float) -> bool | None:
-    """Whether the reward (or a part) is at least `threshold`; None if it was not scored.
+    """True if the reward (or a part) is at least `threshold`; None if it was not scored.
 
     A part that is missing because of a gate or a timeout is a failure.
     """
@@ -159,7 +159,7 @@ def is_success(experience: Experience, part: str | None, threshold: float) -> bo
 
 
 def is_finished(experience: Experience) -> bool:
-    """Whether the completion ended with an end-of-sequence token or a stop string."""
+    """True if the completion ended with an end-of-sequence token or a stop string."""
     return experience.stop_reason in (StopReason.EOS, StopReason.STOP)
 
 

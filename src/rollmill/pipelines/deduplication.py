@@ -157,7 +157,7 @@ class _Index:
         self._kept: LRUCache[tuple[str, Any]] = LRUCache(size)
 
     def find(self, minhash: Any, space: str, threshold: float) -> bool:
-        """Whether there is a similar signature in the space."""
+        """True if there is a similar signature in the space."""
         near = [self._kept.peek(key) for key in self._lsh.query(minhash)]
         return any(where == space and minhash.jaccard(other) >= threshold for where, other in near)
 

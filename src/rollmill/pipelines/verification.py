@@ -121,7 +121,7 @@ async def score_group(
 
 
 def is_undecided(result: RewardResult, rewards: Sequence[RewardSection]) -> bool:
-    """Whether some reward timed out, so that the result is not valid. A timeout of the completion's code is valid."""
+    """True if some reward timed out, so that the result is not valid. A timeout of the completion's code is valid."""
     programs = {
         name for name, each in zip(reward_part_names(rewards), rewards, strict=True) if isinstance(each, CodeReward)
     }

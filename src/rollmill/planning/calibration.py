@@ -78,7 +78,7 @@ class Calibration:
 
     @property
     def rolls_out(self) -> bool:
-        """Whether the stage has rollouts."""
+        """True if the stage has rollouts."""
         return self.stage.algorithm.uses_rollouts
 
     @property

@@ -130,7 +130,7 @@ def plan_stage(found: Calibration, machine: MachineSpec) -> StagePlan:
 
 
 def _fits(split: ProcessSplit, apart: dict[str, PhaseMemory], machine: MachineSpec, device: torch.device) -> bool:
-    """Whether the processes fit: together into a CPU's memory, or each onto its own GPU."""
+    """True if the processes fit: together into a CPU's memory, or each onto its own GPU."""
     if not split.explorers:
         return True
     if device.type == "cuda":

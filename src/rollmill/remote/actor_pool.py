@@ -56,7 +56,7 @@ class PooledActor:
 
     @property
     def ready(self) -> bool:
-        """Whether `begin` has succeeded."""
+        """True if `begin` has succeeded."""
         return self.begun is not None and self.begun.done() and not _failed(self.begun)
 
 

@@ -126,7 +126,7 @@ class EvaluationRequest:
 
     @property
     def still_asked(self) -> bool:
-        """Whether the trainer has not withdrawn the request."""
+        """True if the trainer has not withdrawn the request."""
         return _with(self.path, ".json").exists()
 
     def answer(self, evaluated: EvaluationResult) -> None:

@@ -194,7 +194,7 @@ def shift_spans(spans: list[Span], by: float) -> list[Span]:
 
 
 def engine_reads_weights(stage: StageConfig, setup: WorkerSetup) -> bool:
-    """Whether the engine reads the trainer's weights itself: vLLM's process, from shared memory, without adapters."""
+    """True if the engine reads the trainer's weights itself: vLLM's process, from shared memory, without adapters."""
     shared = setup.weights == "memory" and not has_lora(setup.policy.model)
     return shared and isinstance(stage.engine, VLLMEngineConfig) and uses_engine(stage)
 

@@ -158,7 +158,7 @@ def try_lock(path: Path) -> IO[str] | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process holds the lock."""
+    """True if some process holds the lock."""
     with suppress(FileNotFoundError, NotADirectoryError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

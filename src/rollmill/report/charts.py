@@ -108,7 +108,7 @@ def format_tick(value: float) -> str:
 
 
 def is_plottable(value: object) -> bool:
-    """Whether `value` is a finite number."""
+    """True if `value` is a finite number."""
     return isinstance(value, float | int) and math.isfinite(value)
 
 

@@ -73,7 +73,7 @@ class WorkerProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it is still running."""
+        """True if it is still running."""
         return not self._ended and self._popen.poll() is None
 
     def ask(

@@ -173,7 +173,7 @@ def _equal(gold: Any, answer: Any, tolerance: float) -> bool:
 
 
 def _is_undefined(expression: Any) -> bool:
-    r"""Whether a formula has no value, such as `\log_1 1` or `1/0`; sympy finds it equal to anything."""
+    r"""True if a formula has no value, such as `\log_1 1` or `1/0`; sympy finds it equal to anything."""
     from sympy import Basic, Expr, nan, zoo  # type: ignore[import-untyped]
 
     if not isinstance(expression, Basic):
@@ -184,7 +184,7 @@ def _is_undefined(expression: Any) -> bool:
 
 
 def _same_value(gold: Any, answer: Any, tolerance: float) -> bool | None:
-    """Whether two constants agree to 30 digits, or within the tolerance; None if symbolic algebra has to decide.
+    """True if two constants agree to 30 digits, or within the tolerance; None if symbolic algebra has to decide.
 
     math-verify rounds to an absolute number of digits, so any two tiny constants are equal to it. Formulas with
     variables are refused here if they differ at one point, which is far faster than simplifying their difference.

@@ -48,7 +48,7 @@ class WeightedReward:
 
     @property
     def groupwise(self) -> bool:
-        """Whether it scores groups. A gate scores single completions if it can."""
+        """True if it scores groups. A gate scores single completions if it can."""
         alone = self.config.gate is not None and hasattr(self.reward, "judge")
         return hasattr(self.reward, "judge_group") and not alone
 
@@ -76,7 +76,7 @@ class RewardManager:
 
     @property
     def groupwise(self) -> bool:
-        """Whether a reward needs all completions of a task together; then call `add_group_rewards` as well."""
+        """True if a reward needs all completions of a task together; then call `add_group_rewards` as well."""
         return bool(self._groupwise)
 
     def counters(self) -> dict[str, float]:

@@ -48,23 +48,23 @@ class ChatTemplate:
 
     @cached_property
     def supports_system(self) -> bool:
-        """Whether it renders a system message."""
+        """True if it renders a system message."""
         return self._shows([{"role": "system", "content": _MARK}, _QUESTION])
 
     @cached_property
     def supports_tools(self) -> bool:
-        """Whether it renders the tools of a chat."""
+        """True if it renders the tools of a chat."""
         return self._shows([_QUESTION], [_PROBE_TOOL])
 
     @cached_property
     def supports_tool_results(self) -> bool:
-        """Whether it renders messages of the role `tool` after a call that is part of a turn's text."""
+        """True if it renders messages of the role `tool` after a call that is part of a turn's text."""
         result = {"role": "tool", "tool_call_id": "abcdefghi", "name": "tool", "content": _MARK}
         return self._shows([_QUESTION, _ANSWER, result, _ANSWER, _QUESTION])
 
     @cached_property
     def supports_tool_calls(self) -> bool:
-        """Whether it renders `tool_calls` of a message."""
+        """True if it renders `tool_calls` of a message."""
         call = {"id": "abcdefghi", "type": "function", "function": {"name": _MARK, "arguments": {}}}
         return self._shows([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}])
 

@@ -227,7 +227,7 @@ class PolicyConversation:
 
     @property
     def plain(self) -> bool:
-        """Whether it is plain text."""
+        """True if it is plain text."""
         return self._text is not None
 
     def tell(self, content: Observation, role: str = "user") -> None:

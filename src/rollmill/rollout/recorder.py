@@ -125,7 +125,7 @@ class Recorder:
 
     @staticmethod
     def _goes_on(call: RecordedCall, earlier: RecordedCall) -> bool:
-        """Whether both can be one sequence: same temperature, same step, and a matching prefix."""
+        """True if both can be one sequence: same temperature, same step, and a matching prefix."""
         before, prompt = earlier.token_ids, call.completion.prompt_ids
         if call.step != earlier.step or call.temperature != earlier.temperature:
             return False

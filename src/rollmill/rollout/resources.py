@@ -110,7 +110,7 @@ def build_workflow(section: WorkflowSection, resources: WorkflowResources) -> Wo
     if resources.groupwise and section.early_rewards is not None:
         raise ConfigError(
             f"workflow.{section.early_rewards}: a reward is wanted before the rollout ends, and some of `rewards` "
-            "compare the completions of a group; set critic: self without discount, or remove those rewards"
+            "compare the completions of a group; change that key, or remove those rewards"
         )
     solve, names = _resolve_workflow(section, resources)
     if "*" in names:

@@ -65,12 +65,12 @@ class VerifiersProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it takes no more runs."""
+        """True if it takes no more runs."""
         return self._listening.done()
 
     @property
     def idle(self) -> bool:
-        """Whether it has no running runs."""
+        """True if it has no running runs."""
         return not self._awaited
 
     async def run(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -47,11 +47,11 @@ class Attack:
     """The backend it targets; None for every backend that can run it."""
 
     def is_for(self, backend: BackendName) -> bool:
-        """Whether a backend can run it: the landlock backend never starts a second process."""
+        """True if a backend can run it: the landlock backend never starts a second process."""
         return self.only in (None, backend) and (backend != "landlock" or self.limits.processes == 1)
 
     def is_contained(self, found: ProgramResult, backend: BackendName) -> bool:
-        """Whether a result is the expected one."""
+        """True if a result is the expected one."""
         if "BREACH" in found.stdout:
             return False
         if backend == "landlock" and found.outcome == "error" and found.stderr.endswith(DISK_FULL.decode()):

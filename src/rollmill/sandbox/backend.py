@@ -57,7 +57,7 @@ class IsolationBackend:
         return program
 
     def full(self, program: int, limits: SandboxLimits) -> bool:
-        """Whether the program exceeds its disk limit, if the kernel does not enforce it. Called often."""
+        """True if the program exceeds its disk limit, if the kernel does not enforce it. Called often."""
         return False
 
     def leave(self, supervisor: int) -> None:

@@ -39,7 +39,7 @@ class Cgroup:
                 os.write(self.files[name], str(value).encode())
 
     def ran_out(self) -> bool:
-        """Whether the kernel killed one of its processes for exceeding the memory limit."""
+        """True if the kernel killed one of its processes for exceeding the memory limit."""
         events = os.pread(self.files["memory.events"], 4096, 0) if "memory.events" in self.files else b""
         return count_oom_kills(events.decode()) > 0
 

@@ -51,7 +51,7 @@ class ForkServer:
 
     @property
     def safe(self) -> bool:
-        """Whether its backend isolates programs."""
+        """True if its backend isolates programs."""
         return self.backend != "plain"
 
     @property
@@ -60,7 +60,7 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it still holds its end of the control socket."""
+        """True if it still holds its end of the control socket."""
         if self._control.fileno() < 0:
             return False
         poll = select.poll()

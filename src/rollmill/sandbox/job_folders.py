@@ -62,7 +62,7 @@ def remove_tree(folder: str) -> None:
 
 
 def exceeds_disk_limit(folder: str, program: int, limits: SandboxLimits) -> bool:
-    """Whether files below a folder, and unnamed ones that a process holds open, exceed the disk limit.
+    """True if files below a folder, and unnamed ones that a process holds open, exceed the disk limit.
 
     Also true if it cannot be measured: too long paths and folders without permissions.
     """

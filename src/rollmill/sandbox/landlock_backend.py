@@ -129,7 +129,7 @@ def _allow(rules: LandlockRuleset, path: str, hidden: list[str]) -> None:
 
 
 def _nobody_can_read(view: FilesystemView) -> bool:
-    """Whether root may become an ordinary user who can read the files of Python and of the packages."""
+    """True if root may become an ordinary user who can read the files of Python and of the packages."""
     if not can_become_nobody():
         return False
     pid = os.fork()

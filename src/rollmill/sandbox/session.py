@@ -32,7 +32,7 @@ class SandboxSession:
 
     @property
     def ended(self) -> bool:
-        """Whether every further execution will be `ended`."""
+        """True if every further execution will be `ended`."""
         return self._ended
 
     async def execute(
@@ -118,7 +118,7 @@ class SandboxSession:
         return pack_frame(b"answer", answer.encode(errors="surrogatepass"))
 
     def _gone(self) -> bool:
-        """Whether the other side has ended, for example after an idle timeout."""
+        """True if the other side has ended, for example after an idle timeout."""
         try:
             return not self._caller.recv(1, socket.MSG_PEEK)
         except BlockingIOError:

@@ -73,7 +73,7 @@ def watch_program(program: RunningProgram, limits: SandboxLimits, backend: Isola
 
 
 def has_ended(process: int) -> bool:
-    """Whether the process of a pidfd has ended: then it cannot be inspected any more."""
+    """True if the process of a pidfd has ended: then it cannot be inspected any more."""
     return bool(select.select([process], [], [], 0)[0])
 
 

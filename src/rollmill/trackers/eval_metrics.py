@@ -13,7 +13,7 @@ _ACCURACIES = ("greedy", "sampled")
 
 
 def has_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether a row of metrics has those of an evaluation."""
+    """True if a row of metrics has those of an evaluation."""
     return any(key.startswith(EVAL_PREFIX) for key in row)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollmill.config.trackers.tensorboard import TensorBoardSection
+from rollmill.config.trackers.base import TensorBoardSection
 from rollmill.errors import ConfigError
 from rollmill.trackers.base import TrackedRun
 from rollmill.trackers.metrics_log import Metrics

@@ -190,7 +190,7 @@ def _parents(x: Tensor, block: _Block) -> Tensor:
 
 
 def _short(q: Tensor, k: Tensor) -> bool:
-    """Whether unfused matrix products beat the fused kernel, whose backward pass is slow in half precision on a CPU."""
+    """True if unfused matrix products beat the fused kernel, whose backward pass is slow in half precision on a CPU."""
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
     return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and scores <= _SHORT
 

@@ -137,7 +137,7 @@ class Trainer:
 
     @property
     def needs_precompute(self) -> bool:
-        """Whether a step may need passes that `ahead` can make."""
+        """True if a step may need passes that `ahead` can make."""
         recipe = self.recipe
         compares = self._reference is not None or self._critic is not None
         return compares or recipe.kl_in_reward or recipe.uses_probabilities or recipe.proximal == "recompute"

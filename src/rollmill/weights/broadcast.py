@@ -173,7 +173,7 @@ class BroadcastSender:
                 self._changed.notify_all()
 
     def _group_unchanged(self, requests: dict[str, tuple[int, TransferRequest]]) -> bool:
-        """Whether exactly the members of the group have requested, and none has left it."""
+        """True if exactly the members of the group have requested, and none has left it."""
         present = all(request.group == self._number for _, request in requests.values())
         return present and set(requests) == set(self._members)
 

@@ -162,7 +162,7 @@ class FolderReceiver:
         return max((each.version for each in list_versions(self._folder)), default=None)
 
     def has_newer(self) -> bool:
-        """Whether the newest version is another one than was read: newer, or from a trainer that resumed from a
+        """True if the newest version is another one than was read: newer, or from a trainer that resumed from a
         checkpoint.
         """
         known = list_versions(self._folder)
@@ -189,7 +189,7 @@ class FolderReceiver:
         """No-op: there are no open files."""
 
     def _catch_up(self, newest: int) -> bool:
-        """Whether the block is now at version `newest`; False if a file it needs was just removed."""
+        """True if the block is now at version `newest`; False if a file it needs was just removed."""
         with suppress(FileNotFoundError):
             for each in self._route(newest):
                 self._read(each)

@@ -23,8 +23,7 @@ from rollmill.config.rewards.math import ReasoningGymReward
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.rewards.text import FormatReward, LengthReward
 from rollmill.config.run import StageConfig
-from rollmill.config.task_operators.base import TaskOperatorSection
-from rollmill.config.task_operators.built_in import DecontaminateTasks, DeduplicateTasks, SortTasks
+from rollmill.config.task_operators.built_in import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.recipes import KTO, Distill, DistillationOptions, SelfDistill

@@ -13,6 +13,8 @@ class OperatorSection(NamedSection):
 
     adds_to_rewards: ClassVar[bool] = False  #: shapes rewards by adding a part
     creates_experiences: ClassVar[bool] = False  #: its experiences are kept for the whole run
+    drops: ClassVar[bool] = False  #: drops completions that have a reward, whatever its options
+    compares: ClassVar[bool] = False  #: compares the completions of a group, whatever its options
     rewrites_rewards: ClassVar[bool] = False  #: afterwards a reward is no longer the weighted sum of its parts
 
     @property
@@ -28,13 +30,13 @@ class OperatorSection(NamedSection):
 
     @property
     def drops_completions(self) -> bool:
-        """Whether the operator drops completions that have a reward."""
-        return False
+        """True if the operator drops completions that have a reward, with these options."""
+        return type(self).drops
 
     @property
     def compares_completions(self) -> bool:
-        """Whether the operator does nothing, or drops everything, in groups of one completion."""
-        return False
+        """True if the operator compares the completions of a group, with these options, so that one is no use."""
+        return type(self).compares
 
 
 class RewardOperatorSection(OperatorSection):

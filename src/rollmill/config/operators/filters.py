@@ -21,6 +21,7 @@ FilterT = TypeVar("FilterT", bound=OperatorSection)
 class RewardFilter(RewardOperatorSection):
     """Keeps completions whose reward lies within bounds; completions without a reward are kept."""
 
+    drops = True
     implementation = "rollmill.pipelines.filters:reward_filter"
     name: Literal["reward_filter"] = "reward_filter"
     at_least: float | None = None
@@ -32,15 +33,11 @@ class RewardFilter(RewardOperatorSection):
     def _bounded(self) -> Self:
         return _some_bound(self, self.at_least, self.at_most)
 
-    @property
-    def drops_completions(self) -> bool:
-        """See OperatorSection.drops_completions."""
-        return True
-
 
 class LengthFilter(OperatorSection):
     """Keeps completions whose length in tokens lies within bounds."""
 
+    drops = True
     implementation = "rollmill.pipelines.filters:length_filter"
     name: Literal["length_filter"] = "length_filter"
     at_least: int | None = Field(None, ge=0)
@@ -52,11 +49,6 @@ class LengthFilter(OperatorSection):
     def _bounded(self) -> Self:
         return _some_bound(self, self.at_least, self.at_most)
 
-    @property
-    def drops_completions(self) -> bool:
-        """See OperatorSection.drops_completions."""
-        return True
-
 
 class GroupVarianceFilter(RewardOperatorSection):
     """Keeps groups whose completions earn sufficiently different rewards (dynamic sampling of DAPO).
@@ -64,6 +56,8 @@ class GroupVarianceFilter(RewardOperatorSection):
     Other groups are dropped as a whole, and the run rolls out other tasks in their place.
     """
 
+    drops = True
+    compares = True
     implementation = "rollmill.pipelines.filters:group_variance"
     name: Literal["group_variance"] = "group_variance"
     threshold: float | None = None
@@ -78,16 +72,6 @@ class GroupVarianceFilter(RewardOperatorSection):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         return _in_order(self, self.at_least, self.at_most)
-
-    @property
-    def drops_completions(self) -> bool:
-        """See OperatorSection.drops_completions."""
-        return True
-
-    @property
-    def compares_completions(self) -> bool:
-        """See OperatorSection.compares_completions."""
-        return True
 
 
 class InvalidRewardFilter(OperatorSection):
@@ -168,6 +152,7 @@ class DataJuicerFilter(SuccessOperatorSection):
 class DuplicatesOperator(OperatorSection):
     """Drops completions with the text of an earlier one, ignoring white space. The first one is kept."""
 
+    drops = True
     implementation = "rollmill.pipelines.deduplication:DuplicateFilter"
     name: Literal["duplicates"] = "duplicates"
     within: Literal["group", "task", "run"] = "group"
@@ -183,11 +168,6 @@ class DuplicatesOperator(OperatorSection):
         return self
 
     @property
-    def drops_completions(self) -> bool:
-        """See OperatorSection.drops_completions."""
-        return True
-
-    @property
     def compares_completions(self) -> bool:
         """See OperatorSection.compares_completions."""
         return self.within == "group"
@@ -196,6 +176,7 @@ class DuplicatesOperator(OperatorSection):
 class NearDuplicatesOperator(OperatorSection):
     """Drops completions whose n-grams are nearly those of an earlier one (MinHash and LSH, extra `dedup`)."""
 
+    drops = True
     implementation = "rollmill.pipelines.deduplication:NearDuplicateFilter"
     name: Literal["near_duplicates"] = "near_duplicates"
     within: Literal["group", "task", "run"] = "group"
@@ -215,11 +196,6 @@ class NearDuplicatesOperator(OperatorSection):
     def _honoured(self) -> Self:
         self.reject_unused_keys(("memory",), self.within != "group", "with within: task and within: run")
         return self
-
-    @property
-    def drops_completions(self) -> bool:
-        """See OperatorSection.drops_completions."""
-        return True
 
     @property
     def compares_completions(self) -> bool:

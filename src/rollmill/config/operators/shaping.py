@@ -17,17 +17,13 @@ class LengthShaping(SuccessOperatorSection):
 
     adds_to_rewards: ClassVar[bool] = True
 
+    compares = True
     implementation = "rollmill.pipelines.shaping:length_reward"
     name: Literal["length_reward"] = "length_reward"
     weight: float = 1.0
     """Factor of the added reward."""
     warmup_steps: int = Field(0, ge=0)
     """Number of initial training steps without effect."""
-
-    @property
-    def compares_completions(self) -> bool:
-        """See OperatorSection.compares_completions."""
-        return True
 
 
 class OverlongPenalty(OperatorSection):
@@ -75,6 +71,7 @@ class DiversityBonus(SuccessOperatorSection):
 
     adds_to_rewards: ClassVar[bool] = True
 
+    compares = True
     implementation = "rollmill.pipelines.shaping:diversity"
     name: Literal["diversity"] = "diversity"
     by: Literal["ngrams", "answer"] = "ngrams"
@@ -92,11 +89,6 @@ class DiversityBonus(SuccessOperatorSection):
         self.reject_unused_keys(("ngram",), self.by == "ngrams", "with by: ngrams")
         self.reject_unused_keys(("after",), self.by == "answer", "with by: answer")
         return self
-
-    @property
-    def compares_completions(self) -> bool:
-        """See OperatorSection.compares_completions."""
-        return True
 
 
 class RewardScaling(OperatorSection):

@@ -38,6 +38,7 @@ class PreferencePairOperator(SuccessOperatorSection):
 
     creates_experiences: ClassVar[bool] = True
 
+    compares = True
     implementation = "rollmill.pipelines.synthesis:preference_pairs"
     name: Literal["pairs"] = "pairs"
     by: Literal["reward", "length"] = "reward"
@@ -55,11 +56,6 @@ class PreferencePairOperator(SuccessOperatorSection):
         self.reject_unused_keys(("margin",), self.by == "reward", "with by: reward")
         self.reject_unused_keys(("longer", "threshold"), self.by == "length", "with by: length")
         return self
-
-    @property
-    def compares_completions(self) -> bool:
-        """See OperatorSection.compares_completions."""
-        return True
 
 
 class ReflectionOperator(SuccessOperatorSection):

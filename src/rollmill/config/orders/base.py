@@ -16,7 +16,7 @@ class OrderSection(NamedSection):
 
     @property
     def uses_success(self) -> bool:
-        """Whether the order depends on earlier results."""
+        """True if the order depends on earlier results."""
         return self.skip_uniform > 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollmill.config.section import find_sections, section_union
-from rollmill.config.task_operators.base import TaskOperatorSection
+from rollmill.config.task_operators.built_in import TaskOperatorSection
 
 if TYPE_CHECKING:
     TaskOperatorConfig = TaskOperatorSection

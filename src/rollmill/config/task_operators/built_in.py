@@ -1,4 +1,4 @@
-"""The task operators that rollmill has: they clean, drop, rate and sort."""
+"""Task operators: they clean, drop, rate and sort tasks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import regex
 from pydantic import Field, model_validator
 
 from rollmill.config.rows import RowsSection
-from rollmill.config.task_operators.base import TaskOperatorSection
+from rollmill.config.section import NamedSection
 
 TextField = Literal["prompt", "answer", "response", "rejected"]
+
+
+class TaskOperatorSection(NamedSection):
+    """An operator chosen by name; its other keys are its options."""
 
 
 class CleanTasks(TaskOperatorSection):

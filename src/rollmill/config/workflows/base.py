@@ -20,12 +20,12 @@ class WorkflowSection(NamedSection):
 
     @property
     def judged(self) -> bool:
-        """Whether the workflow uses `rewards`, with these options."""
+        """True if the workflow uses `rewards`, with these options."""
         return type(self).uses_rewards
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether the workflow requires `rewards`, whatever the algorithm."""
+        """True if the workflow requires `rewards`, whatever the algorithm."""
         return False
 
     @property
@@ -35,7 +35,7 @@ class WorkflowSection(NamedSection):
 
     @property
     def forces_sampling(self) -> bool:
-        """Whether requests to the endpoint always have the sampling parameters of `rollout`."""
+        """True if requests to the endpoint always have the sampling parameters of `rollout`."""
         return False
 
     @property

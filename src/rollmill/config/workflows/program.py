@@ -42,7 +42,7 @@ class ProgramWorkflow(WorkflowSection):
 
     @property
     def judged(self) -> bool:
-        """Whether `rewards` score the program's output."""
+        """True if `rewards` score the program's output."""
         return self.rewarded_by == "rewards"
 
     @property

@@ -77,7 +77,7 @@ def _failing(options: FilterTasks, pattern: regex.Pattern[str] | None, value: An
 
 
 def _same(value: Any, expected: str | int | float | bool) -> bool:
-    """Whether two values are equal, also if a file holds a number as text; 1 does not equal true."""
+    """True if two values are equal, also if a file holds a number as text; 1 does not equal true."""
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     return bool(value == expected) or (isinstance(value, str) and value == str(expected))

@@ -105,7 +105,7 @@ class DecodeContext:
         self.forget_masks()
 
     def full(self) -> bool:
-        """Whether some bucket has no room for another token."""
+        """True if some bucket has no room for another token."""
         return any(piece.longest >= piece.bucket.capacity for piece in self.own)
 
     def forget_masks(self) -> None:
@@ -214,12 +214,12 @@ class DecodeContext:
         return self._masks[2 * i + 1, reach]
 
     def _sees_all(self, reach: AttentionWindow) -> bool:
-        """Whether no row is so long that a window or a chunk hides something from it."""
+        """True if no row is so long that a window or a chunk hides something from it."""
         return fits_window(self._longest + 1, reach)
 
 
 def _dense(store: Tensor) -> bool:
-    """Whether products take only whole tensors: oneDNN, which computes them in half precision on a CPU, would copy the
+    """True if products take only whole tensors: oneDNN, which computes them in half precision on a CPU, would copy the
     part of a bucket that is in use before every product, which costs more than multiplying all of it."""
     return store.device.type == "cpu" and store.dtype in (torch.bfloat16, torch.float16)
 

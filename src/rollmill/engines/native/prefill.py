@@ -33,7 +33,7 @@ class PrefillChunk:
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing comes before these tokens."""
+        """True if nothing comes before these tokens."""
         return self.start == 0 and self.entry.parent is None
 
 

@@ -137,7 +137,7 @@ class SequenceState:
 
     @property
     def has_draft(self) -> bool:
-        """Whether tokens of an earlier completion are left to verify."""
+        """True if tokens of an earlier completion are left to verify."""
         return self.proposal is not None and not self.proposal.guessed and self.stop_reason is None
 
     def next_draft_tokens(self, count: int) -> list[int]:

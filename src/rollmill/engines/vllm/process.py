@@ -133,7 +133,7 @@ class VLLMProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether its last message has been received."""
+        """True if its last message has been received."""
         return self._listening.done()
 
     @property

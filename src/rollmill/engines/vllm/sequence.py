@@ -33,7 +33,7 @@ class VLLMSequenceGroup:
 
     @property
     def streamed(self) -> bool:
-        """Whether tokens are needed one by one."""
+        """True if tokens are needed one by one."""
         return self.stops is not None or self.request.on_token is not None
 
     def message(self, seeds: list[tuple[int, int]]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class VLLMSequence:
 
     @property
     def told(self) -> bool:
-        """Whether the callback has received tokens, so that it cannot start over."""
+        """True if the callback has received tokens, so that it cannot start over."""
         return self.group.request.on_token is not None and bool(self.tokens)
 
     def again(self) -> None:

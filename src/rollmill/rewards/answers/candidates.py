@@ -185,7 +185,7 @@ def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
 
 
 def _is_working(passage: SegmentedText, phrase: str, end: int) -> bool:
-    """Whether a heading such as "Answer:" is followed by long working."""
+    """True if a heading such as "Answer:" is followed by long working."""
     behind = passage.text[end:].strip()
     is_long = "\n" in behind and not has_value(phrase) and len(phrase) >= 60
     return len(behind) > 40 and (is_long or _WORKING.match(phrase) is not None)
@@ -292,7 +292,7 @@ def _conclusive(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def _is_bare(sentence: str) -> bool:
-    """Whether a sentence is only a value, as in `Three. Two of them are red.`"""
+    """True if a sentence is only a value, as in `Three. Two of them are red.`"""
     plain = strip_markup(sentence)
     return 0 < len(plain) <= 30 and "=" not in plain and has_value(plain) and extract_value(plain, leads=True) == plain
 

@@ -301,7 +301,7 @@ def _proportional(one: str, other: str) -> bool:
 
 
 def is_plain_words(text: str) -> bool:
-    """Whether a text is plain language, not a product of variables: letters with a vowel, no digits, no formula."""
+    """True if a text is plain language, not a product of variables: letters with a vowel, no digits, no formula."""
     if re.fullmatch(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*", text) is None:
         return False
     return not text.isascii() or text.lower() == "no" or re.search(r"(?i)(?=\w*[aeiou])\w{3}", text) is not None

@@ -67,7 +67,7 @@ def oversize_outcome(answer: str) -> str | None:
 
 
 def is_too_costly(gold: str, answer: str) -> bool:
-    """Whether symbolic algebra on an answer might take long; never if it has the form of the reference.
+    """True if symbolic algebra on an answer might take long; never if it has the form of the reference.
 
     Unevaluated sums, integrals and limits are compared only if the reference has one as well.
     """
@@ -118,7 +118,7 @@ def _nesting(text: str) -> int:
 
 
 def _has_large_numbers(text: str) -> bool:
-    """Whether it has powers, factorials, binomials or digits beyond those of plausible answers."""
+    """True if it has powers, factorials, binomials or digits beyond those of plausible answers."""
     if (
         _SCIENTIFIC.search(text)
         or _LONG_ROOT.search(text)
@@ -136,7 +136,7 @@ def _has_large_numbers(text: str) -> bool:
 
 
 def _has_large_powers(text: str) -> bool:
-    """Whether an exponent is large, has a numeric exponent itself, or belongs to a long sum."""
+    """True if an exponent is large, has a numeric exponent itself, or belongs to a long sum."""
     for power in _EXPONENT.finditer(text):
         number = _EXPONENT_NUMBER.match(text, power.end())
         exponent = _group(text, power.end())
@@ -172,7 +172,7 @@ def _group(text: str, at: int) -> str:
 
 
 def _is_sum(text: str, end: int) -> bool:
-    """Whether the base that ends before a position is a group with a plus or minus sign."""
+    """True if the base that ends before a position is a group with a plus or minus sign."""
     before = text[:end].rstrip()
     before = before.removesuffix("\\right)") + ")" if before.endswith("\\right)") else before
     if not before or before[-1] not in ")]}":

@@ -62,7 +62,7 @@ class FinalAnswer:
 
     @property
     def marked(self) -> bool:
-        """Whether something marks it as the answer, or it is the whole of a short text."""
+        """True if something marks it as the answer, or it is the whole of a short text."""
         return self.kind not in ("sentence", "bold") and (self.kind != "line" or self.tail == self.text)
 
     @property

@@ -106,7 +106,7 @@ _BEHIND = 400
 
 
 def is_denied(before: str, tail: str, *, is_question: bool) -> bool:
-    """Whether a candidate is not a claim.
+    """True if a candidate is not a claim.
 
     Args:
         before: the text before it, or before its marker, in its sentence.
@@ -122,12 +122,12 @@ def is_denied(before: str, tail: str, *, is_question: bool) -> bool:
 
 
 def is_disbelieved(before: str) -> bool:
-    """Whether the words before a value in its sentence deny it or attribute it to others: `I don't think it is 12`."""
+    """True if the words before a value in its sentence deny it or attribute it to others: `I don't think it is 12`."""
     return _DISBELIEVED.search(before) is not None or _REPORTED.search(re.split("[,，]", before)[-1]) is not None
 
 
 def is_only_possible(behind: str) -> bool:
-    """Whether a value is only called possible, as in `though 10 is possible too`."""
+    """True if a value is only called possible, as in `though 10 is possible too`."""
     return _IS_POSSIBLE.match(behind) is not None
 
 
@@ -139,7 +139,7 @@ def find_replacement(answer: str, behind: str) -> int | None:
 
 
 def is_retracted(behind: str) -> bool:
-    """Whether the text after a candidate calls it wrong, as in `12 is wrong`."""
+    """True if the text after a candidate calls it wrong, as in `12 is wrong`."""
     return _RETRACTED.match(behind[:_BEHIND]) is not None
 
 
@@ -150,7 +150,7 @@ def find_correction(behind: str) -> int | None:
 
 
 def is_hedged(answer: str, behind: str) -> bool:
-    """Whether the text after an answer offers another one, as in `9. But it might also be 10`."""
+    """True if the text after an answer offers another one, as in `9. But it might also be 10`."""
     plain, behind = _plain(answer), behind[:_BEHIND]
     return any(
         _plain(found["value"]) not in plain

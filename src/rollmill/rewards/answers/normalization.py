@@ -72,5 +72,5 @@ def comparison_key(text: str) -> str:
 
 
 def has_cjk(text: str) -> bool:
-    """Whether it has Chinese characters, which do not occur in formulas."""
+    """True if it has Chinese characters, which do not occur in formulas."""
     return _HAS_CJK.search(text) is not None

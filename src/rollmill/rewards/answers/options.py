@@ -172,7 +172,7 @@ def _stated(found: FinalAnswer, options: dict[str, str], known: frozenset[str]) 
 
 
 def _names_another(rest: str, options: dict[str, str], *, several: bool) -> bool:
-    """Whether the sentence after an answer names another option as well, as in `B. banana, or cherry`."""
+    """True if the sentence after an answer names another option as well, as in `B. banana, or cherry`."""
     texts = {comparison_key(option) for option in options.values()}
     if several and _LABEL.search(rest):
         return True
@@ -213,7 +213,7 @@ def _same_text(text: str, options: dict[str, str]) -> str | None:
 
 
 def _is_own(text: str, letter: str, option: str) -> bool:
-    """Whether a text is the letter followed by the option, `(D) A and B`."""
+    """True if a text is the letter followed by the option, `(D) A and B`."""
     found = _LED.fullmatch(text)
     return (
         found is not None
@@ -224,7 +224,7 @@ def _is_own(text: str, letter: str, option: str) -> bool:
 
 
 def is_labelled(text: str, known: Collection[str]) -> bool:
-    """Whether a text starts with an option letter with a bracket or a mark, as in `B) apple`."""
+    """True if a text starts with an option letter with a bracket or a mark, as in `B) apple`."""
     found = _LED.fullmatch(text)
     return found is not None and found["letter"] in known and bool(found["open"] or found["mark"].strip(",、"))
 

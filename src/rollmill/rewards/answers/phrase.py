@@ -155,7 +155,7 @@ def last_equation_side(formula: str) -> str:
 
 
 def has_conclusion(sentence: str) -> bool:
-    """Whether a sentence has a value that is not just a time or place."""
+    """True if a sentence has a value that is not just a time or place."""
     text = strip_markup(drop_parentheticals(sentence[:MAX_PHRASE_CHARS]))
     groups = _groups(text, find_values(text))
     return any(not is_qualifier(text, group) for group in groups) or ends_in_value(text, groups)
@@ -178,7 +178,7 @@ def _written(text: str, group: ValueSpan) -> str:
 
 
 def names_several_values(sentence: str) -> bool:
-    """Whether a sentence has values of different things without a conclusion, as in `3 boats and 4 people`."""
+    """True if a sentence has values of different things without a conclusion, as in `3 boats and 4 people`."""
     text = strip_markup(drop_parentheticals(sentence[:MAX_PHRASE_CHARS]))
     groups = _groups(text, find_values(text))
     if not groups or _DRAWS.search(text):
@@ -188,7 +188,7 @@ def names_several_values(sentence: str) -> bool:
 
 
 def has_value(text: str) -> bool:
-    """Whether it has a number or a formula."""
+    """True if it has a number or a formula."""
     return bool(find_values(text[:MAX_PHRASE_CHARS]))
 
 

@@ -112,12 +112,12 @@ def _is_detail(text: str, main: ValueSpan, before: ValueSpan, group: ValueSpan, 
 
 
 def _is_remainder(text: str, main: ValueSpan, between: str) -> bool:
-    """Whether a value is what a division leaves, as in `可以装4箱，还剩2个`; `吃了4个，还剩2个` is a subtraction."""
+    """True if a value is what a division leaves, as in `可以装4箱，还剩2个`; `吃了4个，还剩2个` is a subtraction."""
     return _REMAINDER.fullmatch(between) is not None and _POSSIBLE.search(text[: main.start]) is not None
 
 
 def _are_parts(text: str, whole: ValueSpan, groups: Sequence[ValueSpan]) -> bool:
-    """Whether the values after one add up to it, as in `five cats, two on the sofa and three here`."""
+    """True if the values after one add up to it, as in `five cats, two on the sofa and three here`."""
     begin = _PARTS_BEGIN.match(text, whole.unit_end)
     last = groups[-1].unit_end
     if begin is None or _LEFT.search(text, whole.unit_end):
@@ -138,7 +138,7 @@ def _number(text: str, value: ValueSpan) -> Fraction | None:
 
 
 def is_qualifier(text: str, group: ValueSpan) -> bool:
-    """Whether a value is only a time or a place, as in "in 2019" or "for n = 4"."""
+    """True if a value is only a time or a place, as in "in 2019" or "for n = 4"."""
     before = max(0, group.start - 40)
     if "=" in text[group.start : group.end]:
         return False
@@ -150,7 +150,7 @@ def is_qualifier(text: str, group: ValueSpan) -> bool:
 
 
 def ends_in_value(text: str, groups: Sequence[ValueSpan]) -> bool:
-    """Whether a sentence draws a conclusion and ends in its last value, as in `So he gets home at 8:15`."""
+    """True if a sentence draws a conclusion and ends in its last value, as in `So he gets home at 8:15`."""
     return bool(groups) and _CONCLUDING.match(text) is not None and not text[groups[-1].unit_end :].strip(" .*。!$)")
 
 

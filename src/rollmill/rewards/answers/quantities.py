@@ -261,7 +261,7 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def quantities_equal(gold: Quantity, answer: Quantity, *, slack: Fraction, units_required: bool = False) -> bool:
-    """Whether two quantities are equal within the relative difference `slack`.
+    """True if two quantities are equal within the relative difference `slack`.
 
     A missing unit matches any unless units are required; a missing percent sign matches both readings.
     """

@@ -125,6 +125,6 @@ def _formula(text: str, opening: re.Match[str]) -> Formula | None:
 
 
 def _is_prose(content: str) -> bool:
-    """Whether two dollar signs are currency with a sentence between them, not formula delimiters."""
+    """True if two dollar signs are currency with a sentence between them, not formula delimiters."""
     plain = _BRACED_WORDS.sub("", content)
     return not plain.strip() or _PROSE.search(plain) is not None or bool(re.match(r"\d[\d,.]*\s+[a-z]{2,}", plain))

@@ -218,7 +218,7 @@ def _closing(text: str, at: int) -> int | None:
 
 
 def _is_variable(text: str, at: int, end: int) -> bool:
-    """Whether a lone letter begins a formula: `x = 5`, but not `a cat`, `A is` or `I`."""
+    """True if a lone letter begins a formula: `x = 5`, but not `a cat`, `A is` or `I`."""
     behind = text[end : end + 12]
     return bool(
         re.match(r"\s?(?:[=<>≤≥≠≈∈]|\\(?:le|ge|in|neq|approx|to)(?![a-z]))|[-+*/^(_\d]|\s[+*/^-]\s", behind)
@@ -226,7 +226,7 @@ def _is_variable(text: str, at: int, end: int) -> bool:
 
 
 def _is_value(text: str, start: int, end: int, passage: SegmentedText) -> bool:
-    """Whether a run of characters is a value, not a mark, a word or a step number."""
+    """True if a run of characters is a value, not a mark, a word or a step number."""
     run = text[start:end]
     formula: Formula | None = passage.formula_at(start)
     if formula is not None and formula.end >= end:

@@ -32,7 +32,7 @@ def output_match_options(config: CodeReward) -> OutputMatchOptions:
 
 
 def values_match(expected: Any, found: Any, rules: OutputMatchOptions) -> bool:
-    """Whether the encoded value `found` equals the value `expected`.
+    """True if the encoded value `found` equals the value `expected`.
 
     A boolean is not a number. Integers and floats are compared as numbers; `tolerance` applies if the expected one is a
     float. nan equals nan. The work is bounded by the size of `expected`, whatever `found` is. Raises ValueError if
@@ -59,7 +59,7 @@ def values_match(expected: Any, found: Any, rules: OutputMatchOptions) -> bool:
 
 
 def outputs_match(expected: str, found: str, rules: OutputMatchOptions) -> bool:
-    """Whether a program's output is the expected one. Takes time linear in the length of the two."""
+    """True if a program's output is the expected one. Takes time linear in the length of the two."""
     if expected == found:
         return True
     if rules.compare == "exact":
@@ -127,7 +127,7 @@ def _same_leaf(expected: Any, found: Any) -> bool:
 
 
 def _same_lines(expected: str, found: str) -> bool:
-    """Whether every line has the same words. Lines are counted first, because splitting costs more."""
+    """True if every line has the same words. Lines are counted first, because splitting costs more."""
     if expected.count("\n") != found.count("\n"):
         return False
     pairs = zip(expected.split("\n"), found.split("\n"), strict=True)
@@ -135,7 +135,7 @@ def _same_lines(expected: str, found: str) -> bool:
 
 
 def _same_word(expected: str, found: str, tolerance: float) -> bool:
-    """Whether the words are equal, or both numbers and close; an expected integer is exact."""
+    """True if the words are equal, or both numbers and close; an expected integer is exact."""
     if expected == found:
         return True
     if expected.lstrip("+-").isdecimal():

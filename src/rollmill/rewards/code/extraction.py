@@ -60,7 +60,7 @@ def extract_code(text: str, place: CodeExtraction = "auto", name: str | None = N
 
 
 def defines_name(code: str, name: str) -> bool:
-    """Whether an unindented line defines a function, class or variable `name`."""
+    """True if an unindented line defines a function, class or variable `name`."""
     named = re.escape(name)
     pattern = rf"^(?:(?:async )?def|class)[ \t]+{named}\b|^{named}[ \t]*=(?!=)"
     return re.search(pattern, code, re.MULTILINE) is not None

@@ -167,7 +167,7 @@ def _values_alike(one: list[Any] | None, other: list[Any] | None, rules: OutputM
 
 
 def _is_literal(tree: Any) -> bool:
-    """Whether a value can be written into a row of tests, as a Python literal."""
+    """True if a value can be written into a row of tests, as a Python literal."""
     try:
         value = decode(tree)
         return bool(encode(ast.literal_eval(repr(value))) == encode(value))

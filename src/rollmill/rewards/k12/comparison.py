@@ -113,7 +113,7 @@ def _flat(text: str) -> str:
 
 
 def amounts_equal(gold: Amount, answer: Amount, *, slack: Fraction, absolute: Fraction, required: bool) -> bool:
-    """Whether two amounts are equal.
+    """True if two amounts are equal.
 
     A missing unit is accepted unless it is required; a unit that measures something else is not. Imports pint if both
     have a unit and they differ. Raises RewardError if pint is missing.

@@ -151,7 +151,7 @@ def _quote_before(text: str, end: int) -> str:
 
 
 def _occurs_in(quote: str, fact: str) -> bool:
-    """Whether the words of a quotation occur in the fact, at word boundaries."""
+    """True if the words of a quotation occur in the fact, at word boundaries."""
     return f" {quote} " in f" {fact} "
 
 

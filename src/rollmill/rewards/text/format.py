@@ -97,7 +97,7 @@ def _folded(name: str) -> str:
 
 
 def _enough(text: str, fewest: int) -> bool:
-    """Whether there are `fewest` words, not counting punctuation."""
+    """True if there are `fewest` words, not counting punctuation."""
     return sum(1 for word in split_words(text) if _WORDS.match(word)) >= fewest
 
 

@@ -64,7 +64,7 @@ def find_stated_number(text: str) -> ChartNumber | None:
 
 
 def within_tolerance(gold: float, value: float, tolerance: float) -> bool:
-    """Whether two numbers differ by at most `tolerance` times the reference."""
+    """True if two numbers differ by at most `tolerance` times the reference."""
     return abs(value - gold) <= max(tolerance, 1e-9) * abs(gold)
 
 
@@ -136,7 +136,7 @@ def _values(gold: str, found: FinalAnswer, part: str) -> list[str]:
 
 
 def relaxed_match(gold: str, value: str, config: ChartReward) -> bool:
-    """Whether the values match by relaxed accuracy (arXiv:2203.10244, 3.1).
+    """True if the values match by relaxed accuracy (arXiv:2203.10244, 3.1).
 
     Years must be equal, unless configured otherwise.
     """

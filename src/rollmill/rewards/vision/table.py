@@ -177,7 +177,7 @@ def _unique_names(names: list[str]) -> list[str]:
 
 
 def cells_match(gold: str, cell: str, tolerance: float) -> bool:
-    """Whether two cells are the same number, or the same text up to case, spaces and Markdown."""
+    """True if two cells are the same number, or the same text up to case, spaces and Markdown."""
     one, other = parse_chart_number(_folded(gold)), parse_chart_number(_folded(cell))
     if one is None or other is None:
         return _folded(gold) == _folded(cell)

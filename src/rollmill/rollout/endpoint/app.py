@@ -173,7 +173,7 @@ def _add_state(app: FastAPI, service: EndpointService) -> None:
 
     @app.get("/health", response_model=responses.HealthResponse)
     async def health() -> Response:
-        """Whether the server answers requests; 503 if not."""
+        """True if the server answers requests; 503 if not."""
         gate = service.gate
         found = responses.HealthResponse(
             status="ending" if gate.closing else "failed" if gate.failure else "ok",

@@ -83,7 +83,7 @@ class EndpointSession:
 
     @property
     def full(self) -> bool:
-        """Whether it takes no more calls."""
+        """True if it takes no more calls."""
         return self.tokens > self._most_tokens
 
     async def abort(self) -> None:

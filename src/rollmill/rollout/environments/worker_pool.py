@@ -62,13 +62,13 @@ class EnvironmentWorker:
 
     @property
     def open(self) -> bool:
-        """Whether it takes further episodes."""
+        """True if it takes further episodes."""
         process = self._process
         return self.ended is None and not self.full and (process is None or process.running)
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended and been waited for."""
+        """True if its process has ended and been waited for."""
         return not self._thread.is_alive()
 
     def enter(self, number: int) -> None:

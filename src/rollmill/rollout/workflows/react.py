@@ -98,7 +98,7 @@ def _start(config: ReActWorkflow, task: Task, policy: Policy, tools: Toolbox) ->
 
 
 def _observes(reply: Reply, policy: Policy) -> bool:
-    """Whether the turn was ended by the marker of the coming observation, and by nothing before it."""
+    """True if the turn was ended by the marker of the coming observation, and by nothing before it."""
     return reply.stop_reason is StopReason.STOP and STOP_MARKER in policy.decode(reply.completion.token_ids.tolist())
 
 

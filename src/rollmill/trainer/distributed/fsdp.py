@@ -62,7 +62,7 @@ def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds only a part of the tensor."""
+    """True if this rank holds only a part of the tensor."""
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 

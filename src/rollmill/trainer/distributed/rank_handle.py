@@ -103,7 +103,7 @@ class RankLauncher(Protocol):
 
     @property
     def own_gpus(self) -> bool:
-        """Whether every rank sees only its own GPUs."""
+        """True if every rank sees only its own GPUs."""
         ...
 
     def open(self) -> GroupRendezvous:

@@ -182,7 +182,7 @@ def leave_group() -> None:
 
 
 def is_process_group_error(error: BaseException) -> bool:
-    """Whether an error came from a collective, rather than from this rank's own work."""
+    """True if an error came from a collective, rather than from this rank's own work."""
     return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in ("gloo", "nccl"))
 
 
