@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import RESULTS, ROOT, BenchError
+from rollmill.python_source import parse_python
 
 SOURCE = ROOT / "src" / "rollmill"
 LOOP = "orchestrator"  #: the package of the training loop
 #: Packages from the bottom up: imports should point downwards.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "types", "seeds", "files"),
+    ("errors", "types", "seeds", "files", "python_source"),
     ("config", "recipes", "registry", "former_names"),
     ("web", "sandbox", "models"),
     ("algorithms", "engines", "data", "weights"),
@@ -117,7 +118,9 @@ def step_crossing() -> dict[str, Any]:
 
 def static_measures(source: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Measures from the syntax trees of a package, and the names behind them."""
-    trees = {path.relative_to(source).as_posix(): ast.parse(path.read_text()) for path in sorted(source.rglob("*.py"))}
+    trees = {
+        path.relative_to(source).as_posix(): parse_python(path.read_text()) for path in sorted(source.rglob("*.py"))
+    }
     lines = {name: len((source / name).read_text().splitlines()) for name in trees}
     classes = [
         (name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)

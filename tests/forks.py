@@ -6,6 +6,7 @@ other: it can be killed, interrupted, or run as another user.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -131,6 +132,8 @@ def ended(pid: int) -> bool:
 def _serve() -> None:
     for module in ("cli", "launch", "quickstart.addition"):
         import_module(f"rollmill.{module}")
+    with redirect_stdout(io.StringIO()):
+        import_module("rollmill.cli").main(["--version"])  # imports all commands
     _say("ready")
     for line in sys.stdin:
         request = json.loads(line)

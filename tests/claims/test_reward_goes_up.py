@@ -29,7 +29,8 @@ def has_learned(out: Path) -> list[dict[str, Any]]:
     return trained
 
 
-@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 1])
 def test_reward_goes_up(server: Forks, tmp_path: Path, repair: dict[str, Any], max_staleness: int) -> None:
     tiny_run(tmp_path, **repair, max_staleness=max_staleness)
     ended = server.run("run", "run.yaml", "--out", "out", folder=tmp_path)

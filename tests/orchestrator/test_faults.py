@@ -84,7 +84,7 @@ def test_interrupted_once_writes_a_checkpoint_and_resumes_exactly(
 
 def test_interrupted_with_rewards_under_way_keeps_them(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW_REWARD.format(0.02))
-    tiny_run(tmp_path, **ONLY_RL, max_staleness=1, rewards=MINE, evaluation=None)
+    tiny_run(tmp_path, **ONLY_RL | {"steps": 4}, max_staleness=1, rewards=MINE, evaluation=None)
     assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert server.reaches(lambda: steps(tmp_path / "out") >= 1)
@@ -297,7 +297,7 @@ def graders(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("end_it", ["kill", "interrupt", "fail", "finish"])
+@pytest.mark.parametrize("end_it", ["kill", "interrupt", "fail", pytest.param("finish", marks=pytest.mark.slow)])
 def test_no_grader_outlives_its_run(server: Forks, tmp_path: Path, end_it: str) -> None:
     rewards = [{"name": "math"}]
     if end_it in ("fail", "finish"):

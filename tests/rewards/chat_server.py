@@ -43,6 +43,13 @@ class ChatServer:
     most: int = 0
 
 
+class _Server(ThreadingHTTPServer):
+    """Prints nothing when a client hangs up: printing a traceback in a thread can make another thread's parser fail."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+
 @contextmanager
 def chat_server(script: Script | Sequence[Answer | str]) -> Iterator[ChatServer]:
     """A server that answers by a function of the request's body, or with the entries of a list (the last forever)."""
@@ -79,7 +86,7 @@ def chat_server(script: Script | Sequence[Answer | str]) -> Iterator[ChatServer]
         def log_message(self, *args: Any) -> None:
             pass
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd = _Server(("127.0.0.1", 0), Handler)
     httpd.daemon_threads = True
     httpd.block_on_close = False
     server = ChatServer(f"http://127.0.0.1:{httpd.server_port}/v1", script if callable(script) else lambda body: "")

@@ -6,12 +6,12 @@ problem is kept if enough submissions pass all of its valid cases.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollmill.python_source import parse_literal
 from rollmill.rewards.code.candidate import SandboxedSolution
 from rollmill.rewards.code.comparison import OutputMatchOptions, outputs_match, values_match
 from rollmill.rewards.code.tests import GENERATED
@@ -126,7 +126,7 @@ async def _case(problem: CodingProblem, sandbox: Sandbox, number: int, limits: S
     if problem.entry_point is None:
         return result.stdout
     try:
-        args = ast.literal_eval(result.stdout.strip())
+        args = parse_literal(result.stdout.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
     return list(args) if isinstance(args, list | tuple) else None
@@ -170,7 +170,7 @@ def _is_literal(tree: Any) -> bool:
     """True if a value can be written into a row of tests, as a Python literal."""
     try:
         value = decode(tree)
-        return bool(encode(ast.literal_eval(repr(value))) == encode(value))
+        return bool(encode(parse_literal(repr(value))) == encode(value))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 

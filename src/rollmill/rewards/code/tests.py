@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from rollmill.python_source import parse_literal, parse_python
 from rollmill.rewards.code.extraction import complete_prefix
 from rollmill.rewards.code.values import TooLargeError, decode, encode, foreign_type
 
@@ -185,7 +186,7 @@ def _literal(where: str, text: Any) -> Any:
     if not isinstance(text, str):
         raise ValueError(f"{where}: {text!r:.60} is not text; with `literals` every value is a Python literal in text")
     try:
-        return ast.literal_eval(text)
+        return parse_literal(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError(f"{where}: {text!r:.60} is not a Python literal ({error})") from None
 
@@ -252,7 +253,7 @@ def _names(tree: ast.Module) -> list[ast.Name]:
 
 def _parsed(code: str, column: str) -> ast.Module:
     try:
-        return ast.parse(code)
+        return parse_python(code)
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"column `{column}` is not Python: {error}") from None
 

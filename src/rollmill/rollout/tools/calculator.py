@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from rollmill.config.tools.base import ToolSection
+from rollmill.python_source import parse_expression
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.pool import ToolFactory
 from rollmill.rollout.tools.toolbox import ToolError
@@ -52,7 +53,7 @@ def calculator(expression: str) -> str:
         raise ToolError(f"the expression is longer than {MAX_EXPRESSION_CHARS} characters")
     text = expression.translate(_SIGNS).replace("^", "**").strip()
     try:
-        value = _value(ast.parse(text, mode="eval").body, text)
+        value = _value(parse_expression(text), text)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ToolError("not an arithmetic expression") from None
     except ZeroDivisionError:
