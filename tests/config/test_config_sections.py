@@ -21,8 +21,7 @@ from rollmill.config import (
     trackers,
     workflows,
 )
-from rollmill.config.section import find_sections, section_from_signature
-from rollmill.config.validation_errors import section_tag
+from rollmill.config.section import find_sections, section_from_signature, section_tag
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.registry import import_object
 

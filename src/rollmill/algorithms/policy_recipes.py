@@ -40,9 +40,13 @@ from rollmill.algorithms.token_advantages import (
     optimal_token_baseline,
     reinforce_plus_plus,
 )
-from rollmill.config.advantage import GAE, BatchNormalised, OptimalTokenBaseline, RewardPartsNormalised
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.recipes import CHORD, DPO, KTO, MIX, ORPO, SFT, DistillationOptions, SelfDistill, SFTImportance, SFTPhi
+from rollmill.recipes.credit_assignment import GAE, OptimalTokenBaseline
+from rollmill.recipes.demonstrations import CHORD, MIX, SFT, SFTImportance, SFTPhi
+from rollmill.recipes.distillation import DistillationOptions, SelfDistill
+from rollmill.recipes.grpo import RewardPartsNormalised
+from rollmill.recipes.preferences import DPO, KTO, ORPO
+from rollmill.recipes.reinforce import BatchNormalised
 from rollmill.types import ExperienceSource
 
 Weight = float | Callable[[int], float]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,10 +92,8 @@ def _honoured(options: AlgorithmOptions) -> dict[str, Any]:
 
 
 def _definition(section: type[AlgorithmOptions]) -> str:
-    """Return the docstring of the algorithm's file (formula and source), or that of a user's function."""
-    module = sys.modules[section.__module__]
-    ours = section.__module__.startswith("rollmill.recipes.") and section.__module__ != "rollmill.recipes.decorators"
-    return (inspect.getdoc(module) if ours else inspect.getdoc(section)) or section.__name__
+    """Return the formula and remarks of a built-in algorithm, or the docstring of a user's function or class."""
+    return inspect.cleandoc(vars(section).get("formula", "")) or inspect.getdoc(section) or section.__name__
 
 
 def _summary(section: type[AlgorithmOptions]) -> str:

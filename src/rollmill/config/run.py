@@ -28,7 +28,8 @@ from rollmill.config.trackers import TrackerConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.config.workflows import WorkflowConfig
 from rollmill.config.workflows.single import SingleTurnWorkflow
-from rollmill.recipes import GRPO, AlgorithmConfig
+from rollmill.recipes import AlgorithmConfig
+from rollmill.recipes.grpo import GRPO
 
 
 class CheckpointConfig(Section):

@@ -3,8 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from rollmill.config.advantage import GroupNormalised, MirrorBaseline
-from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
+from rollmill.config.algorithm import AlgorithmOptions, GroupNormalised, PolicyGradientOptions
 from rollmill.config.checks.conflicts import buffer_conflicts, find_conflicts, model_conflicts
 from rollmill.config.checks.engine import unused_engine_keys
 from rollmill.config.checks.evaluation import best_metric_conflicts, evaluation_set_path, unused_evaluation_set_keys
@@ -24,7 +23,9 @@ from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, find, format_key_path, iter_leaves, locate_key
 from rollmill.config.workflows.traffic import TrafficWorkflow
-from rollmill.recipes import DPO, DistillationOptions, SelfDistill
+from rollmill.recipes.distillation import DistillationOptions, SelfDistill
+from rollmill.recipes.off_policy import MirrorBaseline
+from rollmill.recipes.preferences import DPO
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _SAMPLING = (

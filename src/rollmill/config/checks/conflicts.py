@@ -8,13 +8,12 @@ from pathlib import Path
 
 import regex
 
-from rollmill.config.advantage import BatchBaseline, PassAtKAdvantage
 from rollmill.config.algorithm import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
 from rollmill.config.checks.engine import engine_conflicts
 from rollmill.config.checks.evaluation import evaluation_conflicts, evaluation_set_path
 from rollmill.config.checks.workflow import workflow_conflicts
+from rollmill.config.corrections import OffPolicyMask
 from rollmill.config.environments.reasoning_gym import ReasoningGymSection
-from rollmill.config.loss import OffPolicyMask
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.orders.base import CustomOrder
 from rollmill.config.orders.built_in import SequentialOrder
@@ -26,7 +25,10 @@ from rollmill.config.run import StageConfig
 from rollmill.config.task_operators.built_in import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, format_key_path
-from rollmill.recipes import KTO, Distill, DistillationOptions, SelfDistill
+from rollmill.recipes.distillation import Distill, DistillationOptions, SelfDistill
+from rollmill.recipes.grpo import PassAtKAdvantage
+from rollmill.recipes.preferences import KTO
+from rollmill.recipes.reinforce import BatchBaseline
 
 Conflict = tuple[KeyPath, str]
 
