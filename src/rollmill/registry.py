@@ -20,12 +20,12 @@ from typing import Any, ClassVar, Literal, TypeVar, overload
 from pydantic import ValidationError, create_model
 
 from rollmill.config.algorithm import AdvantageSection, AlgorithmOptions, LossSection, PolicyGradientOptions
-from rollmill.config.engines.base import EngineSection
-from rollmill.config.environments.base import EnvironmentSection
+from rollmill.config.engines import EngineSection
+from rollmill.config.environments import EnvironmentSection
 from rollmill.config.section import NamedSection, Section, register_section, section_from_signature, source_location
-from rollmill.config.tools.base import ToolSection
-from rollmill.config.trackers.base import TrackerSection
-from rollmill.config.workflows.base import WorkflowSection
+from rollmill.config.tools import ToolSection
+from rollmill.config.trackers import TrackerSection
+from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import ConfigError
 from rollmill.files import describe_non_file
 from rollmill.former_names import find_former_names

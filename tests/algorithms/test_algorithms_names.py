@@ -9,8 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from pydantic import TypeAdapter
-from rollmill.config.advantage import AdvantageSection
-from rollmill.config.loss import CorrectionSection, LossSection, MaskSection
 from torch import Tensor
 
 from rollmill.algorithms import (
@@ -32,6 +30,8 @@ from rollmill.algorithms.binding import (
     bind_loss,
 )
 from rollmill.algorithms.recipe import Recipe
+from rollmill.config.algorithm import AdvantageSection, LossSection, MaskSection
+from rollmill.config.corrections import CorrectionSection
 from rollmill.config.section import module_sections, section_from_signature
 from rollmill.config.validation_errors import section_tag
 from rollmill.errors import ConfigError

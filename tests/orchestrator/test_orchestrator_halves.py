@@ -21,7 +21,7 @@ from rollmill.buffer.base import EXPLORER, REMOTE_EXPLORER
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.experts import RatingOverrides
 from rollmill.buffer.sql import SqlStore
-from rollmill.config.orders.built_in import ShuffledOrder
+from rollmill.config.orders import ShuffledOrder
 from rollmill.config.run import StageConfig
 from rollmill.data import Taskset, build_sampler
 from rollmill.errors import DeadlineError

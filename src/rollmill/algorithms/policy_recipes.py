@@ -41,12 +41,11 @@ from rollmill.algorithms.token_advantages import (
     reinforce_plus_plus,
 )
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
+from rollmill.recipes.baselines import BatchNormalised, RewardPartsNormalised
 from rollmill.recipes.credit_assignment import GAE, OptimalTokenBaseline
 from rollmill.recipes.demonstrations import CHORD, MIX, SFT, SFTImportance, SFTPhi
 from rollmill.recipes.distillation import DistillationOptions, SelfDistill
-from rollmill.recipes.grpo import RewardPartsNormalised
 from rollmill.recipes.preferences import DPO, KTO, ORPO
-from rollmill.recipes.reinforce import BatchNormalised
 from rollmill.types import ExperienceSource
 
 Weight = float | Callable[[int], float]

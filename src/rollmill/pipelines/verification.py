@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from rollmill.config.operators.filters import CheckOperator, VerifyOperator
-from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards.base import RewardSection, reward_part_names
 from rollmill.config.rewards.code import CodeReward
-from rollmill.config.rewards.names import reward_part_names
 from rollmill.pipelines.batch import Batch, reward_value, to_completion
 from rollmill.pipelines.pipeline import PipelineResources
 from rollmill.pipelines.reward_updates import RAW_REWARD, add_reward, init_reward_part, log_reward_detail, set_reward

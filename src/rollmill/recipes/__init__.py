@@ -28,14 +28,15 @@ def part_sections(base: type[SectionT]) -> list[type[SectionT]]:
     return [*module_sections(_options.__name__, base), *find_sections(__name__, __path__, base)]
 
 
-_algorithms = find_sections(__name__, __path__, AlgorithmOptions)
+_algorithms: list[type[AlgorithmOptions]] = find_sections(__name__, __path__, AlgorithmOptions)
 _parts = {
     "AdvantageConfig": section_union(part_sections(AdvantageSection), kind="advantage"),
     "LossConfig": section_union(part_sections(LossSection), kind="loss"),
     "MaskConfig": section_union(part_sections(MaskSection)),
 }
-for _each in (_options.PolicyGradientOptions, *_algorithms):
-    _each.model_rebuild(_types_namespace=_parts)  # their annotations name unions of sections that stand beside them
+_completed: list[type[AlgorithmOptions]] = [_options.PolicyGradientOptions, *_algorithms]
+for _each in _completed:  # their annotations name the unions above
+    _each.model_rebuild(_types_namespace=_parts)
 
 if TYPE_CHECKING:
     AlgorithmConfig = AlgorithmOptions
@@ -45,7 +46,8 @@ else:
 
 def known_algorithms() -> dict[str, type[AlgorithmOptions]]:
     """Returns all algorithms by name: the built-in ones, then those registered by users."""
-    return {section_tag(each): each for each in (*_algorithms, *registered_sections("algorithm"))}
+    every: list[Any] = [*_algorithms, *registered_sections("algorithm")]
+    return {section_tag(each): each for each in every}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from rollmill.config.algorithm import Aggregation, OfflineAlgorithmOptions
-from rollmill.recipes.grpo import GRPO
+from rollmill.recipes.baselines import GRPO
 
 
 class SFT(OfflineAlgorithmOptions):

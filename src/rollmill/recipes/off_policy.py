@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from rollmill.config.algorithm import AdvantageSection, Aggregation, LossSection, PolicyGradientOptions
-from rollmill.recipes.grpo import MeanBaseline
-from rollmill.recipes.reinforce import PolicyGradientLoss
+from rollmill.recipes.baselines import MeanBaseline, PolicyGradientLoss
 
 if TYPE_CHECKING:
     from rollmill.config.algorithm import AdvantageConfig, LossConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from rollmill.config.algorithm import LossSection, MaskSection, PolicyGradientOptions
-from rollmill.recipes.grpo import MeanBaseline
+from rollmill.recipes.baselines import MeanBaseline
 
 if TYPE_CHECKING:
     from rollmill.config.algorithm import AdvantageConfig, LossConfig, MaskConfig

@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig, RewardSection
-from rollmill.config.rewards.names import reward_part_names
+from rollmill.config.rewards.base import RewardManagerConfig, RewardSection, reward_part_names
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import build_component
 from rollmill.rewards.base import (

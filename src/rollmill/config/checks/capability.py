@@ -16,13 +16,12 @@ from rollmill.config.checks.placement import (
     unused_placement_keys,
 )
 from rollmill.config.checks.workflow import unused_workflow_keys
-from rollmill.config.orders.base import SuccessRateOrder
-from rollmill.config.orders.built_in import CurriculumOrder, EasyToHardOrder
+from rollmill.config.orders import CurriculumOrder, EasyToHardOrder, SuccessRateOrder
 from rollmill.config.resolve import STAGE_KEYS, ResolvedRun
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, find, format_key_path, iter_leaves, locate_key
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import TrafficWorkflow
 from rollmill.recipes.distillation import DistillationOptions, SelfDistill
 from rollmill.recipes.off_policy import MirrorBaseline
 from rollmill.recipes.preferences import DPO

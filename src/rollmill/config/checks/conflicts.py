@@ -13,22 +13,19 @@ from rollmill.config.checks.engine import engine_conflicts
 from rollmill.config.checks.evaluation import evaluation_conflicts, evaluation_set_path
 from rollmill.config.checks.workflow import workflow_conflicts
 from rollmill.config.corrections import OffPolicyMask
-from rollmill.config.environments.reasoning_gym import ReasoningGymSection
+from rollmill.config.environments import ReasoningGymSection
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.config.orders.base import CustomOrder
-from rollmill.config.orders.built_in import SequentialOrder
-from rollmill.config.rewards.base import PythonReward, RewardSection
+from rollmill.config.orders import CustomOrder, SequentialOrder
+from rollmill.config.rewards.base import PythonReward, RewardSection, reward_part_names
 from rollmill.config.rewards.math import ReasoningGymReward
-from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.rewards.text import FormatReward, LengthReward
 from rollmill.config.run import StageConfig
-from rollmill.config.task_operators.built_in import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
+from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, format_key_path
+from rollmill.recipes.baselines import BatchBaseline, PassAtKAdvantage
 from rollmill.recipes.distillation import Distill, DistillationOptions, SelfDistill
-from rollmill.recipes.grpo import PassAtKAdvantage
 from rollmill.recipes.preferences import KTO
-from rollmill.recipes.reinforce import BatchBaseline
 
 Conflict = tuple[KeyPath, str]
 

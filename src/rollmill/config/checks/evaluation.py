@@ -8,9 +8,7 @@ from rollmill.config.evaluation import EvaluationSet
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
 from rollmill.config.validation_errors import suggest_match
-from rollmill.config.workflows import WorkflowConfig
-from rollmill.config.workflows.second import JudgedWorkflow
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import JudgedWorkflow, TrafficWorkflow, WorkflowConfig
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _OF_ALL = {"every", "at_start", "sets", "taskset"}

@@ -12,7 +12,7 @@ from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.judges import ModelReward
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import TrafficWorkflow
 from rollmill.recipes.distillation import Distill, SelfDistill
 from rollmill.recipes.preferences import DPO, KTO
 

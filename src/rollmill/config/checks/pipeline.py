@@ -16,8 +16,8 @@ from rollmill.config.operators.shaping import (
     ReplayPriority,
     SuccessRateOperator,
 )
+from rollmill.config.rewards.base import reward_part_names
 from rollmill.config.rewards.code import CodeReward
-from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
 

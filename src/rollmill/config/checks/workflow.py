@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.run import StageConfig
-from rollmill.config.tools.built_in import CalculatorTool, PythonTool
+from rollmill.config.tools import CalculatorTool, PythonTool
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import WorkflowConfig
-from rollmill.config.workflows.agents import ToolWorkflow
-from rollmill.config.workflows.environment import EnvironmentWorkflow
-from rollmill.config.workflows.second import JudgedWorkflow
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import EnvironmentWorkflow, JudgedWorkflow, ToolWorkflow, TrafficWorkflow, WorkflowConfig
 
 WorkflowConflict = tuple[KeyPath, str]
 

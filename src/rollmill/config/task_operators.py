@@ -1,15 +1,15 @@
-"""Task operators: they clean, drop, rate and sort tasks."""
+"""`taskset.pipeline`: operators on tasks when they are loaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import regex
 from pydantic import Field, model_validator
 
 from rollmill.config.rows import RowsSection
-from rollmill.config.section import NamedSection
+from rollmill.config.section import NamedSection, module_sections, section_union
 
 TextField = Literal["prompt", "answer", "response", "rejected"]
 
@@ -159,3 +159,9 @@ class SampleTasks(TaskOperatorSection):
     """Number of tasks to keep; all, if there are fewer."""
     seed: int = 0
     """Seed of the random choice."""
+
+
+if TYPE_CHECKING:
+    TaskOperatorConfig = TaskOperatorSection
+else:
+    TaskOperatorConfig = section_union(module_sections(__name__, TaskOperatorSection), kind="task_operator")

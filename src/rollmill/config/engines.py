@@ -1,13 +1,30 @@
-"""vLLM as the inference engine."""
+"""`engine`: the inference engine that generates completions."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from rollmill.config.engines.base import EngineSection
+from rollmill.config.section import NamedSection, expand_name, module_sections, section_union
+
+
+class EngineSection(NamedSection):
+    """An engine chosen by name; its other keys are its options."""
+
+
+class NativeEngineConfig(EngineSection):
+    """rollmill's own engine, in the trainer's process and with the trainer's parameters."""
+
+    implementation = "rollmill.orchestrator.engine:build_native"
+    name: Literal["native"] = "native"
+    after_update: Literal["recompute", "keep"] = "recompute"
+    """KV cache of unfinished completions after a weight update. `recompute`: rebuild it, so that every later token
+    follows the new weights exactly. `keep`: keep the entries of the old weights, which saves that time; later tokens
+    come from the new weights but attend to old keys and values. Either way a token's log-prob is that of the
+    distribution it was sampled from."""
+
 
 _OWN = {
     "model": "the policy",
@@ -55,3 +72,20 @@ class VLLMEngineConfig(EngineSection):
             if key in _OWN:
                 raise ValueError(f"{key} is no option: it is {_OWN[key]}; remove it")
         return options
+
+
+def _gives_tokens(section: Any) -> Any:
+    named = expand_name(section)
+    if isinstance(named, dict) and named.get("name") == "openai":
+        raise ValueError(
+            "a server with OpenAI's API gives neither tokens nor their log-probs, so nothing can be trained with it; "
+            "compare it by `rollmill bench RUN FILE.yaml`, or imitate it by `rollmill tasks answer`"
+        )
+    return section
+
+
+if TYPE_CHECKING:
+    EngineConfig = EngineSection
+else:
+    _engines = section_union(module_sections(__name__, EngineSection), kind="engine")
+    EngineConfig = Annotated[_engines, BeforeValidator(_gives_tokens)]
