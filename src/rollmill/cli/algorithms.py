@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.config.checks.capability import unused_algorithm_keys
 from rollmill.config.describe import format_algorithm_parts
 from rollmill.config.validation_errors import suggest_match
 from rollmill.config.yaml_file import write_yaml
@@ -83,11 +82,12 @@ def _page(name: str, section: type[AlgorithmOptions]) -> str:
 
 def _honoured(options: AlgorithmOptions) -> dict[str, Any]:
     keys = options.model_dump(mode="json")
-    for _, *path in unused_algorithm_keys(options):
-        section = keys
-        for key in path[:-1]:
-            section = section[str(key)]
-        section.pop(str(path[-1]), None)
+    for path, each in options.walk():
+        inside: Any = keys
+        for key in path:
+            inside = inside.get(key, {}) if isinstance(key, str) else inside[key]
+        for key in each.unused_keys():
+            inside.pop(key, None)
     return keys
 
 

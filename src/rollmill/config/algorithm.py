@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmill.config.corrections import CorrectionConfig
+from rollmill.config.corrections import CorrectionConfig, OffPolicyMask
 from rollmill.config.section import NamedSection, Section, merge_with_default
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "constant"]
@@ -77,6 +77,13 @@ class KLOptions(Section):
     refresh_every: int | None = Field(None, ge=1)
     """Replace the reference model by the current policy every N steps. Default: keep the initial policy."""
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        if self.coefficient == 0:
+            keys = ("estimator", "where", "target", "horizon", "refresh_every")
+            return dict.fromkeys(keys, "not honoured with coefficient 0; give kl.coefficient or remove it")
+        return {"horizon": "not honoured without kl.target; give a target or remove it"} if self.target is None else {}
+
 
 class EntropyControl(Section):
     """Adaptive weight of the entropy bonus (Skywork-OR1). The bonus is applied only while the entropy is low."""
@@ -124,6 +131,12 @@ class GroupNormalised(AdvantageSection):
     """Standard deviation to divide by: that of the group, that of all rewards of the batch, or none."""
     ddof: Literal[0, 1] = 1
     """0: population, 1: sample standard deviation."""
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        return (
+            {"ddof": "not honoured with scale `none`; it is with `group` and `batch`"} if self.scale == "none" else {}
+        )
 
 
 class LossSection(NamedSection):
@@ -220,3 +233,35 @@ class PolicyGradientOptions(AlgorithmOptions):
         return (
             [{"name": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
         )
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        keys, advantage = {}, self.advantage
+        if not advantage.uses_critic:
+            keys["critic"] = f"advantage `{advantage.name}` needs no critic; `gae` (algorithm ppo) does"
+        else:
+            keys["overlong_buffer"] = "not honoured by advantage `gae`; it is by those of whole completions"
+            keys["drop_uniform_groups"] = "not honoured by advantage `gae`, which compares no groups"
+        if not (self.loss.uses_old or self.corrections or any(mask.uses_old for mask in self.masks)):
+            keys["proximal"] = f"loss `{self.loss.name}` looks at no old log-probs; remove it"
+        if advantage.uses_greedy:
+            keys["overlong_buffer"] = "not honoured by `remax`, whose greedy baseline it would not reach"
+        return keys
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        found = {}
+        if self.advantage.uses_parts and self.kl.coefficient and self.kl.where == "reward":
+            text = (
+                f"advantage `{self.advantage.name}` sees the parts of the reward, which have no KL in them; use `loss`"
+            )
+            found["kl.where"] = text
+        # all others weight by old / rollout, so that the two log-probs have to differ
+        weights = [each for each in self.corrections if not isinstance(each, OffPolicyMask)]
+        if weights and self.loss.to_rollout:
+            text = f"`{self.loss.name}` is to the rollout policy already, and `{weights[0].name}` would count twice"
+            found["corrections"] = f"{text}; remove it"
+        elif weights and self.proximal == "rollout":
+            text = f"with proximal `rollout` the old log-probs are the rollout's, so `{weights[0].name}` would correct"
+            found["corrections"] = f"{text} nothing; set proximal: recompute"
+        return found

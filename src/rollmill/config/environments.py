@@ -28,6 +28,11 @@ class EnvironmentSection(NamedSection):
         common = EnvironmentSection.model_fields
         return {key: value for key, value in super().arguments().items() if key not in common}
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        text = "not honoured with processes 0: it is about worker processes; give processes"
+        return {key: text for key in ("restart_after", "memory_gb") if self.processes == 0}
+
 
 class GymnasiumSection(EnvironmentSection):
     """A gymnasium environment with discrete actions, rendered as text (extra `gym`).

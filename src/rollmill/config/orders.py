@@ -41,6 +41,14 @@ class SuccessRateOrder(OrderSection):
         return True
 
 
+def _unused_by(by: str) -> dict[str, str]:
+    """Returns the keys without effect of orders by a difficulty of a column, or by tracked success rates."""
+    if by == "success":
+        return {"column": "not honoured with by `success`; it is with `difficulty`"}
+    tracking = SuccessRateOrder.model_fields.keys() - {"name", "skip_uniform"}
+    return dict.fromkeys(tracking, "not honoured with by `difficulty`; it is with `success`")
+
+
 class CustomOrder(SuccessRateOrder):
     """An order registered by `@rollmill.order`; its other keys are the function's options."""
 
@@ -74,6 +82,10 @@ class EasyToHardOrder(SuccessRateOrder):
         """See OrderSection.uses_success."""
         return self.by == "success" or self.skip_uniform > 0
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        return _unused_by(self.by)
+
 
 class CurriculumOrder(SuccessRateOrder):
     """All tasks for some steps, then only hard ones (Kimi k1.5, arXiv:2501.12599, 2.3.4 and 3.5). If no task is hard,
@@ -95,6 +107,10 @@ class CurriculumOrder(SuccessRateOrder):
     def uses_success(self) -> bool:
         """See OrderSection.uses_success."""
         return self.by == "success" or self.skip_uniform > 0
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        return _unused_by(self.by)
 
 
 class PrioritisedOrder(SuccessRateOrder):

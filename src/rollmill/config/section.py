@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -43,6 +43,21 @@ class Section(BaseModel):
     def unused_keys(self) -> dict[str, str]:
         """Returns the keys that have no effect because of the section's other keys, each with the reason."""
         return {}
+
+    def conflicts(self) -> dict[str, str]:
+        """Returns the keys that cannot have their value beside the section's other keys, each with the problem and a
+        remedy. A key of a section inside it is written `kl.where`."""
+        return {}
+
+    def walk(self, at: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], Section]]:
+        """Yields this section and those inside it, each with its key path, which begins with `at`."""
+        yield at, self
+        for key in type(self).model_fields:
+            value = getattr(self, key)
+            inside = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+            for path, each in [((*at, key), value), *(((*at, key, index), each) for index, each in inside)]:
+                if isinstance(each, Section):
+                    yield from each.walk(path)
 
 
 def _folder_name(value: str) -> str:

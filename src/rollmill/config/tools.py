@@ -39,6 +39,10 @@ class CalculatorTool(ToolSection):
     implementation = "rollmill.rollout.tools.calculator:build_calculator"
     name: Literal["calculator"] = "calculator"
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        return {"time_limit_s": "not honoured by `calculator`, whose numbers are bounded; remove it"}
+
 
 class PythonTool(ToolSection):
     """Python programs in the sandbox."""
@@ -57,6 +61,11 @@ class PythonTool(ToolSection):
     """Maximum number of concurrent interpreters, one per rollout; other rollouts wait. Only with `state: rollout`."""
     sandbox: Literal["auto", "namespaces", "landlock", "plain"] = "auto"
     """Isolation of programs; `auto` is the first backend that works on this machine. `plain` isolates nothing."""
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        text = "not honoured with state `call`, which keeps none; it is with `rollout`"
+        return {"sessions": text} if self.state == "call" else {}
 
 
 class SearchTool(ToolSection):

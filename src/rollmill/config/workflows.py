@@ -112,6 +112,12 @@ class EnvironmentWorkflow(WorkflowSection):
     steps: bool = False
     """Make each turn a separate step with its own reward, with `history: full`, too."""
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        if self.history == "full":
+            return {}
+        return {"steps": "not honoured with history as a number, where each turn is a step; remove it"}
+
 
 class ProgramWorkflow(WorkflowSection):
     """Starts a program once per rollout that calls the policy through an OpenAI-compatible endpoint (extra `serve`).
@@ -316,6 +322,10 @@ class TrafficWorkflow(WorkflowSection):
     the whole batch. `prompt`: `rollout.group_size` sessions with the same first prompt."""
     pending: int = Field(4096, ge=1)
     """Maximum sessions that wait for others with the same prompt; beyond that the oldest are dropped."""
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        return {"pending": "not honoured with group `session`; it is with `prompt`"} if self.group == "session" else {}
 
 
 class VerifiersWorkflow(WorkflowSection):

@@ -26,6 +26,22 @@ class DistillationOptions(AlgorithmOptions):
     aggregation: Aggregation = "token-mean"
     """Aggregation of per-token terms; each has one denominator for the whole optimizer step."""
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        keys = {}
+        if self.divergence not in ("jsd", "sampled_jsd"):
+            keys["beta"] = f"not honoured by divergence `{self.divergence}`; it is by `jsd` and `sampled_jsd`"
+        if self.divergence in ("sampled", "sampled_jsd"):
+            keys["temperature"] = f"not honoured by divergence `{self.divergence}`; it is by the others"
+        return keys
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        if self.divergence != "sampled_jsd" or self.beta not in (0, 1):
+            return {}
+        text = "`sampled_jsd` needs a beta above 0 and below 1"
+        return {"beta": f"{text}; change it, or use forward_kl (0) or reverse_kl (1)"}
+
 
 class Distill(DistillationOptions):
     """On-policy distillation from a teacher with the same vocabulary. Rewards are reported but not used."""
@@ -46,6 +62,11 @@ class Distill(DistillationOptions):
     name: Literal["distill"] = "distill"
     teacher: Path | None = None
     """Checkpoint folder of the teacher; required."""
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        text = "which teacher? Give the folder of a checkpoint with the same vocabulary"
+        return super().conflicts() | ({"teacher": text} if self.teacher is None else {})
 
 
 class JSD(Distill):
@@ -114,3 +135,12 @@ class SelfDistill(DistillationOptions):
         if names != {"prompt", "context"}:
             raise ValueError("expected {prompt} and {context} in the text, and no other name in braces")
         return value
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        keys = super().unused_keys()
+        if self.weights != "ema":
+            keys["rate"] = f"not honoured with weights `{self.weights}`; it is with `ema`"
+        if self.context != "success":
+            keys["success_at_least"] = f"not honoured with context `{self.context}`; it is with `success`"
+        return keys

@@ -75,6 +75,10 @@ class MirrorBaseline(AdvantageSection):
     tau: float = Field(1.0, gt=0)
     """Temperature of `logavgexp`; a small value moves the baseline towards the best reward."""
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        return {"tau": "not honoured with baseline `mean`; it is with `logavgexp`"} if self.baseline == "mean" else {}
+
 
 class OPMDLoss(LossSection):
     """-A log pi / (1 + tau) (OPMD)."""

@@ -33,6 +33,11 @@ class DPO(OfflineAlgorithmOptions):
     sft: float = Field(0.0, ge=0)
     """Weight of an additional SFT term on the chosen completion."""
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        text = "not honoured by loss `ipo`; it is by `sigmoid`"
+        return {"label_smoothing": text} if self.loss == "ipo" else {}
+
 
 class ORPO(OfflineAlgorithmOptions):
     """Odds-ratio preference optimisation on pairs of a chosen and a rejected completion."""
@@ -76,6 +81,11 @@ class KTO(OfflineAlgorithmOptions):
     of the undesirable ones."""
     undesirable_weight: float = Field(1.0, gt=0)
     """Weight of undesirable completions."""
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        text = "kto compares each completion with those of other prompts, and 1 has no other; give at least 2"
+        return {"batch": text} if self.batch < 2 else {}
 
 
 class RewardModel(OfflineAlgorithmOptions):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollmill.config.section import Section
 
@@ -81,6 +82,14 @@ class PythonReward(RewardSection):
     the file's global variables. An async function runs in an event loop of this process."""
     processes: int = Field(4, ge=1)
     """Maximum number of processes for this function; each starts on first use."""
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, value: str) -> str:
+        if re.fullmatch(r".+\.py:\w+|[\w.]+(:\w+)?", value) is None:
+            text = "expected FILE.py:NAME, package.module:NAME or the name a plugin registers"
+            raise ValueError(f"{text}, found `{value}`")
+        return value
 
 
 def reward_part_names(rewards: Sequence[RewardSection]) -> list[str]:
