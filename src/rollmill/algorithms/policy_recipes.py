@@ -202,11 +202,11 @@ def _advantage_by_episode(function: Callable[[AdvantageInputs], Tensor], inputs:
 
     def mean(values: Tensor) -> Tensor:
         """Mean over the rewards present; exact if all are equal."""
-        judged = ~values.isnan()
+        scored = ~values.isnan()
         zeros = torch.zeros(len(episodes), dtype=values.dtype)
         lowest = torch.full_like(zeros, torch.inf).scatter_reduce_(0, index, values.nan_to_num(torch.inf), "amin")
-        above = torch.where(judged, values - lowest[index], 0.0)
-        return lowest + zeros.index_add(0, index, above) / zeros.index_add(0, index, judged.to(values.dtype))
+        above = torch.where(scored, values - lowest[index], 0.0)
+        return lowest + zeros.index_add(0, index, above) / zeros.index_add(0, index, scored.to(values.dtype))
 
     ones: dict[str, Any] = {key: each[first] for key, each in inputs._asdict().items() if isinstance(each, Tensor)}
     ones |= {"lengths": lengths, "parts": {name: mean(part) for name, part in inputs.parts.items()}}

@@ -214,8 +214,8 @@ async def _judge_all(
         async with gate:
             completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
             if isinstance(group, str):
-                return await manager.judge_group(tasks[members[0]], completions)
-            return [await manager.judge(tasks[members[0]], completions[0])]
+                return await manager.score_group(tasks[members[0]], completions)
+            return [await manager.score(tasks[members[0]], completions[0])]
 
     judging = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
     failure: Exception | None = None

@@ -23,7 +23,7 @@ class WorkflowSection(NamedSection):
     parts: ClassVar[tuple[str, ...]] = ()  #: parameters of a user's function besides task and policy
 
     @property
-    def judged(self) -> bool:
+    def scored_by_rewards(self) -> bool:
         """True if the workflow uses `rewards`, with these options."""
         return type(self).uses_rewards
 
@@ -150,7 +150,7 @@ class ProgramWorkflow(WorkflowSection):
     """Include the task's answer in the task passed to the program."""
 
     @property
-    def judged(self) -> bool:
+    def scored_by_rewards(self) -> bool:
         """True if `rewards` score the program's output."""
         return self.rewarded_by == "rewards"
 
@@ -256,8 +256,8 @@ class VoteWorkflow(WorkflowSection):
     the winning answer is scored by `rewards`, and all samples share its reward."""
 
     @property
-    def judged(self) -> bool:
-        """See WorkflowSection.judged."""
+    def scored_by_rewards(self) -> bool:
+        """See WorkflowSection.scored_by_rewards."""
         return self.reward == "winner"
 
     @model_validator(mode="after")

@@ -116,7 +116,7 @@ async def score_group(
     if not experiences:
         return []
     task = task or batch.context.task(experiences[0].task_id)
-    return await rewards.judge_group(task, [to_completion(each, index) for index, each in enumerate(experiences)])
+    return await rewards.score_group(task, [to_completion(each, index) for index, each in enumerate(experiences)])
 
 
 def is_undecided(result: RewardResult, rewards: Sequence[RewardSection]) -> bool:

@@ -29,7 +29,7 @@ def reward_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
 
 def _rewards(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
-    if not stage.workflow.judged:
+    if not stage.workflow.scored_by_rewards:
         return
     users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
     users += ["evaluation"] if _evaluated_by(stage) and stage.algorithm.trains_policy else []

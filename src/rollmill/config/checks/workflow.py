@@ -30,7 +30,7 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
     if isinstance(stage.workflow, TrafficWorkflow):
         keys |= _unused_traffic_keys(stage, stage.workflow)
-    if not stage.workflow.judged:
+    if not stage.workflow.scored_by_rewards:
         for key in ("rewards", "judging"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
     if not any(each.uses_tools or each.takes("tools") for each in stage.workflows):

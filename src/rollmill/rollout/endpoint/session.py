@@ -139,7 +139,7 @@ class EndpointSession:
     ) -> None:
         """Remember an answer as the client sees it."""
         messages, tools = self._seen([*body.messages, answer], body)
-        self._replies.append(self._chat.said(messages, prompt, tools, completion))
+        self._replies.append(self._chat.record_reply(messages, prompt, tools, completion))
 
     def read(self, body: ChatCompletionRequest, text: str, salt: str) -> tuple[str, list[Any]]:
         """Split a completion's text into content and tool calls."""
