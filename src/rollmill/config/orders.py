@@ -41,12 +41,23 @@ class SuccessRateOrder(OrderSection):
         return True
 
 
-def _unused_by(by: str) -> dict[str, str]:
-    """Returns the keys without effect of orders by a difficulty of a column, or by tracked success rates."""
-    if by == "success":
-        return {"column": "not honoured with by `success`; it is with `difficulty`"}
-    tracking = SuccessRateOrder.model_fields.keys() - {"name", "skip_uniform"}
-    return dict.fromkeys(tracking, "not honoured with by `difficulty`; it is with `success`")
+class DifficultyOrder(SuccessRateOrder):
+    """Base of orders by the difficulty of a column, or by tracked success rates."""
+
+    if TYPE_CHECKING:
+        by: Literal["difficulty", "success"]
+
+    @property
+    def uses_success(self) -> bool:
+        """See OrderSection.uses_success."""
+        return self.by == "success" or self.skip_uniform > 0
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        if self.by == "success":
+            return {"column": "not honoured with by `success`; it is with `difficulty`"}
+        tracking = SuccessRateOrder.model_fields.keys() - {"name", "skip_uniform"}
+        return dict.fromkeys(tracking, "not honoured with by `difficulty`; it is with `success`")
 
 
 class CustomOrder(SuccessRateOrder):
@@ -67,7 +78,7 @@ class SequentialOrder(OrderSection):
     name: Literal["sequential"] = "sequential"
 
 
-class EasyToHardOrder(SuccessRateOrder):
+class EasyToHardOrder(DifficultyOrder):
     """Every task once per epoch, easy ones first; equally difficult ones are shuffled."""
 
     implementation = "rollmill.data.samplers.epochs:EasyToHardSampler"
@@ -77,17 +88,8 @@ class EasyToHardOrder(SuccessRateOrder):
     column: str = "difficulty"
     """Column with the difficulty; greater is harder. Only with by `difficulty`."""
 
-    @property
-    def uses_success(self) -> bool:
-        """See OrderSection.uses_success."""
-        return self.by == "success" or self.skip_uniform > 0
 
-    def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
-        return _unused_by(self.by)
-
-
-class CurriculumOrder(SuccessRateOrder):
+class CurriculumOrder(DifficultyOrder):
     """All tasks for some steps, then only hard ones (Kimi k1.5, arXiv:2501.12599, 2.3.4 and 3.5). If no task is hard,
     all are drawn."""
 
@@ -102,15 +104,6 @@ class CurriculumOrder(SuccessRateOrder):
     """Tasks with a success rate of at most this, or a difficulty of at least this, are hard."""
     column: str = "difficulty"
     """Column with the difficulty. Only with by `difficulty`."""
-
-    @property
-    def uses_success(self) -> bool:
-        """See OrderSection.uses_success."""
-        return self.by == "success" or self.skip_uniform > 0
-
-    def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
-        return _unused_by(self.by)
 
 
 class PrioritisedOrder(SuccessRateOrder):
