@@ -51,7 +51,7 @@ def accepted_by_rollmill(rows: Sequence[Labelled], time_limit_s: float = 20.0) -
 
     async def judged() -> list[bool]:
         found = [
-            await judges[row.reward].judge(Task("t", "", row.gold, metadata=row.metadata), _completion(row.text))
+            await judges[row.reward].score(Task("t", "", row.gold, metadata=row.metadata), _completion(row.text))
             for row in rows
         ]
         return [each.reward == 1.0 for each in found]

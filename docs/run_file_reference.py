@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.config.environments.base import EnvironmentSection
+from rollmill.config.environments import EnvironmentSection
 from rollmill.config.key_docs import describe_default, describe_meaning, describe_value, join_lines
-from rollmill.config.orders.base import OrderSection, SuccessRateOrder
+from rollmill.config.orders import OrderSection, SuccessRateOrder
 from rollmill.config.resolve import RUN_KEYS
 from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.judges import JudgeSection
@@ -19,13 +19,13 @@ from rollmill.config.rewards.text import TextReward
 from rollmill.config.run import RunConfig
 from rollmill.config.section import Section
 from rollmill.config.taskset import RowsSection, TasksetSection
-from rollmill.config.tools.base import ToolSection
+from rollmill.config.tools import ToolSection
 from rollmill.config.validation_errors import (
     SectionLocation,
     join_quoted,
     section_locations,
 )
-from rollmill.config.workflows.agents import ToolWorkflowSection
+from rollmill.config.workflows import ToolWorkflowSection
 
 HEAD = """\
 # The run file: every section and key

@@ -35,14 +35,14 @@ def group(
     name: str,
     *,
     version: int = 0,
-    shelf: ExperienceKind = ExperienceKind.ROLLOUT,
+    kind: ExperienceKind = ExperienceKind.ROLLOUT,
     writer: str = EXPLORER,
     priority: float = 1.0,
     rewards: tuple[float | None, ...] = (1.0, 0.0),
 ) -> Group:
     """A group with one experience per reward."""
     inside = [experience(f"{name}/{i}", version=version, reward=reward) for i, reward in enumerate(rewards)]
-    return Group(name, inside, shelf, priority, writer, created_at=1.5)
+    return Group(name, inside, kind, priority, writer, created_at=1.5)
 
 
 def awkward() -> Experience:

@@ -32,7 +32,7 @@ def main() -> None:
     judge = build_reward_manager([MathReward(name="math", time_limit_s=10.0)], RewardManagerConfig(workers=2))
 
     async def judged() -> list[Any]:
-        return await asyncio.gather(*(judge.judge(task, completion) for task, completion in answers))
+        return await asyncio.gather(*(judge.score(task, completion) for task, completion in answers))
 
     def run() -> dict[str, Any]:
         started = time.perf_counter()

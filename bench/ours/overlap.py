@@ -72,7 +72,7 @@ async def judged(loop: Any, experiences: list[Any], seconds: float, waits: bool)
     task = Task("judged", "", metadata={"cost": (seconds, waits)})
     completions = [again(experience) for experience in experiences]
     started = time.perf_counter()
-    await asyncio.gather(*(loop.stage.rewards.judge(task, completion) for completion in completions))
+    await asyncio.gather(*(loop.stage.rewards.score(task, completion) for completion in completions))
     return time.perf_counter() - started
 
 

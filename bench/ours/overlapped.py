@@ -18,7 +18,7 @@ SETTLE = 4
 
 async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) -> None:
     """Run the parent's commands."""
-    from rollmill.config.engines.base import NativeEngineConfig
+    from rollmill.config.engines import NativeEngineConfig
     from rollmill.config.placement import InlinePlacement, RayPlacement
 
     placement = RayPlacement(explorers=args.explorers) if args.placement == "ray" else InlinePlacement()

@@ -38,7 +38,7 @@ def build_stage(
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from rollmill.config.engines.base import NativeEngineConfig
+    from rollmill.config.engines import NativeEngineConfig
     from rollmill.config.placement import InlinePlacement
     from rollmill.config.rewards.base import PythonReward
     from rollmill.config.rollout import RolloutConfig

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from rollmill.data.samplers.custom import order as order
     from rollmill.launch import run as run
     from rollmill.pipelines.pipeline import operator as operator
-    from rollmill.recipes.decorators import advantage as advantage
-    from rollmill.recipes.decorators import algorithm as algorithm
-    from rollmill.recipes.decorators import loss as loss
+    from rollmill.registry import advantage as advantage
+    from rollmill.registry import algorithm as algorithm
     from rollmill.registry import engine as engine
     from rollmill.registry import environment as environment
+    from rollmill.registry import loss as loss
     from rollmill.registry import reward as reward
     from rollmill.registry import tool as tool
     from rollmill.registry import tracker as tracker
@@ -30,14 +30,14 @@ _HOMES = {
     "Completion": "rollmill.types",
     "Experience": "rollmill.types",
     "Task": "rollmill.types",
-    "advantage": "rollmill.recipes.decorators",
+    "advantage": "rollmill.registry",
     "engine": "rollmill.registry",
     "environment": "rollmill.registry",
     "tool": "rollmill.registry",
     "tracker": "rollmill.registry",
     "workflow": "rollmill.registry",
-    "algorithm": "rollmill.recipes.decorators",
-    "loss": "rollmill.recipes.decorators",
+    "algorithm": "rollmill.registry",
+    "loss": "rollmill.registry",
     "operator": "rollmill.pipelines.pipeline",
     "order": "rollmill.data.samplers.custom",
     "reward": "rollmill.registry",

@@ -85,3 +85,7 @@ class DeadlineError(RollmillError):
     def __reduce__(self) -> tuple[type[DeadlineError], tuple[str, str, float, str]]:
         """Support pickling, because it may be raised in another process than it is caught in."""
         return type(self), (self.waiter, self.owner, self.seconds, self.advice)
+
+
+class SandboxError(RollmillError):
+    """No safe sandbox can be built here, or an invalid request. The message has what is missing."""

@@ -15,7 +15,7 @@ from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import InlinePlacement, RayPlacement
 from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.run import StageConfig
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import TrafficWorkflow
 from rollmill.errors import CheckpointError, ConfigError
 from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers

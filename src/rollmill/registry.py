@@ -1,8 +1,9 @@
-"""Users' Python code: imports objects by name and has the decorators that register rewards, workflows,
-environments and tools."""
+"""Users' Python code: imports objects by name and has the decorators that register rewards, workflows, environments,
+tools, engines, trackers, algorithms, losses and advantages."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -14,17 +15,21 @@ from functools import partial
 from hashlib import sha1
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
-from rollmill.config.engines.base import EngineSection
-from rollmill.config.environments.base import EnvironmentSection
+from pydantic import ValidationError, create_model
+
+from rollmill.config.algorithm import AdvantageSection, AlgorithmOptions, LossSection, PolicyGradientOptions
+from rollmill.config.engines import EngineSection
+from rollmill.config.environments import EnvironmentSection
 from rollmill.config.section import NamedSection, Section, register_section, section_from_signature, source_location
-from rollmill.config.tools.base import ToolSection
-from rollmill.config.trackers.base import TrackerSection
-from rollmill.config.workflows.base import WorkflowSection
+from rollmill.config.tools import ToolSection
+from rollmill.config.trackers import TrackerSection
+from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import ConfigError
 from rollmill.files import describe_non_file
 from rollmill.former_names import find_former_names
+from rollmill.recipes import known_algorithms
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -273,3 +278,90 @@ def _check_methods(target: Callable[..., Any], kind: str, methods: Sequence[str]
     for name in methods:
         if not callable(inspect.getattr_static(target, name, None)):
             raise ConfigError(f"{where}: {kind} needs a method {name}")
+
+
+# Algorithms
+
+AlgorithmTarget = TypeVar("AlgorithmTarget", bound=Callable[..., Any] | type[AlgorithmOptions])
+
+
+def loss(function: Function) -> Function:
+    """Registers a per-token loss under its name: `algorithm: {name: grpo, loss: NAME}`.
+
+    The function takes one `rollmill.algorithms.LossInputs` (or parameters named like its fields) and returns a term per
+    token, [tokens], to be minimised. Keyword-only parameters with a type and a default are keys of the run file.
+    """
+    register_section("loss", function.__name__, _loss_part(function))
+    return function
+
+
+def advantage(function: Function) -> Function:
+    """Registers an advantage under its name: `algorithm: {name: grpo, advantage: NAME}`.
+
+    The function takes one `rollmill.algorithms.AdvantageInputs` (or parameters named like its fields, such as `rewards`
+    and `groups`) and returns one advantage per experience, [N]. Options as for `loss`. A rollout with several
+    experiences counts as one of N, unless there is a parameter `episodes`.
+    """
+    section: Any = section_from_signature(function, AdvantageSection)
+    section.uses_episodes = "episodes" in inspect.signature(function).parameters
+    register_section("advantage", function.__name__, section)
+    return function
+
+
+def algorithm(target: AlgorithmTarget | None = None, *, base: str = "grpo", **defaults: Any) -> Any:
+    """Registers an algorithm under its name: `algorithm: {name: NAME}`.
+
+    On a function: the algorithm `base` with the function as its per-token loss (see `loss`); `defaults` are other keys
+    of the section `algorithm`, such as `aggregation="token-mean"` or `kl=0.1`. On a class: a subclass of one of
+    `rollmill.recipes`.
+
+    Raises:
+        ConfigError: `base` or one of `defaults` is unknown.
+    """
+    if target is None:
+        return lambda decorated: algorithm(decorated, base=base, **defaults)
+    if inspect.isclass(target):
+        section: Any = target
+        register_section("algorithm", str(section.model_fields["name"].default), section)
+        return target
+    part: Any = _loss_part(target)
+    register_section("loss", target.__name__, part)
+    register_section("algorithm", target.__name__, _derive_algorithm(target, base, {**defaults, "loss": part()}))
+    return target
+
+
+def _loss_part(function: Callable[..., Any]) -> type[NamedSection]:
+    """Builds the section of a user's loss, which may have a gradient where the advantage is 0."""
+    return section_from_signature(function, _UserLoss)
+
+
+class _UserLoss(LossSection):
+    follows_advantage: ClassVar[bool] = False
+
+
+def _derive_algorithm(function: Callable[..., Any], base: str, defaults: dict[str, Any]) -> type[AlgorithmOptions]:
+    where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
+    known = known_algorithms()
+    parent = known.get(base)
+    if parent is None or not issubclass(parent, PolicyGradientOptions):
+        near = get_close_matches(base, list(known), n=1)
+        hint = f"; did you mean `{near[0]}`?" if near and near[0] != base else ""
+        raise ConfigError(f"{where}: base `{base}` is no algorithm that rolls out{hint}; see `rollmill algorithms`")
+    try:
+        values = parent.model_validate(defaults)
+    except ValidationError as error:
+        key, text = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        raise ConfigError(f"{where}: {key}: {text}; correct the decorator's arguments") from error
+    fields: dict[str, Any] = {}
+    for key in defaults:
+        field = copy.copy(parent.model_fields[key])
+        field.default = getattr(values, key)
+        fields[key] = (field.annotation, field)
+    name = function.__name__
+    doc = inspect.getdoc(function) or f"`{base}` with the loss `{name}`."
+    fields["name"] = (Literal[name], name)
+    create: Any = create_model
+    created: Any = create(name, __base__=parent, __doc__=doc, **fields)
+    created.source = inspect.getsourcefile(function) or ""
+    section: type[AlgorithmOptions] = created
+    return section

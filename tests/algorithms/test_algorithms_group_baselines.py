@@ -227,6 +227,9 @@ def test_raft_never_accepts_a_reward_at_the_threshold_nor_looks_at_missing_ones(
     assert best_of_group(rewards, groups).tolist() == [0, 0, 0, 1]
     assert best_of_group(rewards, groups, threshold=0.75).tolist() == [0, 0, 0, 0]
     assert best_of_group(rewards, groups, accept="all", threshold=0.5).tolist() == [0, 0, 0, 1]
+    for kind in (torch.float32, torch.float64):  # 0.1 in 32 bits is greater than in 64
+        tenths = torch.tensor([0.1, 0.2], dtype=kind)
+        assert best_of_group(tenths, torch.tensor([0, 0]), accept="all", threshold=0.1).tolist() == [0, 1]
     whole = best_of_group(torch.tensor([2, 1]), torch.tensor([0, 0]))
     assert whole.tolist() == [1, 0]
     assert whole.dtype == torch.float32

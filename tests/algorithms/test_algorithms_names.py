@@ -30,12 +30,12 @@ from rollmill.algorithms.binding import (
     bind_loss,
 )
 from rollmill.algorithms.recipe import Recipe
-from rollmill.config.advantage import AdvantageSection
-from rollmill.config.loss import CorrectionSection, LossSection, MaskSection
+from rollmill.config.algorithm import AdvantageSection, LossSection, MaskSection
+from rollmill.config.corrections import CorrectionSection
 from rollmill.config.section import module_sections, section_from_signature
 from rollmill.config.validation_errors import section_tag
 from rollmill.errors import ConfigError
-from rollmill.recipes import AlgorithmConfig
+from rollmill.recipes import AlgorithmConfig, part_sections
 
 N = 8
 
@@ -121,13 +121,14 @@ def step(tokens: LossInputs) -> MaskInputs:
 
 
 def test_every_name_is_looked_at_below() -> None:
-    losses = {section_tag(each): each for each in module_sections("rollmill.config.loss", LossSection)}
+    losses = {section_tag(each): each for each in part_sections(LossSection)}
     assert {*LOSS, *ON_ROLLOUT, *PLAIN, "kl_cov"} == set(losses)
     assert [name for name, each in losses.items() if each.selection] == ["kl_cov"]
     assert set(DROPS) == {name for name, each in losses.items() if each.clip_indicator}
-    assert set(MASK) == {section_tag(each) for each in module_sections("rollmill.config.loss", MaskSection)}
-    assert set(WEIGHTS) == {section_tag(each) for each in module_sections("rollmill.config.loss", CorrectionSection)}
-    advantages = module_sections("rollmill.config.advantage", AdvantageSection)
+    assert set(MASK) == {section_tag(each) for each in part_sections(MaskSection)}
+    weights = module_sections("rollmill.config.corrections", CorrectionSection)
+    assert set(WEIGHTS) == {section_tag(each) for each in weights}
+    advantages = part_sections(AdvantageSection)
     assert set(COMPARES) - {"gdpo"} == {section_tag(each) for each in advantages if each.implementation}
 
 

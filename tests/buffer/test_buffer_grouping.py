@@ -26,7 +26,7 @@ def test_completions_stay_together_and_what_was_made_has_places_of_its_own() -> 
         made("p/rejected", "p", ExperienceSource.PREFERENCE),
     ]
     found = split_by_kind(left, "g", "abc")
-    assert [(group.id, group.shelf, [e.id for e in group.experiences], group.writer) for group in found] == [
+    assert [(group.id, group.kind, [e.id for e in group.experiences], group.writer) for group in found] == [
         ("g", ExperienceKind.ROLLOUT, ["g/0", "g/1"], "explorer"),
         ("g/e", ExperienceKind.EXPERT, ["g/e"], "pipeline"),
         ("g/f", ExperienceKind.EXPERT, ["g/f"], "pipeline"),
@@ -38,6 +38,6 @@ def test_completions_stay_together_and_what_was_made_has_places_of_its_own() -> 
 
 def test_nothing_left_is_no_group() -> None:
     assert split_by_kind([], "g", "abc") == []
-    assert [group.shelf for group in split_by_kind([made("g/e", "g", ExperienceSource.EXPERT)], "g", "abc")] == [
+    assert [group.kind for group in split_by_kind([made("g/e", "g", ExperienceSource.EXPERT)], "g", "abc")] == [
         ExperienceKind.EXPERT
     ]

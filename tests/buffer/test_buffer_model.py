@@ -90,12 +90,12 @@ class Machine(RuleBasedStateMachine):
         for (writer, shelf), age in zip(kinds, ages, strict=False):
             self.made += 1
             version = max(0, self.step - age)
-            made.append(group(f"g{self.made}", version=version, shelf=shelf, writer=writer, priority=priority))
+            made.append(group(f"g{self.made}", version=version, kind=shelf, writer=writer, priority=priority))
             self.shelves[f"g{self.made}"] = shelf
             self.fed |= writer in (FEEDBACK, IMPORTED)
         if again:
             known = f"g{max(1, self.made - 5)}"
-            made.append(group(known, shelf=self.shelves[known]))
+            made.append(group(known, kind=self.shelves[known]))
         self.agree([store.put(made) for store in self.stores])
 
     @precondition(lambda self: not self.taken)

@@ -59,7 +59,7 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
 
 def test_groups_of_another_run_get_names_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
-    write_parquet([group("a"), group("f", writer=FEEDBACK, shelf=ExperienceKind.EXPERT)], path, run_id=RUN)
+    write_parquet([group("a"), group("f", writer=FEEDBACK, kind=ExperienceKind.EXPERT)], path, run_id=RUN)
     assert ids(list(import_groups(path, RUN))) == ["a", "f"]
     found = list(import_groups(path, "another"))
     assert ids(found) == ["01234567-a", "01234567-f"]

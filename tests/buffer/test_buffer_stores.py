@@ -17,7 +17,7 @@ from rollmill.types import Task
 
 def test_groups_come_back_bit_for_bit(store: ExperienceStore) -> None:
     odd = Group("odd", [awkward()], ExperienceKind.EXPERT, 0.25, FEEDBACK, "Zoë \0", 12.25, {"why": ["a", 1.5]})
-    plain = group("g1", shelf=ExperienceKind.EXPERT)
+    plain = group("g1", kind=ExperienceKind.EXPERT)
     assert store.put([odd, plain]) == 2
     assert same_groups([each for _, each in store.read(ExperienceKind.EXPERT)], [odd, plain])
 
@@ -57,13 +57,13 @@ def test_a_known_id_is_left_as_it_is(store: ExperienceStore) -> None:
 
 
 def test_a_group_on_a_second_shelf_is_refused(store: ExperienceStore) -> None:
-    store.put([group("g0", shelf=ExperienceKind.PARTIAL)])
+    store.put([group("g0", kind=ExperienceKind.PARTIAL)])
     with pytest.raises(
         StoreError, match="group g0 is on the shelf partial already; put it on the shelf usual under an id"
     ):
         store.put([group("new"), group("g0")])
     with pytest.raises(StoreError, match="group g1 is on the shelf usual already"):
-        store.put([group("g1"), group("g1", shelf=ExperienceKind.EXPERT)])
+        store.put([group("g1"), group("g1", kind=ExperienceKind.EXPERT)])
     assert store.waiting() == 0
 
 
@@ -135,11 +135,11 @@ def test_readers_at_the_same_time_never_get_the_same_group(opened: Callable[[], 
 
 def test_a_rewind_loses_nothing_and_repeats_nothing(store: ExperienceStore) -> None:
     store.put([group(f"g{i}") for i in range(4)])
-    store.put([group("edit", writer=FEEDBACK, shelf=ExperienceKind.EXPERT)])
+    store.put([group("edit", writer=FEEDBACK, kind=ExperienceKind.EXPERT)])
     store.take(2, step=1, deadline_s=0)
     mark = store.mark()
     store.put([group("g4"), group("synth", writer=PIPELINE), group("more", writer=IMPORTED)])
-    store.put([group("later", writer=FEEDBACK, shelf=ExperienceKind.EXPERT)])
+    store.put([group("later", writer=FEEDBACK, kind=ExperienceKind.EXPERT)])
     assert ids(store.take(4, step=2, deadline_s=0)) == ["g2", "g3", "g4", "synth"]
     store.rewind(mark, step=1)
     assert store.put([group("g4", version=1), group("g2")]) == 1, "what was put after the mark is made again"
@@ -148,7 +148,7 @@ def test_a_rewind_loses_nothing_and_repeats_nothing(store: ExperienceStore) -> N
 
 
 def test_a_rewind_to_the_start_keeps_feedback_and_imports(store: ExperienceStore) -> None:
-    store.put([group("g0"), group("kept", writer=IMPORTED), group("edit", writer=FEEDBACK, shelf=ExperienceKind.RATED)])
+    store.put([group("g0"), group("kept", writer=IMPORTED), group("edit", writer=FEEDBACK, kind=ExperienceKind.RATED)])
     store.take(2, step=1, deadline_s=0, min_version=None)
     store.rewind(None, step=0)
     assert store.waiting() == 1
@@ -180,7 +180,7 @@ def test_a_mark_of_another_store_is_refused(store: ExperienceStore) -> None:
 
 
 def test_removed_groups_are_gone_until_they_are_restored(store: ExperienceStore) -> None:
-    store.put([group("a"), group("b"), group("e", shelf=ExperienceKind.EXPERT)])
+    store.put([group("a"), group("b"), group("e", kind=ExperienceKind.EXPERT)])
     store.remove(["a", "e"], by="Ann")
     store.remove(["a"], by="Bob")
     assert store.waiting() == 1
@@ -196,20 +196,20 @@ def test_removed_groups_are_gone_until_they_are_restored(store: ExperienceStore)
 
 
 def test_reading_goes_on_after_a_number(store: ExperienceStore) -> None:
-    store.put([group(f"e{i}", shelf=ExperienceKind.PREFERENCE, writer=FEEDBACK) for i in range(3)])
+    store.put([group(f"e{i}", kind=ExperienceKind.PREFERENCE, writer=FEEDBACK) for i in range(3)])
     numbers = [number for number, _ in store.read(ExperienceKind.PREFERENCE)]
-    store.put([group("u"), group("e3", shelf=ExperienceKind.PREFERENCE, writer=FEEDBACK)])
+    store.put([group("u"), group("e3", kind=ExperienceKind.PREFERENCE, writer=FEEDBACK)])
     assert [each.id for _, each in store.read(ExperienceKind.PREFERENCE, after=numbers[1])] == ["e2", "e3"]
 
 
 def test_unfinished_groups_are_handed_out_once(store: ExperienceStore) -> None:
     store.put([group("u")])
-    store.put([group(f"p{i}", shelf=ExperienceKind.PARTIAL, version=i) for i in range(3)])
+    store.put([group(f"p{i}", kind=ExperienceKind.PARTIAL, version=i) for i in range(3)])
     assert ids(store.take_partial(2, step=1)) == ["p0", "p1"]
     assert ids(store.take_partial(2, step=1)) == ["p0", "p1"]
     assert store.waiting() == 1
     mark = store.mark()
-    assert same_groups(store.take_partial(2, step=2), [group("p2", shelf=ExperienceKind.PARTIAL, version=2)])
+    assert same_groups(store.take_partial(2, step=2), [group("p2", kind=ExperienceKind.PARTIAL, version=2)])
     assert store.take_partial(2, step=3) == []
     store.rewind(mark, step=1)
     assert ids(store.take_partial(2, step=2)) == ["p2"]

@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
     expert = Group(
         "edit", group("e").experiences[:1], ExperienceKind.EXPERT, writer=FEEDBACK, author="Ann", info={"why": "typo"}
     )
-    store.put([expert, group("oops", writer=PIPELINE, shelf=ExperienceKind.PREFERENCE)])
+    store.put([expert, group("oops", writer=PIPELINE, kind=ExperienceKind.PREFERENCE)])
     for step in (1, 2, 3):
         taken = store.take(1, step=step, deadline_s=0)
         store.learned(taken, step=step)

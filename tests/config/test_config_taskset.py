@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.orders.built_in import CurriculumOrder, PrioritisedOrder, ShuffledOrder
+from rollmill.config.orders import CurriculumOrder, PrioritisedOrder, ShuffledOrder
 from rollmill.errors import ConfigError
 
 TASKSET = {"path": "tasks.jsonl"}

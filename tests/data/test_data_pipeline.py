@@ -87,7 +87,7 @@ def test_clean_says_what_it_changed(folder: Path) -> None:
 
 @given(st.text())
 def test_cleaning_twice_is_cleaning_once(text: str) -> None:
-    from rollmill.config.task_operators.built_in import CleanTasks
+    from rollmill.config.task_operators import CleanTasks
     from rollmill.data.operators.pipeline import run_task_pipeline
 
     for options in (CleanTasks(), CleanTasks(unicode="NFKC", whitespace="all")):

@@ -18,7 +18,7 @@ import torch
 from toys import toy_checkpoint
 from vllm_service import PYTHON, needs_vllm
 
-from rollmill.config.engines.vllm import VLLMEngineConfig
+from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig

@@ -21,7 +21,7 @@ from rollmill.buffer.base import EXPLORER, REMOTE_EXPLORER
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.experts import RatingOverrides
 from rollmill.buffer.sql import SqlStore
-from rollmill.config.orders.built_in import ShuffledOrder
+from rollmill.config.orders import ShuffledOrder
 from rollmill.config.run import StageConfig
 from rollmill.data import Taskset, build_sampler
 from rollmill.errors import DeadlineError
@@ -157,11 +157,11 @@ class World:
 
     def resume(self) -> None:
         """The trainer dies, and goes on from its checkpoint."""
-        before = {each.id for _, each in self.store.read(group("any").shelf)}
+        before = {each.id for _, each in self.store.read(group("any").kind)}
         self.version = self.checkpoint
         self.store.rewind(self.mark, step=self.version)
         self.notice.write(self.folder)
-        assert {each.id for _, each in self.store.read(group("any").shelf)} == before
+        assert {each.id for _, each in self.store.read(group("any").kind)} == before
 
     async def close(self) -> None:
         for living in list(self.explorers.values()):
@@ -243,7 +243,7 @@ def test_explorers_that_keep_up_make_no_group_in_vain(tmp_path: Path) -> None:
         for _ in range(3):
             world.join()
         await goes_on(world)
-        count = sum(1 for _ in world.store.read(group("any").shelf))
+        count = sum(1 for _ in world.store.read(group("any").kind))
         await world.close()
         return count, world.store.expired()
 

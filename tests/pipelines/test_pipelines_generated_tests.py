@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from made_up import context, group, pipeline, rewards
 
+from rollmill.errors import SandboxError
 from rollmill.sandbox import Sandbox
-from rollmill.sandbox.errors import SandboxError
 from rollmill.types import Experience, Task
 
 OPTIONS = {"name": "test_cases", "submissions": 3, "agree": 2, "solve": 2, "cases": 6}

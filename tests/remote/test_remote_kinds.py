@@ -12,7 +12,7 @@ from tiny import tiny_run
 from vllm_service import PYTHON, needs_vllm
 
 import rollmill
-from rollmill.config.engines.vllm import VLLMEngineConfig
+from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
 from rollmill.orchestrator.engine import shared_checksum

@@ -21,4 +21,4 @@ def task(answer: Any, id: str = "t1", **metadata: Any) -> Task:
 
 
 def judged(judge: RewardManager, answer: Any, text: str, **metadata: Any) -> RewardResult:
-    return asyncio.run(judge.judge(task(answer, **metadata), completion(text)))
+    return asyncio.run(judge.score(task(answer, **metadata), completion(text)))

@@ -40,4 +40,4 @@ def tokens(count: int, index: int = 0, text: str = "") -> Completion:
 
 
 def group(judge: RewardManager, gold: Any, completions: Sequence[Completion], **metadata: Any) -> list[RewardResult]:
-    return asyncio.run(judge.judge_group(task(gold, **metadata), completions))
+    return asyncio.run(judge.score_group(task(gold, **metadata), completions))

@@ -298,7 +298,7 @@ def test_formulas_that_algebra_would_not_finish_are_not_asked_about() -> None:
         found: Counter[str] = Counter()
         with build_reward_manager([MathReward(name="math", time_limit_s=20)]) as judge:
             for formula in formulas:
-                answer = await judge.judge(task("y'+ry=0"), completion(f"\\boxed{{{formula}}}"))
+                answer = await judge.score(task("y'+ry=0"), completion(f"\\boxed{{{formula}}}"))
                 assert answer.reward == 0.0, formula
                 found[answer.outcomes["math"]] += 1
         return found

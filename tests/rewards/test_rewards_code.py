@@ -148,7 +148,7 @@ def test_one_job_judges_many_completions_of_every_sort_at_once(made: Make) -> No
 
     async def all_of_them() -> list[RewardResult]:
         tasks = [task(None, **columns) for columns in (SQUARES, CHECKED, SUMS) for _ in range(5)]
-        return await asyncio.gather(*(judge.judge(each, code) for each in tasks))
+        return await asyncio.gather(*(judge.score(each, code) for each in tasks))
 
     assert [each.reward for each in asyncio.run(all_of_them())] == [1.0] * 15
     assert [each.reward for each in asyncio.run(all_of_them())] == [1.0] * 15  # in another event loop
@@ -444,21 +444,21 @@ def test_a_judgement_that_comes_too_late_gives_its_turn_back() -> None:
     with build_reward_manager([config], RewardManagerConfig(deadline_s=20.0)) as judge:
 
         async def both() -> list[RewardResult]:
-            late = asyncio.ensure_future(judge.judge(task(None, **CHECKED), completion(endless)))
+            late = asyncio.ensure_future(judge.score(task(None, **CHECKED), completion(endless)))
             await asyncio.sleep(0.3)
             late.cancel()
-            return [await judge.judge(task(None, **columns), completion(right)) for columns in (CHECKED, SQUARES)]
+            return [await judge.score(task(None, **columns), completion(right)) for columns in (CHECKED, SQUARES)]
 
         assert [each.reward for each in asyncio.run(both())] == [1.0, 1.0]
 
 
 def test_details_are_logged_and_do_not_count() -> None:
     class Fixed:
-        async def judge(self, task: Task, completion: Completion) -> Score:
+        async def score(self, task: Task, completion: Completion) -> Score:
             return Score(0.5, details={"hidden": 0.25})
 
     class Together:
-        async def judge_group(self, task: Any, completions: Any, judged: Any) -> list[Score]:
+        async def score_group(self, task: Any, completions: Any, judged: Any) -> list[Score]:
             return [Score(0.1, details={"rank": 2.0}) for _ in completions]
 
     parts = [
@@ -466,13 +466,13 @@ def test_details_are_logged_and_do_not_count() -> None:
         WeightedReward("all", RewardSection(), Together()),
     ]
     with RewardManager(parts, RewardManagerConfig(), RewardResources()) as judge:
-        (found,) = asyncio.run(judge.judge_group(task(1), [completion("a")]))
+        (found,) = asyncio.run(judge.score_group(task(1), [completion("a")]))
     assert found.reward == pytest.approx(1.1)
     assert found.parts == {"one": 0.5, "all": 0.1}
     assert found.details == {"one/hidden": 0.25, "all/rank": 2.0}
     gate = RewardSection(gate=GateConfig(at_least=1.0, otherwise=-1.0))
     with RewardManager([WeightedReward("one", gate, Fixed())], RewardManagerConfig(), RewardResources()) as judge:
-        found = asyncio.run(judge.judge(task(1), completion("a")))
+        found = asyncio.run(judge.score(task(1), completion("a")))
     assert (found.reward, found.details) == (-1.0, {"one/hidden": 0.25})
 
 

@@ -205,7 +205,7 @@ def patient() -> Iterator[RewardManager]:
 
 
 def judged(judge: RewardManager, columns: dict[str, Any], code: str) -> RewardResult:
-    return asyncio.run(judge.judge(task(None, **columns), completion(f"```python\n{code}\n```")))
+    return asyncio.run(judge.score(task(None, **columns), completion(f"```python\n{code}\n```")))
 
 
 def test_the_right_function_and_program_earn_everything(patient: RewardManager) -> None:

@@ -18,7 +18,7 @@ from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 async def _graded(judge: RewardManager, pairs: list[tuple[dict[str, str], str]]) -> list[RewardResult]:
     async def one(row: dict[str, str], text: str) -> RewardResult:
         columns = {"prefix": row["prompt"], "test": row["test"], "entry_point": row["entry_point"]}
-        return await judge.judge(task(None, row["task_id"], **columns), completion(text))
+        return await judge.score(task(None, row["task_id"], **columns), completion(text))
 
     return list(await asyncio.gather(*(one(*pair) for pair in pairs)))
 
@@ -42,7 +42,7 @@ def test_tasks_of_the_preset_carry_their_tests(data_dir: Path) -> None:
         for each in taskset.tasks:
             assert each.response is not None
             right, wrong = (
-                asyncio.run(judge.judge(each, completion(text))) for text in (each.response, "    return 'wrong'\n")
+                asyncio.run(judge.score(each, completion(text))) for text in (each.response, "    return 'wrong'\n")
             )
             assert (each.id[:10], right.reward, wrong.reward) == ("HumanEval/", 1.0, 0.0)
 

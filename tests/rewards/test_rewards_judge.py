@@ -116,7 +116,7 @@ def test_a_pattern_of_exponential_time_ends_at_its_limit() -> None:
 
 def test_async_functions_are_awaited_and_plain_ones_leave_the_loop_alone(judge_of: Make) -> None:
     async def twenty(judge: RewardManager) -> list[float | None]:
-        found = await asyncio.gather(*(judge.judge(task(i), completion(str(i))) for i in range(20)))
+        found = await asyncio.gather(*(judge.score(task(i), completion(str(i))) for i in range(20)))
         return [each.reward for each in found]
 
     with judge_of("async def f(task, completion): await asyncio.sleep(.01); return task.answer") as judge:
@@ -180,8 +180,8 @@ def test_stuck_threads_are_counted_named_and_not_unlimited(judge_of: Make, caplo
 
     async def many(judge: RewardManager) -> None:
         for _ in range(MAX_STUCK_THREADS):
-            assert (await judge.judge(task("5"), completion("5"))).outcomes == {"f": "timeout"}
-        await judge.judge(task("5"), completion("5"))
+            assert (await judge.score(task("5"), completion("5"))).outcomes == {"f": "timeout"}
+        await judge.score(task("5"), completion("5"))
 
     with (
         judge_of(source, time_limit_s=0.02, run_in="thread") as judge,
@@ -213,7 +213,7 @@ def test_processes_work_at_the_same_time_and_only_as_many_as_are_needed(judge_of
     source = "import os\ndef f(task, completion): time.sleep(0.5); return os.getpid()"
 
     async def three(judge: RewardManager) -> set[float | None]:
-        return {each.reward for each in await judge.judge_group(task("5"), [completion(text, 0) for text in "abc"])}
+        return {each.reward for each in await judge.score_group(task("5"), [completion(text, 0) for text in "abc"])}
 
     with judge_of(source, processes=3) as judge:
         assert len({judged(judge, "5", "5").reward for _ in range(2)}) == 1
@@ -237,7 +237,7 @@ def test_the_decorator_marks_functions_of_groups(tmp_path: Path) -> None:
     )
     import_file(path)
     with build_reward_manager([PythonReward(name="python", function="ranks_of_plugin")]) as judge:
-        found = asyncio.run(judge.judge_group(task("5"), [completion("a"), completion("b")]))
+        found = asyncio.run(judge.score_group(task("5"), [completion("a"), completion("b")]))
     assert [each.reward for each in found] == [1.0, 2.0]
 
 
@@ -265,7 +265,7 @@ def test_the_cause_has_the_traceback_of_the_function(judge_of: Make) -> None:
 
 def test_waiting_for_a_thread_is_not_counted_against_the_limit(judge_of: Make) -> None:
     async def many(judge: RewardManager) -> set[str]:
-        found = await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(4 * MAX_THREADS)))
+        found = await asyncio.gather(*(judge.score(task("5"), completion("5")) for _ in range(4 * MAX_THREADS)))
         return {each.outcomes["f"] for each in found}
 
     before = threading.enumerate()
@@ -298,7 +298,7 @@ async def f(task, completion):
 """
     with judge_of(source) as judge:
         with pytest.raises(RewardError, match="ValueError: first"):
-            asyncio.run(judge.judge_group(task("5"), [completion("a", 0), completion("b", 1), completion("c", 2)]))
+            asyncio.run(judge.score_group(task("5"), [completion("a", 0), completion("b", 1), completion("c", 2)]))
         [module] = [each for each in sys.modules.values() if getattr(each, "__file__", None) == str(tmp_path / FIRST)]
     assert sorted(module.CANCELLED) == [1, 2]
 
@@ -310,7 +310,7 @@ def test_group_rewards_see_all_completions(judge_of: Make) -> None:
     group = [completion("aaa", 0), completion("b", 1), completion("cc", 2)]
     with judge_of(RANK.format(body="[{'short': -len(c.text)} for c in completions]"), weight=0.5) as judge:
         assert judge.groupwise
-        found = asyncio.run(judge.judge_group(task("5"), group))
+        found = asyncio.run(judge.score_group(task("5"), group))
         with pytest.raises(RewardError, match="`f` sees all completions of a task together"):
             judged(judge, "5", "5")
     assert [each.reward for each in found] == [-1.5, -0.5, -1.0]
@@ -322,7 +322,7 @@ def test_group_rewards_see_all_completions(judge_of: Make) -> None:
 )
 def test_a_wrong_count_is_an_error(judge_of: Make, body: str, message: str) -> None:
     with judge_of(RANK.format(body=body)) as judge, pytest.raises(RewardError, match=message) as caught:
-        asyncio.run(judge.judge_group(task("5"), [completion(text) for text in "abc"]))
+        asyncio.run(judge.score_group(task("5"), [completion(text) for text in "abc"]))
     assert str(caught.value).startswith("reward `f` failed on task `t1`: ")
 
 
@@ -335,14 +335,14 @@ def test_weights_of_group_and_single_rewards_add_up(parts: list[tuple[float, flo
         def __init__(self, value: float | None) -> None:
             self.value = value
 
-        async def judge(self, task: Any, completion: Any) -> Score:
+        async def score(self, task: Any, completion: Any) -> Score:
             return Score(self.value)
 
     class Together:
         def __init__(self, value: float | None) -> None:
             self.value = value
 
-        async def judge_group(self, task: Any, completions: Any, judged: Any) -> list[Score]:
+        async def score_group(self, task: Any, completions: Any, judged: Any) -> list[Score]:
             return [Score(self.value)] * len(completions)
 
     def reward_of(kinds: Any) -> float | None:
@@ -350,7 +350,7 @@ def test_weights_of_group_and_single_rewards_add_up(parts: list[tuple[float, flo
             WeightedReward(f"p{i}", RewardSection(weight=weight), kinds(i)(v)) for i, (weight, v) in enumerate(parts)
         ]
         judge = RewardManager(built, RewardManagerConfig(), RewardResources())
-        return asyncio.run(judge.judge_group(task(1), [completion("a"), completion("b")]))[1].reward
+        return asyncio.run(judge.score_group(task(1), [completion("a"), completion("b")]))[1].reward
 
     given = [weight * value for weight, value in parts if value is not None]
     for kinds in (lambda i: Single, lambda i: Together, lambda i: (Single, Together)[i % 2]):
@@ -367,7 +367,7 @@ def test_group_functions_may_see_what_single_rewards_said(judge_of: Make, tmp_pa
     for run_in in ("process", "thread"):
         function = PythonReward(name="python", function=f"{path}:f", run_in=run_in)
         with build_reward_manager([ExactReward(name="exact", weight=10), function]) as judge:
-            found = asyncio.run(judge.judge_group(task("5"), group))
+            found = asyncio.run(judge.score_group(task("5"), group))
         assert [each.reward for each in found] == [9.0, 7.0, 0.0]
 
 
@@ -401,7 +401,7 @@ def test_a_gate_that_does_not_count_yet_lets_everything_pass() -> None:
         for version, reward, closed_by in ((2, 1.0, None), (3, -1.0, "format")):
             written = completion("5")
             written.versions = np.array([version], np.int32)
-            found = asyncio.run(judge.judge(task("5"), written))
+            found = asyncio.run(judge.score(task("5"), written))
             assert (found.reward, found.failed_gate, found.parts["format"]) == (reward, closed_by, 0.0)
 
 
@@ -414,10 +414,10 @@ def test_a_gate_compares_what_is_logged(tmp_path: Path) -> None:
 
 
 class Both:
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         raise AssertionError("a closed gate must keep everything else from judging")
 
-    async def judge_group(self, task: Task, completions: Any, judged: Any) -> list[Score]:
+    async def score_group(self, task: Task, completions: Any, judged: Any) -> list[Score]:
         raise AssertionError("not asked here")
 
 
@@ -472,7 +472,7 @@ def test_group_rewards_do_not_count_where_a_gate_is_closed(judge_of: Make, tmp_p
     path = tmp_path / "longer.py"
     path.write_text("def f(task, completions): return [len(c.text) for c in completions]\nf.group = True\n")
     with build_reward_manager([gated(), PythonReward(name="python", function=f"{path}:f")]) as judge:
-        found = asyncio.run(judge.judge_group(task("5"), [completion("<a>", 0), completion("none", 1)]))
+        found = asyncio.run(judge.score_group(task("5"), [completion("<a>", 0), completion("none", 1)]))
     assert [each.reward for each in found] == [3.25, 0.0]
     assert [each.parts["f"] for each in found] == [3.0, 4.0]
 
@@ -492,7 +492,7 @@ def test_parts_are_clipped_before_their_weight_and_the_sum_at_the_end(judge_of: 
     with build_reward_manager(
         [one.model_copy(update={"weight": -9.0}), group], RewardManagerConfig(clip=(0, 95))
     ) as judge:
-        [found] = asyncio.run(judge.judge_group(task("5"), [completion("5")]))
+        [found] = asyncio.run(judge.score_group(task("5"), [completion("5")]))
     assert found.reward == 100 - 9  # the sum is clipped once, at the end
 
 
@@ -502,7 +502,7 @@ def test_a_reward_may_wait_for_later_weights() -> None:
         for version, reward in ((2, 0.5), (3, 1.5)):
             written = completion("5")
             written.versions = np.array([version, version - 1], np.int32)
-            found = asyncio.run(judge.judge(task("5"), written))
+            found = asyncio.run(judge.score(task("5"), written))
             assert (found.reward, found.parts["exact"]) == (reward, 1.0)
 
 
@@ -512,7 +512,7 @@ def test_what_is_late_has_an_outcome_and_a_reward_of_its_own(judge_of: Make, tmp
     slow = PythonReward(name="python", function=f"{path}:f", timeout_reward=-1, processes=1)
 
     async def both(judge: RewardManager) -> list[RewardResult]:
-        return await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(2)))
+        return await asyncio.gather(*(judge.score(task("5"), completion("5")) for _ in range(2)))
 
     with build_reward_manager([slow, ExactReward(name="exact")], RewardManagerConfig(deadline_s=0.2)) as judge:
         found = asyncio.run(both(judge))
@@ -525,7 +525,7 @@ def test_spans_tell_waiting_from_work(tmp_path: Path) -> None:
     path.write_text("import time\ndef f(task, completion):\n    time.sleep(0.2)\n    return 1\n")
 
     async def three(judge: RewardManager) -> list[RewardResult]:
-        return await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(3)))
+        return await asyncio.gather(*(judge.score(task("5"), completion("5")) for _ in range(3)))
 
     with build_reward_manager([PythonReward(name="python", function=f"{path}:f", processes=1)]) as judge:
         judged(judge, "5", "5")  # starts the process
@@ -573,7 +573,7 @@ def test_async_rewards_are_timed_and_run_while_the_callers_loop_is_blocked(tmp_p
 
     async def main() -> RewardResult:
         with build_reward_manager([config]) as judge:
-            pending = asyncio.ensure_future(judge.judge(task(1), completion("x")))
+            pending = asyncio.ensure_future(judge.score(task(1), completion("x")))
             await asyncio.sleep(0.01)
             time.sleep(0.6)
             return await pending
@@ -585,7 +585,7 @@ def test_async_rewards_are_timed_and_run_while_the_callers_loop_is_blocked(tmp_p
 class Detailed:
     """A reward that logs a number beside its value."""
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         return Score(1.0, details={"physics": 0.25})
 
 

@@ -58,7 +58,7 @@ def asks(reply: Callable[[str, int, int], str]) -> Iterator[Scripted]:
 
 def group(judge: RewardManager, texts: Sequence[str], of: Task | None = None) -> list[RewardResult]:
     found = [completion(text, index) for index, text in enumerate(texts)]
-    return asyncio.run(judge.judge_group(of or task("5"), found))
+    return asyncio.run(judge.score_group(of or task("5"), found))
 
 
 def judge_of(**keys: Any) -> RewardManager:
@@ -264,7 +264,7 @@ def test_against_the_reference() -> None:
         assert [judged(judge, "5", text).reward for text in ("6", "4", "5", "5.0")] == [1, 0, 0.5, 0.5]
         assert judged(judge, None, "6").reward is None
         worked = Task("t", "q", "9", response="3")
-        assert asyncio.run(judge.judge(worked, completion("4"))).reward == 1
+        assert asyncio.run(judge.score(worked, completion("4"))).reward == 1
     assert model.asked == 2 * 4
 
 

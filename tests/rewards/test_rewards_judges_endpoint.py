@@ -43,7 +43,7 @@ def many(judge: RewardManager, count: int) -> list[RewardResult]:
     """As many different completions at once."""
 
     async def all_of_them() -> list[RewardResult]:
-        return list(await asyncio.gather(*(judge.judge(task("5"), completion(f"r{i}", i)) for i in range(count))))
+        return list(await asyncio.gather(*(judge.score(task("5"), completion(f"r{i}", i)) for i in range(count))))
 
     return asyncio.run(all_of_them())
 
@@ -297,7 +297,7 @@ def test_judging_goes_on_while_the_callers_loop_is_blocked() -> None:
             chat_server([Answer(status=500, delay_s=0.2), SEVEN]) as server,
             build_reward_manager([reward(server.url)]) as judge,
         ):
-            pending = asyncio.ensure_future(judge.judge(task(1), completion("x")))
+            pending = asyncio.ensure_future(judge.score(task(1), completion("x")))
             while not server.requests:
                 await asyncio.sleep(0.01)
             while len(server.requests) < 2:  # nothing of this loop runs now
@@ -309,12 +309,12 @@ def test_judging_goes_on_while_the_callers_loop_is_blocked() -> None:
 
 def test_a_cancelled_judgement_frees_its_place() -> None:
     async def main(judge: RewardManager) -> float | None:
-        first = asyncio.ensure_future(judge.judge(task(1), completion("r0")))
+        first = asyncio.ensure_future(judge.score(task(1), completion("r0")))
         while not server.requests:
             await asyncio.sleep(0.01)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        return (await judge.judge(task(1), completion("r1"))).reward
+        return (await judge.score(task(1), completion("r1"))).reward
 
     with (
         chat_server([Answer(SEVEN, delay_s=60), SEVEN]) as server,
@@ -327,7 +327,7 @@ def test_closing_fails_what_is_under_way() -> None:
     """With an error, not as if the caller had been cancelled; and closing does not wait for the endpoint."""
 
     async def main(judge: RewardManager) -> list[BaseException | RewardResult]:
-        pending = [asyncio.ensure_future(judge.judge(task(1), completion(f"r{i}"))) for i in range(5)]
+        pending = [asyncio.ensure_future(judge.score(task(1), completion(f"r{i}"))) for i in range(5)]
         while not server.requests:
             await asyncio.sleep(0.01)
         await judge.aclose()

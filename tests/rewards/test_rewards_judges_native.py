@@ -83,7 +83,7 @@ def test_groups_and_votes(tmp_path: Path) -> None:
     ]
     group = [completion(text, index) for index, text in enumerate("ab")]
     with build_reward_manager(configs, device="cpu") as judge:
-        found = asyncio.run(judge.judge_group(task("5"), group))
+        found = asyncio.run(judge.score_group(task("5"), group))
         assert judge.counters()["ranking/calls"] == 3
         assert judge.counters()["pairwise/malformed"] == 4
     assert sorted(each.parts["ranking"] or 0 for each in found) == [0, 1]

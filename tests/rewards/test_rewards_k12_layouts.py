@@ -43,7 +43,7 @@ def tasks_of(data_dir: Path, name: str) -> list[Task]:
 
 def rewards(judge: RewardManager, pairs: list[tuple[Task, str]]) -> list[float | None]:
     async def all_of_them() -> list[float | None]:
-        return [(await judge.judge(task, completion(text))).reward for task, text in pairs]
+        return [(await judge.score(task, completion(text))).reward for task, text in pairs]
 
     return asyncio.run(all_of_them())
 

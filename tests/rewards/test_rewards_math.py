@@ -151,10 +151,10 @@ def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(
 
     async def grade() -> tuple[list[float | None], list[float | None]]:
         own = [
-            await judge.judge(task(gold), completion(text))
+            await judge.score(task(gold), completion(text))
             for gold, text in zip(answers[::every], solutions[::every], strict=True)
         ]
-        other = [await judge.judge(task(answers[a]), completion(solutions[b])) for a, b in mismatched[::every]]
+        other = [await judge.score(task(answers[a]), completion(solutions[b])) for a, b in mismatched[::every]]
         return [each.reward for each in own], [each.reward for each in other]
 
     own, other = asyncio.run(grade())
@@ -251,7 +251,7 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
             async def one(name: str) -> None:
                 # a reference of the same form lifts the cap on cost, so that the grader process has to be ended
                 gold = "9^{9^{9^{8}}}" if name == "tower" else r"\sqrt{2}"
-                found = await judge.judge(task(gold), completion(PATHOLOGICAL[name]))
+                found = await judge.score(task(gold), completion(PATHOLOGICAL[name]))
                 assert found.reward == (-0.25 if found.outcomes["math"] in ("timeout", "memory") else 0.0)
                 rewards[name] = found.reward
 
@@ -263,7 +263,7 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
             ticking = asyncio.ensure_future(tick())
             await asyncio.gather(*map(one, PATHOLOGICAL))
             ticking.cancel()
-            after = await judge.judge(task(r"2\sqrt{3}"), completion(box(r"\sqrt{12}")))
+            after = await judge.score(task(r"2\sqrt{3}"), completion(box(r"\sqrt{12}")))
             rewards["after"] = after.reward
 
     thread = threading.Thread(target=lambda: asyncio.run(judge_all()))

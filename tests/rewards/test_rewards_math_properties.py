@@ -162,9 +162,9 @@ def test_endless_answers_are_answered_one_after_the_other() -> None:
     async def judge_all() -> None:
         with build_reward_manager([MathReward(name="math")]) as judge:
             for name, answer in PATHOLOGICAL.items():
-                await judge.judge(task(r"\sqrt{2}"), completion(box(r"\sqrt{3}")))  # starts the process
+                await judge.score(task(r"\sqrt{2}"), completion(box(r"\sqrt{3}")))  # starts the process
                 start = time.perf_counter()
-                found = await judge.judge(task(r"\sqrt{2}"), completion(box(answer)))
+                found = await judge.score(task(r"\sqrt{2}"), completion(box(answer)))
                 assert found.reward == 0.0, name
                 outcomes[name] = found.outcomes["math"]
                 print(f"{name:30} {outcomes[name]:8} {time.perf_counter() - start:.3f}")

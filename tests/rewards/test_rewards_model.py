@@ -73,7 +73,7 @@ def plain(path: Path, sequences: Sequence[Sequence[int]]) -> list[float]:
 
 def group(configs: list[Any], found: list[Completion], tokenizer: Any) -> list[Any]:
     with build_reward_manager(configs, tokenizer=tokenizer, device="cpu") as judge:
-        return asyncio.run(judge.judge_group(task("12"), found))
+        return asyncio.run(judge.score_group(task("12"), found))
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 30, 8192])
@@ -131,7 +131,7 @@ def test_threads_of_torch_stay_as_they_are(folder: Path) -> None:
     seen: list[int] = []
     with build_reward_manager([reward(folder)], device="cpu") as judge:
         scorer = judge._groupwise[0].reward._scorer  # type: ignore[union-attr]
-        asyncio.run(judge.judge(task("12"), completions(toy_tokenizer())[0]))
+        asyncio.run(judge.score(task("12"), completions(toy_tokenizer())[0]))
         scorer.thread.submit(lambda: seen.append(torch.get_num_threads())).result()
     assert seen == [torch.get_num_threads()]
 

@@ -72,7 +72,7 @@ def test_texts_without_words_or_without_the_part_earn_nothing() -> None:
 )
 def test_the_language_of_the_prompt(prompt: str | list[Message], text: str, share: float) -> None:
     with judge_of("language") as judge:
-        found = asyncio.run(judge.judge(Task("t", prompt), completion(text)))
+        found = asyncio.run(judge.score(Task("t", prompt), completion(text)))
     assert found.reward == share
 
 
@@ -97,7 +97,7 @@ def test_identify_tells_languages_of_one_alphabet() -> None:
     assert with_chinese == pytest.approx(35 / 41, abs=0.05)
     with judge_of("language", method="identify") as judge:
         for prompt, expected in ((ENGLISH, 0.0), (FRENCH, 1.0)):
-            found = asyncio.run(judge.judge(Task("t", prompt), completion(FRENCH)))
+            found = asyncio.run(judge.score(Task("t", prompt), completion(FRENCH)))
             assert found.reward == expected
 
 

@@ -220,7 +220,7 @@ def test_the_time_of_a_schema_check_is_the_grader_s() -> None:
     """The first one waits for the process to start; what is reported as work is not more than all of it."""
     for keys, text in (({"name": "tool_call"}, tagged({"name": "now"})), ({"name": "format", "json_schema": {}}, "{}")):
         rule = build_component(ADAPTER.validate_python(keys), resources := RewardResources())
-        found = asyncio.run(rule.judge(task(None, **TOOLS), completion(text)))  # type: ignore[union-attr]
+        found = asyncio.run(rule.score(task(None, **TOOLS), completion(text)))  # type: ignore[union-attr]
         resources.close()
         assert found.outcome == "ok"
         assert found.run_s is not None

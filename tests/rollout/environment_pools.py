@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.environments.base import EnvironmentSection
+from rollmill.config.environments import EnvironmentSection
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.section import registered_sections
 from rollmill.registry import import_file

@@ -15,10 +15,16 @@ from toys import toy_tokenizer
 from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.rewards.text import ExactReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
-from rollmill.config.tools.built_in import CalculatorTool
-from rollmill.config.workflows.agents import ReActWorkflow, ToolWorkflow
-from rollmill.config.workflows.base import WorkflowSection
-from rollmill.config.workflows.second import FewShotWorkflow, JudgedWorkflow, ReflectionWorkflow, VoteWorkflow
+from rollmill.config.tools import CalculatorTool
+from rollmill.config.workflows import (
+    FewShotWorkflow,
+    JudgedWorkflow,
+    ReActWorkflow,
+    ReflectionWorkflow,
+    ToolWorkflow,
+    VoteWorkflow,
+    WorkflowSection,
+)
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ConfigError, ContextLengthError, WorkflowError
 from rollmill.rewards import build_reward_manager

@@ -44,7 +44,7 @@ class Talk:
         produced = [*tokens, self.end] if ended else tokens
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": text})
-        said = self.chat.said(self.messages, prompt, None, completion(prompt.token_ids, produced))
+        said = self.chat.record_reply(self.messages, prompt, None, completion(prompt.token_ids, produced))
         self.said.append(said)
         return prompt, said
 

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from environment_pools import in_loop, rollout
 
-from rollmill.config.environments.gymnasium import GymnasiumSection
-from rollmill.config.environments.reasoning_gym import ReasoningGymSection
-from rollmill.config.environments.textarena import TextArenaSection
+from rollmill.config.environments import GymnasiumSection, ReasoningGymSection, TextArenaSection
 from rollmill.config.rows import GeneratorConfig
 from rollmill.data.generators import generate_rows
 from rollmill.errors import ConfigError

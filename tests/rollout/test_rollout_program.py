@@ -11,7 +11,7 @@ import pytest
 from tiny import tiny_run
 
 import rollmill
-from rollmill.config.workflows.program import ProgramWorkflow
+from rollmill.config.workflows import ProgramWorkflow
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.rollout.workflows import program
 from rollmill.types import Experience, Task

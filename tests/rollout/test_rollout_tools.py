@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
-from rollmill.config.tools.base import ToolSection
-from rollmill.config.tools.built_in import CalculatorTool, PythonTool, SearchTool
+from rollmill.config.tools import CalculatorTool, PythonTool, SearchTool, ToolSection
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.registry import tool
 from rollmill.rollout.tools.calculator import calculator

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from environment_pools import in_loop
 
-from rollmill.config.workflows.verifiers import VerifiersWorkflow
+from rollmill.config.workflows import VerifiersWorkflow
 from rollmill.data.verifiers import PYTHON, rows
 from rollmill.errors import ConfigError, EpisodeError, TasksetError
 from rollmill.rollout.verifiers_process import VerifiersProcessPool

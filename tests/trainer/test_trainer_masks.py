@@ -35,12 +35,12 @@ def test_a_mask_of_one_row_at_a_time_would_be_noticed(
     gradients, original = watch_gradients(monkeypatch), StepLoss.choose
 
     def per_row(self: StepLoss, logprob: Tensor, entropy: Tensor, *rest: Any) -> None:
-        judged, kept = self.judged, torch.ones_like(self._kept)
-        for i in judged:
-            self.judged = [i]
+        counted, kept = self.counted, torch.ones_like(self._kept)
+        for i in counted:
+            self.counted = [i]
             original(self, logprob, entropy, *rest)
             kept &= self._kept
-        self.judged, self._kept = judged, kept
+        self.counted, self._kept = counted, kept
 
     model, batch = toy("qwen3"), make_batch()
     for choose in (original, per_row):
@@ -102,7 +102,7 @@ def test_the_entropy_coefficient_follows_the_metric_and_is_kept(toy: Any, make_b
 
 
 def test_raft_divides_by_accepted_tokens_alone(toy: Any, make_batch: Any) -> None:
-    """The loss is that of a batch of the accepted completions alone; KL and entropy have all judged tokens."""
+    """The loss is that of a batch of the accepted completions alone; KL and entropy have all counted tokens."""
     model, batch = toy("qwen3"), make_batch()
     metrics = trainer_of(copy.deepcopy(model), options_of("raft", entropy=0.01)).step(batch, 0)
     accepted = [e for e in batch if e.advantage is not None and e.advantage.any()]

@@ -497,7 +497,7 @@ def test_masks_and_selection_see_the_judged_tokens_of_the_part(name: str, proxim
     scores = PrecomputedScores(old=before if proximal == "recompute" else None, interpolated=proximal == "interpolate")
     judgement = compute_advantages(batch, table, recipe, scores)
     whole = StepLoss(recipe, table, judgement, scores, PART, version=4)
-    assert whole.judged == [1, 3]
+    assert whole.counted == [1, 3]
     whole.choose(own, at + 1, at + 2, at + 3)
     assert len(seen) == 2
     for inputs in seen:
@@ -566,7 +566,7 @@ def test_masks_and_selection_are_not_asked_about_a_step_without_judged_tokens() 
 
     recipe, table = replace(recipe_of("kl_cov"), masks=(never,), selection=never), build_token_table(batch, CPU)
     whole = StepLoss(recipe, table, compute_advantages(batch, table, recipe), PrecomputedScores(), [0, 2, 4])
-    assert whole.judged == []
+    assert whole.counted == []
     whole.choose(torch.zeros(11), torch.zeros(11), None, torch.zeros(11))
     assert chosen(whole, batch) == (dict.fromkeys(range(11), True), dict.fromkeys(range(11), False))
 

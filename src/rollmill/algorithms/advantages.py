@@ -21,7 +21,7 @@ class GroupStatistics:
     """Statistics of the rewards in each experience's group: float64 [N] unless noted."""
 
     rewards: Tensor  #: the rewards, 0 where missing
-    judged: Tensor  #: bool [N], has a reward
+    scored: Tensor  #: bool [N], has a reward
     index: Tensor  #: int64 [N], 0 .. number of groups - 1
     count: Tensor
     total: Tensor
@@ -31,16 +31,16 @@ class GroupStatistics:
 
 def group_statistics(rewards: Tensor, groups: Tensor) -> GroupStatistics:
     """Computes counts, sums and means within each group, in float64."""
-    judged = ~rewards.isnan()
-    values = torch.where(judged, rewards, 0).double()
+    scored = ~rewards.isnan()
+    values = torch.where(scored, rewards, 0).double()
     index = torch.unique(groups, return_inverse=True)[1]
     n_groups = int(index.max()) + 1 if len(index) else 0
-    count = values.new_zeros(n_groups).index_add_(0, index, judged.double())
+    count = values.new_zeros(n_groups).index_add_(0, index, scored.double())
     total = values.new_zeros(n_groups).index_add_(0, index, values)
-    low = values.new_full((n_groups,), torch.inf).scatter_reduce_(0, index[judged], values[judged], "amin")
-    high = values.new_full((n_groups,), -torch.inf).scatter_reduce_(0, index[judged], values[judged], "amax")
+    low = values.new_full((n_groups,), torch.inf).scatter_reduce_(0, index[scored], values[scored], "amin")
+    high = values.new_full((n_groups,), -torch.inf).scatter_reduce_(0, index[scored], values[scored], "amax")
     mean = total / count.clamp(min=1)
-    return GroupStatistics(values, judged, index, count[index], total[index], mean[index], (low >= high)[index])
+    return GroupStatistics(values, scored, index, count[index], total[index], mean[index], (low >= high)[index])
 
 
 def uniform_groups(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def mean_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
     Summed over tokens, its gradient estimate is (1 - 1/G) times an unbiased one.
     """
     s = group_statistics(rewards, groups)
-    return _finish(s.rewards - s.mean, ~s.judged | s.uniform, rewards)
+    return _finish(s.rewards - s.mean, ~s.scored | s.uniform, rewards)
 
 
 def grpo(
@@ -74,12 +74,12 @@ def grpo(
     s = group_statistics(rewards, groups)
     centred = s.rewards - s.mean
     if scale == "group":
-        squares = torch.where(s.judged, centred**2, 0)
+        squares = torch.where(s.scored, centred**2, 0)
         summed = squares.new_zeros(len(squares)).index_add_(0, s.index, squares)[s.index]
         centred = centred / ((summed / (s.count - ddof).clamp(min=1)).sqrt() + eps)
-    elif scale == "batch" and s.judged.sum() > ddof:
-        centred = centred / (s.rewards[s.judged].std(correction=ddof) + eps)
-    return _finish(centred, ~s.judged | s.uniform, rewards)
+    elif scale == "batch" and s.scored.sum() > ddof:
+        centred = centred / (s.rewards[s.scored].std(correction=ddof) + eps)
+    return _finish(centred, ~s.scored | s.uniform, rewards)
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """
     s = group_statistics(rewards, groups)
     others = (s.total - s.rewards) / (s.count - 1).clamp(min=1)
-    return _finish(s.rewards - others, ~s.judged | s.uniform, rewards)
+    return _finish(s.rewards - others, ~s.scored | s.uniform, rewards)
 
 
 def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
@@ -100,11 +100,11 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     [N], action tokens. A completion without tokens does not count in the baseline.
     """
     s = group_statistics(rewards, groups)
-    length = torch.where(s.judged, lengths.double(), 0)
+    length = torch.where(s.scored, lengths.double(), 0)
     zeros = length.new_zeros(len(length))
     tokens = zeros.index_add(0, s.index, length)[s.index]
     weighted = zeros.index_add(0, s.index, length * s.rewards)[s.index]
-    return _finish(s.rewards - weighted / tokens.clamp(min=1), ~s.judged | s.uniform, rewards)
+    return _finish(s.rewards - weighted / tokens.clamp(min=1), ~s.scored | s.uniform, rewards)
 
 
 def pass_at_k(
@@ -130,10 +130,10 @@ def pass_at_k(
     """
     s = group_statistics(rewards, groups)
     values = torch.zeros_like(s.rewards)
-    for group in s.index[s.judged & ~s.uniform].unique():
-        members = ((s.index == group) & s.judged).nonzero()[:, 0]
+    for group in s.index[s.scored & ~s.uniform].unique():
+        members = ((s.index == group) & s.scored).nonzero()[:, 0]
         values[members] = _best_of_subsets(s.rewards[members], k, baseline, scale, eps)
-    return _finish(values, ~s.judged | s.uniform, rewards)
+    return values.to(_floating(rewards).dtype)
 
 
 def _best_of_subsets(r_n: Tensor, k: int, baseline: str, scale: str, eps: float) -> Tensor:
@@ -167,10 +167,11 @@ def best_of_group(
         threshold: completions with a reward up to this are never accepted. None: no bound.
     """
     s = group_statistics(rewards, groups)
-    accepted = s.judged if threshold is None else s.judged & (s.rewards > threshold)
+    # the threshold is rounded like the rewards, so that one that equals it in the run file does so here
+    accepted = s.scored if threshold is None else s.scored & (_floating(rewards) > threshold)
     if accept == "best":
         best = s.rewards.new_full((len(rewards),), -torch.inf)
-        best.scatter_reduce_(0, s.index[s.judged], s.rewards[s.judged], "amax")
+        best.scatter_reduce_(0, s.index[s.scored], s.rewards[s.scored], "amax")
         accepted = accepted & (s.rewards == best[s.index])
         first = torch.full_like(s.index, len(rewards))
         found = accepted.nonzero()[:, 0]
@@ -210,11 +211,11 @@ def opmd(
     if baseline == "mean":
         return mean_baseline(rewards, groups)
     s = group_statistics(rewards, groups)
-    index, scaled = s.index[s.judged], s.rewards[s.judged] / tau
+    index, scaled = s.index[s.scored], s.rewards[s.scored] / tau
     high = scaled.new_full((len(rewards),), -torch.inf).scatter_reduce_(0, index, scaled, "amax")
     summed = scaled.new_zeros(len(rewards)).index_add_(0, index, (scaled - high[index]).exp())
     log_mean = (high + summed.log())[s.index] - s.count.log()
-    return _finish(s.rewards - tau * log_mean, ~s.judged | s.uniform, rewards)
+    return _finish(s.rewards - tau * log_mean, ~s.scored | s.uniform, rewards)
 
 
 def asymre(rewards: Tensor, groups: Tensor, *, beta: float = 0.1, keep_uniform: bool = False) -> Tensor:
@@ -226,7 +227,7 @@ def asymre(rewards: Tensor, groups: Tensor, *, beta: float = 0.1, keep_uniform: 
     """
     s = group_statistics(rewards, groups)
     centred = torch.where(s.uniform, 0, s.rewards - s.mean)
-    zero = ~s.judged if keep_uniform else ~s.judged | s.uniform
+    zero = ~s.scored if keep_uniform else ~s.scored | s.uniform
     return _finish(centred + beta, zero, rewards)
 
 
@@ -252,15 +253,15 @@ def gdpo(
     parts = rewards_NK.double().unbind(dim=1)
     weight = [1.0] * len(parts) if weights is None else weights
     total = torch.zeros_like(groups, dtype=torch.float64)
-    judged, uniform = torch.zeros_like(groups, dtype=torch.bool), torch.ones_like(groups, dtype=torch.bool)
+    scored, uniform = torch.zeros_like(groups, dtype=torch.bool), torch.ones_like(groups, dtype=torch.bool)
     for part, w in zip(parts, weight, strict=True):
         if w:
             total = total + w * grpo(part, groups, ddof=ddof, eps=eps)
-            judged = judged | ~part.isnan()
+            scored = scored | ~part.isnan()
             uniform = uniform & uniform_groups(part, groups)
     if whitened:
-        total = whiten(total, judged, ddof=ddof, eps=eps)
-    return _finish(total, ~judged | uniform, rewards_NK)
+        total = whiten(total, scored, ddof=ddof, eps=eps)
+    return _finish(total, ~scored | uniform, rewards_NK)
 
 
 def whiten(

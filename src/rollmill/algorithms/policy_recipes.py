@@ -40,9 +40,12 @@ from rollmill.algorithms.token_advantages import (
     optimal_token_baseline,
     reinforce_plus_plus,
 )
-from rollmill.config.advantage import GAE, BatchNormalised, OptimalTokenBaseline, RewardPartsNormalised
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.recipes import CHORD, DPO, KTO, MIX, ORPO, SFT, DistillationOptions, SelfDistill, SFTImportance, SFTPhi
+from rollmill.recipes.baselines import BatchNormalised, RewardPartsNormalised
+from rollmill.recipes.credit_assignment import GAE, OptimalTokenBaseline
+from rollmill.recipes.demonstrations import CHORD, MIX, SFT, SFTImportance, SFTPhi
+from rollmill.recipes.distillation import DistillationOptions, SelfDistill
+from rollmill.recipes.preferences import DPO, KTO, ORPO
 from rollmill.types import ExperienceSource
 
 Weight = float | Callable[[int], float]
@@ -199,11 +202,11 @@ def _advantage_by_episode(function: Callable[[AdvantageInputs], Tensor], inputs:
 
     def mean(values: Tensor) -> Tensor:
         """Mean over the rewards present; exact if all are equal."""
-        judged = ~values.isnan()
+        scored = ~values.isnan()
         zeros = torch.zeros(len(episodes), dtype=values.dtype)
         lowest = torch.full_like(zeros, torch.inf).scatter_reduce_(0, index, values.nan_to_num(torch.inf), "amin")
-        above = torch.where(judged, values - lowest[index], 0.0)
-        return lowest + zeros.index_add(0, index, above) / zeros.index_add(0, index, judged.to(values.dtype))
+        above = torch.where(scored, values - lowest[index], 0.0)
+        return lowest + zeros.index_add(0, index, above) / zeros.index_add(0, index, scored.to(values.dtype))
 
     ones: dict[str, Any] = {key: each[first] for key, each in inputs._asdict().items() if isinstance(each, Tensor)}
     ones |= {"lengths": lengths, "parts": {name: mean(part) for name, part in inputs.parts.items()}}

@@ -117,23 +117,23 @@ def optimal_token_baseline(
         episodes_S: ids; the sequences of one episode share its weight. None: all differ.
         zero_tail: B_t is 0 if a single sequence has a token t. Otherwise its advantage there is 0.
     """
-    judged = ~rewards_S.isnan()
+    scored = ~rewards_S.isnan()
     tokens = reward_at_last_token(rewards_S.double(), sequence)
     returns = discounted_returns(tokens if penalty is None else tokens - penalty.double(), sequence)
     rank = _position_in_sequence(sequence)
     power = 1 - 2 * logprob.double().exp() + collision.double()
-    weight = _cumulative_sums(power, sequence, rank) * judged[sequence]
+    weight = _cumulative_sums(power, sequence, rank) * scored[sequence]
     if episodes_S is not None:
-        ids, index = torch.unique(episodes_S, return_inverse=True)
-        weight = weight / torch.bincount(index, minlength=len(ids))[index][sequence]
+        _, index = torch.unique(episodes_S, return_inverse=True)
+        weight = weight / torch.bincount(index)[index][sequence]
     cells, cell = torch.unique(torch.stack([groups_S[sequence], rank]), dim=1, return_inverse=True)
     sums = weight.new_zeros(3, cells.shape[1])
-    values = torch.stack([weight * returns.nan_to_num(), weight, judged[sequence].double()])
+    values = torch.stack([weight * returns.nan_to_num(), weight, scored[sequence].double()])
     sums.index_add_(1, cell, values)
     baseline = sums[0] / (sums[1] + eps)
     if zero_tail:
         baseline = torch.where(sums[2] < 2, 0, baseline)
-    zero = ~judged | (uniform_groups(rewards_S, groups_S) if penalty is None else False)
+    zero = ~scored | (uniform_groups(rewards_S, groups_S) if penalty is None else False)
     return torch.where(zero[sequence], 0, returns - baseline[cell])
 
 
@@ -165,9 +165,9 @@ def stepwise(
         per_step: divide by the number of the episode's steps, so that long episodes weigh no more than short ones.
     """
     unique, index, steps = torch.unique(episodes, return_inverse=True, return_counts=True)
-    judged = ~rewards.isnan()
+    scored = ~rewards.isnan()
     reward_E = rewards.new_full((len(unique),), torch.nan)
-    reward_E[index[judged]] = rewards[judged]
+    reward_E[index[scored]] = rewards[scored]
     group_E = groups.new_zeros(len(unique))
     group_E[index] = groups
     advantage_E = advantage(reward_E, group_E)

@@ -41,7 +41,7 @@ class AuditGrader:
         """True if there were too many timeouts, so that rewards are no longer called."""
         return self._ended.is_set()
 
-    async def judge(self, task: Task, texts: Sequence[str]) -> list[RewardResult]:
+    async def score(self, task: Task, texts: Sequence[str]) -> list[RewardResult]:
         """Return the rewards of completions of a task; they are one group if a reward compares completions.
 
         A reward that raises is recorded, and its result is NOT_GRADED. So is every further result after too many
@@ -50,7 +50,7 @@ class AuditGrader:
         completions = [completion_from_text(text, index) for index, text in enumerate(texts)]
         if self._rewards.groupwise:
             async with self._slots:
-                work = self._rewards.judge_group(task, completions)
+                work = self._rewards.score_group(task, completions)
                 found = await self._catch(task, work, [NOT_GRADED] * len(texts))
             for each in found:
                 self._record(task, each)
@@ -60,7 +60,7 @@ class AuditGrader:
 
     async def _one(self, task: Task, completion: Completion) -> RewardResult:
         async with self._slots:
-            found = await self._catch(task, self._rewards.judge(task, completion), NOT_GRADED)
+            found = await self._catch(task, self._rewards.score(task, completion), NOT_GRADED)
         self._record(task, found)
         return found
 

@@ -32,12 +32,12 @@ class ProbedTask:
 
     task: Task
     texts: dict[str, list[str]]
-    judged: dict[str, list[RewardResult]] = field(default_factory=dict)
+    results: dict[str, list[RewardResult]] = field(default_factory=dict)
     cut: dict[float, RewardResult] = field(default_factory=dict)
 
     def made(self, source: str) -> list[RewardResult]:
         """Return the results of the completions of a source."""
-        return [each for each in self.judged.get(source, []) if each is not NOT_GRADED]
+        return [each for each in self.results.get(source, []) if each is not NOT_GRADED]
 
     def best(self, source: str) -> float:
         """Return the greatest reward of a source's completions."""
@@ -107,13 +107,13 @@ class RewardAudit:
 
     async def _score(self, probe: ProbedTask) -> None:
         names = [name for name, texts in probe.texts.items() for _ in texts]
-        found = await self._grader.judge(probe.task, [text for texts in probe.texts.values() for text in texts])
+        found = await self._grader.score(probe.task, [text for texts in probe.texts.values() for text in texts])
         for name, result in zip(names, found, strict=True):
-            probe.judged.setdefault(name, []).append(result)
+            probe.results.setdefault(name, []).append(result)
 
     async def _score_truncated(self, probe: ProbedTask) -> None:
         """Score truncations of the oracle's best completion that do not contain the answer yet."""
-        judged = probe.judged.get("oracle", [])
+        judged = probe.results.get("oracle", [])
         if not judged or _reward(best := max(judged, key=_reward)) < self._full:
             return
         text = probe.texts["oracle"][judged.index(best)]
@@ -122,14 +122,14 @@ class RewardAudit:
         if answer is not None:
             value = parse_number(answer)
             cuts = {share: cut for share, cut in cuts.items() if not NormalizedText(cut).has(answer, value)}
-        found = await self._grader.judge(probe.task, list(cuts.values()))
+        found = await self._grader.score(probe.task, list(cuts.values()))
         probe.cut = {cut: each for cut, each in zip(cuts, found, strict=True) if each is not NOT_GRADED}
 
     # -- checks ------------------------------------------------------------------------------------------------
 
     def _check_applies(self) -> Finding:
         results = {
-            one.task.id: made for one in self._probes if (made := [e for who in one.judged for e in one.made(who)])
+            one.task.id: made for one in self._probes if (made := [e for who in one.results for e in one.made(who)])
         }
         if not results:
             return self._skipped("answers", "whether a reward applies")
@@ -239,7 +239,7 @@ class RewardAudit:
         for one in reversed(self._probes[::step]):
             names = ("oracle", "random", "empty", "prompt_repeated", "many_boxes")
             texts = [text for name in names for text in one.texts[name]][::-1]
-            before = [each for name in names for each in one.judged.get(name, [])][::-1]
+            before = [each for name in names for each in one.results.get(name, [])][::-1]
             both = list(zip(before, await self._again(one.task, texts), strict=True))
             both = [pair for pair in both if not any(each is NOT_GRADED for each in pair)]
             count += bool(both)
@@ -256,8 +256,8 @@ class RewardAudit:
 
     async def _again(self, task: Task, texts: Sequence[str]) -> list[RewardResult]:
         if self._grader.groupwise:
-            return await self._grader.judge(task, texts)
-        return [(await self._grader.judge(task, [text]))[0] for text in texts]
+            return await self._grader.score(task, texts)
+        return [(await self._grader.score(task, [text]))[0] for text in texts]
 
     def _check_time(self) -> Finding:
         seconds, late = np.array(self._grader.seconds or [0.0]), self._grader.late

@@ -25,7 +25,7 @@ from rollmill.audit.tasks import (
 )
 from rollmill.config.loader import LoadedRun
 from rollmill.config.run import StageConfig
-from rollmill.config.workflows.environment import EnvironmentWorkflow
+from rollmill.config.workflows import EnvironmentWorkflow
 from rollmill.data import encode_prompt, load_taskset
 from rollmill.data.readers import to_finite_number
 from rollmill.errors import ConfigError

@@ -11,7 +11,7 @@ import regex
 
 from rollmill.audit.findings import Finding, Severity, finding_by_share, list_task_ids, passed_check, skipped_check
 from rollmill.audit.oracle import NormalizedText, normalize_phrase, parse_number, reference_text, states_answer
-from rollmill.config.task_operators.built_in import DecontaminateTasks, DeduplicateTasks
+from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks
 from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport
 from rollmill.data.operators.deduplication import decontaminate, deduplicate, normalize_text
 from rollmill.errors import ConfigError

@@ -46,7 +46,7 @@ class Group:
 
     id: str  #: unique within a run
     experiences: list[Experience]
-    shelf: ExperienceKind = ExperienceKind.ROLLOUT
+    kind: ExperienceKind = ExperienceKind.ROLLOUT
     priority: float = 1.0
     writer: str = EXPLORER  #: kind of process that made it
     author: str = ""  #: of feedback: the person or application
@@ -82,8 +82,8 @@ def validate_groups(groups: Sequence[Group]) -> Sequence[Group]:
             raise StoreError(
                 f"group {group.id} has priority {group.priority}; who sets it has to give a finite number of at least 0"
             )
-        if (shelf := shelves.setdefault(group.id, group.shelf)) is not group.shelf:
-            raise kind_conflict_error(group.id, shelf, group.shelf)
+        if (shelf := shelves.setdefault(group.id, group.kind)) is not group.kind:
+            raise kind_conflict_error(group.id, shelf, group.kind)
     return groups
 
 
@@ -172,13 +172,13 @@ def split_by_kind(experiences: Sequence[Experience], group: str, tokenizer: str)
     Args:
         tokenizer: fingerprint of the tokenizer, stored with new demonstrations and pairs, which other runs may use.
     """
-    usual = [e for e in experiences if e.source is ExperienceSource.ROLLOUT]
+    rollouts = [e for e in experiences if e.source is ExperienceSource.ROLLOUT]
     made: dict[str, list[Experience]] = {}
     for experience in experiences:
         if experience.source is not ExperienceSource.ROLLOUT:
             paired = experience.source is ExperienceSource.PREFERENCE
             made.setdefault(experience.group if paired else experience.id, []).append(experience)
-    found = [Group(group, usual, priority=_mean_priority(usual))] if usual else []
+    found = [Group(group, rollouts, priority=_mean_priority(rollouts))] if rollouts else []
     shelves = {ExperienceSource.EXPERT: ExperienceKind.EXPERT, ExperienceSource.PREFERENCE: ExperienceKind.PREFERENCE}
     info = {"tokenizer": tokenizer}
     made_groups = [

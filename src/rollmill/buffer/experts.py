@@ -180,7 +180,7 @@ class DemonstrationPool:
         self._drawn += 1
         if self._labels:
             desirable = [e.reward == 1 for e in group.experiences]
-            if group.shelf is ExperienceKind.RATED:
+            if group.kind is ExperienceKind.RATED:
                 desirable = [self._is_desirable(group)]
             return [
                 as_labelled(e, good, f"{group.id}/{self._drawn}/{index}")

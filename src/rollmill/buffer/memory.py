@@ -97,7 +97,7 @@ def encode_entry(number: int, entry: BufferEntry) -> dict[str, Any]:
         "number": number,
         "id": group.id,
         "experiences": entry.experiences(),
-        "shelf": str(group.shelf),
+        "shelf": str(group.kind),
         "priority": group.priority,
         "writer": group.writer,
         "author": group.author,
@@ -114,7 +114,7 @@ def decode_entry(row: dict[str, Any]) -> tuple[int, BufferEntry]:
     group = Group(
         id=row["id"],
         experiences=[decode_experience(each) for each in row["experiences"]],
-        shelf=ExperienceKind(row["shelf"]),
+        kind=ExperienceKind(row["shelf"]),
         priority=row["priority"],
         writer=row["writer"],
         author=row["author"],
@@ -155,13 +155,13 @@ class MemoryStore:
         with self._lock:
             before = self._last
             for group in validate_groups(groups):
-                _, shelf = self._ids.get(group.id, (0, group.shelf))
-                if shelf is not group.shelf:
-                    raise kind_conflict_error(group.id, shelf, group.shelf)
+                _, shelf = self._ids.get(group.id, (0, group.kind))
+                if shelf is not group.kind:
+                    raise kind_conflict_error(group.id, shelf, group.kind)
             for group in groups:
                 if group.id not in self._ids:
                     self._last += 1
-                    self._ids[group.id] = (self._last, group.shelf)
+                    self._ids[group.id] = (self._last, group.kind)
                     kept = replace(copy_group(group), created_at=group.created_at or now)
                     self._entries[self._last] = BufferEntry(kept)
                     self._writer = writer_identity(group.writer) | {"wrote_at": now, "written": self._last}
@@ -186,7 +186,7 @@ class MemoryStore:
                     del self._entries[self._number(entry.group.id)]
                     self._last += 1
                     self._entries[self._last] = entry
-                    self._ids[entry.group.id] = (self._last, entry.group.shelf)
+                    self._ids[entry.group.id] = (self._last, entry.group.kind)
                 entry.removed_by = None
 
     # -- handing out -------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class MemoryStore:
     def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """See ExperienceStore."""
         with self._lock:
-            numbers = [number for number, entry in self._entries.items() if entry.group.shelf is shelf]
+            numbers = [number for number, entry in self._entries.items() if entry.group.kind is shelf]
         for number in numbers:
             entry = self._entries.get(number)
             if number > after and entry is not None and entry.removed_by is None:
@@ -296,7 +296,7 @@ class MemoryStore:
                 entry.undo(step)
             last = state["last"]
             self._ids = {id: known for id, known in self._ids.items() if known[0] <= last or known[0] in entries}
-            self._ids |= {entry.group.id: (number, entry.group.shelf) for number, entry in entries.items()}
+            self._ids |= {entry.group.id: (number, entry.group.kind) for number, entry in entries.items()}
             self._entries, self._forgotten = entries, state["forgotten"]
             self._last = max(self._last, last)
 
@@ -320,21 +320,21 @@ class MemoryStore:
         return now != number and now in self._entries and self._entries[now].group.writer == FEEDBACK
 
     def _waiting(self, shelf: ExperienceKind) -> list[BufferEntry]:
-        return [entry for entry in self._entries.values() if entry.group.shelf is shelf and entry.waits]
+        return [entry for entry in self._entries.values() if entry.group.kind is shelf and entry.waits]
 
     def _taken(self, step: int, since: int = 0) -> list[tuple[int, BufferEntry]]:
         """Rollout groups that were first taken for steps before `step` and after `since`, by number."""
-        usual = (
-            (number, entry) for number, entry in self._entries.items() if entry.group.shelf is ExperienceKind.ROLLOUT
+        rollouts = (
+            (number, entry) for number, entry in self._entries.items() if entry.group.kind is ExperienceKind.ROLLOUT
         )
         return [
             (number, entry)
-            for number, entry in usual
+            for number, entry in rollouts
             if entry.taken is not None and since < entry.taken < step and entry.removed_by is None
         ]
 
     def _handed_out(self, step: int, shelf: ExperienceKind, *, first: bool) -> list[Group]:
-        mine = [entry for entry in self._entries.values() if entry.group.shelf is shelf]
+        mine = [entry for entry in self._entries.values() if entry.group.kind is shelf]
         found = [(use, entry) for entry in mine for use in entry.uses if use.step == step and use.first == first]
         return [entry.handed() for _, entry in sorted(found, key=lambda pair: pair[0].position)]
 
@@ -346,7 +346,7 @@ class MemoryStore:
     def _forget(self, step: int) -> None:
         """Delete groups that no step after `step` can request."""
         over = [number for number, _ in self._taken(step + 1)]
-        partial = [number for number, entry in self._entries.items() if entry.group.shelf is ExperienceKind.PARTIAL]
+        partial = [number for number, entry in self._entries.items() if entry.group.kind is ExperienceKind.PARTIAL]
         done = [number for number in partial if (self._entries[number].taken or step + 1) <= step]
         expired = [number for number, entry in self._entries.items() if (entry.expired or step + 1) <= step]
         self._forgotten += len(expired)

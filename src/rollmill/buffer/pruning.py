@@ -64,14 +64,14 @@ def _kinds(store: SqlStore, oldest_step: int, older_than: int, capacity: int) ->
     mine, there, used = _groups.run == store.run, schema.not_removed, _uses.run == store.run
     newest = store.select(select(func.max(_uses.step)).where(used))[0][0] or 0
     limit = min(oldest_step, newest - older_than)
-    usual = mine & (_groups.shelf == str(ExperienceKind.ROLLOUT)) & there
-    replayed = select(_groups.number).where(usual, _groups.taken <= limit).order_by(_groups.number.desc())
+    rollouts = mine & (_groups.shelf == str(ExperienceKind.ROLLOUT)) & there
+    replayed = select(_groups.number).where(rollouts, _groups.taken <= limit).order_by(_groups.number.desc())
     first_kept = store.select(replayed.limit(1).offset(capacity))
     old = _groups.number <= (first_kept[0][0] if first_kept else 0)
     later = select(_uses.number).where(used, _uses.step > limit)
     partial = mine & (_groups.shelf == str(ExperienceKind.PARTIAL)) & there & (_groups.taken <= limit)
     return {
-        "learned": usual & (_groups.taken <= limit) & old & _groups.number.not_in(later),
+        "learned": rollouts & (_groups.taken <= limit) & old & _groups.number.not_in(later),
         "continued": partial,
         "expired": mine & there & (_groups.expired <= oldest_step),
         "removed": mine & ~there,

@@ -181,7 +181,7 @@ def encode_group(group: Group, inside: TableRow) -> TableRow:
     scored = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
     return {
         "id": group.id,
-        "shelf": str(group.shelf),
+        "shelf": str(group.kind),
         "writer": group.writer,
         "author": escape_for_database(group.author),
         "task_id": escape_for_database(group.experiences[0].task_id if group.experiences else ""),
@@ -199,7 +199,7 @@ def encode_group(group: Group, inside: TableRow) -> TableRow:
 def decode_group(row: Any, experiences: list[Experience]) -> Group:
     """Inverse of `encode_group`, with these experiences."""
     known = {name: getattr(row, name) for name in ("id", "priority", "writer", "created_at")}
-    return Group(experiences=experiences, shelf=ExperienceKind(row.shelf), **known, **json.loads(row.body))
+    return Group(experiences=experiences, kind=ExperienceKind(row.shelf), **known, **json.loads(row.body))
 
 
 def encode_task(task: Task) -> str:

@@ -1,4 +1,4 @@
-"""The command line: one module per command, each with a function `command`. Imports no torch."""
+"""The command line. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from rollmill import __version__
 from rollmill.errors import RollmillError
 
 COMMANDS = {
-    "run": "rollmill.cli.run",
-    "resume": "rollmill.cli.resume",
-    "check": "rollmill.cli.check",
-    "init": "rollmill.cli.init",
-    "quickstart": "rollmill.cli.quickstart",
-    "eval": "rollmill.cli.evaluate",
-    "bench": "rollmill.cli.bench",
-    "audit": "rollmill.cli.audit",
-    "plan": "rollmill.cli.plan",
-    "status": "rollmill.cli.status",
-    "show": "rollmill.cli.show",
-    "grade": "rollmill.cli.grade",
-    "testcases": "rollmill.cli.testcases",
-    "algorithms": "rollmill.cli.algorithms",
-    "explain": "rollmill.cli.explain",
-    "merge": "rollmill.cli.merge",
-    "feedback": "rollmill.cli.feedback",
-    "serve": "rollmill.cli.serve",
+    "run": "rollmill.cli.run:run",
+    "resume": "rollmill.cli.run:resume",
+    "check": "rollmill.cli.check:command",
+    "init": "rollmill.cli.first_run:init",
+    "quickstart": "rollmill.cli.first_run:quickstart",
+    "eval": "rollmill.cli.run:evaluate",
+    "bench": "rollmill.cli.bench:command",
+    "audit": "rollmill.cli.audit:command",
+    "plan": "rollmill.cli.plan:command",
+    "status": "rollmill.cli.status:command",
+    "show": "rollmill.cli.show:command",
+    "grade": "rollmill.cli.grade:command",
+    "testcases": "rollmill.cli.testcases:command",
+    "algorithms": "rollmill.cli.algorithms:command",
+    "explain": "rollmill.cli.explain:command",
+    "merge": "rollmill.cli.merge:command",
+    "feedback": "rollmill.cli.feedback:command",
+    "serve": "rollmill.cli.serve:command",
 }
-"""Command name -> module."""
+"""Command name -> module:function."""
 GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "tasks": "rollmill.cli.tasks"}
 """Name of a group of commands -> module with HELP and COMMANDS."""
 
@@ -63,8 +63,9 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_options)
-    for name, module in COMMANDS.items():
-        app.command(name)(handle_errors(import_module(module).command))
+    for name, target in COMMANDS.items():
+        module, _, function = target.partition(":")
+        app.command(name)(handle_errors(getattr(import_module(module), function)))
     for name, module in GROUPS.items():
         group = typer.Typer(help=import_module(module).HELP, no_args_is_help=True, rich_markup_mode=None)
         for inner, command in import_module(module).COMMANDS.items():

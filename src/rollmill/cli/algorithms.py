@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.config.checks.capability import unused_algorithm_keys
 from rollmill.config.describe import format_algorithm_parts
 from rollmill.config.validation_errors import suggest_match
 from rollmill.config.yaml_file import write_yaml
@@ -84,19 +82,18 @@ def _page(name: str, section: type[AlgorithmOptions]) -> str:
 
 def _honoured(options: AlgorithmOptions) -> dict[str, Any]:
     keys = options.model_dump(mode="json")
-    for _, *path in unused_algorithm_keys(options):
-        section = keys
-        for key in path[:-1]:
-            section = section[str(key)]
-        section.pop(str(path[-1]), None)
+    for path, each in options.walk():
+        inside: Any = keys
+        for key in path:
+            inside = inside.get(key, {}) if isinstance(key, str) else inside[key]
+        for key in each.unused_keys():
+            inside.pop(key, None)
     return keys
 
 
 def _definition(section: type[AlgorithmOptions]) -> str:
-    """Return the docstring of the algorithm's file (formula and source), or that of a user's function."""
-    module = sys.modules[section.__module__]
-    ours = section.__module__.startswith("rollmill.recipes.") and section.__module__ != "rollmill.recipes.decorators"
-    return (inspect.getdoc(module) if ours else inspect.getdoc(section)) or section.__name__
+    """Return the formula and remarks of a built-in algorithm, or the docstring of a user's function or class."""
+    return inspect.cleandoc(vars(section).get("formula", "")) or inspect.getdoc(section) or section.__name__
 
 
 def _summary(section: type[AlgorithmOptions]) -> str:

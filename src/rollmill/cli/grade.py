@@ -18,13 +18,12 @@ from rollmill.cli.grade_summary import print_summary_tables, summarize_judgement
 from rollmill.config.loader import load_run
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig
-from rollmill.config.section import Section
+from rollmill.config.section import Section, section_tag
 from rollmill.config.tree import ConfigProblem, raise_problems, to_plain_data
 from rollmill.config.validation_errors import (
     explain_unknown_key,
     join_quoted,
     section_classes,
-    section_tag,
     suggest_match,
 )
 from rollmill.config.yaml_file import parse_override_value
@@ -215,8 +214,8 @@ async def _judge_all(
         async with gate:
             completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
             if isinstance(group, str):
-                return await manager.judge_group(tasks[members[0]], completions)
-            return [await manager.judge(tasks[members[0]], completions[0])]
+                return await manager.score_group(tasks[members[0]], completions)
+            return [await manager.score(tasks[members[0]], completions[0])]
 
     judging = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
     failure: Exception | None = None

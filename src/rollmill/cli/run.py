@@ -1,4 +1,4 @@
-"""`rollmill run`: run a run file in its mode."""
+"""`rollmill run`, `rollmill resume` and `rollmill eval`: a run from its file, from a checkpoint, or only measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollmill.config.loader import LoadedRun
 
 
-def command(
+def run(
     config: Annotated[Path, typer.Argument(help="The run file.")],
     overrides: Annotated[
         list[str] | None,
@@ -43,6 +43,36 @@ def command(
             print_summary(start(loaded, out, progress_view(as_json)), as_json)
 
 
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
+) -> None:
+    """Resume an interrupted or killed run from its newest checkpoint."""
+    from rollmill import launch
+
+    print_summary(launch.resume(run_dir, progress_view(as_json)), as_json)
+
+
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint (default: the newest).")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example evaluation.samples=4."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
+) -> None:
+    """Evaluate a checkpoint on the run's held-out tasks."""
+    from rollmill import launch
+
+    metrics = launch.evaluate(run_dir, step, overrides or [])
+    if as_json:
+        print(json.dumps(metrics))
+        return
+    for name, value in metrics.items():
+        print(f"{name:20} {value:.4f}" if isinstance(value, float) else f"{name:20} {value}")
+
+
 def _explore(loaded: LoadedRun, as_json: bool) -> None:
     """Join the run in --out as an explorer."""
     from rollmill.remote.explorer_process import run_explorer
@@ -64,7 +94,7 @@ def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
 def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """Run `rollmill serve MODEL`, or `rollmill serve FILE --train` if applications make the rollouts."""
     from rollmill.cli import serve
-    from rollmill.config.workflows.traffic import TrafficWorkflow
+    from rollmill.config.workflows import TrafficWorkflow
 
     if as_json:
         raise ConfigError("--json: mode `serve` prints no result; leave it out")

@@ -1,14 +1,16 @@
-"""`algorithm`: options shared by all learning algorithms. The algorithms are in `rollmill.recipes`, one file each."""
+"""`algorithm`: options shared by all learning algorithms, and the bases of their parts.
+
+The algorithms are in `rollmill.recipes`, each with the parts that it alone brings.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmill.config.advantage import AdvantageConfig, AdvantageSection, GroupNormalised
-from rollmill.config.loss import CorrectionConfig, LossConfig, LossSection, MaskConfig, PPOClipLoss
-from rollmill.config.section import Section, merge_with_default
+from rollmill.config.corrections import CorrectionConfig, OffPolicyMask
+from rollmill.config.section import NamedSection, Section, merge_with_default
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "constant"]
 
@@ -23,6 +25,7 @@ class AlgorithmOptions(Section):
     needs_rewards: ClassVar[bool] = True  #: of algorithms with rollouts
     trains_policy: ClassVar[bool] = True  #: otherwise a separate model, stored in the checkpoints beside the policy
     source: ClassVar[str] = ""  #: paper or implementation
+    formula: ClassVar[str] = ""  #: title, formulas and remarks; `rollmill algorithms NAME` prints them
 
     name: str
 
@@ -74,6 +77,13 @@ class KLOptions(Section):
     refresh_every: int | None = Field(None, ge=1)
     """Replace the reference model by the current policy every N steps. Default: keep the initial policy."""
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        if self.coefficient == 0:
+            keys = ("estimator", "where", "target", "horizon", "refresh_every")
+            return dict.fromkeys(keys, "not honoured with coefficient 0; give kl.coefficient or remove it")
+        return {"horizon": "not honoured without kl.target; give a target or remove it"} if self.target is None else {}
+
 
 class EntropyControl(Section):
     """Adaptive weight of the entropy bonus (Skywork-OR1). The bonus is applied only while the entropy is low."""
@@ -99,6 +109,75 @@ class CriticOptions(Section):
     """Clipping range of value updates around the old value; null: no clipping."""
     warmup_steps: int = Field(0, ge=0)
     """Initial steps in which only the critic is trained (value pretraining)."""
+
+
+class AdvantageSection(NamedSection):
+    """Base of advantage estimators. The class attributes declare what an estimator needs."""
+
+    compares_groups: ClassVar[bool] = True  #: needs at least two completions per group
+    uses_critic: ClassVar[bool] = False
+    uses_greedy: ClassVar[bool] = False  #: needs one greedy completion per task
+    uses_parts: ClassVar[bool] = False  #: uses the parts of a reward instead of their sum
+    uses_probabilities: ClassVar[bool] = False  #: needs the policy's distributions at the start of the step
+    uses_episodes: ClassVar[bool] = False  #: handles rollouts with several experiences
+
+
+class GroupNormalised(AdvantageSection):
+    """(r - mean) / (std + eps) within the group (GRPO)."""
+
+    implementation = "rollmill.algorithms.advantages:grpo"
+    name: Literal["grpo"] = "grpo"
+    scale: Literal["group", "batch", "none"] = "group"
+    """Standard deviation to divide by: that of the group, that of all rewards of the batch, or none."""
+    ddof: Literal[0, 1] = 1
+    """0: population, 1: sample standard deviation."""
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        return (
+            {"ddof": "not honoured with scale `none`; it is with `group` and `batch`"} if self.scale == "none" else {}
+        )
+
+
+class LossSection(NamedSection):
+    """Base of policy losses. The class attributes declare the properties of a loss."""
+
+    follows_advantage: ClassVar[bool] = True  #: the loss is 0, and so is its gradient, where the advantage is 0
+    only_positive: ClassVar[bool] = False  #: and where the advantage is negative
+    uses_old: ClassVar[bool] = True  #: uses the old log-probs
+    to_rollout: ClassVar[bool] = False  #: its ratio is to the rollout policy
+    clip_indicator: ClassVar[str] = ""  #: import path of the function that marks the tokens dropped by clipping
+    selection: ClassVar[str] = ""
+    """Import path of the function that chooses the tokens which the loss treats differently, over the whole optimizer
+    step."""
+
+
+class PPOClipLoss(LossSection):
+    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), rho the ratio to the old policy (PPO)."""
+
+    clip_indicator = "rollmill.algorithms.losses:clipped"
+    implementation = "rollmill.algorithms.losses:ppo_clip"
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, ge=0)
+    """Ratios below 1 - clip_low bring no further gain."""
+    clip_high: float = Field(0.2, ge=0)
+    """Ratios above 1 + clip_high bring no further gain."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Upper bound c on the loss of tokens with negative advantage: max(.., c A)."""
+
+
+class MaskSection(NamedSection):
+    """Base of masks, which choose the tokens of an optimizer step that the policy loss keeps. Masked tokens still count
+    in the denominator."""
+
+    uses_old: ClassVar[bool] = False  #: uses the old log-probs
+    uses_expected_discriminant: ClassVar[bool] = False
+
+
+if TYPE_CHECKING:  # at run time unions, which `rollmill.recipes` makes of the sections beside the algorithms
+    AdvantageConfig = AdvantageSection
+    LossConfig = LossSection
+    MaskConfig = MaskSection
 
 
 class PolicyGradientOptions(AlgorithmOptions):
@@ -155,17 +234,34 @@ class PolicyGradientOptions(AlgorithmOptions):
             [{"name": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
         )
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        keys, advantage = {}, self.advantage
+        if not advantage.uses_critic:
+            keys["critic"] = f"advantage `{advantage.name}` needs no critic; `gae` (algorithm ppo) does"
+        else:
+            keys["overlong_buffer"] = "not honoured by advantage `gae`; it is by those of whole completions"
+            keys["drop_uniform_groups"] = "not honoured by advantage `gae`, which compares no groups"
+        if not (self.loss.uses_old or self.corrections or any(mask.uses_old for mask in self.masks)):
+            keys["proximal"] = f"loss `{self.loss.name}` looks at no old log-probs; remove it"
+        if advantage.uses_greedy:
+            keys["overlong_buffer"] = "not honoured by `remax`, whose greedy baseline it would not reach"
+        return keys
 
-__all__ = [
-    "AdvantageConfig",
-    "AdvantageSection",
-    "Aggregation",
-    "AlgorithmOptions",
-    "CriticOptions",
-    "EntropyControl",
-    "KLOptions",
-    "LossConfig",
-    "LossSection",
-    "OfflineAlgorithmOptions",
-    "PolicyGradientOptions",
-]
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        found = {}
+        if self.advantage.uses_parts and self.kl.coefficient and self.kl.where == "reward":
+            text = (
+                f"advantage `{self.advantage.name}` sees the parts of the reward, which have no KL in them; use `loss`"
+            )
+            found["kl.where"] = text
+        # all others weight by old / rollout, so that the two log-probs have to differ
+        weights = [each for each in self.corrections if not isinstance(each, OffPolicyMask)]
+        if weights and self.loss.to_rollout:
+            text = f"`{self.loss.name}` is to the rollout policy already, and `{weights[0].name}` would count twice"
+            found["corrections"] = f"{text}; remove it"
+        elif weights and self.proximal == "rollout":
+            text = f"with proximal `rollout` the old log-probs are the rollout's, so `{weights[0].name}` would correct"
+            found["corrections"] = f"{text} nothing; set proximal: recompute"
+        return found

@@ -34,6 +34,19 @@ class ReplayConfig(Section):
     capacity: int = Field(10_000, ge=1)
     """Number of most recently used groups to choose from."""
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        text = f"not honoured by order `{self.order}`; it is by `priority`"
+        return {key: text for key in ("priority", "exponent", "decay") if self.order != "priority"}
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        if self.max_uses is None or self.max_age is None:
+            return {}
+        steps = self.cooldown * (self.max_uses - 1)
+        text = f"{self.max_uses} uses with cool-down {self.cooldown} take {steps} steps, longer than max_age"
+        return {"max_uses": f"{text} ({self.max_age}); change one of them"} if steps > self.max_age else {}
+
 
 class BufferConfig(Section):
     """Storage of verified experiences until the trainer reads them, and replay."""
@@ -52,6 +65,10 @@ class BufferConfig(Section):
     def in_database(self, persistent: bool) -> bool:
         """Returns whether the store is a database. `auto` depends on whether the stage is persistent."""
         return self.store == "sql" or (self.store == "auto" and (persistent or self.url is not None))
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        return {"url": "not honoured by store `memory`; it is by `sql`"} if self.store == "memory" else {}
 
 
 class ExpertsConfig(Section):

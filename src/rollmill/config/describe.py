@@ -13,10 +13,9 @@ from rollmill.config.evaluation import EvaluationSampling
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.operators.base import OperatorSection
-from rollmill.config.orders.built_in import ShuffledOrder
+from rollmill.config.orders import ShuffledOrder
 from rollmill.config.placement import RayPlacement
-from rollmill.config.rewards.base import RewardSection
-from rollmill.config.rewards.names import reward_part_names
+from rollmill.config.rewards.base import RewardSection, reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.section import NamedSection, Section
 from rollmill.config.taskset import TasksetConfig, TasksetSection

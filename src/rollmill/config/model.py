@@ -18,6 +18,11 @@ class TokenizerConfig(Section):
     vocab_size: int = Field(4096, ge=260, le=2**24)
     """Maximum size of the BPE vocabulary (256 bytes and the special tokens included). Only for kind: bpe."""
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        text = "not honoured by kind `char`, whose vocabulary is the characters seen; it is by `bpe`"
+        return {"vocab_size": text} if self.kind == "char" else {}
+
 
 class NewModelConfig(Section):
     """A randomly initialised model (used when `model.path` is `new`)."""
@@ -71,6 +76,21 @@ class ModelConfig(Section):
     """Run model code found in the checkpoint folder."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of all weights. Only with a checkpoint folder."""
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        if self.path != "new":
+            return {}
+        return {
+            "trust_remote_code": "not honoured by a new model; it is when model.path is a checkpoint folder",
+            "lora": "adapters need trained weights; it is honoured when model.path is a checkpoint folder",
+        }
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        if isinstance(self.path, Path):
+            return {"path": f"{self.path} is a file; give the checkpoint's folder"} if self.path.is_file() else {}
+        return {}
 
 
 # Auxiliary models

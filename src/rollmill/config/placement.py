@@ -87,6 +87,29 @@ class RayPlacement(Section):
         """The specification of each explorer, by number."""
         return [kind for kind in self.explorers for _ in range(kind.count)]
 
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        keys = {}
+        for key, other in (("weights_folder", "folder"), ("nccl", "broadcast")):
+            if self.weights != other:
+                keys[key] = f"not honoured with weights `{self.weights}`; it is with `{other}`"
+        for key in ("cpus", "gpus"):
+            if all(getattr(kind, key) is not None for kind in self.explorers):
+                keys[key] = "not honoured: every kind of placement.explorers has its own; remove it"
+        return keys
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        found = {}
+        with_gpus = all((self.gpus if kind.gpus is None else kind.gpus) >= 1 for kind in self.explorers)
+        if self.nccl and not (self.trainer_gpus >= 1 and with_gpus):
+            text = "needs a GPU for each explorer and the trainer; set placement.gpus and placement.trainer_gpus to 1"
+            found["nccl"] = text
+        if self.address is not None and self.address.startswith("ray://"):
+            text = "Ray Client cannot start runs; give HOST:PORT of the cluster's head (6379 by default), or `auto`"
+            found["address"] = text
+        return found
+
 
 PlacementConfig = Annotated[
     Annotated[InlinePlacement | RayPlacement, Field(discriminator="name")],

@@ -109,3 +109,27 @@ class RolloutConfig(SamplingConfig):
     unfinished completions are suspended and resume in the next step with the new weights. Needs max_staleness of at
     least 1."""
     partial: PartialConfig = PartialConfig()
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        if self.token_budget is not None:
+            return {}
+        return {"partial": "not honoured without rollout.token_budget, which makes segments; give one"}
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        found = {}
+        if self.repetition is not None and max(self.repetition.tokens, self.repetition.times) > self.max_new_tokens:
+            key = "tokens" if self.repetition.tokens > self.max_new_tokens else "times"
+            text = f"completions end after rollout.max_new_tokens ({self.max_new_tokens}), before they have repeated"
+            found[f"repetition.{key}"] = f"{text} so much; lower it"
+        if self.reuse is not None and self.oversample:
+            text = "with oversample the slowest groups are stopped, so that drafts would be chosen by their length"
+            found["reuse"] = f"{text}; choose one of reuse and oversample"
+        if self.token_budget is not None and self.reuse is not None:
+            text = "drafts belong to whole completions, and a budget cuts them into parts"
+            found["reuse"] = f"{text}; choose one of reuse and token_budget"
+        if self.token_budget is not None and self.oversample:
+            text = "with token_budget unfinished completions go on in the next step, with oversample they are stopped"
+            found["oversample"] = f"{text}; choose one"
+        return found

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
-from rollmill.config.engines import EngineConfig
-from rollmill.config.engines.base import NativeEngineConfig
+from rollmill.config.engines import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
@@ -17,18 +16,17 @@ from rollmill.config.offload import OptionalOffloadConfig
 from rollmill.config.operators import OperatorConfig
 from rollmill.config.placement import InlinePlacement, PlacementConfig
 from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards.base import RewardManagerConfig, reward_part_names
 from rollmill.config.rewards.judges import JudgeSection
-from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import FolderName, PlainName, Section
 from rollmill.config.taskset import TasksetConfig, fill_decontamination_sets
 from rollmill.config.tools import ToolConfig
-from rollmill.config.trackers import TrackerConfig
+from rollmill.config.trackers import MonitorConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.config.workflows import WorkflowConfig
-from rollmill.config.workflows.single import SingleTurnWorkflow
-from rollmill.recipes import GRPO, AlgorithmConfig
+from rollmill.config.workflows import SingleTurnWorkflow, WorkflowConfig
+from rollmill.recipes import AlgorithmConfig
+from rollmill.recipes.baselines import GRPO
 
 
 class CheckpointConfig(Section):
@@ -58,24 +56,6 @@ class EarlyStopConfig(Section):
         if self.at_least is None and self.patience is None:
             raise ValueError("give at_least or patience")
         return self
-
-
-class MonitorConfig(Section):
-    """Terminal output, logged files and the report."""
-
-    trackers: list[TrackerConfig] = []
-    """Further places for the metrics: names or sections. RUN/metrics.jsonl is always written."""
-    tensorboard: bool = False
-    """The same as the tracker `tensorboard`."""
-    show_completions: int = Field(1, ge=0)
-    """Sample completions to show in the terminal."""
-    rollouts_every: int = Field(1, ge=1)
-    """Store the experiences of every Nth step under RUN/rollouts."""
-    timeline_every: int = Field(10, ge=1)
-    """Write the generation and reward times of each completion to RUN/timeline.jsonl, for the first and every Nth
-    step."""
-    report: bool = True
-    """Write RUN/report.html at the end."""
 
 
 class StageConfig(Section):

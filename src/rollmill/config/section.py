@@ -7,10 +7,10 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -43,6 +43,21 @@ class Section(BaseModel):
     def unused_keys(self) -> dict[str, str]:
         """Returns the keys that have no effect because of the section's other keys, each with the reason."""
         return {}
+
+    def conflicts(self) -> dict[str, str]:
+        """Returns the keys that cannot have their value beside the section's other keys, each with the problem and a
+        remedy. A key of a section inside it is written `kl.where`."""
+        return {}
+
+    def walk(self, at: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], Section]]:
+        """Yields this section and those inside it, each with its key path, which begins with `at`."""
+        yield at, self
+        for key in type(self).model_fields:
+            value = getattr(self, key)
+            inside = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+            for path, each in [((*at, key), value), *(((*at, key, index), each) for index, each in inside)]:
+                if isinstance(each, Section):
+                    yield from each.walk(path)
 
 
 def _folder_name(value: str) -> str:
@@ -134,13 +149,20 @@ def find_sections(package: str, path: Iterable[str], base: type[SectionT]) -> li
 def module_sections(module: str, base: type[SectionT]) -> list[type[SectionT]]:
     """Returns the sections with a `name` of their own that a module has defined so far, in order."""
     own = [each for each in vars(sys.modules[module]).values() if isinstance(each, type) and each.__module__ == module]
-    return [each for each in own if issubclass(each, base) and is_named_section(each)]
+    sections = [each for each in own if issubclass(each, base) and "name" in each.__annotations__]
+    return [each for each in sections if is_named_section(each)]
 
 
 def is_named_section(section: type[Section]) -> bool:
     """Returns whether a section has a fixed `name`."""
     field = section.model_fields.get("name")
     return field is not None and get_origin(field.annotation) is Literal
+
+
+def section_tag(section: type[Section]) -> str:
+    """Returns the `name` that selects a section class."""
+    tag: str = get_args(section.model_fields["name"].annotation)[0]
+    return tag
 
 
 def section_union(sections: Sequence[type[Section]], kind: str | None = None) -> Any:

@@ -7,12 +7,10 @@ from typing import Any, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmill.config.orders import OrderConfig
-from rollmill.config.orders.built_in import ShuffledOrder
+from rollmill.config.orders import OrderConfig, ShuffledOrder
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
 from rollmill.config.section import PlainName, merge_with_default
-from rollmill.config.task_operators import TaskOperatorConfig
-from rollmill.config.task_operators.built_in import DecontaminateTasks
+from rollmill.config.task_operators import DecontaminateTasks, TaskOperatorConfig
 
 __all__ = ["FieldsConfig", "GeneratorConfig", "MixEntry", "Preset", "RowsSection", "TasksetConfig", "TasksetSection"]
 

@@ -54,3 +54,17 @@ class TrainerConfig(Section):
     engine `native` rolls out; `true`: required, otherwise the run is refused."""
     rank_deadline_s: float = Field(600.0, gt=0)
     """Timeout of a rank that waits for another one within a step."""
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        keys = {"sharding", "rank_deadline_s"} if self.ranks == 1 else set()
+        unused = dict.fromkeys(sorted(keys), "not honoured with one rank; give trainer.ranks or remove it")
+        if self.schedule == "constant":
+            unused["min_lr_ratio"] = "not honoured by schedule `constant`; it is by `linear` and `cosine`"
+        return unused
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        if all(0 <= beta < 1 for beta in self.betas):
+            return {}
+        return {"betas": "both must be at least 0 and below 1, for example [0.9, 0.99]"}

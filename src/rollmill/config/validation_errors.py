@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rollmill.config.run import RunConfig
-from rollmill.config.section import NamedSection, Section, is_named_section, registered_sections
+from rollmill.config.section import NamedSection, Section, is_named_section, registered_sections, section_tag
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, locate_key, truncate_text
 
 # Unknown keys
@@ -90,12 +90,6 @@ def section_classes(annotation: Any) -> list[type[Section]]:
     annotation = unwrap_annotation(annotation)
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return [member for member in members if isinstance(member, type) and issubclass(member, Section)]
-
-
-def section_tag(section: type[Section]) -> str:
-    """Returns the `name` that selects a section class."""
-    tag: str = get_args(section.model_fields["name"].annotation)[0]
-    return tag
 
 
 @cache

@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollmill.config.orders.base import OrderSection
+from rollmill.config.orders import OrderSection
 from rollmill.config.rows import RowsSection
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.data.generators import call_row_function, generate_rows

@@ -1,13 +1,17 @@
-"""Stop strings, token limits and texts of completions, for every engine."""
+"""Running requests of every engine: stop strings, token limits and texts of completions."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ContextLengthError, EngineError
+from rollmill.types import Completion
 
 
 class StopStringMatcher:
@@ -85,3 +89,16 @@ def completion_text(tokens: Sequence[int], tokenizer: Any, stops: StopStringMatc
             text = text.replace(special, "")
         return text
     return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """A request, and the queue of its finished completions."""
+
+    request: GenerationRequest
+    limit: int  # new tokens per completion
+    stop_ids: frozenset[int]
+    stops: StopStringMatcher | None
+    tokenizer: Any
+    results: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
+    submitted_at: float = field(default_factory=time.perf_counter)

@@ -17,7 +17,7 @@ from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel, build_meta_model
 from rollmill.models.lora import adapted_layers, has_lora
-from rollmill.recipes import Distill, SelfDistill
+from rollmill.recipes.distillation import Distill, SelfDistill
 from rollmill.rewards.reward_model import loaded_reward_models
 
 StorageTier = Literal["device", "memory", "disk", "destroyed"]

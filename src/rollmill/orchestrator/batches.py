@@ -151,9 +151,9 @@ class RolloutProducer:
         left = await self._pipeline.process(copies, self._context(version))
         groups = split_by_kind(left, experiences[0].group, self._components.fingerprint)
         for group in groups:
-            group.writer = self.writer if group.shelf is ExperienceKind.ROLLOUT else group.writer
+            group.writer = self.writer if group.kind is ExperienceKind.ROLLOUT else group.writer
         self._put(groups)
-        return any(group.shelf is ExperienceKind.ROLLOUT for group in groups)
+        return any(group.kind is ExperienceKind.ROLLOUT for group in groups)
 
     def _put(self, groups: Sequence[Group]) -> None:
         self._store.put(groups)

@@ -101,7 +101,7 @@ def _read(file: Path) -> MemoryStore:
         [
             group
             for group in read_parquet(file)
-            if group.shelf in (ExperienceKind.EXPERT, ExperienceKind.PREFERENCE, ExperienceKind.RATED)
+            if group.kind in (ExperienceKind.EXPERT, ExperienceKind.PREFERENCE, ExperienceKind.RATED)
         ]
     )
     return store

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from rollmill.config.checks.engine import uses_engine
-from rollmill.config.engines.base import NativeEngineConfig
-from rollmill.config.engines.vllm import VLLMEngineConfig
+from rollmill.config.engines import NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine

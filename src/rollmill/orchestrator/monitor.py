@@ -8,14 +8,12 @@ from typing import Any
 
 import rollmill.trackers.metrics_log as metrics_file
 import rollmill.trackers.rollout_log as rollouts
-from rollmill.config.run import MonitorConfig
-from rollmill.config.trackers.base import TensorBoardSection
+from rollmill.config.trackers import MonitorConfig, TensorBoardSection
 from rollmill.registry import build_component
 from rollmill.report.run_report import write_report
 from rollmill.report.step_timeline import drop_steps_after, write_step_timeline
-from rollmill.trackers.base import TrackedRun, Tracker
 from rollmill.trackers.console import RunView, Stages
-from rollmill.trackers.metrics_log import Metrics, MetricsLog, read_metrics, write_summary
+from rollmill.trackers.metrics_log import Metrics, MetricsLog, TrackedRun, Tracker, read_metrics, write_summary
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.trackers.trace import Span
 from rollmill.types import Experience

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rollmill.config.describe import evaluation_key
-from rollmill.config.engines.base import NativeEngineConfig
+from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
 from rollmill.config.placement import InlinePlacement, PlacementConfig

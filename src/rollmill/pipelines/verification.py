@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from rollmill.config.operators.filters import CheckOperator, VerifyOperator
-from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards.base import RewardSection, reward_part_names
 from rollmill.config.rewards.code import CodeReward
-from rollmill.config.rewards.names import reward_part_names
 from rollmill.pipelines.batch import Batch, reward_value, to_completion
 from rollmill.pipelines.pipeline import PipelineResources
 from rollmill.pipelines.reward_updates import RAW_REWARD, add_reward, init_reward_part, log_reward_detail, set_reward
@@ -117,7 +116,7 @@ async def score_group(
     if not experiences:
         return []
     task = task or batch.context.task(experiences[0].task_id)
-    return await rewards.judge_group(task, [to_completion(each, index) for index, each in enumerate(experiences)])
+    return await rewards.score_group(task, [to_completion(each, index) for index, each in enumerate(experiences)])
 
 
 def is_undecided(result: RewardResult, rewards: Sequence[RewardSection]) -> bool:

@@ -19,7 +19,7 @@ from rollmill.config.loader import LoadedRun
 from rollmill.config.offload import OffloadConfig
 from rollmill.config.placement import PlacementConfig, RayPlacement
 from rollmill.config.run import StageConfig
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import TrafficWorkflow
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel
 from rollmill.offload.plan import estimate_component_sizes

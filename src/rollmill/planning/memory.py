@@ -10,8 +10,8 @@ from rollmill.config.run import StageConfig
 from rollmill.planning.calibration import Calibration, groups_per_step
 from rollmill.planning.measurement import StepMeasurement
 from rollmill.planning.rollouts import GroupLengths, fit_line, reserved_cache_tokens
+from rollmill.trainer.batch import CPU_ROW
 
-_CPU_ROW = 2048  # row limit on a CPU, see trainer/batch.py
 _GRADIENTS, _CACHE = "gradients", "cache"
 _TRAINED = ("policy", "optimizer", _GRADIENTS, "critic", "critic_optimizer", "reference")
 """Components that every rank has, and that shards split."""
@@ -130,7 +130,7 @@ class MemoryModel:
     def _row(self, tokens: float, largest: float) -> float:
         """Tokens of the longest micro-batch; a group is split only if it is longer than a micro-batch."""
         budget = self._stage.trainer.micro_batch_tokens
-        limit = min(budget, _CPU_ROW) if self._found.device.type == "cpu" else budget
+        limit = min(budget, CPU_ROW) if self._found.device.type == "cpu" else budget
         return min(tokens, max(limit, min(largest, budget)))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollmill.config.workflows.single import SingleTurnWorkflow
+from rollmill.config.workflows import SingleTurnWorkflow
 from rollmill.planning.calibration import Calibration, groups_per_step
 from rollmill.planning.measurement import StepMeasurement
 from rollmill.planning.rollouts import EngineStepCosts, GroupLengths, draw_groups, fit_line

@@ -106,7 +106,7 @@ class SharedRolloutProducer(RolloutProducer):
         with run_state_lock(self._slot.run_dir):
             if read_trainer_status(self._slot.run_dir) == self._status:
                 self._shared.put(groups)
-                self.put += sum(group.shelf is ExperienceKind.ROLLOUT for group in groups)
+                self.put += sum(group.kind is ExperienceKind.ROLLOUT for group in groups)
 
     def _say(self) -> None:
         state = StageState()

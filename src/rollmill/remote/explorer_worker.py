@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollmill.config.checks.engine import uses_engine
-from rollmill.config.engines.vllm import VLLMEngineConfig
+from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.placement import ExplorerSpec
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig

@@ -74,7 +74,7 @@ class RewardResult:
 class Reward(Protocol):
     """Scores one completion. An exception that it raises ends the run as a RewardError."""
 
-    async def judge(self, task: Task, completion: Completion) -> Score: ...
+    async def score(self, task: Task, completion: Completion) -> Score: ...
 
 
 class GroupReward(Protocol):
@@ -83,7 +83,7 @@ class GroupReward(Protocol):
     `judged` are the results of the rewards that score single completions.
     """
 
-    async def judge_group(
+    async def score_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[Score]: ...
 

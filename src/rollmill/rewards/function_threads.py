@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 from rollmill.errors import RewardError, RollmillError
 
+Result = TypeVar("Result")
+
 MAX_THREADS = 16
 """Calls that run at the same time."""
 MAX_STUCK_THREADS = 8
@@ -172,7 +174,7 @@ def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _signalling(coroutine: Coroutine[Any, Any, Any], ended: Future[None]) -> Any:
+async def _signalling(coroutine: Coroutine[Any, Any, Result], ended: Future[None]) -> Result:
     try:
         return await coroutine
     finally:
@@ -180,8 +182,6 @@ async def _signalling(coroutine: Coroutine[Any, Any, Any], ended: Future[None]) 
 
 
 # An event loop in a separate thread, independent of the training step.
-
-Result = TypeVar("Result")
 
 
 class EventLoopThread:
@@ -207,7 +207,7 @@ class EventLoopThread:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
                 self._thread.start()
-            future = asyncio.run_coroutine_threadsafe(_signalling_event_loop(coroutine, ended), self._loop)
+            future = asyncio.run_coroutine_threadsafe(_signalling(coroutine, ended), self._loop)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -250,10 +250,3 @@ async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, Result]]) -> list[
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0]  # noqa: B904 (it has a cause of its own)
     return [task.result() for task in tasks]
-
-
-async def _signalling_event_loop(coroutine: Coroutine[Any, Any, Result], ended: Future[None]) -> Result:
-    try:
-        return await coroutine
-    finally:
-        ended.set_result(None)

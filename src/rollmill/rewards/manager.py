@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig, RewardSection
-from rollmill.config.rewards.names import reward_part_names
+from rollmill.config.rewards.base import RewardManagerConfig, RewardSection, reward_part_names
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import build_component
 from rollmill.rewards.base import (
@@ -50,7 +49,7 @@ class WeightedReward:
     def groupwise(self) -> bool:
         """True if it scores groups. A gate scores single completions if it can."""
         alone = self.config.gate is not None and hasattr(self.reward, "judge")
-        return hasattr(self.reward, "judge_group") and not alone
+        return hasattr(self.reward, "score_group") and not alone
 
 
 _Timed = tuple[Score, RewardTiming]
@@ -86,7 +85,7 @@ class RewardManager:
         }
         return {f"{name}/{key}": value for name, reward in counting.items() for key, value in reward.counters().items()}
 
-    async def judge(self, task: Task, completion: Completion, *, group_follows: bool = False) -> RewardResult:
+    async def score(self, task: Task, completion: Completion, *, group_follows: bool = False) -> RewardResult:
         """Score one completion; never blocks the event loop.
 
         Args:
@@ -132,9 +131,9 @@ class RewardManager:
             for old, completion, row in zip(results, completions, rows, strict=True)
         ]
 
-    async def judge_group(self, task: Task, completions: Sequence[Completion]) -> list[RewardResult]:
+    async def score_group(self, task: Task, completions: Sequence[Completion]) -> list[RewardResult]:
         """Score all completions of a task, in their order. Raises RewardError like `judge`."""
-        results = await _gather_or_cancel([self.judge(task, each, group_follows=True) for each in completions])
+        results = await _gather_or_cancel([self.score(task, each, group_follows=True) for each in completions])
         return await self.add_group_rewards(task, completions, results)
 
     # -- running -----------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ class RewardManager:
     async def _run_reward(self, part: WeightedReward, task: Task, completion: Completion) -> _Timed:
         queued_at = time.perf_counter()
         try:
-            score = await self._in_time(part.reward.judge(task, completion))  # type: ignore[union-attr]
+            score = await self._in_time(part.reward.score(task, completion))  # type: ignore[union-attr]
         except Exception as error:
             raise _reward_error(part.name, task, f"completion {completion.index}", completion.text, error) from error
         return _timed(score or Score(part.config.timeout_reward, LATE), queued_at)
@@ -158,7 +157,7 @@ class RewardManager:
     ) -> list[_Timed]:
         queued_at = time.perf_counter()
         try:
-            scores = await self._in_time(part.reward.judge_group(task, completions, judged))  # type: ignore[union-attr]
+            scores = await self._in_time(part.reward.score_group(task, completions, judged))  # type: ignore[union-attr]
             if scores is None:
                 scores = [Score(part.config.timeout_reward, LATE)] * len(completions)
             if len(scores) != len(completions):

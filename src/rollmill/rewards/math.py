@@ -42,7 +42,7 @@ class MathScorer:
     def __init__(self, config: MathReward, resources: RewardResources) -> None:
         self._config, self._graders = config, resources.graders
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         if task.answer is None:
             return Score(None)
         gold, config = reference_answer(task.answer), self._config.of_task(task.taskset, task.metadata)

@@ -89,7 +89,7 @@ class PythonScorer:
     def __init__(self, config: PythonReward, caller: Callable[[list[Any]], Awaitable[_FunctionResult]]) -> None:
         self._config, self._caller = config, caller
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         answer = await self._caller([task, completion])
         if not answer.in_time:
             return Score(self._config.timeout_reward, TIMEOUT, answer.queue_s, answer.run_s)
@@ -108,7 +108,7 @@ class PythonGroupScorer:
     ) -> None:
         self._config, self._caller, self._wants_judged = config, caller, wants_judged
 
-    async def judge_group(
+    async def score_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[Score]:
         arguments = [task, list(completions)]

@@ -19,7 +19,7 @@ class ReasoningGymScorer:
     def __init__(self, config: ReasoningGymReward, resources: RewardResources) -> None:
         self._config, self._graders = config, resources.graders
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         made_by, entry = task.metadata.get("reasoning_gym"), task.metadata.get("entry")
         if made_by is None or entry is None:
             raise RewardError("it was not made by a reasoning-gym generator; give taskset.generator or another reward")

@@ -101,10 +101,10 @@ class RewardModelScorer:
         if tokenizer is not None and not self._reads_tokens:
             self._scorer.announce_text()
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
-        return (await self.judge_group(task, [completion], []))[0]
+    async def score(self, task: Task, completion: Completion) -> Score:
+        return (await self.score_group(task, [completion], []))[0]
 
-    async def judge_group(
+    async def score_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[Score]:
         sequences = [self._tokens(task, completion) for completion in completions]

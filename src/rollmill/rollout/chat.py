@@ -199,17 +199,17 @@ class ChatRenderer:
     def prompt(
         self,
         messages: Sequence[ChatMessage],
-        said: Sequence[RecordedReply] = (),
+        replies: Sequence[RecordedReply] = (),
         tools: Any = None,
         *,
         format: ToolFormat = "auto",
         name: str = "a chat",
     ) -> ChatPrompt:
-        """Tokenize a conversation, continuing from the longest recorded reply in `said` that it begins with.
+        """Tokenize a conversation, continuing from the longest recorded reply in `replies` that it begins with.
 
         Raises EngineError like `render`.
         """
-        known = [each for each in said if each.tools == tools and _begins(messages, each.messages)]
+        known = [each for each in replies if each.tools == tools and _begins(messages, each.messages)]
         known.sort(key=lambda each: len(each.messages), reverse=True)
         raw = (*known[0].raw, *messages[len(known[0].messages) :]) if known else tuple(messages)
         text = self.render(raw, tools, format=format, name=name)
@@ -219,7 +219,7 @@ class ChatRenderer:
                 return ChatPrompt([*each.token_ids, *self.encode(behind)], text, raw, each)
         return ChatPrompt(self.encode(text), text, raw, None)
 
-    def said(
+    def record_reply(
         self, messages: Sequence[ChatMessage], prompt: ChatPrompt, tools: Any, completion: Completion
     ) -> RecordedReply:
         """Record the policy's turn.
@@ -244,19 +244,19 @@ class ChatRenderer:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
-    def _behind(self, said: RecordedReply, text: str) -> str | None:
+    def _behind(self, reply: RecordedReply, text: str) -> str | None:
         """Text after the turn in a rendered conversation; None if the template has changed the turn.
 
         White space around the turn may differ: templates strip or add some, and the tokens stay as they are.
         """
-        if not text.startswith(said.prompt):
+        if not text.startswith(reply.prompt):
             return None
-        rest = text[len(said.prompt) :]
-        stripped = said.text.strip()
-        for shown, written in ((rest, said.text), (rest, stripped), (rest.lstrip(), stripped)):
+        rest = text[len(reply.prompt) :]
+        stripped = reply.text.strip()
+        for shown, written in ((rest, reply.text), (rest, stripped), (rest.lstrip(), stripped)):
             behind = shown.removeprefix(written)
-            if shown.startswith(written) and behind.startswith(said.end or ""):
-                return behind.removeprefix(said.end or "")
+            if shown.startswith(written) and behind.startswith(reply.end or ""):
+                return behind.removeprefix(reply.end or "")
         return None
 
 

@@ -153,7 +153,7 @@ class Explorer:
                 completions[completion.index] = completion
                 if slot is not None:
                     slot[completion.index] = draft_from_completion(completion)
-                work = self._rewards.judge(task, completion, group_follows=True)
+                work = self._rewards.score(task, completion, group_follows=True)
                 pending[completion.index] = asyncio.ensure_future(work)
                 self._record_timing(completion)
             ordered = [completions[index] for index in sorted(completions)]
@@ -198,7 +198,7 @@ class Explorer:
 
         Raises RewardError: see `rollout`.
         """
-        self._add(part.experiences, await self._rewards.judge_group(task, part.completions), sampling)
+        self._add(part.experiences, await self._rewards.score_group(task, part.completions), sampling)
 
     def take_counts(self) -> dict[str, float]:
         """Counts of workflow rollouts since the last call, see RetryingWorkflow. Empty without a workflow."""

@@ -113,7 +113,7 @@ class Policy:
             reading = ParsedReply(completion.text)
             if tools or tool_format:
                 reading = parse_tool_calls(completion.text, format, salt=str(len(messages)))
-            self._replies.append(self._chat.said([*messages, reading.message], prompt, tools, completion))
+            self._replies.append(self._chat.record_reply([*messages, reading.message], prompt, tools, completion))
             replies.append(Reply(completion.text, completion, reading.message, reading.calls, reading.malformed))
         return replies
 

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
-from rollmill.config.environments.base import EnvironmentSection
-from rollmill.config.tools.base import ToolSection
-from rollmill.config.workflows.base import WorkflowSection
+from rollmill.config.environments import EnvironmentSection
+from rollmill.config.tools import ToolSection
+from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import ConfigError
 from rollmill.registry import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS, build_component, import_object
 from rollmill.rewards import RewardManager

@@ -231,7 +231,7 @@ class WorkflowRunner:
         found = await self._rewards.add_group_rewards(task, completions, [judgement for _, _, judgement in judged])
         outcomes = list(outcomes)
         for (index, _, _), judgement in zip(judged, found, strict=True):
-            outcomes[index] = outcomes[index].judged(judgement)
+            outcomes[index] = outcomes[index].with_judgement(judgement)
         return outcomes
 
     def _made(self, rollout: Rollout, outcome: RolloutResult) -> list[Experience]:

@@ -103,7 +103,7 @@ class ServedExplorer:
             experience.info[COMPLETION_TOKENS_KEY] = tokens
         if generated is not None:
             generated(experiences)
-        results = await self._rewards.judge_group(task, [each for each, _ in found])
+        results = await self._rewards.score_group(task, [each for each, _ in found])
         for experience, result in zip(experiences, results, strict=True):
             assign_reward(experience, result)
         return experiences

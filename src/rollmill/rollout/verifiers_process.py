@@ -10,7 +10,7 @@ import os
 import signal
 from typing import Any
 
-from rollmill.config.workflows.verifiers import VerifiersWorkflow
+from rollmill.config.workflows import VerifiersWorkflow
 from rollmill.data.verifiers import program_command, program_environment, program_settings
 from rollmill.errors import ConfigError, EpisodeError
 

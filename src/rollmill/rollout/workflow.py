@@ -36,7 +36,7 @@ class Rollout:
     sampling: SamplingConfig
     policy: Policy
     recorder: Recorder
-    judged: list[tuple[Completion, RewardResult]] = field(default_factory=list)
+    scored: list[tuple[Completion, RewardResult]] = field(default_factory=list)
 
 
 ResourceFactory = Callable[[Rollout], AbstractAsyncContextManager[Any]]
@@ -57,7 +57,7 @@ class RolloutResult:
     extra: Mapping[str, float] = field(default_factory=dict)  #: parts that the workflow adds to the judgement
     rejected: str | None = None
 
-    def judged(self, judgement: RewardResult) -> RolloutResult:
+    def with_judgement(self, judgement: RewardResult) -> RolloutResult:
         """Replace the judgement, keeping the extra parts."""
         reward = None if judgement.reward is None else judgement.reward + sum(self.extra.values())
         return replace(self, reward=reward, parts={**judgement.parts, **self.extra}, judgement=judgement)
@@ -84,9 +84,9 @@ class Workflow:
         if isinstance(answer, tuple):
             if len(answer) != 2 or not isinstance(answer[0], RewardResult):
                 raise TypeError(f"returned {answer!r:.80}; of tuples only (what `judge` gave, a mapping) is a reward")
-            return self._judged(rollout, answer[0], _numbers(answer[1]))
+            return self._with_judgement(rollout, answer[0], _numbers(answer[1]))
         if isinstance(answer, RewardResult):
-            return self._judged(rollout, answer, {})
+            return self._with_judgement(rollout, answer, {})
         value = validate_value(answer)
         if value is None:
             recorder = rollout.recorder
@@ -98,11 +98,11 @@ class Workflow:
             return RolloutResult(sum(given) if given else None, dict(value))
         return RolloutResult(value, {self.name: value})
 
-    def _judged(self, rollout: Rollout, judgement: RewardResult, extra: Mapping[str, float]) -> RolloutResult:
-        for completion, given in reversed(rollout.judged):
+    def _with_judgement(self, rollout: Rollout, judgement: RewardResult, extra: Mapping[str, float]) -> RolloutResult:
+        for completion, given in reversed(rollout.scored):
             if given is judgement:
-                return RolloutResult(None, {}, completion, extra=extra).judged(judgement)
-        found = RolloutResult(None, {}, extra=extra).judged(judgement)
+                return RolloutResult(None, {}, completion, extra=extra).with_judgement(judgement)
+        found = RolloutResult(None, {}, extra=extra).with_judgement(judgement)
         return replace(found, judgement=None)  # of another task or text: no group rewards to add
 
 
@@ -126,8 +126,8 @@ class RolloutScorer:
         A text is scored as if it were the policy's last reply.
         """
         completion = self._completion(answer)
-        judgement = await self._rewards.judge(task or self._rollout.task, completion, group_follows=True)
-        self._rollout.judged.append((completion, judgement))
+        judgement = await self._rewards.score(task or self._rollout.task, completion, group_follows=True)
+        self._rollout.scored.append((completion, judgement))
         return judgement
 
     def _completion(self, answer: Reply | Completion | str) -> Completion:

@@ -1,6 +1,6 @@
 """Runs untrusted Python programs with hard limits: `Sandbox().run_sync("print(1)").stdout == "1\\n"`."""
 
-from rollmill.sandbox.errors import SandboxError
+from rollmill.errors import SandboxError
 from rollmill.sandbox.limits import ProgramOutcome, ProgramResult, SandboxLimits, SessionExecution
 from rollmill.sandbox.sandbox import Sandbox
 from rollmill.sandbox.session import SandboxSession

@@ -6,9 +6,9 @@ import sys
 from typing import Literal, get_args
 
 import rollmill.sandbox.probe as probe
+from rollmill.errors import SandboxError
 from rollmill.sandbox.backend import BackendName
 from rollmill.sandbox.client import ForkServer
-from rollmill.sandbox.errors import SandboxError
 from rollmill.sandbox.exchange import submit_job
 from rollmill.sandbox.protocol import Job, killed_result
 from rollmill.sandbox.root_filesystem import FilesystemView

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollmill.errors import SandboxError
 from rollmill.sandbox.backend import BackendName
 from rollmill.sandbox.cgroups import remove_groups
-from rollmill.sandbox.errors import SandboxError
 from rollmill.sandbox.protocol import CONTROL
 from rollmill.sandbox.root_filesystem import FilesystemView
 from rollmill.sandbox.visible_files import find_interpreter

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rollmill.errors import SandboxError
 from rollmill.sandbox.attacks import ATTACKS, Attack
 from rollmill.sandbox.backend import BackendName, build_backend
-from rollmill.sandbox.errors import SandboxError
 from rollmill.sandbox.limits import ProgramResult
 from rollmill.sandbox.sandbox import Sandbox
 from rollmill.sandbox.visible_files import build_filesystem_view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmill.sandbox.errors import SandboxError
+from rollmill.errors import SandboxError
 from rollmill.sandbox.limits import ProgramResult, SandboxLimits
 
 LIMITS = SandboxLimits(wall_s=20.0, memory_mb=256)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.sandbox.errors import SandboxError
+from rollmill.errors import SandboxError
 from rollmill.sandbox.limits import ProgramResult, SandboxLimits
 
 HEADER = struct.Struct("!I")

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Self
 
+from rollmill.errors import SandboxError
 from rollmill.sandbox.backend import BackendName
 from rollmill.sandbox.backend_selection import BackendChoice, start_server
 from rollmill.sandbox.client import ForkServer
-from rollmill.sandbox.errors import SandboxError
 from rollmill.sandbox.exchange import submit_job, submit_job_async
 from rollmill.sandbox.limits import ProgramResult, SandboxLimits
 from rollmill.sandbox.protocol import Job, killed_result, pack_job

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from rollmill.sandbox.errors import SandboxError
+from rollmill.errors import SandboxError
 from rollmill.sandbox.exchange import GRACE_S
 from rollmill.sandbox.frames import FrameError, FrameReader, pack_frame
 from rollmill.sandbox.limits import SandboxLimits, SessionExecution

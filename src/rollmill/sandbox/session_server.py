@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rollmill.sandbox.backend import IsolationBackend
 from rollmill.sandbox.frames import FrameError, FrameReader, FrameTooLongError, pack_frame
 from rollmill.sandbox.protocol import Job
-from rollmill.sandbox.watchdog import DISK_FULL, RunningProgram, has_ended
+from rollmill.sandbox.watchdog import DISK_FULL, RunningProgram, gather, has_ended
 
 _CHUNK = 1 << 16
 _REQUEST_BYTES = (1 << 32) - 1
@@ -114,7 +114,7 @@ class SessionServer:
             self._poll.modify(channel, select.POLLIN | (select.POLLOUT if self._to_send else 0))
             ready = dict(self._poll.poll(min(left, cpu_left / _CORES + 0.002, self._backend.look_s) * 1000 + 1))
             for descriptor in ready.keys() & self._output.keys():
-                if not _gather(descriptor, self._output[descriptor]):
+                if not gather(descriptor, self._output[descriptor]):
                     self._poll.unregister(descriptor)
             if sum(map(len, self._output.values())) > self._limits.output_bytes:
                 return b"output"
@@ -157,7 +157,7 @@ class SessionServer:
         if not continues:
             self._signal_all(signal.SIGKILL)
         for descriptor, gathered in self._output.items():
-            while len(gathered) <= self._limits.output_bytes and _gather(descriptor, gathered):
+            while len(gathered) <= self._limits.output_bytes and gather(descriptor, gathered):
                 pass
         stdout, stderr = (bytes(gathered) for gathered in self._output.values())
         for gathered in self._output.values():
@@ -195,13 +195,3 @@ class _Clock:
 
 
 _CORES = os.cpu_count() or 1
-
-
-def _gather(descriptor: int, into: bytearray) -> bool:
-    """Read the available bytes; False if there are none."""
-    try:
-        chunk = os.read(descriptor, _CHUNK)
-    except BlockingIOError:
-        return False
-    into += chunk
-    return bool(chunk)

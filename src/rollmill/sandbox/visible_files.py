@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from rollmill.sandbox.errors import SandboxError
+from rollmill.errors import SandboxError
 from rollmill.sandbox.root_filesystem import PACKAGES, FilesystemView
 
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")

@@ -43,7 +43,7 @@ def watch_program(program: RunningProgram, limits: SandboxLimits, backend: Isola
         left = program.started + limits.wall_s - time.monotonic()
         ready = {descriptor for descriptor, _ in poll.poll(min(left, backend.look_s) * 1000 + 1)} if left > 0 else set()
         for descriptor in ready & gathered.keys():
-            if not _gather(descriptor, gathered[descriptor]):
+            if not gather(descriptor, gathered[descriptor]):
                 poll.unregister(descriptor)
         running = process not in ready
         if sum(map(len, gathered.values())) > limits.output_bytes:
@@ -60,7 +60,7 @@ def watch_program(program: RunningProgram, limits: SandboxLimits, backend: Isola
     status, cpu, peak = reap(program.pid, backend.reaps(program.pid))
     os.close(process)
     for descriptor, bytes_so_far in gathered.items():
-        while sum(map(len, gathered.values())) <= limits.output_bytes and _gather(descriptor, bytes_so_far):
+        while sum(map(len, gathered.values())) <= limits.output_bytes and gather(descriptor, bytes_so_far):
             pass
     if sum(map(len, gathered.values())) > limits.output_bytes:
         stopped = stopped or "output"
@@ -77,7 +77,7 @@ def has_ended(process: int) -> bool:
     return bool(select.select([process], [], [], 0)[0])
 
 
-def _gather(descriptor: int, into: bytearray) -> bool:
+def gather(descriptor: int, into: bytearray) -> bool:
     """Read the available bytes; False at the end of the stream, or if a pipe that is still open is empty."""
     try:
         chunk = os.read(descriptor, _CHUNK)

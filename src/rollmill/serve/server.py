@@ -16,7 +16,7 @@ import torch
 from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import TrafficWorkflow
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import CheckpointError, ConfigError
 from rollmill.launch import CONFIG, resume, start
@@ -29,10 +29,10 @@ from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.endpoint.app import EndpointServer
 from rollmill.rollout.endpoint.middleware import AccessRules
 from rollmill.rollout.endpoint.service import ServiceLimits, build_application_service
-from rollmill.rollout.endpoint.session import SessionSink
-from rollmill.rollout.endpoint.session_files import SessionFileSink
+from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession, SessionSink
 from rollmill.serve.traffic import SessionGrouper, TrafficBatches
 from rollmill.trackers.console import RunView
+from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
 from rollmill.trainer import choose_precision
 from rollmill.trainer.verification import load_verified_policy
 
@@ -48,6 +48,24 @@ class ServerAddress:
     limits: ServiceLimits
     name: str
     ready: Callable[[], None]
+
+
+class SessionFileSink:
+    """A SessionSink that writes every session to FOLDER/rollouts/step-N.jsonl, for `load_experiences(FOLDER)`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._store = RolloutLog(folder / ROLLOUTS_FOLDER)
+        before = [int(path.stem.removeprefix("step-")) for path in self._store.folder.glob("step-*.jsonl")]
+        self._last = max(before, default=0)
+
+    def check(self, session: EndpointSession) -> None:
+        """See SessionSink: rewards may come later."""
+
+    def take(self, finished: FinishedSession) -> int:
+        """See SessionSink. Raises RollmillError if the file cannot be written."""
+        self._last += 1
+        self._store.write(self._last, finished.experiences)
+        return 0
 
 
 def serve_checkpoint(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.buffer.base import FEEDBACK, ExperienceKind, Group
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import TrafficWorkflow
 from rollmill.data import Sampler
 from rollmill.orchestrator.batch_reader import oldest_allowed
 from rollmill.orchestrator.batches import RolloutBatches

@@ -1,9 +1,10 @@
 """Trackers of a run: metrics, rollouts, console, TensorBoard, heartbeats and the summary."""
 
-from rollmill.trackers.base import TrackedRun, Tracker
 from rollmill.trackers.console import PlainView, RunView, make_view
 from rollmill.trackers.metrics_log import (
     MetricsLog,
+    TrackedRun,
+    Tracker,
     peak_rss_mb,
     read_metrics,
     read_summary,

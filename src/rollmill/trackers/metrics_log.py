@@ -1,21 +1,47 @@
-"""Metrics of a run: metrics.jsonl (one JSON object per step, readable during the run) and summary.json."""
+"""Metrics of a run: the tracker protocol, metrics.jsonl (one JSON object per step), and summary.json."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from rollmill.errors import RollmillError
 from rollmill.files import atomic_write, explain_write_errors, read_json_object, to_jsonable
 from rollmill.trackers.host_memory import lifetime_peak_rss
+from rollmill.types import Experience
 
 Metric = float | int | str | None
 Metrics = Mapping[str, Metric]
 
 METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """The run that a tracker follows. Steps after `resumed_after` are repeated, where it is given."""
+
+    folder: Path
+    name: str
+    resumed_after: int | None = None
+
+
+class Tracker(Protocol):
+    """Receives the metrics of a run. It is built from a `TrackedRun`, and again when the run resumes."""
+
+    def write(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:
+        """Record the numbers of a step or an evaluation by their names, and the experiences it trained on.
+
+        `metrics["step"]` counts over all stages; metrics of one step may come in several calls.
+        """
+        ...
+
+    def close(self) -> None:
+        """Flush and close."""
+        ...
 
 
 class MetricsLog:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollmill.config.trackers.base import TensorBoardSection
+from rollmill.config.trackers import TensorBoardSection
 from rollmill.errors import ConfigError
-from rollmill.trackers.base import TrackedRun
-from rollmill.trackers.metrics_log import Metrics
+from rollmill.trackers.metrics_log import Metrics, TrackedRun
 from rollmill.types import Experience
 
 

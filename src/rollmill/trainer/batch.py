@@ -25,7 +25,8 @@ from torch import Tensor
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
 from rollmill.types import Experience, ExperienceSource
 
-_CPU_ROW = 2048  # tokens of a row on a CPU: keeps activations near the caches
+CPU_ROW = 2048
+"""Most tokens of a row on a CPU: keeps activations near the caches."""
 
 
 def pack_rows(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
@@ -177,7 +178,7 @@ def build_micro_batches(
     for members in families.values():
         units.extend(_split_family(members, lambda each: _cost(experiences, table, each, share_prefixes), budget))
     costs = [_cost(experiences, table, unit, share_prefixes) for unit in units]
-    rows = pack_rows(costs, min(budget, _CPU_ROW) if device.type == "cpu" else budget, ranks)[rank]
+    rows = pack_rows(costs, min(budget, CPU_ROW) if device.type == "cpu" else budget, ranks)[rank]
     packed = [[i for unit in row for i in units[unit]] for row in rows if row or even]
     return [
         _micro_batch(experiences, table, _families(experiences, table, row, share_prefixes), device, routing)

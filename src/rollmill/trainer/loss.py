@@ -192,18 +192,14 @@ class StepLoss:
         rollouts = torch.tensor(
             [source is ExperienceSource.ROLLOUT for source in advantages.sources], device=lengths.device
         )
-        self.judged = (
-            ((lengths > 0) & advantages.counted & rollouts).nonzero()[:, 0].tolist()
-        )  #: rollout experiences that count
+        #: rollout experiences that count
+        self.counted = ((lengths > 0) & advantages.counted & rollouts).nonzero()[:, 0].tolist()
         moves = torch.zeros_like(lengths, dtype=torch.bool)
         moves[table.experience[advantages.advantage != 0]] = True
-        raised = torch.zeros_like(moves)
-        raised[table.experience[advantages.advantage > 0]] = True
         learned = torch.zeros_like(moves)
         for term, weight, share in zip(recipe.terms, self.weights, self._shares, strict=True):
             if weight:
-                moved = moves if term.uses_advantage else torch.ones_like(moves)
-                learned |= (share != 0) & (raised if term.only_positive else moved)
+                learned |= (share != 0) & (moves if term.uses_advantage else True)
         self.learned = learned.nonzero()[:, 0].tolist()  #: experiences with a gradient
 
     def choose(self, logprob: Tensor, entropy: Tensor, expected_discriminant: Tensor | None, draw: Tensor) -> None:
@@ -211,12 +207,12 @@ class StepLoss:
 
         Args:
             logprob, entropy, expected_discriminant: of all tokens of the batch just before the optimizer step, [A];
-                only tokens of the experiences `judged` are read.
+                only tokens of the experiences `counted` are read.
             draw: uniform random numbers [A], the same on all ranks.
         """
         table, recipe = self._table, self.recipe
         member = torch.zeros_like(table.lengths, dtype=torch.bool)
-        member[self.judged] = True
+        member[self.counted] = True
         tokens = member[table.experience].nonzero()[:, 0]
         if not len(tokens):
             return

@@ -125,7 +125,7 @@ class PolicyUpdater:
         table, passes = part.table, self._passes
         shape = (3, len(table.target))
         seen = torch.zeros(shape, dtype=torch.float64, device=table.target.device)
-        for micro in passes.rows(part.experiences, table, part.objective.judged):
+        for micro in passes.rows(part.experiences, table, part.objective.counted):
             with torch.no_grad():
                 seen[:, micro.tokens] = call_unsharded(self._model, partial(self._surveyed, micro, table)).to(
                     seen.dtype

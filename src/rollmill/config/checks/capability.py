@@ -3,13 +3,12 @@ them."""
 
 from __future__ import annotations
 
-from rollmill.config.advantage import GroupNormalised, MirrorBaseline
-from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
+from collections.abc import Iterator
+
 from rollmill.config.checks.conflicts import buffer_conflicts, find_conflicts, model_conflicts
 from rollmill.config.checks.engine import unused_engine_keys
 from rollmill.config.checks.evaluation import best_metric_conflicts, evaluation_set_path, unused_evaluation_set_keys
 from rollmill.config.checks.offload import offload_conflicts, unused_offload_keys
-from rollmill.config.checks.pipeline import pipeline_conflicts
 from rollmill.config.checks.placement import (
     mode_conflicts,
     placement_conflicts,
@@ -17,14 +16,12 @@ from rollmill.config.checks.placement import (
     unused_placement_keys,
 )
 from rollmill.config.checks.workflow import unused_workflow_keys
-from rollmill.config.orders.base import SuccessRateOrder
-from rollmill.config.orders.built_in import CurriculumOrder, EasyToHardOrder
 from rollmill.config.resolve import STAGE_KEYS, ResolvedRun
 from rollmill.config.run import RunConfig, StageConfig
+from rollmill.config.section import Section
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, find, format_key_path, iter_leaves, locate_key
-from rollmill.config.workflows.traffic import TrafficWorkflow
-from rollmill.recipes import DPO, DistillationOptions, SelfDistill
+from rollmill.config.workflows import TrafficWorkflow
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _SAMPLING = (
@@ -45,22 +42,32 @@ def check_capabilities(resolved: ResolvedRun) -> list[ConfigProblem]:
     for path, text in unused_run_keys(resolved.config, resolved.stages).items():
         if find(resolved.root, path):
             found.append(ConfigProblem(*locate_key(resolved.root, path), text))
-    for path, text in model_conflicts(resolved.config.model, resolved.stages):
-        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
-    for path, text in offload_conflicts(resolved.config.model, resolved.stages):
-        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
-    for path, text in best_metric_conflicts(resolved.config, resolved.stages):
-        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
-    for path, text in placement_conflicts(resolved.config, resolved.stages):
-        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
-    for path, text in mode_conflicts(resolved.config, resolved.stages):
-        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
-    for path, text in buffer_conflicts(resolved.stages):
-        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
-    for stage, tree in zip(resolved.stages, resolved.trees, strict=True):
-        wrong = (*find_conflicts(stage), *pipeline_conflicts(stage))
-        found += [ConfigProblem(*locate_key(tree, path), text) for path, text in wrong]
+    config, stages = resolved.config, resolved.stages
+    wrong = (
+        *_own_conflicts(config.model, "model"),
+        *_own_conflicts(config.placement, "placement"),
+        *model_conflicts(config.model, stages),
+        *offload_conflicts(config.model, stages),
+        *best_metric_conflicts(config, stages),
+        *placement_conflicts(config, stages),
+        *mode_conflicts(config, stages),
+        *buffer_conflicts(stages),
+    )
+    found += [ConfigProblem(*locate_key(resolved.root, path), text) for path, text in wrong]
+    for stage, tree in zip(stages, resolved.trees, strict=True):
+        unused = find_unused_keys(stage)
+        for path, text in _own_conflicts(stage):
+            if not any(path[: length + 1] in unused for length in range(len(path))):
+                found.append(ConfigProblem(*locate_key(tree, path), text))
+        found += [ConfigProblem(*locate_key(tree, path), text) for path, text in find_conflicts(stage)]
     return found
+
+
+def _own_conflicts(section: Section, *at: str) -> Iterator[tuple[KeyPath, str]]:
+    """Yields the conflicts inside a section and those within it."""
+    for path, each in section.walk(at):
+        for key, text in each.conflicts().items():
+            yield (*path, *key.split(".")), text
 
 
 def find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
@@ -89,7 +96,10 @@ def find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
             "measured on each batch before it is learned from; remove it"
         )
         keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
-    keys |= _unused_buffer_keys(stage)
+    for at, section in stage.walk():
+        if "evaluation" not in at[:1]:  # its sections had no such check when earlier versions stored their run files
+            keys |= {(*at, key): text for key, text in section.unused_keys().items()}
+    keys |= _unused_expert_keys(stage)
     keys |= unused_workflow_keys(stage)
     keys |= unused_offload_keys(stage)
     keys |= unused_engine_keys(stage)
@@ -101,11 +111,6 @@ def find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
         keys["early_stop",] = (
             "not honoured without `evaluation`, which measures its metric; add evaluation or remove it"
         )
-    if stage.trainer.schedule == "constant":
-        keys["trainer", "min_lr_ratio"] = "not honoured by schedule `constant`; it is by `linear` and `cosine`"
-    if stage.trainer.ranks == 1:
-        for name in ("sharding", "rank_deadline_s"):
-            keys["trainer", name] = "not honoured with one rank; give trainer.ranks or remove it"
     if not algorithm.uses_rollouts:
         for path, section in _sections(stage.taskset, ("taskset",)):
             if section.order.uses_success:
@@ -116,27 +121,19 @@ def find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
         keys |= unused_evaluation_set_keys(stage)
         for name, each in stage.evaluation.all_sets().items():
             keys |= unused_evaluation_keys(each.taskset, evaluation_set_path(name))
-    for path, section in _sections(stage.taskset, ("taskset",)):
-        keys |= _unused_order_keys(section, path)
-    return keys | unused_algorithm_keys(algorithm)
+    return keys
 
 
-def _unused_buffer_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Returns keys of `buffer` and `experts` without effect."""
+def _unused_expert_keys(stage: StageConfig) -> dict[KeyPath, str]:
+    """Returns keys of `experts` without effect."""
     keys: dict[KeyPath, str] = {}
-    algorithm, buffer = stage.algorithm, stage.buffer
+    algorithm = stage.algorithm
     if not algorithm.uses_examples:
         text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
         keys["experts",] = text
     elif algorithm.uses_pairs:
         text = f"not honoured: algorithm `{algorithm.name}` learns from pairs; kto and those that imitate honour it"
         keys["experts", "rated_at_least"] = text
-    if buffer.store == "memory":
-        keys["buffer", "url"] = "not honoured by store `memory`; it is by `sql`"
-    replay = buffer.replay
-    if replay is not None and replay.order != "priority":
-        for name in ("priority", "exponent", "decay"):
-            keys["buffer", "replay", name] = f"not honoured by order `{replay.order}`; it is by `priority`"
     return keys
 
 
@@ -158,58 +155,6 @@ def _sections(taskset: TasksetConfig | None, at: KeyPath) -> list[tuple[KeyPath,
     return [*entries] or [(at, taskset)]
 
 
-def _unused_order_keys(section: TasksetSection, at: KeyPath) -> dict[KeyPath, str]:
-    order = section.order
-    if not isinstance(order, EasyToHardOrder | CurriculumOrder):
-        return {}
-    if order.by == "success":
-        return {(*at, "order", "column"): "not honoured with by `success`; it is with `difficulty`"}
-    tracking = SuccessRateOrder.model_fields.keys() - {"name", "skip_uniform"}
-    return {(*at, "order", key): "not honoured with by `difficulty`; it is with `success`" for key in tracking}
-
-
-def unused_algorithm_keys(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:
-    """Returns keys of `algorithm` that its components do not use, each with those that would."""
-    keys: dict[KeyPath, str] = {}
-    if isinstance(algorithm, DPO) and algorithm.loss == "ipo":
-        keys["algorithm", "label_smoothing"] = "not honoured by loss `ipo`; it is by `sigmoid`"
-    if isinstance(algorithm, DistillationOptions):
-        kind = algorithm.divergence
-        if kind not in ("jsd", "sampled_jsd"):
-            keys["algorithm", "beta"] = f"not honoured by divergence `{kind}`; it is by `jsd` and `sampled_jsd`"
-        if kind in ("sampled", "sampled_jsd"):
-            keys["algorithm", "temperature"] = f"not honoured by divergence `{kind}`; it is by the others"
-    if isinstance(algorithm, SelfDistill):
-        if algorithm.weights != "ema":
-            keys["algorithm", "rate"] = f"not honoured with weights `{algorithm.weights}`; it is with `ema`"
-        if algorithm.context != "success":
-            text = f"not honoured with context `{algorithm.context}`; it is with `success`"
-            keys["algorithm", "success_at_least"] = text
-    if not isinstance(algorithm, PolicyGradientOptions):
-        return keys
-    advantage, kl = algorithm.advantage, algorithm.kl
-    if isinstance(advantage, GroupNormalised) and advantage.scale == "none":
-        keys["algorithm", "advantage", "ddof"] = "not honoured with scale `none`; it is with `group` and `batch`"
-    if isinstance(advantage, MirrorBaseline) and advantage.baseline == "mean":
-        keys["algorithm", "advantage", "tau"] = "not honoured with baseline `mean`; it is with `logavgexp`"
-    if not advantage.uses_critic:
-        keys["algorithm", "critic"] = f"advantage `{advantage.name}` needs no critic; `gae` (algorithm ppo) does"
-    else:
-        keys["algorithm", "overlong_buffer"] = "not honoured by advantage `gae`; it is by those of whole completions"
-        keys["algorithm", "drop_uniform_groups"] = "not honoured by advantage `gae`, which compares no groups"
-    ratio = algorithm.loss.uses_old or algorithm.corrections or any(mask.uses_old for mask in algorithm.masks)
-    if not ratio:
-        keys["algorithm", "proximal"] = f"loss `{algorithm.loss.name}` looks at no old log-probs; remove it"
-    if advantage.uses_greedy:
-        keys["algorithm", "overlong_buffer"] = "not honoured by `remax`, whose greedy baseline it would not reach"
-    if kl.coefficient == 0:
-        for key in ("estimator", "where", "target", "horizon", "refresh_every"):
-            keys["algorithm", "kl", key] = "not honoured with coefficient 0; give kl.coefficient or remove it"
-    elif kl.target is None:
-        keys["algorithm", "kl", "horizon"] = "not honoured without kl.target; give a target or remove it"
-    return keys
-
-
 def _instead(key: KeyPath) -> str:
     if key == ("rollout", "batch"):
         return "demonstrations per step are `algorithm.batch`"
@@ -223,13 +168,9 @@ def unused_run_keys(config: RunConfig, stages: list[StageConfig]) -> dict[KeyPat
         keys["checkpoint", "keep_best"] = (
             "not honoured without `evaluation`, which finds the best; add it or remove this"
         )
-    new = config.model.new
-    if new is not None and new.tokenizer.kind == "char":
-        text = "not honoured by kind `char`, whose vocabulary is the characters seen; it is by `bpe`"
-        keys["model", "new", "tokenizer", "vocab_size"] = text
-    if config.model.path == "new":
-        keys["model", "trust_remote_code"] = "not honoured by a new model; it is when model.path is a checkpoint folder"
-        keys["model", "lora"] = "adapters need trained weights; it is honoured when model.path is a checkpoint folder"
+    for name in ("model", "placement"):
+        for at, section in getattr(config, name).walk((name,)):
+            keys |= {(*at, key): text for key, text in section.unused_keys().items()}
     return keys | unused_placement_keys(config, stages) | unused_mode_keys(config)
 
 

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import regex
-
-from rollmill.config.advantage import BatchBaseline, PassAtKAdvantage
 from rollmill.config.algorithm import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
 from rollmill.config.checks.engine import engine_conflicts
 from rollmill.config.checks.evaluation import evaluation_conflicts, evaluation_set_path
+from rollmill.config.checks.rewards import reward_conflicts
 from rollmill.config.checks.workflow import workflow_conflicts
-from rollmill.config.environments.reasoning_gym import ReasoningGymSection
-from rollmill.config.loss import OffPolicyMask
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.config.orders.base import CustomOrder
-from rollmill.config.orders.built_in import SequentialOrder
-from rollmill.config.rewards.base import PythonReward, RewardSection
-from rollmill.config.rewards.math import ReasoningGymReward
-from rollmill.config.rewards.names import reward_part_names
-from rollmill.config.rewards.text import FormatReward, LengthReward
+from rollmill.config.orders import CustomOrder, SequentialOrder
 from rollmill.config.run import StageConfig
-from rollmill.config.task_operators.built_in import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
+from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
-from rollmill.config.tree import KeyPath, format_key_path
-from rollmill.recipes import KTO, Distill, DistillationOptions, SelfDistill
+from rollmill.config.tree import KeyPath
+from rollmill.recipes.baselines import BatchBaseline, PassAtKAdvantage
+from rollmill.recipes.distillation import DistillationOptions, SelfDistill
 
 Conflict = tuple[KeyPath, str]
 
@@ -35,26 +25,14 @@ _FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv"}
 
 def find_conflicts(stage: StageConfig) -> Iterator[Conflict]:
     """Yields key paths within the stage, each with the problem and a remedy."""
-    yield from _sampling(stage)
     yield from _rollouts(stage)
     yield from engine_conflicts(stage)
     yield from workflow_conflicts(stage)
-    if isinstance(stage.environment, ReasoningGymSection):
-        yield from _ungenerated(stage, ("environment",))
-    yield from _rewards(stage)
+    yield from reward_conflicts(stage)
     yield from _buffer(stage)
     yield from _training(stage)
     yield from evaluation_conflicts(stage)
-    yield from _evaluated_rewards(stage)
     yield from _tasksets(stage)
-
-
-def _sampling(stage: StageConfig) -> Iterator[Conflict]:
-    longest, repetition = stage.rollout.max_new_tokens, stage.rollout.repetition
-    if repetition is not None and max(repetition.tokens, repetition.times) > longest:
-        key = "tokens" if repetition.tokens > longest else "times"
-        text = f"completions end after rollout.max_new_tokens ({longest}), before they have repeated so much; lower it"
-        yield ("rollout", "repetition", key), text
 
 
 def _rollouts(stage: StageConfig) -> Iterator[Conflict]:
@@ -66,13 +44,8 @@ def _rollouts(stage: StageConfig) -> Iterator[Conflict]:
         yield ("rollout", "temperature"), text
     yield from _truncated_rollouts(stage)
     if isinstance(algorithm, DistillationOptions):
-        if isinstance(algorithm, Distill) and algorithm.teacher is None:
-            yield ("algorithm", "teacher"), "which teacher? Give the folder of a checkpoint with the same vocabulary"
         if isinstance(algorithm, SelfDistill):
             yield from _self_distillation(stage, algorithm)
-        if algorithm.divergence == "sampled_jsd" and algorithm.beta in (0, 1):
-            text = "`sampled_jsd` needs a beta above 0 and below 1"
-            yield ("algorithm", "beta"), f"{text}; change it, or use forward_kl (0) or reverse_kl (1)"
         plain = (rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, 1.0, 0, 0.0)
         if algorithm.divergence in ("sampled", "sampled_jsd") and not plain:
             text = "needs tokens of the policy's own distribution: temperature 1 and no truncation"
@@ -80,7 +53,6 @@ def _rollouts(stage: StageConfig) -> Iterator[Conflict]:
             yield ("algorithm", "divergence"), f"`{algorithm.divergence}` {text}; {advice}"
         return
     assert isinstance(algorithm, PolicyGradientOptions)
-    yield from _corrections(algorithm)
     advantage = algorithm.advantage
     if isinstance(advantage, BatchBaseline):
         if advantage.baseline == "batch" and rollout.batch * rollout.group_size == 1:
@@ -93,9 +65,6 @@ def _rollouts(stage: StageConfig) -> Iterator[Conflict]:
         if rollout.group_size < least:
             text = f"pass@{advantage.k} over subsets of a group needs at least {least} completions, not"
             yield ("algorithm", "advantage", "k"), f"{text} {rollout.group_size}; lower k, or raise rollout.group_size"
-    if advantage.uses_parts and algorithm.kl.coefficient and algorithm.kl.where == "reward":
-        text = f"advantage `{advantage.name}` sees the parts of the reward, which have no KL in them; use `loss`"
-        yield ("algorithm", "kl", "where"), text
     if algorithm.overlong_buffer >= rollout.max_new_tokens:
         text = f"must be below rollout.max_new_tokens ({rollout.max_new_tokens}); lower one or raise the other"
         yield ("algorithm", "overlong_buffer"), text
@@ -126,15 +95,6 @@ def _truncated_rollouts(stage: StageConfig) -> Iterator[Conflict]:
         if not stage.workflow.single_turn:
             text = f"workflow `{stage.workflow.name}` cannot be put away in the middle; use rollout.oversample"
             yield budget, f"{text}, or rollout.time_limit_s"
-        if rollout.reuse is not None:
-            text = "drafts belong to whole completions, and a budget cuts them into parts"
-            yield ("rollout", "reuse"), f"{text}; choose one of reuse and token_budget"
-        if rollout.oversample:
-            text = "with token_budget unfinished completions go on in the next step, with oversample they are stopped"
-            yield ("rollout", "oversample"), f"{text}; choose one"
-    if rollout.reuse is not None and rollout.oversample:
-        text = "with oversample the slowest groups are stopped, so that drafts would be chosen by their length"
-        yield ("rollout", "reuse"), f"{text}; choose one of reuse and oversample"
     name = "token_budget" if rollout.token_budget is not None else "oversample"
     advantage = getattr(stage.algorithm, "advantage", None)
     if (rollout.token_budget is not None or rollout.oversample) and advantage is not None and advantage.uses_greedy:
@@ -142,31 +102,11 @@ def _truncated_rollouts(stage: StageConfig) -> Iterator[Conflict]:
         yield ("rollout", name), f"{text}; remove this, or use another algorithm"
 
 
-def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Conflict]:
-    """Checks that weights old / rollout are used, and that the two log-probs can differ."""
-    weights = [each for each in algorithm.corrections if not isinstance(each, OffPolicyMask)]
-    if not weights:
-        return
-    if algorithm.loss.to_rollout:
-        text = f"`{algorithm.loss.name}` is to the rollout policy already, and `{weights[0].name}` would count twice"
-        yield ("algorithm", "corrections"), f"{text}; remove it"
-    elif algorithm.proximal == "rollout":
-        text = (
-            f"with proximal `rollout` the old log-probs are the rollout's, so `{weights[0].name}` would correct nothing"
-        )
-        yield ("algorithm", "corrections"), f"{text}; set proximal: recompute"
-
-
 def _buffer(stage: StageConfig) -> Iterator[Conflict]:
-    age, replay = stage.buffer.max_age, stage.buffer.replay
+    age = stage.buffer.max_age
     if age is not None and age < stage.max_staleness:
         text = f"groups may be {stage.max_staleness} versions old (max_staleness), and all older than {age} are dropped"
         yield ("buffer", "max_age"), f"{text}; raise it, or lower max_staleness"
-    if replay is not None and replay.max_uses is not None and replay.max_age is not None:
-        steps = replay.cooldown * (replay.max_uses - 1)
-        if steps > replay.max_age:
-            text = f"{replay.max_uses} uses with cool-down {replay.cooldown} take {steps} steps, longer than max_age"
-            yield ("buffer", "replay", "max_uses"), f"{text} ({replay.max_age}); change one of them"
 
 
 def buffer_conflicts(stages: Sequence[StageConfig]) -> Iterator[Conflict]:
@@ -189,68 +129,6 @@ def buffer_conflicts(stages: Sequence[StageConfig]) -> Iterator[Conflict]:
         database = index if database is None else database
 
 
-def _rewards(stage: StageConfig) -> Iterator[Conflict]:
-    learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
-    if not stage.workflow.judged:
-        return
-    users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
-    users += ["evaluation"] if _evaluated_by(stage) and stage.algorithm.trains_policy else []
-    users += [f"workflow `{stage.workflow.name}`"] if stage.workflow.needs_rewards else []
-    if users and not stage.rewards:
-        yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
-    if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):
-        yield ("rewards",), "every weight is 0, so nothing is rewarded; give one part another weight"
-    yield from reward_conflicts(stage, stage.rewards, ("rewards",))
-
-
-def _evaluated_by(stage: StageConfig) -> bool:
-    """Returns whether some evaluation set uses the stage's own rewards."""
-    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
-    return any(each.rewards is None and each.workflow is None for each in sets)
-
-
-def _evaluated_rewards(stage: StageConfig) -> Iterator[Conflict]:
-    """Checks the rewards of evaluation sets."""
-    for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
-        if each.rewards is not None:
-            yield from reward_conflicts(stage, each.rewards, (*evaluation_set_path(name), "rewards"))
-
-
-def reward_conflicts(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath) -> Iterator[Conflict]:
-    """Checks the rewards at `at`: a list, or a single reward without a list."""
-    for index, reward in enumerate(rewards):
-        here = at if at[-1] != "rewards" else (*at, index)
-        if isinstance(reward, FormatReward) and reward.pattern is not None:
-            try:
-                regex.compile(reward.pattern)
-            except (regex.error, RecursionError) as error:
-                yield (*here, "pattern"), f"not a regular expression: {error}; correct it"
-        if isinstance(reward, LengthReward) and reward.correct is not None:
-            names = [name for other, name in enumerate(reward_part_names(rewards)) if other != index]
-            if reward.correct.partition("/")[0] not in names:
-                known = f"there are {', '.join(names)}" if names else "there is no other reward"
-                yield (*here, "correct"), f"no reward `{reward.correct}`; {known}"
-        if isinstance(reward, ReasoningGymReward):
-            yield from _ungenerated(stage, here)
-        if isinstance(reward, PythonReward) and re.fullmatch(r".+\.py:\w+|[\w.]+(:\w+)?", reward.function) is None:
-            text = "expected FILE.py:NAME, package.module:NAME or the name a plugin registers"
-            yield (*here, "function"), f"{text}, found `{reward.function}`"
-
-
-def _ungenerated(stage: StageConfig, at: KeyPath) -> Iterator[Conflict]:
-    tasksets = {"taskset": stage.taskset if stage.algorithm.uses_rollouts and at[0] != "evaluation" else None}
-    for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
-        own = at[: len(evaluation_set_path(name)) + 1] == (*evaluation_set_path(name), "rewards")
-        inherited = {"rewards": not each.rewards, "environment": each.environment is None}
-        if own or inherited.get(str(at[0]), False):
-            tasksets[format_key_path((*evaluation_set_path(name), "taskset"))] = each.taskset
-    for key, taskset in tasksets.items():
-        if taskset is not None and any(part.generator is None for part in taskset.parts()):
-            text = f"`reasoning_gym` scores only tasks of a generator, and {key} has none"
-            part = "environment" if at[0] == "environment" else "reward"
-            yield (*at, "name"), f"{text}; give {key}.generator or use another {part}"
-
-
 def _training(stage: StageConfig) -> Iterator[Conflict]:
     algorithm, trainer = stage.algorithm, stage.trainer
     key, batch = "rollout.batch", stage.rollout.batch
@@ -259,14 +137,9 @@ def _training(stage: StageConfig) -> Iterator[Conflict]:
     if trainer.updates_per_batch > batch:
         text = f"{trainer.updates_per_batch} updates cannot share {batch} groups; lower it, or raise {key} ({batch})"
         yield ("trainer", "updates_per_batch"), text
-    if isinstance(algorithm, KTO) and algorithm.batch < 2:
-        text = "kto compares each completion with those of other prompts, and 1 has no other; give at least 2"
-        yield ("algorithm", "batch"), text
     if trainer.warmup_steps > stage.steps:
         text = f"{trainer.warmup_steps} is longer than the stage ({stage.steps} steps); lower it or raise steps"
         yield ("trainer", "warmup_steps"), text
-    if not all(0 <= beta < 1 for beta in trainer.betas):
-        yield ("trainer", "betas"), "both must be at least 0 and below 1, for example [0.9, 0.99]"
     if trainer.ranks > 1 and trainer.sharding != "none":
         yield from _sharding(algorithm)
 
@@ -341,18 +214,15 @@ def _rows(taskset: RowsSection, at: KeyPath) -> Iterator[Conflict]:
 
 def model_conflicts(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
     """Yields conflicts of `model`; `model.new` beside a checkpoint folder is ignored."""
-    if isinstance(model.path, Path):
-        if model.path.is_file():
-            yield ("model", "path"), f"{model.path} is a file; give the checkpoint's folder"
-    elif model.new is not None and not any(stage.taskset or stage.needs_taskset for stage in stages):
-        text = "a new model's tokenizer is trained on the taskset, and there is none; give model.path or a taskset"
-        yield ("model", "new"), text
-    elif model.new is None:
+    if model.path == "new" and model.new is None:
         text = (
             "which model? Give model.path (a checkpoint folder) or model.new (a recipe, for example {hidden_size: 256})"
         )
         yield ("model",), text
-    else:
+    elif model.path == "new" and not any(stage.taskset or stage.needs_taskset for stage in stages):
+        text = "a new model's tokenizer is trained on the taskset, and there is none; give model.path or a taskset"
+        yield ("model", "new"), text
+    elif model.path == "new" and model.new is not None:
         yield from _new_model(model.new, stages)
     yield from _other_models(model, stages)
     yield from _sharded_adapters(model, stages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.checks.evaluation import evaluation_set_path
-from rollmill.config.engines.vllm import VLLMEngineConfig
+from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath

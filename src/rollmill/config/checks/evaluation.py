@@ -8,9 +8,7 @@ from rollmill.config.evaluation import EvaluationSet
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
 from rollmill.config.validation_errors import suggest_match
-from rollmill.config.workflows import WorkflowConfig
-from rollmill.config.workflows.second import JudgedWorkflow
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import JudgedWorkflow, TrafficWorkflow, WorkflowConfig
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _OF_ALL = {"every", "at_start", "sets", "taskset"}
@@ -38,7 +36,7 @@ def _unhonoured(stage: StageConfig, each: EvaluationSet) -> Iterator[tuple[KeyPa
     workflow = stage.for_evaluation(each).workflow
     if not workflow.uses_environment:
         yield ("environment",), f"not honoured by workflow `{workflow.name}`, which acts in none; remove it"
-    if not workflow.judged:
+    if not workflow.scored_by_rewards:
         yield ("rewards",), f"not honoured by workflow `{workflow.name}`, which rewards by itself; remove it"
     if each.samples == 0:
         for key in _TRUNCATION:
@@ -87,7 +85,12 @@ def _of_set(stage: StageConfig, name: str, each: EvaluationSet) -> Iterator[tupl
     if each.workflow is not None:
         yield from _of_workflow(stage, each.workflow)
     differs = each.rewards is not None or each.workflow is not None
-    if differs and stage_for_set.workflow.judged and not stage_for_set.rewards and stage.algorithm.trains_policy:
+    if (
+        differs
+        and stage_for_set.workflow.scored_by_rewards
+        and not stage_for_set.rewards
+        and stage.algorithm.trains_policy
+    ):
         yield ("rewards",), "an evaluation needs at least one reward; for example rewards: [{name: math}]"
 
 

@@ -12,8 +12,9 @@ from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.judges import ModelReward
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows.traffic import TrafficWorkflow
-from rollmill.recipes import DPO, KTO, Distill, SelfDistill
+from rollmill.config.workflows import TrafficWorkflow
+from rollmill.recipes.distillation import Distill, SelfDistill
+from rollmill.recipes.preferences import DPO, KTO
 
 OFFLOAD_COMPONENTS = tuple(key for key in OffloadConfig.model_fields if key not in ("budget_gb", "folder"))
 REBUILT_COMPONENTS = ("cast", "cache")

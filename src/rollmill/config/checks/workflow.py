@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.run import StageConfig
-from rollmill.config.tools.built_in import CalculatorTool, PythonTool
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import WorkflowConfig
-from rollmill.config.workflows.agents import ToolWorkflow
-from rollmill.config.workflows.environment import EnvironmentWorkflow
-from rollmill.config.workflows.second import JudgedWorkflow
-from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows import EnvironmentWorkflow, JudgedWorkflow, ToolWorkflow, TrafficWorkflow, WorkflowConfig
 
 WorkflowConflict = tuple[KeyPath, str]
 
@@ -31,32 +26,22 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
             keys["rollout", "refills"] = text
     else:
         keys["rollout", "reuse"] = f"not honoured by workflow `{name}`; it is by `single_turn`"
-    if stage.rollout.token_budget is None:
-        keys["rollout", "partial"] = "not honoured without rollout.token_budget, which makes segments; give one"
     if not any(each.uses_environment or each.takes("environment") for each in _in_the_stages_environment(stage)):
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
-    if isinstance(stage.workflow, EnvironmentWorkflow) and stage.workflow.history != "full":
-        keys["workflow", "steps"] = "not honoured with history as a number, where each turn is a step; remove it"
-    if stage.environment is not None and stage.environment.processes == 0:
-        for key in ("restart_after", "memory_gb"):
-            keys["environment", key] = "not honoured with processes 0: it is about worker processes; give processes"
     if isinstance(stage.workflow, TrafficWorkflow):
         keys |= _unused_traffic_keys(stage, stage.workflow)
-    if not stage.workflow.judged:
+    if not stage.workflow.scored_by_rewards:
         for key in ("rewards", "judging"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
     if not any(each.uses_tools or each.takes("tools") for each in stage.workflows):
         keys["tools",] = f"not honoured by workflow `{name}`, which calls none; `tools` and `react` do"
-    for index, tool in enumerate(stage.tools):
-        if isinstance(tool, CalculatorTool):
-            keys["tools", index, "time_limit_s"] = "not honoured by `calculator`, whose numbers are bounded; remove it"
-        if isinstance(tool, PythonTool) and tool.state == "call":
-            keys["tools", index, "sessions"] = "not honoured with state `call`, which keeps none; it is with `rollout`"
     for model in stage.models:
         if not any(each.takes(model) for each in stage.workflows):
             text = f"not honoured by workflow `{name}`, which does not take it; a parameter of that name would"
             keys["models", model] = text
-    keys |= _unused_workflow_options(stage)
+    taskset = stage.taskset
+    if isinstance(stage.workflow, ToolWorkflow) and taskset is not None and all(part.chat for part in taskset.parts()):
+        keys["workflow", "result"] = "not honoured with taskset.chat, whose template writes results; remove it"
     if not stage.algorithm.uses_rollouts and stage.evaluation is None:
         for key in ("workflow", "environment", "tools", "models"):
             keys[key,] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
@@ -77,16 +62,6 @@ def _unused_traffic_keys(stage: StageConfig, workflow: TrafficWorkflow) -> dict[
         keys["rollout", key] = "not honoured by workflow `traffic`, whose rollouts an application makes; remove it"
     if workflow.group == "session":
         keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
-        keys["workflow", "pending"] = "not honoured with group `session`; it is with `prompt`"
-    return keys
-
-
-def _unused_workflow_options(stage: StageConfig) -> dict[KeyPath, str]:
-    """Returns keys of the workflow itself without effect."""
-    keys: dict[KeyPath, str] = {("workflow", key): text for key, text in stage.workflow.unused_keys().items()}
-    taskset = stage.taskset
-    if isinstance(stage.workflow, ToolWorkflow) and taskset is not None and all(part.chat for part in taskset.parts()):
-        keys["workflow", "result"] = "not honoured with taskset.chat, whose template writes results; remove it"
     return keys
 
 

@@ -1,10 +1,14 @@
-"""Base class of rewards, gates, the reward manager's options, and users' Python rewards."""
+"""Base class of rewards, gates, the reward manager's options, users' Python rewards, and names in a list of rewards."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollmill.config.section import Section
 
@@ -78,3 +82,23 @@ class PythonReward(RewardSection):
     the file's global variables. An async function runs in an event loop of this process."""
     processes: int = Field(4, ge=1)
     """Maximum number of processes for this function; each starts on first use."""
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, value: str) -> str:
+        if re.fullmatch(r".+\.py:\w+|[\w.]+(:\w+)?", value) is None:
+            text = "expected FILE.py:NAME, package.module:NAME or the name a plugin registers"
+            raise ValueError(f"{text}, found `{value}`")
+        return value
+
+
+def reward_part_names(rewards: Sequence[RewardSection]) -> list[str]:
+    """Returns one name per reward: its own or its Python function's; a second one of the same name is name#2."""
+    seen: Counter[str] = Counter()
+    names = []
+    for reward in rewards:
+        python = isinstance(reward, PythonReward)
+        name = PurePath(reward.function).name.rpartition(":")[2] if python else reward.name  # type: ignore[attr-defined]
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names

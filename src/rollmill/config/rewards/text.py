@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+import regex
+from pydantic import Field, field_validator, model_validator
 
 from rollmill.config.rewards.base import RewardSection
 
@@ -62,6 +63,16 @@ class FormatReward(RewardSection):
     """The prompt ends with the opening first tag, so the completion starts inside it. Only with `tags`."""
     words: int = Field(1, ge=1)
     """Minimum number of words inside each tag and section. Only with `tags` and `sections`."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_regular(cls, value: str | None) -> str | None:
+        try:
+            regex.compile(value or "")
+        except (regex.error, RecursionError) as error:
+            raise ValueError(f"not a regular expression: {error}; correct it") from error
+        return value
+
     partial: bool = False
     """Give the fraction of satisfied rules instead of 0: one for each tag or section, one for the order and one for
     nothing outside the tags. Only with `tags` and `sections`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import regex
 
-from rollmill.config.task_operators.built_in import CleanTasks
+from rollmill.config.task_operators import CleanTasks
 from rollmill.data.operators.batch import TaskBatch
 from rollmill.types import Message, Task
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import regex
 
-from rollmill.config.task_operators.built_in import DecontaminateTasks, DeduplicateTasks
+from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks
 from rollmill.data.images import image_refs_of
 from rollmill.data.operators.batch import TaskBatch, TaskReader
 from rollmill.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.task_operators.built_in import RateTaskDifficulty
+from rollmill.config.task_operators import RateTaskDifficulty
 from rollmill.data.operators.batch import TaskBatch
 from rollmill.data.readers import read_jsonl, to_finite_number
 from rollmill.errors import TasksetError

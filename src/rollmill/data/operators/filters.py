@@ -8,7 +8,7 @@ from typing import Any
 
 import regex
 
-from rollmill.config.task_operators.built_in import FilterTasks, SampleTasks, SortTasks
+from rollmill.config.task_operators import FilterTasks, SampleTasks, SortTasks
 from rollmill.data.operators.batch import TaskBatch
 from rollmill.data.operators.deduplication import flatten_prompt
 from rollmill.data.readers import to_finite_number

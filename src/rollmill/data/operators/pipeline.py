@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rollmill.config.section import register_section, section_from_signature
-from rollmill.config.task_operators.built_in import TaskOperatorSection
+from rollmill.config.task_operators import TaskOperatorSection
 from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport, TaskReader
 from rollmill.errors import RollmillError, TasksetError
 from rollmill.registry import build_component

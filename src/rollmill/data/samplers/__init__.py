@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rollmill.config.orders.base import CustomOrder, OrderSection
-from rollmill.config.orders.built_in import ShuffledOrder
+from rollmill.config.orders import CustomOrder, OrderSection, ShuffledOrder
 from rollmill.data.samplers.base import Sampler
 from rollmill.data.samplers.custom import CustomSampler, TaskView, order
 from rollmill.data.samplers.epochs import MixtureSampler

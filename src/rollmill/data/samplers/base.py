@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollmill.config.orders.base import OrderSection
-from rollmill.config.orders.built_in import SequentialOrder, ShuffledOrder
+from rollmill.config.orders import OrderSection, SequentialOrder, ShuffledOrder
 from rollmill.data.readers import to_finite_number
 from rollmill.data.taskset import Taskset
 from rollmill.errors import TasksetError

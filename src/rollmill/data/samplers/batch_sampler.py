@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.orders.base import SuccessRateOrder
-from rollmill.config.orders.built_in import CurriculumOrder, PosteriorOrder, PrioritisedOrder
+from rollmill.config.orders import CurriculumOrder, PosteriorOrder, PrioritisedOrder, SuccessRateOrder
 from rollmill.data.samplers.base import Bools, Floats, Ints, Sampler, counter_rng, decode_array, encode_array
 from rollmill.data.samplers.success_rates import UniformGroupSkipper, build_success_tracker
 from rollmill.data.taskset import Taskset

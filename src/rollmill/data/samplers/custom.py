@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollmill.config.orders.base import CustomOrder
+from rollmill.config.orders import CustomOrder
 from rollmill.config.section import register_section, section_from_signature
 from rollmill.data.samplers.base import Floats, Ints
 from rollmill.data.samplers.batch_sampler import WeightedSampler

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.orders.base import OrderSection
-from rollmill.config.orders.built_in import EasyToHardOrder, ShuffledOrder
+from rollmill.config.orders import EasyToHardOrder, OrderSection, ShuffledOrder
 from rollmill.data.samplers.base import Floats, Ints, Sampler, counter_rng, decode_array, encode_array
 from rollmill.data.samplers.success_rates import SuccessTracker, UniformGroupSkipper, build_success_tracker
 from rollmill.data.taskset import MixtureComponent, Taskset

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.orders.base import SuccessRateOrder
+from rollmill.config.orders import SuccessRateOrder
 from rollmill.data.samplers.base import Bools, Floats, Ints, decode_array, encode_array
 from rollmill.errors import TasksetError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.engines.native.draft import ActiveDraft, NgramSpeculator, activate_draft, activate_ngram_draft
 from rollmill.engines.native.kv_cache import CacheEntry
 from rollmill.engines.native.sampler import TopTokens
-from rollmill.engines.stop_strings import StopStringMatcher, completion_text, max_new_tokens_for, stop_matcher_for
+from rollmill.engines.stop_strings import RunningRequest, completion_text, max_new_tokens_for, stop_matcher_for
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, FloatArray, IntArray, RoutingArray, StopReason
 
@@ -42,16 +41,9 @@ class RepetitionDetector:
 
 
 @dataclass(slots=True, eq=False)
-class SequenceGroup:
+class SequenceGroup(RunningRequest):
     """A request: its cached prompt, and the completions that wait for a place in the batch."""
 
-    request: GenerationRequest
-    limit: int  # new tokens per completion
-    stop_ids: frozenset[int]
-    stops: StopStringMatcher | None
-    tokenizer: Any
-    results: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
-    submitted_at: float = field(default_factory=time.perf_counter)
     entry: CacheEntry | None = None
     older: list[CacheEntry] = field(default_factory=list)  # of older weights, still used by running completions
     prefilled: int = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.engines.base import GenerationRequest, SampledToken
-from rollmill.engines.stop_strings import StopStringMatcher, completion_text, max_new_tokens_for, stop_matcher_for
+from rollmill.engines.stop_strings import RunningRequest, completion_text, max_new_tokens_for, stop_matcher_for
 from rollmill.errors import EngineError
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, StopReason
@@ -20,16 +19,8 @@ _SEED_BITS = 2**63 - 1
 
 
 @dataclass(slots=True, eq=False)
-class VLLMSequenceGroup:
-    """A request, and the queue of its finished completions."""
-
-    request: GenerationRequest
-    limit: int  # new tokens per completion
-    stop_ids: frozenset[int]
-    stops: StopStringMatcher | None
-    tokenizer: Any
-    results: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
-    submitted_at: float = field(default_factory=time.perf_counter)
+class VLLMSequenceGroup(RunningRequest):
+    """A request to vLLM."""
 
     @property
     def streamed(self) -> bool:

@@ -67,7 +67,7 @@ class CodeScorer:
         self._suites = SuiteCache(config.output_kb)
         self._judge = None if config.judge is None else _user_comparer(config.judge, config.time_limit_s, resources)
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         suite = await self._suites.of(task)
         tests = [test for test in suite.tests if self._is_enabled(test)] if suite else []
         if suite is None or not tests:

@@ -12,8 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollmill.rewards.code.bundle import CANDIDATE, CHECKER, VALUES, bundle
-from rollmill.rewards.code.candidate import CallResult, SandboxedSolution
+from rollmill.rewards.code.candidate import CANDIDATE, CHECKER, VALUES, CallResult, SandboxedSolution, bundle
 from rollmill.rewards.code.comparison import OutputComparer
 from rollmill.rewards.code.tests import (
     COMPILE_ERROR,

@@ -35,7 +35,7 @@ class GenerativeJudge:
     def __init__(self, config: JudgeReward, resources: RewardResources) -> None:
         self._config, self._client = config, JudgeClient(config, resources)
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         return await self.grade(task, completion.text)
 
     async def grade(self, task: Task, text: str, rubric: str | None = None) -> Score:

@@ -96,7 +96,7 @@ class PairwiseReferenceJudge:
     def __init__(self, config: PairwiseReward, resources: RewardResources) -> None:
         self._comparer = PairwiseComparer(config, resources)
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         opponent = task_opponent(task)
         if opponent is None:
             return Score(None)
@@ -126,7 +126,7 @@ class PairwiseGroupJudge:
     def __init__(self, config: PairwiseReward, resources: RewardResources) -> None:
         self._comparer = PairwiseComparer(config, resources)
 
-    async def judge_group(
+    async def score_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[Score]:
         limit, compare = self._comparer.config.response_limit, partial(self._compare, task)

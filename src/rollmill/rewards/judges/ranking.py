@@ -39,7 +39,7 @@ class RankingJudge:
     def __init__(self, config: RankingReward, resources: RewardResources) -> None:
         self._config, self._client = config, JudgeClient(config, resources)
 
-    async def judge_group(
+    async def score_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[Score]:
         limit, compare = self._config.response_limit, partial(self._compare, task)

@@ -66,7 +66,7 @@ class K12Scorer:
         """Return the counters of the judge of short answers."""
         return {} if self._judge_model is None else self._judge_model.counters()
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         question = read_question(task)
         if question is None:
             return Score(None)

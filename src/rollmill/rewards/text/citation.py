@@ -36,7 +36,7 @@ class CitationScorer:
     def __init__(self, config: CitationReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         if task.metadata.get("facts") is None:
             return Score(None)
         facts = read_facts(task.metadata["facts"])

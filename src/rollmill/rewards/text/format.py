@@ -26,7 +26,7 @@ class ExactScorer:
     def __init__(self, config: ExactReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         if task.answer is None:
             return Score(None)
         answer = text_after(completion.text, self._config.after)
@@ -124,7 +124,7 @@ class PatternScorer:
         self._matches = pattern.fullmatch if config.whole else pattern.search
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         limit = self._config.time_limit_s
         try:
             found = self._matches(completion.text, timeout=min(limit, _AT_ONCE_S))
@@ -142,7 +142,7 @@ class StructureScorer:
     def __init__(self, config: FormatReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         config, text = self._config, completion.text
         if len(text) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
@@ -163,7 +163,7 @@ class JSONSchemaScorer:
     def __init__(self, config: FormatReward, graders: GraderPool) -> None:
         self._config, self._graders = config, graders
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         config = self._config
         schema = config.json_schema if config.schema_column is None else task.metadata.get(config.schema_column)
         if schema is None:

@@ -157,7 +157,7 @@ class LanguageScorer:
         if self._identify:
             detect_language("", "en" if config.language == "prompt" else config.language)  # loads the model, or fails
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         text = select_text(completion.text, self._config)
         if text is None:
             return Score(0.0, "no_answer")

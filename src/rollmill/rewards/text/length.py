@@ -49,7 +49,7 @@ class KimiLengthScorer:
     def __init__(self, config: LengthReward) -> None:
         self._config = config
 
-    async def judge_group(
+    async def score_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[Score]:
         correct = [self._correct(each) for each in judged]
@@ -82,7 +82,7 @@ class OverlongScorer:
         assert config.buffer is not None
         self._longest, self._buffer = config.longest, config.buffer
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         return Score(soft_overlong_penalty(completion_length(completion), self._longest, self._buffer))
 
 
@@ -92,7 +92,7 @@ class TargetLengthScorer:
     def __init__(self, config: LengthReward) -> None:
         self._target = config.target
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         target = task.metadata.get("target_length", self._target)
         if target is None:
             return Score(None)

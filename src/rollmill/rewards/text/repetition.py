@@ -21,7 +21,7 @@ class RepetitionScorer:
     def __init__(self, config: RepetitionReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         return await run_large_in_thread(len(completion.text), self._score, completion)
 
     def _score(self, completion: Completion) -> Score:

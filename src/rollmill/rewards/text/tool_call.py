@@ -42,7 +42,7 @@ class ToolCallScorer:
         check_schema("{}", config.name)  # schemas come with the tasks, but jsonschema must be installed
         self._config, self._graders = config, resources.graders
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         if task.metadata.get("tools") is None:
             return Score(None)
         tools = read_tool_schemas(task.metadata["tools"])

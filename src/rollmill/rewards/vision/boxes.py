@@ -23,7 +23,7 @@ class BoxesScorer:
     def __init__(self, config: BoxesReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
             return Score(None)
@@ -79,7 +79,7 @@ class GroundingScorer:
     def __init__(self, config: GroundingReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         config = self._config.of_task(task.metadata)
         if config is None:
             return Score(None)

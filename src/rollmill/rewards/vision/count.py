@@ -32,7 +32,7 @@ class CountScorer:
     def __init__(self, config: CountReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
             return Score(None)

@@ -27,7 +27,7 @@ class OCRScorer:
     def __init__(self, config: OCRReward) -> None:
         self._config, self._distance = config, _distance()
 
-    async def judge(self, task: Task, completion: Completion) -> Score:
+    async def score(self, task: Task, completion: Completion) -> Score:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
             return Score(None)

@@ -1,4 +1,4 @@
-"""Checks that every request passes first: access, body size, and the session it belongs to."""
+"""Checks that every request passes first: access, body size, and the session it belongs to; and metrics of requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollmill.rollout.endpoint.protocol import ApiError
 from rollmill.web import is_own_host
-
-if TYPE_CHECKING:
-    from rollmill.rollout.endpoint.metrics import EndpointMetrics
 
 Scope = MutableMapping[str, Any]
 ASGIMessage = MutableMapping[str, Any]
@@ -27,6 +24,7 @@ SESSION_SCOPE_KEY = "rollmill.session"
 _PREFIX = re.compile(r"/s/([^/]*)(/v1/.*|/feedback|/commit)")
 _NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 _BODY_S = 60.0
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _OPEN = ("/health",)
 _ROUTES = frozenset(
     ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/feedback", "/commit"]
@@ -46,6 +44,40 @@ class AccessRules:
     host: str
     key: str | None
     most_bytes: int = 8 * 2**20
+
+
+class EndpointMetrics:
+    """The metrics of one server for Prometheus; all names begin with `rollmill_`.
+
+    Raises ImportError without prometheus_client (extra `serve`).
+    """
+
+    def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+        self.registry = CollectorRegistry()
+        options: Any = {"namespace": "rollmill", "registry": self.registry}
+        self.requests = Counter("requests", "Requests by route and HTTP status.", ["route", "status"], **options)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **options)
+        self.completion_tokens = Counter("completion_tokens", "Tokens of completions.", **options)
+        self.aborted = Counter("aborted", "Requests whose client went away, or that were ended.", **options)
+        self.under_way = Gauge("under_way", "Requests that are being answered or wait.", **options)
+        self.sessions = Gauge("sessions", "Sessions that are held.", **options)
+        self.dropped = Counter(
+            "sessions_dropped", "Sessions that were dropped unfinished, by reason.", ["why"], **options
+        )
+        self.committed = Counter("sessions_committed", "Sessions that were handed over.", **options)
+        self.experiences = Counter("experiences", "Experiences that were handed over.", **options)
+        self.feedback = Counter("feedback", "Rewards that were given.", **options)
+        self.version = Gauge("weights_version", "Version of the weights.", **options)
+        self.seconds = Histogram("answer_seconds", "From a request to its whole answer.", buckets=_SECONDS, **options)
+        self.first = Histogram("first_token_seconds", "From a request to its first token.", buckets=_SECONDS, **options)
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry)
 
 
 class EndpointMiddleware:

@@ -12,7 +12,7 @@ from rollmill.engines.base import RolloutEngine
 from rollmill.errors import ConfigError
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.endpoint.app import EndpointServer
-from rollmill.rollout.endpoint.middleware import AccessRules
+from rollmill.rollout.endpoint.middleware import AccessRules, EndpointMetrics
 from rollmill.rollout.endpoint.service import MISSING_LIBRARIES, AdmissionLimiter, EndpointService
 from rollmill.rollout.endpoint.session import EndpointSession, SessionStore
 from rollmill.rollout.workflow import Rollout
@@ -83,10 +83,9 @@ class PolicyEndpoint:
         async with self._lock:
             if self._server is None:
                 try:
-                    from rollmill.rollout.endpoint.metrics import EndpointMetrics
+                    gauges = EndpointMetrics()
                 except ImportError as error:
                     raise ConfigError(MISSING_LIBRARIES) from error
-                gauges = EndpointMetrics()
                 service = EndpointService(
                     engine=self._engine,
                     chat=self._chat,

@@ -9,18 +9,16 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest, RolloutEngine, SampledToken
 from rollmill.errors import ConfigError, EngineError
 from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.endpoint.middleware import EndpointMetrics
 from rollmill.rollout.endpoint.protocol import ApiError
 from rollmill.rollout.endpoint.session import EndpointSession, SessionSink, SessionStore
 from rollmill.types import Completion
-
-if TYPE_CHECKING:
-    from rollmill.rollout.endpoint.metrics import EndpointMetrics
 
 
 class AdmissionLimiter:
@@ -258,10 +256,9 @@ def build_application_service(
     Without a sink, calls without a session name are not kept. Raises ConfigError if the web libraries are missing.
     """
     try:
-        from rollmill.rollout.endpoint.metrics import EndpointMetrics
+        gauges = EndpointMetrics()
     except ImportError as error:
         raise ConfigError(MISSING_LIBRARIES) from error
-    gauges = EndpointMetrics()
     make = partial(EndpointSession, chat=chat, sampling=sampling)
     return EndpointService(
         engine=engine,

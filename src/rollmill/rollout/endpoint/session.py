@@ -9,12 +9,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.errors import EngineError
 from rollmill.rollout.chat import ChatPrompt, ChatRenderer, RecordedReply
 from rollmill.rollout.endpoint.messages import check_text, normalize_messages, template_error
+from rollmill.rollout.endpoint.middleware import EndpointMetrics
 from rollmill.rollout.endpoint.protocol import (
     MAX_REWARD_PARTS,
     ApiError,
@@ -27,10 +28,6 @@ from rollmill.rollout.runner import apply_repetition_penalty
 from rollmill.rollout.tools.formats import split_tool_calls
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, Experience, StopReason
-
-if TYPE_CHECKING:
-    from rollmill.rollout.endpoint.metrics import EndpointMetrics
-
 
 MIN_TEMPERATURE = 0.01
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p")
@@ -142,7 +139,7 @@ class EndpointSession:
     ) -> None:
         """Remember an answer as the client sees it."""
         messages, tools = self._seen([*body.messages, answer], body)
-        self._replies.append(self._chat.said(messages, prompt, tools, completion))
+        self._replies.append(self._chat.record_reply(messages, prompt, tools, completion))
 
     def read(self, body: ChatCompletionRequest, text: str, salt: str) -> tuple[str, list[Any]]:
         """Split a completion's text into content and tool calls."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollmill.config.environments.base import EnvironmentSection
+from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError, EpisodeError
 from rollmill.registry import build_component, import_object
 from rollmill.types import Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rollmill.config.environments.gymnasium import GymnasiumSection
+from rollmill.config.environments import GymnasiumSection
 from rollmill.errors import ConfigError
 from rollmill.registry import import_object
 from rollmill.rollout.environments.base import StepResult

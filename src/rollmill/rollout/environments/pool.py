@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from rollmill.config.environments.base import EnvironmentSection
+from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError, EpisodeError, RollmillError, WorkflowError
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
 from rollmill.rollout.environments.base import (

@@ -6,7 +6,7 @@ import pickle
 from functools import cache
 from typing import Any
 
-from rollmill.config.environments.reasoning_gym import ReasoningGymSection
+from rollmill.config.environments import ReasoningGymSection
 from rollmill.errors import ConfigError
 from rollmill.rewards.base import text_after
 from rollmill.rollout.environments.base import StepResult

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
-from rollmill.config.environments.textarena import TextArenaSection
+from rollmill.config.environments import TextArenaSection
 from rollmill.errors import ConfigError
 from rollmill.rollout.environments.base import StepResult
 from rollmill.types import Task

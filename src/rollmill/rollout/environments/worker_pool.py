@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from rollmill.config.environments.base import EnvironmentSection
+from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError, EpisodeError, RollmillError, WorkflowError
 from rollmill.rewards.grader_pool import RemoteFunctionError, WorkerDiedError, WorkerProcess
 from rollmill.rollout.environments.base import (

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from rollmill.config.tools.base import ToolSection
+from rollmill.config.tools import ToolSection
 from rollmill.python_source import parse_expression
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.pool import ToolFactory

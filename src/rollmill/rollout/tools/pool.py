@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from rollmill.config.tools.base import ToolSection
+from rollmill.config.tools import ToolSection
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.registry import build_component
 from rollmill.rewards.function_threads import FunctionThreads

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
-from rollmill.config.tools.built_in import PythonTool
+from rollmill.config.tools import PythonTool
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.pool import ToolFactory, ToolPool
 from rollmill.rollout.tools.toolbox import Tool, ToolError

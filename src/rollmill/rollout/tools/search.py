@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmill.config.tools.built_in import SearchTool
+from rollmill.config.tools import SearchTool
 from rollmill.errors import ConfigError
 from rollmill.files import describe_json_error, parse_strict_json, read_text
 from rollmill.rewards.text.parsing import split_words

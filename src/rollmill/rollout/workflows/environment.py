@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollmill.config.workflows.environment import EnvironmentWorkflow
+from rollmill.config.workflows import EnvironmentWorkflow
 from rollmill.errors import ContextLengthError
 from rollmill.rollout.environments.base import Observation
 from rollmill.rollout.environments.pool import RunningEnvironment

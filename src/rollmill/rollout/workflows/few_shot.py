@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
-from rollmill.config.workflows.second import FewShotWorkflow
+from rollmill.config.workflows import FewShotWorkflow
 from rollmill.errors import WorkflowError
 from rollmill.rollout.policy import Policy
 from rollmill.rollout.workflow import RolloutScorer, WorkflowResult

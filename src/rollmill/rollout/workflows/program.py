@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from rollmill.config.workflows.program import ProgramWorkflow
+from rollmill.config.workflows import ProgramWorkflow
 from rollmill.errors import WorkflowError
 from rollmill.files import to_jsonable
 from rollmill.rollout.endpoint.policy_endpoint import EndpointAccess

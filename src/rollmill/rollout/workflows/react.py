@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.config.workflows.agents import ReActWorkflow
+from rollmill.config.workflows import ReActWorkflow
 from rollmill.errors import ContextLengthError
 from rollmill.files import parse_strict_json
 from rollmill.rollout.policy import Policy, Reply

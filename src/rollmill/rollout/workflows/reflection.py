@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmill.config.workflows.second import ReflectionWorkflow
+from rollmill.config.workflows import ReflectionWorkflow
 from rollmill.errors import ContextLengthError
 from rollmill.rewards import RewardResult
 from rollmill.rollout.policy import Policy, PolicyConversation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmill.config.workflows.agents import ToolWorkflow, ToolWorkflowSection
+from rollmill.config.workflows import ToolWorkflow, ToolWorkflowSection
 from rollmill.errors import ContextLengthError
 from rollmill.rewards import RewardResult
 from rollmill.rollout.policy import Policy, PolicyConversation, Reply

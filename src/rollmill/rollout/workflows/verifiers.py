@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rollmill.config.workflows.verifiers import VerifiersWorkflow
+from rollmill.config.workflows import VerifiersWorkflow
 from rollmill.data.verifiers import TASK_INDEX
 from rollmill.errors import EpisodeError, TasksetError
 from rollmill.rollout.policy import Policy

@@ -9,7 +9,7 @@ from typing import Any
 
 import regex
 
-from rollmill.config.workflows.second import JudgedWorkflow, VoteWorkflow
+from rollmill.config.workflows import JudgedWorkflow, VoteWorkflow
 from rollmill.rewards.base import text_after
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.workflow import RolloutScorer, WorkflowResult

@@ -1,0 +1,172 @@
+"""Checks of `rewards` and `pipeline`: what the stage lacks for them, and operators that conflict with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.checks.evaluation import evaluation_set_path
+from rollmill.config.environments import ReasoningGymSection
+from rollmill.config.operators.base import OperatorSection, RewardOperatorSection
+from rollmill.config.operators.filters import InvalidRewardFilter, VerifyOperator
+from rollmill.config.operators.shaping import OverlongPenalty, ReplayPriority, SuccessRateOperator
+from rollmill.config.rewards.base import RewardSection, reward_part_names
+from rollmill.config.rewards.code import CodeReward
+from rollmill.config.rewards.math import ReasoningGymReward
+from rollmill.config.rewards.text import LengthReward
+from rollmill.config.run import StageConfig
+from rollmill.config.tree import KeyPath, format_key_path
+
+
+def reward_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yields key paths within the stage for its rewards, its pipeline, and the rewards of evaluation sets."""
+    if isinstance(stage.environment, ReasoningGymSection):
+        yield from _ungenerated(stage, ("environment",))
+    yield from _rewards(stage)
+    yield from _evaluated_rewards(stage)
+    yield from _pipeline(stage)
+
+
+def _rewards(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
+    learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
+    if not stage.workflow.scored_by_rewards:
+        return
+    users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
+    users += ["evaluation"] if _evaluated_by(stage) and stage.algorithm.trains_policy else []
+    users += [f"workflow `{stage.workflow.name}`"] if stage.workflow.needs_rewards else []
+    if users and not stage.rewards:
+        yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
+    if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):
+        yield ("rewards",), "every weight is 0, so nothing is rewarded; give one part another weight"
+    yield from _reward_list(stage, stage.rewards, ("rewards",))
+
+
+def _evaluated_by(stage: StageConfig) -> bool:
+    """Returns whether some evaluation set uses the stage's own rewards."""
+    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
+    return any(each.rewards is None and each.workflow is None for each in sets)
+
+
+def _evaluated_rewards(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Checks the rewards of evaluation sets."""
+    for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
+        if each.rewards is not None:
+            yield from _reward_list(stage, each.rewards, (*evaluation_set_path(name), "rewards"))
+
+
+def _reward_list(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Checks the rewards at `at`: a list, or a single reward without a list."""
+    for index, reward in enumerate(rewards):
+        here = at if at[-1] != "rewards" else (*at, index)
+        if isinstance(reward, LengthReward) and reward.correct is not None:
+            names = [name for other, name in enumerate(reward_part_names(rewards)) if other != index]
+            if reward.correct.partition("/")[0] not in names:
+                known = f"there are {', '.join(names)}" if names else "there is no other reward"
+                yield (*here, "correct"), f"no reward `{reward.correct}`; {known}"
+        if isinstance(reward, ReasoningGymReward):
+            yield from _ungenerated(stage, here)
+
+
+def _ungenerated(stage: StageConfig, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    tasksets = {"taskset": stage.taskset if stage.algorithm.uses_rollouts and at[0] != "evaluation" else None}
+    for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
+        own = at[: len(evaluation_set_path(name)) + 1] == (*evaluation_set_path(name), "rewards")
+        inherited = {"rewards": not each.rewards, "environment": each.environment is None}
+        if own or inherited.get(str(at[0]), False):
+            tasksets[format_key_path((*evaluation_set_path(name), "taskset"))] = each.taskset
+    for key, taskset in tasksets.items():
+        if taskset is not None and any(part.generator is None for part in taskset.parts()):
+            text = f"`reasoning_gym` scores only tasks of a generator, and {key} has none"
+            part = "environment" if at[0] == "environment" else "reward"
+            yield (*at, "name"), f"{text}; give {key}.generator or use another {part}"
+
+
+def _pipeline(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yields key paths within the stage, each with the problem and a remedy."""
+    if not stage.algorithm.uses_rollouts:
+        return
+    for index, operator in enumerate(stage.pipeline):
+        at = ("pipeline", index)
+        for key, rewards in operator.reward_lists:
+            yield from _reward_list(stage, rewards, (*at, *key))
+        if isinstance(operator, RewardOperatorSection):
+            yield from _operator_part(stage, operator, at)
+        yield from _compared(stage, operator, at)
+        yield from _operator_advantage(stage, operator, at)
+        if isinstance(operator, InvalidRewardFilter) and "timeout" in operator.outcomes:
+            yield from _slow_code(stage, at)
+        if isinstance(operator, OverlongPenalty):
+            yield from _overlong(stage, operator, at)
+        if isinstance(operator, ReplayPriority):
+            yield from _replay_priority(stage, at)
+        if isinstance(operator, SuccessRateOperator):
+            yield from _late(stage, index, at)
+
+
+def _operator_part(stage: StageConfig, operator: RewardOperatorSection, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Checks that a part is one of the stage's rewards, with the same weight."""
+    if operator.part is None:
+        return
+    names, name = reward_part_names(stage.rewards), operator.part.partition("/")[0]
+    if name not in names:
+        known = f"there are {', '.join(names)}" if names else "there is none at all"
+        yield (*at, "part"), f"no reward `{name}`; {known}"
+    elif isinstance(operator, VerifyOperator):
+        reward = stage.rewards[names.index(name)]
+        weight = reward.weight
+        if reward.after_steps:
+            text = f"reward `{name}` counts after {reward.after_steps} steps, and `verify` cannot tell before and after"
+            yield (*at, "part"), f"{text}; verify the sum, or remove after_steps"
+        if weight != operator.weight:
+            text = f"reward `{name}` has weight {weight:g}, and `verify` would take it for {operator.weight:g}"
+            yield (*at, "weight"), f"{text}; give weight: {weight:g}"
+
+
+def _compared(stage: StageConfig, operator: OperatorSection, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    if operator.compares_completions and stage.rollout.group_size == 1:
+        text = f"`{operator.name}` compares the completions of a group, and rollout.group_size is 1"
+        yield (*at, "name"), f"{text}; raise that, or remove this"
+
+
+def _operator_advantage(stage: StageConfig, operator: OperatorSection, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    algorithm = stage.algorithm
+    if not isinstance(algorithm, PolicyGradientOptions):
+        return
+    advantage = algorithm.advantage
+    whole = isinstance(operator, VerifyOperator) and operator.part is None and operator.otherwise == "replace"
+    if advantage.uses_parts and (whole or operator.rewrites_rewards):
+        text = f"advantage `{advantage.name}` sees the parts of the reward, and `{operator.name}` changes their sum"
+        yield (*at, "name"), text + ("; say which part it verifies" if whole else "; remove it")
+    if advantage.uses_greedy and operator.adds_to_rewards:
+        text = f"advantage `{advantage.name}` compares with a greedy completion, whose reward `{operator.name}` would"
+        yield (*at, "name"), f"{text} not reach; use a reward of the run file instead"
+
+
+def _slow_code(stage: StageConfig, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    if any(isinstance(reward, CodeReward) for reward in stage.rewards):
+        text = "`timeout` of the reward `code` says that a program was too slow, and such failures would be dropped"
+        yield (*at, "outcomes"), f"{text}; give outcomes: [late]"
+
+
+def _overlong(stage: StageConfig, operator: OverlongPenalty, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    longest = operator.longest or stage.rollout.max_new_tokens
+    if operator.buffer is not None and operator.buffer > longest:
+        yield (*at, "buffer"), f"{operator.buffer} is above rollout.max_new_tokens ({longest}); lower it"
+    if isinstance(stage.algorithm, PolicyGradientOptions) and stage.algorithm.overlong_buffer:
+        text = "algorithm.overlong_buffer takes the same penalty off, so it would count twice; remove one of them"
+        yield (*at, "name"), text
+
+
+def _replay_priority(stage: StageConfig, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    replay = stage.buffer.replay
+    if replay is None or replay.order != "priority" or replay.priority != "given":
+        text = "priorities matter only with buffer.replay of order `priority` and priority `given`"
+        yield (*at, "name"), f"{text}; add that, or remove this"
+
+
+def _late(stage: StageConfig, index: int, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Checks that success rates are measured before filters, which would distort them."""
+    before = [each.name for each in stage.pipeline[:index] if each.drops_completions]
+    if before:
+        text = f"`{before[0]}` comes first, so the rate is that of the completions it leaves"
+        yield (*at, "name"), f"{text}; put `success_rate` before it"

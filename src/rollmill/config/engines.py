@@ -1,0 +1,91 @@
+"""`engine`: the inference engine that generates completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from rollmill.config.section import NamedSection, expand_name, module_sections, section_union
+
+
+class EngineSection(NamedSection):
+    """An engine chosen by name; its other keys are its options."""
+
+
+class NativeEngineConfig(EngineSection):
+    """rollmill's own engine, in the trainer's process and with the trainer's parameters."""
+
+    implementation = "rollmill.orchestrator.engine:build_native"
+    name: Literal["native"] = "native"
+    after_update: Literal["recompute", "keep"] = "recompute"
+    """KV cache of unfinished completions after a weight update. `recompute`: rebuild it, so that every later token
+    follows the new weights exactly. `keep`: keep the entries of the old weights, which saves that time; later tokens
+    come from the new weights but attend to old keys and values. Either way a token's log-prob is that of the
+    distribution it was sampled from."""
+
+
+_OWN = {
+    "model": "the policy",
+    "tokenizer": "the policy's",
+    "skip_tokenizer_init": "true: rollmill has the tokenizer",
+    "dtype": "trainer.precision",
+    "load_format": "dummy: weights come from the trainer",
+    "max_model_len": "the policy's context",
+    "max_num_seqs": "rollout.max_sequences",
+    "max_num_batched_tokens": "rollout.prefill_tokens",
+    "kv_cache_memory_bytes": "engine.cache_gb",
+    "enforce_eager": "engine.compile",
+    "logprobs_mode": "processed_logprobs",
+    "worker_extension_cls": "rollmill's",
+    "enable_sleep_mode": "engine.sleep",
+}
+"""vLLM arguments that rollmill sets itself, with their source."""
+
+
+class VLLMEngineConfig(EngineSection):
+    """vLLM in a separate process, which receives the trainer's weights after every step."""
+
+    implementation = "rollmill.orchestrator.engine:build_vllm"
+    name: Literal["vllm"] = "vllm"
+    python: Path | None = None
+    """Python interpreter that has vLLM, such as .venv-vllm/bin/python. Default: the one that runs rollmill."""
+    cache_gb: float = Field(2.0, gt=0)
+    """Size of the KV cache, in GiB."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the model (and capture CUDA graphs): slower start, faster decoding. `auto`: on GPUs only."""
+    sleep: bool = False
+    """Free the GPU memory of weights and KV cache while the trainer works, which may then share the GPU (vLLM's sleep
+    mode). On GPUs only, and with max_staleness 0, in one process."""
+    options: dict[str, Any] = {}
+    """Additional arguments of vLLM's `AsyncEngineArgs`, such as tensor_parallel_size."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Timeout for the process to start, or to load new weights."""
+    restarts: int = Field(2, ge=0)
+    """Maximum restarts of a crashed process per stage. Its requests start over, with the same seeds."""
+
+    @field_validator("options")
+    @classmethod
+    def _leaves_the_rest_to_other_keys(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for key in options:
+            if key in _OWN:
+                raise ValueError(f"{key} is no option: it is {_OWN[key]}; remove it")
+        return options
+
+
+def _gives_tokens(section: Any) -> Any:
+    named = expand_name(section)
+    if isinstance(named, dict) and named.get("name") == "openai":
+        raise ValueError(
+            "a server with OpenAI's API gives neither tokens nor their log-probs, so nothing can be trained with it; "
+            "compare it by `rollmill bench RUN FILE.yaml`, or imitate it by `rollmill tasks answer`"
+        )
+    return section
+
+
+if TYPE_CHECKING:
+    EngineConfig = EngineSection
+else:
+    _engines = section_union(module_sections(__name__, EngineSection), kind="engine")
+    EngineConfig = Annotated[_engines, BeforeValidator(_gives_tokens)]
