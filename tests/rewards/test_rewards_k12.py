@@ -296,7 +296,7 @@ def test_a_task_without_an_answer_is_not_judged(judge: RewardManager) -> None:
         (["1", "2"], {"type": "blank", "synonyms": [["a"]]}, "has 1 lists for 2 blanks"),
         (["1", "2"], {"type": "blank", "points": [1, 2], "unordered": True}, "cannot go with `k12.unordered`"),
         ("5 kg", {"type": "numeric", "unit": "km"}, "its answer is '5 kg', but `k12.unit` is km"),
-        ("A", {"type": "ordering"}, "is no order; give two or more different labels"),
+        ("A", {"type": "ordering"}, "is not an order; give at least two different labels"),
         ("AA", {"type": "ordering"}, "is no order"),
         ("none", {"type": "matching"}, "has no pairs; give a mapping"),
         ("x", {"type": "short", "rubric": "Two reasons."}, "give the reward the key `judge`, list its key points"),
