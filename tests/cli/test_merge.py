@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written(server: Forks, folder: Path) -> None:
     assert ended.code == FAILED
     reason = f"[Errno 13] Permission denied: '{closed}/.out.writing-"
     assert ended.err.startswith(f"cannot write the merged checkpoint {closed}/out: {reason}")
-    assert ended.err.endswith("mend the permissions, or choose another folder with --out.\n")
+    assert ended.err.endswith("fix the permissions, or choose another folder with --out.\n")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written(server: Forks, folder: Path) -> None:
         (
             "run/checkpoints/step-000001",
             "run",
-            "Permission denied: 'run/checkpoints/step-000001/config.yaml'; mend",
+            "Permission denied: 'run/checkpoints/step-000001/config.yaml'; fix",
         ),
         ("run", "run/checkpoints", "Permission denied: 'run/checkpoints'; fix its permissions\n"),
         ("b", "b/config.json", "Permission denied: 'b/config.json'; fix it or copy it again\n"),

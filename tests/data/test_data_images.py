@@ -102,7 +102,7 @@ def test_the_fingerprint_of_a_taskset_sees_its_pictures(folder: Path) -> None:
             "downloads nothing, so give the path of a file; taskset.fields.images names another column, or '' for none",
         ),
         ({"image": "data:image/png;base64,AAAA"}, {}, "rollmill downloads nothing"),
-        ({"scan": 3}, {"fields": {"images": "scan"}}, "column scan holds int, not the path of a picture"),
+        ({"scan": 3}, {"fields": {"images": "scan"}}, "column scan holds int, not the path of an image"),
         ({}, {"fields": {"images": "scan"}}, r"no column scan .*name another in taskset.fields.images"),
     ],
 )

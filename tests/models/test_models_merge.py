@@ -293,7 +293,7 @@ def config(**values: Any) -> Callable[[Path], None]:
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (
         remove("config.json"),
-        r"b is no checkpoint \(no config.json\); give a folder in Hugging Face format",
+        r"b is not a checkpoint \(no config.json\); give a folder in Hugging Face format",
     ),
     "no weights": (remove(WEIGHTS), r"b has neither model.safetensors nor .*index.json; the copy is incomplete, or of"),
     "no index": (unindexed, r"b has neither model.safetensors nor .*index.json; the copy is incomplete"),

@@ -297,7 +297,7 @@ def test_a_task_without_an_answer_is_not_judged(judge: RewardManager) -> None:
         (["1", "2"], {"type": "blank", "points": [1, 2], "unordered": True}, "cannot go with `k12.unordered`"),
         ("5 kg", {"type": "numeric", "unit": "km"}, "its answer is '5 kg', but `k12.unit` is km"),
         ("A", {"type": "ordering"}, "is not an order; give at least two different labels"),
-        ("AA", {"type": "ordering"}, "is no order"),
+        ("AA", {"type": "ordering"}, "is not an order"),
         ("none", {"type": "matching"}, "has no pairs; give a mapping"),
         ("x", {"type": "short", "rubric": "Two reasons."}, "give the reward the key `judge`, list its key points"),
         (None, {"type": "short"}, "give it `k12.rubric`, `k12.keywords` or a reference"),
