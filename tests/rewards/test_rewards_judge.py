@@ -311,7 +311,7 @@ def test_group_rewards_see_all_completions(judge_of: Make) -> None:
     with judge_of(RANK.format(body="[{'short': -len(c.text)} for c in completions]"), weight=0.5) as judge:
         assert judge.groupwise
         found = asyncio.run(judge.judge_group(task("5"), group))
-        with pytest.raises(RewardError, match="`f` compares all completions of a task"):
+        with pytest.raises(RewardError, match="`f` sees all completions of a task together"):
             judged(judge, "5", "5")
     assert [each.reward for each in found] == [-1.5, -0.5, -1.0]
     assert found[0].parts == {"f/short": -3.0}

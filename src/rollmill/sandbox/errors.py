@@ -6,4 +6,4 @@ from rollmill.errors import RollmillError
 
 
 class SandboxError(RollmillError):
-    """No safe sandbox can be built here, or a request is invalid. The message names what is missing."""
+    """No safe sandbox can be built here, or an invalid request. The message has what is missing."""
