@@ -23,7 +23,7 @@ def command(
         file.write_text(template(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
-    print(f"wrote {file}. Next: put your tasks at taskset.path, then")
+    print(f"wrote {file}. Next: put your tasks where taskset.path says, then")
     print(f"  rollmill check {file}\n  rollmill run {file}")
 
 
