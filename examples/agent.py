@@ -1,4 +1,4 @@
-"""An agent that knows nothing of training: it plays a guessing game with whatever model OPENAI_BASE_URL stands for."""
+"""An agent that does not depend on rollmill: it plays a guessing game with the model behind OPENAI_BASE_URL."""
 
 import json
 import sys

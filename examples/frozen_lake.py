@@ -1,7 +1,7 @@
-"""FrozenLake for a model that has never seen a word: maps as tasks, what the player sees, and a clumsy teacher.
+"""FrozenLake for a new model: maps as tasks, short observations, and demonstrations by a weak teacher.
 
 SFFF/FHFH/FFFH/HFFG          the task: S start, F ice, H hole, G goal
-00#FF#>D                     row and column; what lies left, below, right and above; what the player does
+00#FF#>D                     row and column; the cells to the left, below, right and above; the action
 10#FHS>D
 """
 
@@ -17,7 +17,7 @@ MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 
 
 def maps(size: int, seed: int = 0, side: int = 4, ice: float = 0.75) -> Iterator[dict[str, Any]]:
-    """Tasks with random maps that have a way to the goal. No map occurs twice, nor for two seeds below 10 alike."""
+    """Tasks with random solvable maps. No map occurs twice, also not with two different seeds below 10."""
     seen: set[str] = set()
     number = seed
     while len(seen) < size:
@@ -30,21 +30,21 @@ def maps(size: int, seed: int = 0, side: int = 4, ice: float = 0.75) -> Iterator
 
 
 def demonstrations(size: int, seed: int = 0, clumsy: float = 0.5) -> Iterator[dict[str, Any]]:
-    """Maps with a whole episode of a teacher who knows the way, and does something else every so often."""
+    """Maps with an episode of a teacher that takes the shortest way, except for some random moves."""
     generator = random.Random(seed)
     for row in maps(size, seed):
         yield row | {"response": _episode(row["options"]["desc"], clumsy, generator)}
 
 
 def surroundings(environment: Any, observation: Any) -> str:
-    """What the player sees."""
+    """Observation of the player, as text."""
     inside = environment.unwrapped
     rows = ["".join(cell.decode() for cell in row) for row in inside.desc]
     return seen_from(rows, divmod(int(inside.s), len(rows)))
 
 
 def seen_from(rows: list[str], place: tuple[int, int]) -> str:
-    """A place, and what lies around it; # is beyond the edge."""
+    """A place and the cells around it; # is beyond the edge."""
     around = "".join(_cell(rows, _neighbour(place, move)) for move in MOVES)
     return f"{place[0]}{place[1]}{around}>"
 

@@ -15,7 +15,7 @@ def pairs() -> Iterator[dict[str, str]]:
 
 
 def guesses() -> Iterator[dict[str, str]]:
-    """What a teacher says who is right half of the time: {"prompt": "3+4=", "answer": "7", "response": "5"}."""
+    """Answers of a teacher that is right half of the time: {"prompt": "3+4=", "answer": "7", "response": "5"}."""
     for a, b in SUMS:
         for guess in [*range(10), *[a + b] * 8]:
             yield {"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(guess)}

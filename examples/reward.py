@@ -10,7 +10,7 @@ from rollmill import Completion, Task
 
 
 def closeness(task: Task, completion: Completion, scale: float = 9.0) -> dict[str, float]:
-    """`right` is 1 for the very answer; `near` gives part of a tenth for a number that is close to it."""
+    """Two parts: `right` is 1 for the exact answer; `near` is up to a tenth for a close number."""
     text = completion.text.strip()
     if not text.isdecimal():
         return {"right": 0.0, "near": 0.0}
@@ -19,7 +19,7 @@ def closeness(task: Task, completion: Completion, scale: float = 9.0) -> dict[st
 
 
 def guessing(task: Task, completion: Completion) -> float:
-    """A guessing game, which printed all guesses: up to half for guessing digits, half for finding the number."""
+    """Score of a guessing game that prints all guesses: up to half for guessing digits, half for the right number."""
     guesses = completion.text.split()
     digits = sum(guess.isdecimal() for guess in guesses)
     return 0.5 * digits / max(len(guesses), 1) + 0.5 * (guesses[-1:] == [str(task.answer)])

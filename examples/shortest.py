@@ -21,7 +21,7 @@ Row = dict[str, str]
 
 
 def by_task(experiences: Iterable[Experience]) -> list[list[Experience]]:
-    """Judged rollouts in groups of the same prompt, each group from the shortest to the longest."""
+    """Scored rollouts in groups of the same prompt, each group from the shortest to the longest."""
     groups: dict[str, list[Experience]] = defaultdict(list)
     for experience in experiences:
         if experience.source is ExperienceSource.ROLLOUT and experience.reward is not None:
@@ -30,7 +30,7 @@ def by_task(experiences: Iterable[Experience]) -> list[list[Experience]]:
 
 
 def is_correct(experience: Experience, threshold: float) -> bool:
-    """Whether a completion was rewarded and came to an end of its own."""
+    """True if a completion earned the reward and was not cut off."""
     ended = experience.stop_reason in (StopReason.EOS, StopReason.STOP)
     return ended and experience.reward is not None and experience.reward >= threshold
 

@@ -1,7 +1,7 @@
-"""Products of three-digit numbers, demonstrated by somebody who seldom uses the calculator as one should.
+"""Products of three-digit numbers, demonstrated by a teacher that often uses the calculator wrongly or not at all.
 
-The demonstrations are dialogues: a call of the tool, its result, the answer. Each turn of the policy is a row of its
-own, whose prompt is the dialogue so far.
+The demonstrations are dialogues: a call of the tool, its result, the answer. Each turn of the policy is a separate
+row, whose prompt is the dialogue so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def questions(size: int, seed: int = 0) -> Iterator[Row]:
-    """Rows with prompt and answer; all prompts are different. An odd seed never asks what an even one does."""
+    """Rows with prompt and answer; all prompts are different. Odd and even seeds share no prompt."""
     generator, seen = random.Random(seed), set[tuple[int, int]]()
     while len(seen) < size:
         pair = generator.randrange(100, 1000), generator.randrange(100, 1000)
@@ -51,7 +51,7 @@ def demonstrations(size: int, seed: int = 0, calls: float = 0.5, right: float = 
 
 
 def _mistaken(expression: str, generator: random.Random) -> str:
-    """One digit is another one; no number begins with 0."""
+    """Replace one digit by another one; no number begins with 0."""
     at = generator.choice([0, 1, 2, 4, 5, 6])
     digit = generator.choice([each for each in "123456789" if each != expression[at]])
     return f"{expression[:at]}{digit}{expression[at + 1 :]}"

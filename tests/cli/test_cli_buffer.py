@@ -98,7 +98,7 @@ def test_show_prints_a_group_that_cannot_steer_the_terminal(run: Path, capsys: p
     assert "tokens 2 to 6 by version 2" in out
     assert "-- prompt --\n1+1=\n-- response --\n\\x1b[31mred" in out
     assert "\x1b" not in out
-    assert "== g3/1: not judged" in out
+    assert "== g3/1: no reward" in out
 
 
 @pytest.mark.parametrize("name", ["g1", "2", "g1/0"])

@@ -47,4 +47,4 @@ def test_what_nothing_is_called_is_an_error_with_the_nearest_name(capsys: pytest
     assert main(["explain", "rollout.bacth"]) == 2
     assert "no key, section or component `rollout.bacth`; did you mean `rollout.batch`?" in capsys.readouterr().err
     assert main(["explain", "xyzzy"]) == 2
-    assert "docs/guide/run-file.md lists all" in capsys.readouterr().err
+    assert "docs/run-file/README.md lists all" in capsys.readouterr().err

@@ -102,8 +102,8 @@ def test_label_studio_there_and_back(run_dir: Path, tmp_path: Path, capsys: pyte
     ("arguments", "code", "said"),
     [
         (["--pairs"], 2, "--pairs and --step are honoured only with --export-label-studio"),
-        (["--export-label-studio", "a", "--author", "ann"], 2, "honoured only where the page is served"),
-        (["--import-label-studio", "a", "--port", "1"], 2, "honoured only where the page is served"),
+        (["--export-label-studio", "a", "--author", "ann"], 2, "honoured only when the page is served"),
+        (["--import-label-studio", "a", "--port", "1"], 2, "honoured only when the page is served"),
         (["--export-label-studio", "a", "--import-label-studio", "b"], 2, "exclude each other"),
         (["--import-label-studio", "nothing.json"], 2, "nothing.json: no such file"),
         (["--export-label-studio", "a.json", "--step", "9"], 1, "stores no completions of step 9"),

@@ -148,7 +148,7 @@ def test_what_was_judged_before_a_failure_is_written(
     assert main(["grade", "--reward", "math", "--input", str(rows), "--output", str(out)]) == 1
     assert [json.loads(line)["reward"] for line in out.read_text().splitlines()] == [1.0, 0.0]
     error = capsys.readouterr().err
-    assert "2 of 3 lines were judged and written" in error
+    assert "2 of 3 lines were scored and written" in error
     assert "failed on task `3`" in error
     before = rows.read_text()
     assert main(["grade", "--reward", "math", "--input", str(rows), "--output", str(rows)]) == 1
@@ -266,7 +266,7 @@ def test_a_group_has_one_question_and_no_group_is_none(tmp_path: Path, capsys: p
     assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [2, 2, 1]
     rows.write_text("".join(json.dumps(line | {"group": None}) + "\n" for line in lines))
     assert main(argv) == 1
-    assert "judge the whole group" in capsys.readouterr().err
+    assert "score the whole group" in capsys.readouterr().err
     for key in ("prompt", "answer"):
         rows.write_text("".join(json.dumps(line | {key: line["response"]}) + "\n" for line in lines))
         assert main(argv) == 2

@@ -75,11 +75,11 @@ def test_a_checkpoint_is_served_recorded_and_ends_cleanly(
         (["--no-key", "--host", "0.0.0.0"], 2, "--no-key is for servers that only this machine reaches"),
         (["--no-key", "--key", "x"], 2, "excludes --key"),
         (["--key", "a:b"], 2, "what follows a colon names a session"),
-        (["--out", "x"], 2, "--set and --out are honoured with --train only"),
-        (["--train", "--record", "x"], 2, "--record, --step, --threads and --device are honoured without --train"),
+        (["--out", "x"], 2, "--set and --out are honoured only with --train"),
+        (["--train", "--record", "x"], 2, "--record, --step, --threads and --device work only without --train"),
         (["--train", "--threads", "2"], 2, "has the keys `threads` and `device`"),
         (["--train", "--device", "cpu"], 2, "has the keys `threads` and `device`"),
-        (["--step", "3"], 2, "is no run directory, so it has no step 3"),
+        (["--step", "3"], 2, "is not a run directory, so it has no step 3"),
         (["--port", "99999"], 2, "cannot listen on 127.0.0.1 port 99999"),
     ],
 )
@@ -98,9 +98,9 @@ def test_what_holds_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "has no checkpoint; it has: none" in capsys.readouterr().err
     (tmp_path / "new.yaml").write_text("model: {new: {}}\ntaskset: {function: 'a:b'}\nrewards: [{name: exact}]\n")
     assert main(["serve", str(tmp_path / "new.yaml"), "--port", "0"]) == 2
-    assert "a new model has learned nothing" in capsys.readouterr().err
+    assert "a new model is untrained" in capsys.readouterr().err
     assert main(["serve", str(tmp_path / "new.yaml"), "--port", "0", "--step", "3"]) == 2
-    assert "new.yaml is no run directory, so it has no step 3" in capsys.readouterr().err
+    assert "new.yaml is not a run directory, so it has no step 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("library", ["fastapi", "prometheus_client"])

@@ -66,7 +66,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_late_and_gone_processes_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("steps: 3\n")
     assert main(["status", str(tmp_path)]) == 0
-    assert "no process has said anything" in capsys.readouterr().out
+    assert "no process has reported yet" in capsys.readouterr().out
     (tmp_path / "processes").mkdir()
     beat = {"name": "trainer", "host": "another", "pid": 1, "began": 0.0, "beat": 0.0, "doing": "roll out"}
     (tmp_path / "processes" / "trainer.json").write_text(json.dumps(beat))

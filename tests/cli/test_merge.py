@@ -121,7 +121,7 @@ def test_folders_that_hold_no_checkpoint(folder: Path, capsys: pytest.CaptureFix
     Path("begun/config.yaml").write_text("name: begun\n")
     for name, message in {
         "nonesuch": "nonesuch does not exist; give the folder of a checkpoint, or a run directory",
-        "empty": "empty is no checkpoint (no config.json); give a folder in Hugging Face format, or a run directory",
+        "empty": "empty is not a checkpoint (no config.json); give a folder in Hugging Face format, or a run directory",
         "begun": "begun is a run without checkpoints; resume it, or give another folder",
     }.items():
         assert main(["merge", "a", name, "--out", "out"]) == FAILED
@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written(server: Forks, folder: Path) -> None:
     assert ended.code == FAILED
     reason = f"[Errno 13] Permission denied: '{closed}/.out.writing-"
     assert ended.err.startswith(f"cannot write the merged checkpoint {closed}/out: {reason}")
-    assert ended.err.endswith("mend the permissions, or choose another folder with --out.\n")
+    assert ended.err.endswith("fix the permissions, or choose another folder with --out.\n")
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_a_folder_that_cannot_be_written(server: Forks, folder: Path) -> None:
         (
             "run/checkpoints/step-000001",
             "run",
-            "Permission denied: 'run/checkpoints/step-000001/config.yaml'; mend",
+            "Permission denied: 'run/checkpoints/step-000001/config.yaml'; fix",
         ),
-        ("run", "run/checkpoints", "Permission denied: 'run/checkpoints'; mend its permissions\n"),
-        ("b", "b/config.json", "Permission denied: 'b/config.json'; mend it or copy it again\n"),
-        ("b", "b/model.safetensors", "Permission denied: 'b/model.safetensors'; mend it or copy it again\n"),
+        ("run", "run/checkpoints", "Permission denied: 'run/checkpoints'; fix its permissions\n"),
+        ("b", "b/config.json", "Permission denied: 'b/config.json'; fix it or copy it again\n"),
+        ("b", "b/model.safetensors", "Permission denied: 'b/model.safetensors'; fix it or copy it again\n"),
     ],
 )
 def test_what_cannot_be_read_is_named(server: Forks, folder: Path, checkpoint: str, closed: str, message: str) -> None:

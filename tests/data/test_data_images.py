@@ -95,14 +95,14 @@ def test_the_fingerprint_of_a_taskset_sees_its_pictures(folder: Path) -> None:
     [
         ({"image": "pictures/blue.png"}, {}, "blue.png cannot be read: No such file or directory"),
         ({"image": "pictures"}, {}, "pictures cannot be read: Is a directory"),
-        ({"image": "pictures/text.png"}, {}, "text.png is not a picture that can be opened"),
+        ({"image": "pictures/text.png"}, {}, "text.png is not an image that can be opened"),
         (
             {"image": "https://example.org/a.png"},
             {},
             "downloads nothing, so give the path of a file; taskset.fields.images names another column, or '' for none",
         ),
         ({"image": "data:image/png;base64,AAAA"}, {}, "rollmill downloads nothing"),
-        ({"scan": 3}, {"fields": {"images": "scan"}}, "column scan holds int, not the path of a picture"),
+        ({"scan": 3}, {"fields": {"images": "scan"}}, "column scan holds int, not the path of an image"),
         ({}, {"fields": {"images": "scan"}}, r"no column scan .*name another in taskset.fields.images"),
     ],
 )
@@ -118,7 +118,7 @@ def test_pictures_inside_the_taskset_are_refused(folder: Path) -> None:
     content = (folder / "pictures/red.png").read_bytes()
     image = Image.open(folder / "pictures/red.png")
     for cell in ({"bytes": content, "path": "red.png"}, [{"bytes": content, "path": None}], image):
-        message = "column image holds pictures, not their paths; save them as files"
+        message = "column image holds images, not their paths; save them as files"
         with pytest.raises(ValueError, match=message):
             metadata_with_images({"image": cell}, None, folder)
         assert metadata_with_images({"image": cell}, "", folder) == {"image": cell}
@@ -146,7 +146,7 @@ def test_a_picture_with_a_huge_header_is_refused(folder: Path) -> None:
 
     png[29:33] = zlib.crc32(png[12:29]).to_bytes(4, "big")
     (folder / "pictures/bomb.png").write_bytes(bytes(png))
-    with pytest.raises(ValueError, match=r"bomb\.png is not a picture that can be opened"):
+    with pytest.raises(ValueError, match=r"bomb\.png is not an image that can be opened"):
         make_image_ref(folder / "pictures/bomb.png")
 
 

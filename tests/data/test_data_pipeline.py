@@ -372,12 +372,12 @@ def test_a_users_operator(users: None, folder: Path) -> None:
 
 
 def test_what_a_users_operator_does_wrong_is_named(users: None, folder: Path) -> None:
-    with pytest.raises(TasksetError, match="taskset t: operator `backwards` raised ValueError: arrange takes the same"):
+    with pytest.raises(TasksetError, match="taskset t: operator `backwards` raised ValueError: arrange needs the same"):
         loaded(rows_of("a", "b"), "backwards")
     with pytest.raises(TasksetError, match="operator `renames` raised ValueError: it changed the id of a task"):
         loaded(rows_of("a", "b"), "renames")
     with pytest.raises(
-        TasksetError, match=r"operator `drops_twice` raised .*: task t:0 is dropped, and it is not there"
+        TasksetError, match=r"operator `drops_twice` raised .*: task t:0 cannot be dropped: it is not in the batch"
     ):
         loaded(rows_of("a", "b"), "drops_twice")
     run = run_file(folder, [{"name": "shout", "marc": "x"}], None)

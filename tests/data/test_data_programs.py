@@ -156,4 +156,4 @@ def test_ids_are_unique(tmp_path: Path) -> None:
     config = TasksetConfig.model_validate({"path": path, "fields": {"id": "id"}, "on_bad_row": "skip"})
     taskset = load_taskset(config)
     assert [task.id for task in taskset.tasks] == ["1", "2"]
-    assert [str(row) for row in taskset.rejected] == [f"{path}:2: the id 1 is taken by {path}:1"]
+    assert [str(row) for row in taskset.rejected] == [f"{path}:2: the id 1 is already used by {path}:1"]

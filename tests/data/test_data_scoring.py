@@ -79,9 +79,9 @@ def test_a_file_is_gone_on_with(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert out.read_bytes() == marked + b"".join(lines[1:])
     capsys.readouterr()
     assert score(run, out, "--set", "rollout.temperature=0.5") == 2
-    assert re.search(r"rated.jsonl:1: rated otherwise \(by policy.*; now by policy", capsys.readouterr().err)
+    assert re.search(r"rated.jsonl:1: rated with other settings \(by policy.*; now by policy", capsys.readouterr().err)
     assert score(run, out, "--set", "taskset.options.seed=2") == 2
-    assert "task rows:0 has another prompt than in the taskset now" in capsys.readouterr().err
+    assert "task rows:0 has a different prompt in the taskset" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["my notes", '{"prompt": "a"}\n', "notes\nmore"])
@@ -101,9 +101,9 @@ def test_a_file_of_something_else_is_left_alone(
         ({"model": {"path": "new"}}, [], "model.path is `new`, and a model without training solves nothing; name the"),
         ({"rewards": None}, [], "needs at least one reward"),
         ({}, ["--by", "judge"], "stage train has no reward that asks a language model; give --endpoint and --model"),
-        ({}, ["--endpoint", "http://localhost:1/v1"], "--endpoint and --model are honoured with --by judge"),
+        ({}, ["--endpoint", "http://localhost:1/v1"], "--endpoint and --model are honoured only with --by judge"),
         ({}, ["--by", "judge", "--model", "m"], "--endpoint and --model: give either endpoint"),
-        ({}, ["--by", "judge", "--samples", "2"], "--samples is honoured with --by policy; remove it"),
+        ({}, ["--by", "judge", "--samples", "2"], "--samples is honoured only with --by policy; remove it"),
         ({}, ["--stage", "x"], "no stage `x` in"),
     ],
 )

@@ -106,7 +106,7 @@ RUN_ELSEWHERE = {
     "rollmill buffer gc runs/mine --older-than 50 --dry-run": (
         "tests/cli/test_cli_buffer.py::test_gc_keeps_what_a_checkpoint_may_need"
     ),
-    ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md": (
+    ".venv/bin/python docs/run_file_reference.py": (
         "tests/docs/test_docs_reference.py::test_the_reference_of_run_files_is_current"
     ),
 }

@@ -6,14 +6,18 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
-from doc_blocks import DOCUMENTS, ROOT
+import yaml
+from doc_blocks import DOCUMENTS, ROOT, blocks
 
 from rollmill.cli import COMMANDS, main
 from rollmill.config.section import Section
 from rollmill.config.validation_errors import section_locations
+
+REFERENCE = [document for document in DOCUMENTS if document.parent.name == "run-file"]
 
 RUN = """\
 name: documented
@@ -70,20 +74,30 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_reference_of_run_files_is_current() -> None:
-    made = subprocess.run([sys.executable, "docs/run_file_reference.py"], cwd=ROOT, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    command = ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md"
-    assert made.stdout == (ROOT / "docs/guide/run-file.md").read_text(), f"run {command}"
+    command = [sys.executable, "docs/run_file_reference.py", "--check"]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_every_row_of_the_reference_is_one_line_with_four_cells() -> None:
     """Defaults of several lines would end a table."""
-    text = (ROOT / "docs/guide/run-file.md").read_text().partition("\n## ")[2]
-    rows = [line for line in text.splitlines() if line.startswith("|")]
+    text = "\n".join(page.read_text() for page in REFERENCE if page.name != "README.md")
+    tables = [table.partition("\n\n")[0] for table in text.split("| key | value |")[1:]]
+    rows = [line for table in tables for line in table.splitlines()[1:]]
     assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != 5 or not row.endswith("|")] == []
-    after = re.findall(r"^\|.*\n(?!\||$).+", text, re.MULTILINE)
-    assert after == [], "a line that is no row follows a table at once"
     assert '| `cue` | text | `"\\n\\nWait, that is not right. Let me try again.\\n\\n"` |' in text
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda path: path.stem)
+def test_a_page_of_the_reference_begins_with_a_purpose_and_an_example(page: Path) -> None:
+    """tests/docs/test_docs_commands.py loads the example."""
+    title, purpose, *rest = page.read_text().partition("<!-- Generated")[0].split("\n\n")
+    assert title.startswith("# ")
+    assert purpose[0].isalpha() or purpose[0] == "`"
+    examples = [yaml.safe_load(block.text) for block in blocks(page, "yaml")]
+    section = re.search(r"^# .*`(\w+)", title)
+    assert any(section is None or section[1] in example for example in examples)
+    assert any("../guide/" in part for part in rest) or "](../guide/" in purpose or page.name == "README.md"
 
 
 def test_every_key_has_a_meaning() -> None:
@@ -147,11 +161,40 @@ def test_every_command_is_named() -> None:
     assert [command for command in COMMANDS if not re.search(rf"`(rollmill )?{command}`", text)] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text())
-    local = [link for link in links if not link.startswith(("http://", "https://"))]
-    assert [link for link in local if not (document.parent / link).exists()] == []
+    """Every relative link names a file that exists, and every anchor a heading in it."""
+    links = re.findall(r"\]\(([^)\s]+)\)", _without_code(document.read_text()))
+    local = [link.partition("#") for link in links if not link.startswith(("http://", "https://"))]
+    targets = [(document.parent / path if path else document, anchor) for path, _, anchor in local]
+    assert [str(path) for path, _ in targets if not path.exists()] == []
+    assert [f"{path.name}#{anchor}" for path, anchor in targets if anchor and anchor not in _anchors(path)] == []
+
+
+@pytest.mark.parametrize("folder", ["src", "examples", "tests", "bench"])
+def test_pages_named_in_sources_exist(folder: str) -> None:
+    sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    named = {page for source in sources for page in re.findall(r"docs/[\w/-]+\.md", source.read_text())}
+    assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
+
+
+@pytest.mark.parametrize("key", ["rewards", "algorithm"])
+def test_explain_names_a_page_that_exists(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", key]) == 0
+    assert (ROOT / re.findall(r"docs/run-file/[\w-]+\.md", capsys.readouterr().out)[0]).is_file()
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.*)$", _without_code(page.read_text()), re.MULTILINE)
+    words = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+def _without_code(text: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def _keys(section: str) -> set[str]:

@@ -351,7 +351,7 @@ def test_errors_of_a_run_directory_say_what_to_do(run_dir: Path, tmp_path: Path)
         open_feedback(tmp_path / "nowhere")
     damaged = run_dir / "rollouts/step-000002.jsonl"
     damaged.write_text(damaged.read_text() + "{}\n")
-    with pytest.raises(RollmillError, match=r"step-000002.jsonl:9 is no stored experience"):
+    with pytest.raises(RollmillError, match=r"step-000002.jsonl:9 is not a stored experience"):
         open_feedback(run_dir).stored.groups(2)
     (run_dir / "machine.json").write_text(json.dumps({"threads": 1}))
     with pytest.raises(StoreError, match="does not say the run's id"):
@@ -379,7 +379,7 @@ def test_very_long_and_odd_texts_are_shown_in_part() -> None:
 def test_a_damaged_completion_is_named(run_dir: Path, desk: FeedbackService) -> None:
     path = run_dir / "rollouts/step-000002.jsonl"
     path.write_text(path.read_text().replace('"versions"', '"visions"'))
-    with pytest.raises(RollmillError, match=r"step-000002.jsonl: main-000005/0 is no stored experience"):
+    with pytest.raises(RollmillError, match=r"step-000002.jsonl: main-000005/0 is not a stored experience"):
         desk.stored.group(2, "main-000005")
     with pytest.raises(FeedbackError, match="step 2 has no group 'gone'"):
         find_neighbours(desk.stored, 2, "gone")

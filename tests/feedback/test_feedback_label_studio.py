@@ -160,7 +160,7 @@ def test_tasks_of_another_run_are_refused(desk: FeedbackService, tmp_path: Path)
         ({"result": [stars(9)]}, "the rating 9 is not one of 1 to 5 stars"),
         (
             {"result": [{"type": "choices", "value": {"choices": ["a"]}, "from_name": "x"}]},
-            "type 'choices' are not taken",
+            "type 'choices' are not supported",
         ),
         ({"result": [{"type": "rating"}]}, "no annotation of our configuration"),
         ({"updated_at": "yesterday"}, "no annotation of our configuration"),
@@ -180,5 +180,5 @@ def test_annotations_of_another_configuration(
 )
 def test_files_that_are_no_export(desk: FeedbackService, tmp_path: Path, content: str) -> None:
     (tmp_path / "export.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"export\.json (cannot be read|is no export of tasks that rollmill made)"):
+    with pytest.raises(ConfigError, match=r"export\.json (cannot be read|is not an export of rollmill's tasks)"):
         import_annotations(desk, tmp_path / "export.json")

@@ -95,12 +95,12 @@ def test_an_idempotency_key_makes_retries_harmless(site: Served, client: httpx.C
         ({"json": RATE | {"step": "../2"}}, 422, "rate: step"),
         ({"json": []}, 422, "a list of 1 to 1000 requests"),
         ({"json": "rate"}, 422, "expected a JSON object, found str"),
-        ({"content": b"{", "headers": {"content-type": "application/json"}}, 422, "the body is no JSON"),
-        ({"content": b"[" * 9999, "headers": {"content-type": "application/json"}}, 422, "the body is no JSON"),
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, 422, "the body is not JSON"),
+        ({"content": b"[" * 9999, "headers": {"content-type": "application/json"}}, 422, "the body is not JSON"),
         ({"content": b"{}", "headers": {"content-type": "text/plain"}}, 415, "Content-Type: application/json"),
         ({"data": RATE}, 415, "Content-Type: application/json"),
         ({"content": iter([b"{}"])}, 411, "send Content-Length"),
-        ({"content": b" " * (MAX_BODY + 1)}, 413, f"at most {MAX_BODY} are taken"),
+        ({"content": b" " * (MAX_BODY + 1)}, 413, f"at most {MAX_BODY} are allowed"),
     ],
 )
 def test_requests_that_cannot_be_done(

@@ -293,16 +293,16 @@ def config(**values: Any) -> Callable[[Path], None]:
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (
         remove("config.json"),
-        r"b is no checkpoint \(no config.json\); give a folder in Hugging Face format",
+        r"b is not a checkpoint \(no config.json\); give a folder in Hugging Face format",
     ),
     "no weights": (remove(WEIGHTS), r"b has neither model.safetensors nor .*index.json; the copy is incomplete, or of"),
     "no index": (unindexed, r"b has neither model.safetensors nor .*index.json; the copy is incomplete"),
     "no tokenizer": (remove("tokenizer.json"), r"b has no tokenizer \(tokenizer.json\); copy the tokenizer files"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), r"b: the tokenizer cannot be read: "),
-    "broken config": (lambda f: (f / "config.json").write_text("{"), r"b cannot be read: .*; mend it or copy it again"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), r"b cannot be read: .*; fix it or copy it again"),
     "config that is a list": (lambda f: (f / "config.json").write_text("[]"), r"b cannot be read: 'list' object"),
     "index that is a list": (list_as_index, r"b cannot be read: list indices must be integers"),
-    "truncated": (truncated, r"b cannot be read: .*; mend it or copy it again"),
+    "truncated": (truncated, r"b cannot be read: .*; fix it or copy it again"),
     "lost shard": (lost_shard, r"b lacks the weight files model-00002-of-00007.safetensors; the download or copy is"),
     "emptied shard": (
         emptied_shard,

@@ -54,7 +54,7 @@ def test_what_a_teacher_solves_is_imitated(run_file: Path, tmp_path: Path, capsy
         assert main([*argv, "--samples", "8"]) == 0
         assert len(server.requests) == 6 * 8 + 8  # what was answered is not asked again
         assert main([*argv, "--samples", "2"]) == 2
-        assert "rated otherwise" in capsys.readouterr().err
+        assert "rated with other settings" in capsys.readouterr().err
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["prompt"]: row["response"] for row in rows} == {
         **{f"{n}+1=": str(n + 1) for n in range(4)},

@@ -23,7 +23,7 @@ def test_what_is_dropped_is_counted_once_and_with_its_reason() -> None:
     assert ids(batch.experiences) == ["g0/1"]
     assert (batch.report.seen, batch.report.kept, batch.report.dropped) == (2, 1, 1)
     assert batch.report.reasons == {"too long": 1}
-    with pytest.raises(ValueError, match="g0/0 is dropped, and it is not there"):
+    with pytest.raises(ValueError, match="g0/0 cannot be dropped: it is not in the batch"):
         batch.drop(first, "too long")
 
 

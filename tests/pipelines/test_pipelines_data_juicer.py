@@ -41,7 +41,7 @@ def test_filters_drop_and_say_which() -> None:
 @installed
 def test_mappers_make_expert_texts_and_leave_the_completion_alone() -> None:
     mapper = {"whitespace_normalization_mapper": {}}
-    with pytest.raises(ConfigError, match=r"`whitespace_normalization_mapper` changes text.*say mapped: expert"):
+    with pytest.raises(ConfigError, match=r"`whitespace_normalization_mapper` changes text.*set mapped: expert"):
         pipeline(juicer(mapper))
     experiences = group([1.0, 1.0, 0.0], text=["it\u3000is 12", "it is 12", "it\u3000is 13"])  # a failure is no example
     tokens = [each.token_ids.tolist() for each in experiences]

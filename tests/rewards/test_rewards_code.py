@@ -249,7 +249,7 @@ def test_checks_see_what_functions_do(made: Make, name: str) -> None:
         ("def check(candidate):\n    assert candidate(undefined) == 1", "name 'undefined' is not defined"),
         ("import missing_module\ndef check(candidate): pass", "No module named 'missing_module'"),
         ("def check(candidate):\n    candidate(lambda x: x)", "an object of type function"),
-        ("def check(candidate):\n    candidate([0] * 1_000_001)", "the test passes what is too large"),
+        ("def check(candidate):\n    candidate([0] * 1_000_001)", "the test passes a value that is too large"),
     ],
 )
 def test_checks_that_are_wrong_in_themselves_have_an_outcome_of_their_own(
@@ -272,7 +272,7 @@ TESTS = [
     ({"tests": [{"call": "f", "raises": "SystemExit"}]}, "has to be the name of a built-in exception"),
     ({"tests": [{"call": "f", "args": 1, "expected": 1}]}, "`args` is 1; it has to be a list"),
     ({"tests": [{"call": "f", "kwargs": [], "expected": 1}]}, "`kwargs` is .*; it has to be a mapping"),
-    ({"tests": [{"call": "f", "arg": [1], "expected": 1}]}, r"has the keys \['arg'\]; there are call, args"),
+    ({"tests": [{"call": "f", "arg": [1], "expected": 1}]}, r"has the unknown keys \['arg'\]; valid are call, args"),
     ({"tests": [{"call": "f", "args": ["x"], "expected": "1", "literals": True}]}, "'x' is not a Python literal"),
     ({"tests": [{"call": "f", "args": [1], "expected": "1", "literals": True}]}, "1 is not text"),
     ({"tests": [{"call": "f", "expected": 1, "weight": 0}]}, "`weight` is 0; it has to be a number above 0"),

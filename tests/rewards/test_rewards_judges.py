@@ -377,8 +377,8 @@ def test_pictures_go_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sha256": "0" * 64}, "the picture .+ has changed since the taskset was loaded"),
-        ({"path": "/nowhere.png"}, "picture /nowhere.png cannot be read: No such file"),
+        ({"sha256": "0" * 64}, "the image .+ has changed since the taskset was loaded"),
+        ({"path": "/nowhere.png"}, "image /nowhere.png cannot be read: No such file"),
     ],
 )
 def test_pictures_that_are_not_what_they_were(tmp_path: Path, changes: dict[str, str], message: str) -> None:
@@ -388,7 +388,7 @@ def test_pictures_that_are_not_what_they_were(tmp_path: Path, changes: dict[str,
             judged(judge, "5", "a", images=[picture(tmp_path / "a.png", **changes)])
         with (
             build_reward_manager([config]) as judge,
-            pytest.raises(RewardError, match="not pictures that the taskset found"),
+            pytest.raises(RewardError, match="not images that the taskset loaded"),
         ):
             judged(judge, "5", "a", images=["a.png"])
         assert server.requests == []

@@ -407,7 +407,7 @@ def test_grade_does_not_judge_without_a_picture_that_is_missing(
             asked = ["--reward", "judge", "--option", f"endpoint={server.url}", "--option", "model=m"]
             assert main([*argv, *asked]) == 1
             assert server.requests == []
-        assert "`images` is 'gone.png', not pictures that the taskset found" in capsys.readouterr().err
+        assert "`images` is 'gone.png', not images that the taskset loaded" in capsys.readouterr().err
         assert main([*argv, "--reward", "exact"]) == 0  # needs no picture
 
 

@@ -153,7 +153,7 @@ def test_the_schema_may_stand_in_a_column() -> None:
     [
         ({"$ref": "http://example.org/other.json"}, "refers to 'http://example.org/other.json'"),
         ({"items": [{"anyOf": [{"$dynamicRef": "file:///etc/passwd"}]}]}, "refers to 'file:///etc/passwd'"),
-        ({"$ref": "#/$defs/missing"}, "points to '#/\\$defs/missing', which it has not"),
+        ({"$ref": "#/$defs/missing"}, "refers to '#/\\$defs/missing', which it lacks"),
         ({"properties": {"a": {"pattern": "(a"}}}, r"has the pattern '\(a': missing \)"),
         ({"type": "objekt"}, r"not a JSON Schema: \$.type: 'objekt' is not valid"),
     ],

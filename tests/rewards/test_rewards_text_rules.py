@@ -148,7 +148,7 @@ def test_kimi_by_value_of_a_part_and_after_a_warm_up(tmp_path: Any) -> None:
         build_reward_manager(
             [ADAPTER.validate_python(each) for each in (python, length | {"correct": "score"})]
         ) as judge,
-        pytest.raises(RewardError, match=r"no reward `score` that judges .* there are score/a, score/b"),
+        pytest.raises(RewardError, match=r"no reward `score` for .* there are score/a, score/b"),
     ):
         group(judge, "5", made)
 

@@ -71,7 +71,7 @@ def test_facts_have_ids_of_their_own() -> None:
     [
         ({"facts": "text"}, "`facts` must be a list of texts"),
         ({"facts": [1]}, "`facts` must be a list of texts"),
-        (FACTS | {"citations": [4]}, r"`citations` names \['4'\], which its column `facts` has not"),
+        (FACTS | {"citations": [4]}, r"`citations` names \['4'\], which its column `facts` lacks"),
         (FACTS | {"citations": "1"}, "`citations` is '1'; expected a list of ids"),
         ({"facts": [{"id": 1, "text": "a"}, {"id": "1", "text": "b"}]}, "`facts` has an id twice"),
     ],
@@ -186,9 +186,9 @@ def test_wanted_calls() -> None:
             assert (found.reward, found.outcomes["tool_call"]) == (pytest.approx(value), outcome), text
         with pytest.raises(RewardError, match=r"`tool_calls` is .*; expected a list of"):
             judged(judge, None, "", **TOOLS, tool_calls=["now"])
-        with pytest.raises(RewardError, match=r"`tool_calls` wants \['launch'\], which its column `tools` has not"):
+        with pytest.raises(RewardError, match=r"`tool_calls` names \['launch'\], which its column `tools` lacks"):
             judged(judge, None, "", **TOOLS, tool_calls=[{"name": "launch"}])
-        with pytest.raises(RewardError, match="wants a call that its column `tools` refuses; correct one"):
+        with pytest.raises(RewardError, match="has a call that its column `tools` rejects; correct one"):
             judged(judge, None, tagged(now), **TOOLS, tool_calls=[{"name": "weather", "arguments": {"days": 0}}])
 
 

@@ -189,7 +189,7 @@ def test_references_of_boxes() -> None:
     for gold in ("a cat", [1, 2, 3], [[0, 0, 1, 1], [1, 1, 0, 0]], {"box": "x"}, 5):
         with pytest.raises(RewardError, match=r"the task's answer is .*; expected \[x1, y1, x2, y2\]"):
             reward("boxes", gold, "[0, 0, 1, 1]")
-    with pytest.raises(RewardError, match="unit cannot become pixels without the picture's size"):
+    with pytest.raises(RewardError, match="unit cannot be converted to pixels without the image's size"):
         reward("boxes", [0, 0, 1, 1], "[0, 0, 1, 1]", coordinates="unit", reference="pixels")
     with pytest.raises(RewardError, match=r"`image_size` is \[0, 5\]; expected \[width, height\]"):
         reward("boxes", [0, 0, 1, 1], "[]", {"image_size": [0, 5]}, coordinates="unit", reference="pixels")

@@ -187,12 +187,12 @@ def _processes() -> list[psutil.Process]:
 
 
 def test_a_missing_python_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such Python; `make verifiers-setup` makes one"):
+    with pytest.raises(ConfigError, match="does not exist; `make verifiers-setup` creates"):
         list(rows(SUMS, python=str(tmp_path / "python")))
 
     @in_loop
     async def play() -> None:
-        with pytest.raises(ConfigError, match="no such Python"):
+        with pytest.raises(ConfigError, match="python does not exist"):
             await VerifiersProcessPool(config(python=tmp_path / "python")).run({})
 
     play()

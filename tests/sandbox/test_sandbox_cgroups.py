@@ -34,7 +34,7 @@ def test_the_nearest_group_that_hands_out_both_is_the_home(tmp_path: Path) -> No
     ("own", "offers", "said"),
     [
         ("4:memory:/x\n", {"": "memory pids"}, "no control groups of version 2"),
-        ("0::/own\n", {"own": "", "": "memory"}, "no group above .*own hands out memory and pids"),
+        ("0::/own\n", {"own": "", "": "memory"}, "no group above .*own delegates memory and pids"),
         ("0::/../other\n", {"": "memory pids"}, "is not below"),
     ],
 )

@@ -151,5 +151,5 @@ def test_errors_name_the_step_the_run_and_the_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is no folder\. Check the path"):
         load_experiences(tmp_path / "elsewhere" / "run")
     path.write_text(path.read_text() + '{"step": 3, "task_id": "x"}\n')
-    with pytest.raises(RollmillError, match=r"step-000003\.jsonl:13 is no stored experience"):
+    with pytest.raises(RollmillError, match=r"step-000003\.jsonl:13 is not a stored experience"):
         load_experiences(run)

@@ -49,7 +49,7 @@ class AuditEpisode:
     done: bool = False
     failure: str | None = None
     late: bool = False
-    seconds: list[float] = field(default_factory=list)  #: of each call
+    seconds: list[float] = field(default_factory=list)  #: duration of each call
 
     @property
     def total(self) -> float:
@@ -144,19 +144,19 @@ class EnvironmentAudit:
     def _check_reset(self, first: list[AuditEpisode], again: list[AuditEpisode]) -> Finding:
         different = [a.task for a, b in zip(first, again, strict=True) if a.seen[:1] != b.seen[:1]]
         if not different:
-            return passed_check("environment_reset", f"the same task and seed begin alike ({len(first)} tasks)")
+            return passed_check("environment_reset", f"the first observation is reproducible ({len(first)} tasks)")
         named = list_task_ids(different)
-        text = f"the same task and seed begin differently on {len(different)} of {len(first)} tasks ({named})"
-        advice = "draw what is random in `reset` from its `seed`; rollouts of a group are compared with each other"
+        text = f"the first observation differs with equal seeds on {len(different)} of {len(first)} tasks ({named})"
+        advice = "take all randomness in `reset` from its `seed`: rollouts of a group are compared with each other"
         return Finding("environment_reset", Severity.PROBLEM, text, advice, different)
 
     def _check_steps(self, first: list[AuditEpisode], again: list[AuditEpisode]) -> Finding:
         alike = [(a, b) for a, b in zip(first, again, strict=True) if a.seen[:1] == b.seen[:1]]
         different = [a.task for a, b in alike if not a.same_as(b)]
         if not different:
-            return passed_check("environment_steps", f"the same actions lead to the same ({len(alike)} episodes)")
-        text = f"the same actions after the same beginning lead elsewhere on {len(different)} of {len(alike)} tasks"
-        advice = "draw what is random in `step` from the seed of `reset`, if runs shall be repeatable"
+            return passed_check("environment_steps", f"the same actions give the same steps ({len(alike)} episodes)")
+        text = f"the same actions from the same start give other steps on {len(different)} of {len(alike)} tasks"
+        advice = "take all randomness in `step` from the seed of `reset`, if runs should be reproducible"
         return Finding("environment_steps", Severity.WARNING, f"{text} ({list_task_ids(different)})", advice, different)
 
     def _check_uninformed(self, check: str, about: str, episodes: list[AuditEpisode]) -> Finding:
@@ -169,12 +169,12 @@ class EnvironmentAudit:
                 check, f"{about} earns {numbers['mean']:.3g} on average, never {self._full:g}", **numbers
             )
         severity = Severity.PROBLEM if numbers["share"] > 0.5 or check != "environment_random" else Severity.WARNING
-        advice = "the environment rewards without being solved; see what it rewards, or give --full"
+        advice = "the environment gives rewards without being solved; check what it rewards, or give --full"
         return Finding(check, severity, f"{text} ({list_task_ids(rewarded)})", advice, rewarded, numbers)
 
     def _check_oracle(self, episodes: list[AuditEpisode]) -> Finding:
         if not episodes:
-            return skipped_check("environment_oracle", "nothing says how to succeed; give --oracle FILE.py:NAME")
+            return skipped_check("environment_oracle", "the right actions are unknown; give --oracle FILE.py:NAME")
         short = [each.task for each in episodes if each.total < self._full]
         if not short:
             return passed_check(
@@ -198,14 +198,14 @@ class EnvironmentAudit:
             if failed
             else f" ({list_task_ids(late)})"
         )
-        advice = "whatever text an action is, `step` has to answer; tell the policy what was wrong with it"
+        advice = "`step` has to accept any text as an action; its observation may tell the policy what was wrong"
         tasks = list(dict.fromkeys([*failed, *late]))
         return Finding("environment_crashes", Severity.PROBLEM, text, advice, tasks, numbers)
 
     def _check_episodes(self, episodes: list[AuditEpisode]) -> Finding:
         rewards = [reward for each in self._episodes for reward in each.rewards]
         if not rewards:
-            return skipped_check("environment_episodes", "no step was made")
+            return skipped_check("environment_episodes", "no environment took a step")
         lengths = [len(each.rewards) for each in episodes]
         finite = bool(np.all(np.isfinite(rewards)))
         numbers = {

@@ -137,9 +137,9 @@ class RewardAudit:
         text = f"no reward applies to {len(none)} of {len(results)} tasks" + (
             f" ({list_task_ids(none)})" if none else ""
         )
-        advice = "give the tasks what the rewards compare with (taskset.fields.answer), or drop them"
+        advice = "give the tasks the reference that the rewards need (taskset.fields.answer), or drop them"
         share = len(none) / len(results)
-        return finding_by_share("answers", share, 0.5, text if none else "every task can be judged", advice, none)
+        return finding_by_share("answers", share, 0.5, text if none else "every task can be scored", advice, none)
 
     def _check_oracle(self) -> Finding:
         known = [one for one in self._probes if one.made("oracle")]
@@ -182,7 +182,7 @@ class RewardAudit:
         text = f"{about} earns {mean:.3g} on average, of {self._full:g}"
         if mean > problem * self._full:
             return Finding(
-                source, Severity.WARNING, text, "knowing nothing should earn nothing", numbers={"mean": mean}
+                source, Severity.WARNING, text, "an uninformed policy should earn nothing", numbers={"mean": mean}
             )
         return passed_check(source, text, mean=mean)
 
@@ -201,7 +201,7 @@ class RewardAudit:
         text = f"right completions that still earn the full reward: {words}"
         severity = Severity.OK if shares[0.5] <= _CHANCE else Severity.WARNING
         severity = Severity.PROBLEM if shares[0.5] >= 0.5 else severity
-        advice = "the reward is satisfied before the answer is there; ask for it in one place (extract: boxed, a tag)"
+        advice = "the reward is given before the answer is complete; require it in one place (extract: boxed, a tag)"
         listed = tasks if severity is not Severity.OK else []
         return Finding(
             "truncated",
@@ -248,10 +248,10 @@ class RewardAudit:
         if not count:
             return self._skipped("determinism", "the same completions again")
         if not changed:
-            return passed_check("determinism", f"the same completions earn the same again ({count} tasks)")
+            return passed_check("determinism", f"the same completions earn the same reward again ({count} tasks)")
         named = list_task_ids(changed)
         text = f"the same completions earn another reward later on {len(changed)} of {count} tasks ({named})"
-        advice = "remove what depends on chance, time or other completions; a judge needs temperature 0 or a cache"
+        advice = "remove all dependence on chance, time or other completions; a judge needs temperature 0 or a cache"
         return Finding("determinism", Severity.PROBLEM, text, advice, changed, {"share": len(changed) / count})
 
     async def _again(self, task: Task, texts: Sequence[str]) -> list[RewardResult]:
@@ -276,7 +276,7 @@ class RewardAudit:
         return passed_check("reward_time", text, **numbers)
 
     def _skipped(self, check: str, about: str) -> Finding:
-        why = "too many judgements took too long (reward_time)" if self._grader.timed_out else "the reward failed on it"
+        why = "too many rewards took too long (reward_time)" if self._grader.timed_out else "the reward failed on it"
         return skipped_check(check, f"{about}: {why}" + ("" if self._grader.timed_out else " (reward_errors)"))
 
     def _check_failures(self) -> Finding:

@@ -35,7 +35,7 @@ def check_leakage(tasks: Sequence[Task]) -> Finding:
     known = [(number, answer) for number, task in enumerate(tasks) if (answer := reference_text(task)) is not None]
     checked = [(number, answer) for number, answer in known if not _is_option(tasks[number], answer)]
     if not checked:
-        return skipped_check("leakage", "no task has an answer that is no option" if known else "no task has an answer")
+        return skipped_check("leakage", "no task has an answer besides an option" if known else "no task has an answer")
     stated = [tasks[number].id for number, answer in checked if _is_stated(prompts, number, answer)]
     distinctive = [(number, answer) for number, answer in checked if _is_distinctive(answer)]
     numbers_in = Counter(value for prompt in prompts for value in prompt.numbers)
@@ -51,7 +51,7 @@ def check_leakage(tasks: Sequence[Task]) -> Finding:
             f"no prompt gives its answer away ({len(distinctive)} distinctive answers, {short} short)",
             **numbers,
         )
-    text = f"the answer stands in the prompt of {len(leaked)} of {len(checked)} tasks ({list_task_ids(leaked)})"
+    text = f"the answer occurs in the prompt of {len(leaked)} of {len(checked)} tasks ({list_task_ids(leaked)})"
     advice = "look at these: remove the answer from the prompt, or drop the task; a few may be chance"
     share = max(len(stated) / len(checked), len(found) / max(len(distinctive), _FEW))
     return finding_by_share("leakage", share, 0.05, text, advice, leaked, **numbers)

@@ -90,7 +90,7 @@ def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         except OSError as error:
             if error.errno not in _OF_PATHS or error.filename is None or os.environ.get("ROLLMILL_TRACEBACK") == "1":
                 raise
-            print(f"{error.filename}: {error.strerror}; correct the path, or mend its permissions", file=sys.stderr)
+            print(f"{error.filename}: {error.strerror}; correct the path, or fix its permissions", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

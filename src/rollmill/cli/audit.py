@@ -81,10 +81,10 @@ def _loaded(tasks: Path, reward: str | None, options: list[str], preset: str | N
         raise ConfigError(f"{tasks} does not exist; give a run file, or a file of tasks")
     if tasks.suffix in (".yaml", ".yml"):
         if reward is not None or options or preset is not None:
-            raise ConfigError("--reward, --option and --preset go with a file of tasks; a run file says them itself")
+            raise ConfigError("--reward, --option and --preset apply to a file of tasks; a run file has its own")
         return load_taskset_run(tasks, overrides)
     if reward is None:
-        raise ConfigError(f"{tasks} is no run file (.yaml); give --reward NAME with a file of tasks")
+        raise ConfigError(f"{tasks} is not a run file (.yaml); give --reward NAME with a file of tasks")
     taskset = {"path": str(tasks.absolute())} | ({} if preset is None else {"preset": preset})
     rewards: list[Any] = [parse_reward_config(reward, options).model_dump(mode="json", exclude_defaults=True)]
     with tempfile.TemporaryDirectory() as folder:

@@ -78,7 +78,7 @@ def show(
         return
     _print_group(row, group)
     for each in group.experiences:
-        reward = "not judged" if each.reward is None else f"reward {each.reward:g}"
+        reward = "no reward" if each.reward is None else f"reward {each.reward:g}"
         parts = "".join(
             f", {part} {'-' if value is None else f'{value:g}'}" for part, value in each.reward_parts.items()
         )
@@ -107,7 +107,7 @@ def stats(run: Run, as_json: Json = False) -> None:
         name = f"{each['from']:g}" if each["from"] == each["to"] else f"{each['from']:.3g} to {each['to']:.3g}"
         print_line(f"reward {name:<16} {each['count']:>8} {'#' * round(30 * each['count'] / most)}")
     if found["not_judged"]:
-        print_line(f"not judged {found['not_judged']}")
+        print_line(f"no reward {found['not_judged']}")
 
 
 def export(

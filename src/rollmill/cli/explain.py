@@ -42,7 +42,7 @@ def _explain(query: str) -> Iterator[str]:
         known = {name for home in homes for name in _names(home)}
         known |= {name for home in homes for key in home.section.model_fields for name in _key_names(home, key)}
         near = suggest_match(query, sorted(known - {""}))
-        raise ConfigError(f"no key, section or component `{query}`{near or '; docs/guide/run-file.md lists all'}")
+        raise ConfigError(f"no key, section or component `{query}`{near or '; docs/run-file/README.md lists all'}")
     for number, home in enumerate(sections):
         yield from [""] * (number > 0)
         yield from _section(home)

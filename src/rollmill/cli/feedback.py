@@ -50,7 +50,7 @@ def command(
     if export_file is not None and import_file is not None:
         raise ConfigError("--export-label-studio and --import-label-studio exclude each other")
     if (export_file or import_file) and (author or browser or (port, host) != (PORT, HOST)):
-        raise ConfigError("--port, --host, --author and --open are honoured only where the page is served")
+        raise ConfigError("--port, --host, --author and --open are honoured only when the page is served")
     if export_file is not None:
         _export(run, export_file, step or [], pairs)
     elif import_file is not None:
@@ -73,7 +73,7 @@ def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -
     if not is_loopback(host):
         token = token or secrets.token_urlsafe(16)
         print(
-            f"warning: other machines can reach {host}, and what is sent can be read on the way; an SSH tunnel to "
+            f"warning: other machines can reach {host}, and the traffic is not encrypted; an SSH tunnel to "
             "127.0.0.1 is safer",
             file=sys.stderr,
         )

@@ -80,7 +80,7 @@ def command(
                 file.writelines(_line(rows[number], result) for number, result in judged.items())
                 file.flush()
         if failure is not None:
-            done = "judged, and none written over the input" if is_input else "judged and written"
+            done = "scored, and none written over the input" if is_input else "scored and written"
             print(f"{len(judged)} of {len(rows)} lines were {done}", file=sys.stderr)
             raise failure
     summary = summarize_judgements(reward or str(run), list(judged.values())) | (
@@ -171,7 +171,7 @@ def _row(where: str, line: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: expected an object, found {type(row).__name__}")
     if not isinstance(row.get("response"), str):
         what = "has no `response`" if "response" not in row else f"`response` is {type(row['response']).__name__}"
-        raise ConfigError(f"{where}: {what}; every line needs the text to judge as a string")
+        raise ConfigError(f"{where}: {what}; every line needs the text to score as a string")
     return row
 
 

@@ -84,7 +84,7 @@ def checkpoint_folder(path: Path) -> Path:
         checkpoints = Checkpoints(path)
         steps = checkpoints.steps()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; mend its permissions") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; fix its permissions") from error
     if not steps:
         raise CheckpointError(f"{path} is a run without checkpoints; resume it, or give another folder")
     return checkpoints.path(steps[-1])

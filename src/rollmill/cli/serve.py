@@ -77,7 +77,7 @@ def command(
 
     chosen = _key(key, no_key, is_loopback(host))
     if not is_loopback(host):
-        print(f"warning: other machines can reach {host}, and what is sent can be read on the way", file=sys.stderr)
+        print(f"warning: other machines can reach {host}, and the traffic is not encrypted", file=sys.stderr)
     listener = open_listener(host, port)
 
     def ready() -> None:
@@ -100,11 +100,11 @@ def _check_for_training(train: bool, without: Sequence[object], only: Sequence[o
     """Check that every given option has an effect. Raises ConfigError."""
     if train and any(each is not None for each in without):
         raise ConfigError(
-            "--record, --step, --threads and --device are honoured without --train: a run keeps what it learns from, "
-            "goes on from its newest checkpoint, and has the keys `threads` and `device`"
+            "--record, --step, --threads and --device work only without --train: a training run stores its sessions, "
+            "resumes from its newest checkpoint, and has the keys `threads` and `device`"
         )
     if not train and any(each is not None for each in only):
-        raise ConfigError("--set and --out are honoured with --train only")
+        raise ConfigError("--set and --out are honoured only with --train")
 
 
 def _key(given: str | None, none: bool, loopback: bool) -> str | None:

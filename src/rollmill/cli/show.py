@@ -116,7 +116,7 @@ def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool
         return
     for one in found:
         texts = token_texts(one, decode)
-        reward = "not judged" if one.reward is None else f"reward {one.reward:g}"
+        reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
         parts = "".join(f", {name} {value}" for name, value in one.reward_parts.items())
         print_line(f"== {one.id} (step {step}): {reward}{parts}, {one.action_tokens} tokens, {one.stop_reason} ==")
         if tokens:

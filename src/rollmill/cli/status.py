@@ -30,7 +30,7 @@ def command(
     print_line(f"run {run}: {status.state}")
     print_line(_where(status))
     if not status.processes:
-        print_line("no process has said anything: none has started yet, or an older version made the run")
+        print_line("no process has reported yet: none has started, or an older version made the run")
         return
     print_table("", HEADER, [_row(heartbeat, state, status.now) for heartbeat, state in status.processes])
 

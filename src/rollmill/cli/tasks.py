@@ -48,9 +48,9 @@ def score(
     from rollmill.orchestrator.task_difficulty import find_stage, score_by_judge, score_by_policy
 
     if by == "policy" and (endpoint is not None or model is not None):
-        raise ConfigError("--endpoint and --model are honoured with --by judge; add it, or remove them")
+        raise ConfigError("--endpoint and --model are honoured only with --by judge; add it, or remove them")
     if by == "judge" and samples is not None:
-        raise ConfigError("--samples is honoured with --by policy; remove it (a judge's `votes` are in its reward)")
+        raise ConfigError("--samples is honoured only with --by policy; remove it (a judge has the key `votes`)")
     judge = _judge(endpoint, model)
     loaded = load_run(config, overrides or [])
     chosen = find_stage(loaded, stage)

@@ -21,7 +21,7 @@ def describe_value(field: FieldInfo) -> str:
     """Returns the type of a key and its bounds, in Markdown."""
     annotation, optional = unwrap_annotation(field.annotation), type(None) in get_args(field.annotation)
     bounds = [
-        f"{word} {getattr(rule, name):g}"
+        f"{word} {getattr(rule, name):.15g}"
         for rule in field.metadata
         for name, word in _BOUNDS.items()
         if hasattr(rule, name)
@@ -97,7 +97,7 @@ def describe_meaning(key: str, field: FieldInfo) -> str:
     if key in PolicyGradientOptions.model_fields and key != "name":  # a key that an algorithm gives another default
         return join_lines(PolicyGradientOptions.model_fields[key].description)
     if sections:
-        return f"One section per `name`, see `{key}` below."
+        return f"One section per `name`: docs/run-file/{key}.md lists them."
     return {"name": "Name of the run (of the stage, inside `stages`)."}[key]
 
 

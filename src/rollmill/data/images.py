@@ -33,21 +33,21 @@ class ImageRef:
 
 
 def make_image_ref(path: Path) -> ImageRef:
-    """Make the reference of an image file. Raises ValueError if it is no image, and ConfigError without Pillow."""
+    """Make the reference of an image file. Raises ValueError if it is not an image, and ConfigError without Pillow."""
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
-        raise ConfigError(f"tasks with pictures need Pillow: {PILLOW_INSTALL}") from error
+        raise ConfigError(f"tasks with images need Pillow: {PILLOW_INSTALL}") from error
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"the picture {path} cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"the image {path} cannot be read: {error.strerror or error}") from error
     try:
         with Image.open(io.BytesIO(content)) as image:
             width, height = image.size
             media_type = image.get_format_mimetype() or "application/octet-stream"
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} is not a picture that can be opened: {error}") from error
+        raise ValueError(f"{path} is not an image that can be opened: {error}") from error
     digest = hashlib.sha256(content).hexdigest()
     return ImageRef(str(path.absolute()), digest, len(content), media_type, width, height)
 
@@ -65,11 +65,11 @@ def read_image(ref: ImageRef) -> bytes:
     try:
         content = Path(ref.path).read_bytes()
     except OSError as error:
-        raise TasksetError(f"the picture {ref.path} cannot be read: {error.strerror or error}; put it back") from error
+        raise TasksetError(f"the image {ref.path} cannot be read: {error.strerror or error}; put it back") from error
     found = hashlib.sha256(content).hexdigest()
     if found != ref.sha256:
         raise TasksetError(
-            f"the picture {ref.path} has changed since the taskset was loaded (sha256 {found[:12]}, it was "
+            f"the image {ref.path} has changed since the taskset was loaded (sha256 {found[:12]}, it was "
             f"{ref.sha256[:12]}); put the old one back, or start a new run"
         )
     return content
@@ -87,7 +87,7 @@ def metadata_with_images(row: Mapping[str, Any], column: str | None, folder: Pat
         column: its name; None for `images` or `image`, if it holds paths; empty for none.
         folder: base of relative paths.
 
-    Raises ValueError if a file is missing or is no image.
+    Raises ValueError if a file is missing or not an image.
     """
     if column is None:
         column = next((each for each in IMAGE_COLUMNS if _paths(row.get(each)) or _holds_pictures(row.get(each))), "")
@@ -100,10 +100,10 @@ def metadata_with_images(row: Mapping[str, Any], column: str | None, folder: Pat
 def _references(value: Any, name: str, folder: Path) -> list[dict[str, Any]]:
     paths = _paths(value)
     if paths is None and _holds_pictures(value):
-        raise ValueError(f"column {name} holds pictures, not their paths; save them as files and give the paths")
+        raise ValueError(f"column {name} holds images, not their paths; save them as files and give the paths")
     if paths is None:
         kind = type(value).__name__
-        raise ValueError(f"column {name} holds {kind}, not the path of a picture, or a list of paths")
+        raise ValueError(f"column {name} holds {kind}, not the path of an image, or a list of paths")
     if remote := [path for path in paths if "://" in path or path.startswith("data:")]:
         raise ValueError(f"column {name} has {remote[0]:.80}; rollmill downloads nothing, so give the path of a file")
     return [asdict(make_image_ref(folder / path)) for path in paths]

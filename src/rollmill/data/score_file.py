@@ -24,7 +24,7 @@ class ScoreFile:
         path: created if it does not exist.
         how: settings that the scores depend on; all rows of a file have the same.
 
-    Raises ConfigError: the file is no score file, or its rows were scored with other settings.
+    Raises ConfigError: the file is not a score file, or its rows were scored with other settings.
     """
 
     def __init__(self, path: Path, how: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class ScoreFile:
             content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole == 0 and content and not content.startswith(_BEGINNING):
-            raise ConfigError(f"{path}: no file of `rollmill tasks score`; choose another file")
+            raise ConfigError(f"{path}: not a file of `rollmill tasks score`; choose another file")
         self._known = {str(row["id"]): row for row in self._read(bool(content[whole:].strip()))}
         with explain_write_errors(path), path.open("r+b") as file:
             file.truncate(whole)
@@ -45,7 +45,7 @@ class ScoreFile:
         row = self._known.get(task.id)
         if row is not None and row["prompt"] != task.prompt:
             raise ConfigError(
-                f"{self._path}: task {task.id} has another prompt than in the taskset now; choose another file"
+                f"{self._path}: task {task.id} has a different prompt in the taskset; choose another file"
             )
         return row is not None
 
@@ -64,11 +64,11 @@ class ScoreFile:
         for record in records[: len(records) - unfinished]:
             ours = {"id", "prompt"} <= record.row.keys() and isinstance(record.row.get(SCORED), dict)
             if record.problem is not None or not ours:
-                problem = record.problem or "no row of `rollmill tasks score`"
+                problem = record.problem or "not a row of `rollmill tasks score`"
                 raise ConfigError(f"{record.where}: {problem}; choose another file")
             if record.row[SCORED] != self._how:
                 was, now = (", ".join(f"{k} {v}" for k, v in each.items()) for each in (record.row[SCORED], self._how))
-                raise ConfigError(f"{record.where}: rated otherwise ({was}; now {now}); choose another file")
+                raise ConfigError(f"{record.where}: rated with other settings ({was}; now {now}); choose another file")
             rows.append(record.row)
         return rows
 

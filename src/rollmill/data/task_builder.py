@@ -32,12 +32,10 @@ class TaskBuilder:
         self._response = PromptTemplate(worked, "taskset.response_template") if worked is not None else None
         self._preset = PRESETS[config.preset] if config.preset is not None else None
         if self._template is not None and config.fields.prompt != FieldsConfig().prompt:
-            raise TasksetError(
-                "taskset.fields.prompt and taskset.template both say what the prompt is; give one of them"
-            )
+            raise TasksetError("taskset.fields.prompt and taskset.template both define the prompt; give one of them")
         if self._response is not None and config.fields.response is not None:
             raise TasksetError(
-                "taskset.fields.response and taskset.response_template both say what the response is; give one of them"
+                "taskset.fields.response and taskset.response_template both define the response; give one of them"
             )
 
     def task(self, record: SourceRow, number: int) -> Task:

@@ -141,7 +141,7 @@ def _prepared(taskset: Taskset, config: TasksetSection) -> Taskset:
 def _unique(task: Task, record: SourceRow, places: dict[str, str]) -> Task:
     first = places.setdefault(task.id, record.where)
     if first is not record.where:
-        raise BadRowError(f"the id {task.id} is taken by {first}")
+        raise BadRowError(f"the id {task.id} is already used by {first}")
     return task
 
 

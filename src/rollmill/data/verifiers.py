@@ -88,7 +88,7 @@ def program_settings(
 def program_command(python: Path) -> list[str]:
     """The command that starts the program. Raises ConfigError if the interpreter does not exist."""
     if not python.is_file():
-        raise ConfigError(f"{python}: there is no such Python; `make verifiers-setup` makes one that has verifiers")
+        raise ConfigError(f"{python} does not exist; `make verifiers-setup` creates a Python with verifiers")
     return [str(python.absolute()), "-P", str(PROGRAM)]
 
 

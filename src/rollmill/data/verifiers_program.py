@@ -92,11 +92,11 @@ async def _call_tool(call: Any, dispatch: Any, servers: Any) -> Any:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except json.JSONDecodeError as error:
-        return f"error: the arguments are no JSON ({error})"
+        return f"error: the arguments are not JSON ({error})"
     if name not in dispatch:
         return f"error: there is no tool {name}"
     if not isinstance(arguments, dict):
-        return "error: the arguments are no JSON object"
+        return "error: the arguments are not a JSON object"
     return await call_mcp(servers, dispatch, name, arguments)
 
 

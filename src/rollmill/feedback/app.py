@@ -128,11 +128,11 @@ def _requests(body: bytes, key: str | None) -> list[Feedback]:
     try:
         rows = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise FeedbackError(f"the body is no JSON: {error}") from error
+        raise FeedbackError(f"the body is not JSON: {error}") from error
     many = isinstance(rows, list)
     rows = rows if many else [rows]
     if not 1 <= len(rows) <= _MOST_AT_ONCE:
-        raise FeedbackError(f"a list of 1 to {_MOST_AT_ONCE} requests is taken, found {len(rows)}")
+        raise FeedbackError(f"expected a list of 1 to {_MOST_AT_ONCE} requests, found {len(rows)}")
     requests = []
     for number, row in enumerate(rows):
         if key is not None and isinstance(row, dict):

@@ -90,7 +90,7 @@ async def read_body(request: Request) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.body()
     except TimeoutError as error:
-        raise FeedbackError(f"the body had not come after {BODY_TIMEOUT_S:.0f} s; send it again", status=408) from error
+        raise FeedbackError(f"no complete body within {BODY_TIMEOUT_S:.0f} s; send it again", status=408) from error
 
 
 def _check_size(request: Request) -> None:
@@ -98,4 +98,4 @@ def _check_size(request: Request) -> None:
     if not length.isdecimal() or "transfer-encoding" in request.headers:
         raise FeedbackError("send Content-Length", status=411)
     if int(length) > MAX_BODY:
-        raise FeedbackError(f"the body has {length} bytes, at most {MAX_BODY} are taken; send less", status=413)
+        raise FeedbackError(f"the body has {length} bytes, at most {MAX_BODY} are allowed; send less", status=413)

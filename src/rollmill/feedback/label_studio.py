@@ -118,7 +118,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     )
     if not whole:
         raise ConfigError(
-            f"{path} is no export of tasks that rollmill made: in Label Studio choose Export and the format JSON (not "
+            f"{path} is not an export of rollmill's tasks: in Label Studio choose Export and the format JSON (not "
             "JSON-MIN), in a project with the tasks of --export-label-studio"
         )
     return list(tasks)
@@ -164,7 +164,7 @@ def _request(
             better, worse = (_same(stored, step, about[side]) for side in sides)
             return {"better": better, "worse": worse, "step": step}
         case other:
-            raise FeedbackError(f"results of the type {other!r} are not taken: rating, textarea, pairwise")
+            raise FeedbackError(f"results of the type {other!r} are not supported: use rating, textarea or pairwise")
 
 
 def _same(stored: RolloutIndex, step: int, mark: dict[str, str]) -> str:

@@ -337,7 +337,7 @@ def _rating(text: str) -> float:
 
 
 def _number(value: float | None) -> str:
-    return "not judged" if value is None else f"{value:.4g}"
+    return "no reward" if value is None else f"{value:.4g}"
 
 
 def _when(seconds: float) -> str:

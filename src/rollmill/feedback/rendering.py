@@ -47,7 +47,7 @@ class CompletionCard:
     place: str  #: its anchor on the page
     experience: Experience
     tokens: int
-    versions: str  #: of the policy
+    versions: str  #: weight versions of its tokens
     level: str  #: the reward as 0 to 10, for its colour; empty without a reward
     outcomes: dict[str, str]
     mine: float | None  #: the author's rating

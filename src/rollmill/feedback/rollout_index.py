@@ -126,7 +126,7 @@ class RolloutIndex:
         try:
             return decode_experience(json.loads(file.readline()))
         except (ValueError, KeyError, TypeError) as error:
-            raise RollmillError(f"{file.name}: {entry.id} is no stored experience ({error!r}).") from error
+            raise RollmillError(f"{file.name}: {entry.id} is not a stored experience ({error!r}).") from error
 
 
 def _signature(descriptor: int) -> _Signature:
@@ -147,7 +147,7 @@ def _indexed(step: int, file: BinaryIO) -> _Index:
             reward = None if row["reward"] is None else float(row["reward"])
             group.entries.append(CompletionEntry(row["id"], reward, offset))
         except (ValueError, KeyError, TypeError) as error:
-            raise RollmillError(f"{file.name}:{number} is no stored experience ({error!r}).") from error
+            raise RollmillError(f"{file.name}:{number} is not a stored experience ({error!r}).") from error
     return index
 
 

@@ -145,7 +145,7 @@ class SubmittedRequest:
     """A request with its time and slot."""
 
     request: FeedbackRequest
-    at: float | None = None  #: when it was made (seconds since the epoch); None: now
+    at: float | None = None  #: time of the request in seconds since the epoch; None: now
     slot: str = ""  #: an earlier record of the same author and slot is undone; ratings and comparisons set their own
 
 

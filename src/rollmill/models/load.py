@@ -90,7 +90,7 @@ def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     """Loads a frozen model whose next-token distributions can be compared with the policy's.
 
     Raises:
-        ModelError: the folder is no causal language model, or its vocabulary is not the policy's.
+        ModelError: the folder is not a causal language model, or its vocabulary is not the policy's.
     """
     teacher, tokenizer = _read(folder, trust=False)
     rows = [model.get_output_embeddings().weight.shape[0] for model in (teacher, policy.model)]
@@ -107,7 +107,7 @@ def build_meta_model(folder: Path) -> PreTrainedModel:
     """Builds the model of a checkpoint folder on the meta device, to read its sizes.
 
     Raises:
-        ModelError: the folder is no causal language model.
+        ModelError: the folder is not a causal language model.
     """
     _check_files(folder, trust=False)
     with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):

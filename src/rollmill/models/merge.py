@@ -93,7 +93,7 @@ def open_merge_source(folder: Path, stack: ExitStack) -> MergeSource:
     except ModelError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ModelError(f"{folder} cannot be read: {error}; mend it or copy it again") from error
+        raise ModelError(f"{folder} cannot be read: {error}; fix it or copy it again") from error
     return MergeSource(folder, config, file_of, files, {})
 
 
@@ -105,7 +105,7 @@ def _check_files(folder: Path) -> None:
         raise ModelError(f"{folder} holds an adapter; merge it into its base model and give that folder")
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"{folder} is no checkpoint (no config.json); give a folder in Hugging Face format, or a run directory"
+            f"{folder} is not a checkpoint (no config.json); give a folder in Hugging Face format, or a run directory"
         )
     if not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         raise ModelError(
@@ -225,7 +225,7 @@ def merge_checkpoints(
 
     Raises:
         ConfigError: `out` is not empty or is a file.
-        ModelError: a folder is no complete checkpoint, does not match the first, or holds values that are not finite.
+        ModelError: a folder is not a complete checkpoint, does not match the first, or holds non-finite values.
         CheckpointError: the result cannot be written.
     """
     assert len(folders) == len(shares)
@@ -249,7 +249,7 @@ def merge_checkpoints(
             _fsync(out.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write the merged checkpoint {out}: {error}. Free some space or mend the permissions, or choose "
+            f"cannot write the merged checkpoint {out}: {error}. Free some space or fix the permissions, or choose "
             "another folder with --out."
         ) from error
     return {

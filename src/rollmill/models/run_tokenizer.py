@@ -118,4 +118,4 @@ def _about(run_dir: Path) -> dict[str, Any]:
             "made it; `rollmill resume` writes the folder"
         ) from error
     except CorruptFileError as error:
-        raise ModelError(f"{path} is no JSON object ({error}); remove {path.parent} and resume the run") from error
+        raise ModelError(f"{path} is not a JSON object ({error}); remove {path.parent} and resume the run") from error

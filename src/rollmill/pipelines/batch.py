@@ -20,7 +20,7 @@ class PipelineContext:
     """State of the run that operators may use."""
 
     step: int  #: the training step that rollouts are collected for, from 1
-    version: int  #: of the weights
+    version: int  #: version of the weights
     tokenizer: Any
     end_id: int  #: last token of demonstrations
     max_new_tokens: int
@@ -93,7 +93,7 @@ class Batch:
     def drop(self, experience: Experience, why: str) -> None:
         """Drop an experience; the others of its group stay. Raises ValueError if it is not in the batch."""
         if self._experiences.get(experience.id) is not experience:
-            raise ValueError(f"experience {experience.id} is dropped, and it is not there")
+            raise ValueError(f"experience {experience.id} cannot be dropped: it is not in the batch")
         del self._experiences[experience.id]
         if experience.id in self._added:
             self.report.added -= 1

@@ -51,7 +51,7 @@ class DataJuicerOperators:
                 self._add(batch, experience, texts[experience.id])
 
     def _apply(self, operator: Any, texts: Sequence[str]) -> list[Any]:
-        """Per text, whether a filter keeps it, or the mapped text."""
+        """Apply an operator to each text: True if a filter keeps it; of a mapper, the new text."""
         key = self._base.text_key
         samples: dict[str, list[Any]] = {key: list(texts), self._base.meta: [{} for _ in texts]}
         if isinstance(operator, self._base.Filter):
@@ -63,20 +63,20 @@ class DataJuicerOperators:
         kinds, arguments = self._base.kinds, arguments or {}
         if name not in kinds:
             near = suggest_match(name, list(kinds))
-            raise ConfigError(f"data_juicer: process: no operator `{name}` in the Data-Juicer that is installed{near}")
+            raise ConfigError(f"data_juicer: process: no operator `{name}` in the installed Data-Juicer{near}")
         kind = kinds[name]
         if not issubclass(kind, self._base.Filter | self._base.Mapper):
             raise ConfigError(f"data_juicer: process: `{name}` needs a whole data set; use filters and mappers")
         if issubclass(kind, self._base.Mapper) and self._options.mapped == "refuse":
             text = "changes text, and completions keep the tokens that the policy produced"
-            raise ConfigError(f"data_juicer: process: `{name}` {text}; say mapped: expert, or use filters only")
+            raise ConfigError(f"data_juicer: process: `{name}` {text}; set mapped: expert, or use filters only")
         for key in arguments:
             if key in _OWN or key not in _arguments_of(kind):
                 raise ConfigError(f"data_juicer: process: `{name}` has no argument `{key}`; correct or remove it")
         try:
             return name, kind(**arguments, skip_op_error=False)
         except Exception as error:
-            raise ConfigError(f"data_juicer: process: `{name}` cannot be made: {error}") from error
+            raise ConfigError(f"data_juicer: process: `{name}` cannot be created: {error}") from error
 
     def _text(self, experience: Experience) -> str:
         texts = {"response": [experience.response], "prompt": [experience.prompt]}

@@ -143,7 +143,7 @@ async def _calibrate_stage(
             break
         measured = _smaller(stage, groups, longest)
         samples += await measure_steps(measured, policy, tasks, context, index, groups)
-        gc.collect()  # else leftovers would count as memory of the next steps
+        gc.collect()  # leftovers would count as memory of the next steps
         trim_heap()
     publish_s, receive_s = measure_weight_transfer(policy, context.precision)
     sizes = estimate_component_sizes(measured, policy, context.precision)

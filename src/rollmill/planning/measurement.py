@@ -40,10 +40,10 @@ class StepMeasurement:
     """One measured step."""
 
     groups: int
-    seconds: dict[str, float]  #: by phase, with `total`
+    seconds: dict[str, float]  #: seconds by phase, with `total`
     memory: dict[str, float]  #: peak in bytes, by phase
     idle: float  #: bytes in use before the step
-    cache_bytes: int  #: after the step
+    cache_bytes: int  #: size of the KV cache after the step
     passes: list[EngineStep]
     lengths: list[list[int]]  #: new tokens of each completion of each group
     cut: int  #: completions truncated by the calibration's limit

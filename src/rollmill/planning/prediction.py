@@ -26,7 +26,7 @@ class StepPrediction:
     mean_tokens: float  #: new tokens of a completion
     max_tokens: int
     cut: float  #: share of measured completions truncated by the calibration's limit
-    seconds: dict[str, float]  #: by phase, with `other` and `total`
+    seconds: dict[str, float]  #: seconds by phase, with `other` and `total`
     full_train_s: float  #: training, if every completion has an advantage
     learned: float  #: share of measured completions with an advantage
     generated: float  #: new tokens of a step

@@ -37,7 +37,7 @@ class SimulationCosts:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Per step: end time, staleness of its stalest group, waiting time and training time of the trainer."""
+    """Numbers of each step: end, staleness of its stalest group, waiting and training time of the trainer."""
 
     ends: list[float]
     staleness: list[int]

@@ -100,7 +100,7 @@ _MOST_PROMPT_TOKENS, _MOST_TOKENS = 150, 500
 def write_report(run_dir: Path | str) -> Path:
     """Write RUN/report.html from the files of the run directory, and return its path.
 
-    Raises ConfigError if `run_dir` is no run directory, RollmillError if a file in it is damaged.
+    Raises ConfigError if `run_dir` is not a run directory, RollmillError if a file in it is damaged.
     """
     run = check_run_dir(run_dir)
     environment = Environment(
@@ -248,7 +248,7 @@ def _memory(keys: Sequence[str], steps: Sequence[MetricsRow]) -> list[LineChart 
     moves = [key for key in keys if key.startswith("residency/") and key.endswith("/seconds")]
     return [
         _lines("Memory", "Peak of each phase, GB", phases, steps),
-        _lines("Moves", "Seconds per step, by what was moved", moves, steps),
+        _lines("Moves", "Seconds per step, by component", moves, steps),
     ]
 
 

@@ -112,7 +112,7 @@ class WorkerProcess:
         try:
             found: dict[str, Any] = json.loads(received[4:])
         except ValueError:
-            raise WorkerDiedError("it sent something that is no reply") from None
+            raise WorkerDiedError("it sent an invalid reply") from None
         return found
 
     def kill(self) -> None:
@@ -172,7 +172,7 @@ class _Job:
 
 
 class GraderPool:
-    """Up to `workers` grader processes, started on demand, that take jobs in order of submission.
+    """Pool of up to `workers` grader processes, started on demand, that take jobs in order of submission.
 
     `memory_bytes` limits the address space of each (0: no limit). `quiet` discards what they print.
     """
@@ -201,7 +201,7 @@ class GraderPool:
         job = _Job(kind, payload, time_limit_s, setup)
         with self._lock:
             if self._closed:
-                raise RewardError("the graders are closed; judge before closing")
+                raise RewardError("the grader processes are closed; score completions before closing")
             self._waiting += 1
             if self._waiting > sum(thread.idle for thread in self._threads) and len(self._threads) < self._workers:
                 self._threads.append(_GraderThread(self))
@@ -281,7 +281,7 @@ class _GraderThread:
                 self._end_process()
                 died = death
                 if self.closing:
-                    raise RewardError("the graders were closed while this answer was judged") from None
+                    raise RewardError("the grader processes were closed while this answer was scored") from None
         raise RewardError(f"the {job.kind} grader died twice on this answer ({died}); is the machine out of memory?")
 
     def _run_job(self, job: _Job) -> GraderResult:

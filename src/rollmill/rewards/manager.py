@@ -100,7 +100,7 @@ class RewardManager:
         together = [part.name for part in alone if not hasattr(part.reward, "judge")]
         if together:
             names = ", ".join(together)
-            raise RewardError(f"reward `{names}` sees all completions of a task together; judge the whole group")
+            raise RewardError(f"reward `{names}` sees all completions of a task together; score the whole group")
         started = time.perf_counter()
         scores = await self._run_rewards(self._gates, task, completion)
         failed_gate = self._find_failed_gate(scores, completion)

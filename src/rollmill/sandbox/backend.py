@@ -21,7 +21,7 @@ class IsolationBackend:
     """
 
     safe = True
-    """Whether it isolates programs."""
+    """True if it isolates programs."""
     clone_flags = 0
     """The namespaces of a supervisor."""
     landlock = 0

@@ -29,9 +29,9 @@ _NEEDS: dict[BackendName, str] = {
 
 
 def start_server(backend: BackendChoice, view: FilesystemView) -> ForkServer:
-    """Start a server that passes the probe. Raises SandboxError with what is missing."""
+    """Start a server that passes the probe. Raises SandboxError naming what is missing."""
     if backend not in get_args(BackendChoice):
-        raise SandboxError(f"there is no backend {backend!r}; there are {', '.join(get_args(BackendChoice))}")
+        raise SandboxError(f"unknown backend {backend!r}; valid: {', '.join(get_args(BackendChoice))}")
     if sys.platform != "linux":
         raise SandboxError(f"no sandbox on {sys.platform}: it needs Linux")
     missing = []

@@ -117,7 +117,7 @@ def find_parent_cgroup(own: str, mounts: str, controllers: tuple[str, ...] = CON
         if folder == point:
             break
         folder = os.path.dirname(folder)
-    raise CgroupError(f"no group above {here} hands out {' and '.join(controllers)} to groups that this user may make")
+    raise CgroupError(f"no group above {here} delegates {' and '.join(controllers)} to groups that this user can make")
 
 
 def _read(path: str) -> str:

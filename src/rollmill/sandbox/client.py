@@ -105,7 +105,7 @@ class ForkServer:
             assert self._popen.stderr is not None
             error = found["error"] or self._popen.stderr.read().decode(errors="replace").strip()[-2000:]
             self.close()
-            raise SandboxError(f"the sandbox's server cannot start: {error or f'no word in {START_LIMIT_S:g} s'}")
+            raise SandboxError(f"the sandbox's server cannot start: {error or f'no reply in {START_LIMIT_S:g} s'}")
         return dict(found)
 
 

@@ -21,7 +21,7 @@ class IsolationReport:
 
     backend: BackendName
     safe: bool
-    """Whether it works and every hostile program was contained."""
+    """True if it works and every hostile program was contained."""
     programs: int
     """Number of hostile programs that were run."""
     through: tuple[str, ...]

@@ -52,7 +52,7 @@ class LandlockBackend(IsolationBackend):
             has = f"this kernel has version {self.landlock}" if self.landlock else "this kernel has none"
             raise OSError(f"it needs Landlock of version {LEAST_VERSION} (Linux 6.2); {has}")
         build_filters()
-        kernel.become_subreaper()  # of programs whose supervisor was killed
+        kernel.become_subreaper()  # adopts programs whose supervisor was killed
         if os.geteuid() == 0 and _nobody_can_read(self.view):
             _become_nobody()
             kernel.set_dumpable(True)

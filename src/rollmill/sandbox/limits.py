@@ -50,12 +50,12 @@ class ProgramResult:
     exit_code: int
     """The exit status, or minus the signal that ended it."""
     stdout: str
-    """Up to the limit; bytes that are not UTF-8 are replaced by U+FFFD."""
+    """Standard output up to the limit; bytes that are not UTF-8 are replaced by U+FFFD."""
     stderr: str
     seconds: float
     """Wall time."""
     cpu_seconds: float
-    """Of all its processes."""
+    """CPU time of all its processes."""
     peak_mb: float
     """The largest resident memory of one process, MiB, including about 15 MiB of the interpreter."""
     safe: bool = True

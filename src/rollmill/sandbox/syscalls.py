@@ -147,7 +147,7 @@ DENIED_ALONE: dict[str, tuple[int, int]] = {
     "msgsnd": (69, 189),
     "msgrcv": (70, 188),
 }
-"""Also denied to programs that share the machine's namespaces."""
+"""Calls that are denied, in addition, to programs that share the machine's namespaces."""
 KILL, TGKILL, PRCTL, FCNTL, IOCTL = (62, 129), (234, 131), (157, 167), (72, 25), (16, 29)
 SCHEDULING: dict[str, tuple[int, int]] = {
     "sched_setparam": (142, 118),

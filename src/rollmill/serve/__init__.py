@@ -1,0 +1,1 @@
+"""Serving a checkpoint, or a run that trains on the traffic."""

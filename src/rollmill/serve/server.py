@@ -93,11 +93,11 @@ def serve_checkpoint(
 def find_checkpoint(source: Path, step: int | None) -> Path:
     """Find the model's folder. Raises ConfigError or CheckpointError if there is none."""
     if step is not None and not (source / CONFIG).is_file():
-        raise ConfigError(f"{source} is no run directory, so it has no step {step}; leave out --step")
+        raise ConfigError(f"{source} is not a run directory, so it has no step {step}; leave out --step")
     if source.suffix in _RUN_FILES:
         model = load_run(source).config.model
         if not isinstance(model.path, Path):
-            raise ConfigError(f"{source}: a new model has learned nothing; serve the directory of a run instead")
+            raise ConfigError(f"{source}: a new model is untrained; serve the directory of a run instead")
         return model.path
     if not (source / CONFIG).is_file():
         return source
@@ -164,12 +164,10 @@ def serve_training(
     """
     is_run = (source / CONFIG).is_file()
     if is_run and (overrides or out is not None):
-        raise ConfigError("--set and --out are honoured where a run is started, not where it goes on")
+        raise ConfigError("--set and --out apply when a run is started, not when it is resumed")
     loaded = load_run(source / CONFIG if is_run else source, overrides, out)
     if len(loaded.stages) > 1 or not isinstance(loaded.stages[0].workflow, TrafficWorkflow):
-        raise ConfigError(
-            f"{loaded.path}: --train needs one stage with `workflow: traffic`; other runs have tasks to do"
-        )
+        raise ConfigError(f"{loaded.path}: --train needs one stage with `workflow: traffic`; other runs have a taskset")
 
     @asynccontextmanager
     async def serving(stage: Stage) -> AsyncIterator[None]:

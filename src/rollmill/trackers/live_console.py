@@ -182,7 +182,7 @@ def percent(value: object) -> str:
 
 
 def _sample(experience: Experience) -> Text:
-    reward = "not judged" if experience.reward is None else f"{experience.reward:.3f}"
+    reward = "no reward" if experience.reward is None else f"{experience.reward:.3f}"
     text = Text(one_line(experience.prompt.strip(), 200) + "\n", style="dim")
     response = printable(experience.response).split("\n")
     shown = "\n".join(response[:_SAMPLE_LINES]) + (" ..." if len(response) > _SAMPLE_LINES else "")

@@ -115,14 +115,14 @@ class RolloutLog:
 
 
 def stored_steps(run_dir: Path | str) -> list[int]:
-    """Steps with stored experiences, in order. Raises ConfigError if `run_dir` is no run directory."""
+    """Steps with stored experiences, in order. Raises ConfigError if `run_dir` is not a run directory."""
     return list(_stored(check_run_dir(run_dir) / ROLLOUTS_FOLDER))
 
 
 def load_experiences(run_dir: Path | str, step: int | None = None, task: str | None = None) -> list[Experience]:
     """Load the stored experiences of a run, in the order of steps; only those of `step` and of task id `task` if given.
 
-    Raises ConfigError if `run_dir` is no run directory or nothing is stored for `step` (`task` may match nothing).
+    Raises ConfigError if `run_dir` is not a run directory or nothing is stored for `step` (`task` may match nothing).
     """
     return list(iter_experiences(run_dir, step, task))
 
@@ -175,5 +175,5 @@ def _read(paths: list[Path], task: str | None) -> Iterator[Experience]:
                     else:
                         continue
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise RollmillError(f"{path}:{number} is no stored experience ({error!r}).") from error
+                    raise RollmillError(f"{path}:{number} is not a stored experience ({error!r}).") from error
                 yield experience

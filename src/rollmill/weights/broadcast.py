@@ -78,7 +78,7 @@ class BroadcastSender:
         self._requests: dict[str, tuple[int, TransferRequest]] = {}  # member -> (request number, request)
         self._versions: dict[str, int] = {}  # member -> its version, if it will request the next one; -1: failed
         self._group: BroadcastGroup | None = None
-        self._members: tuple[str, ...] = ()  # of the group, in order of their ranks
+        self._members: tuple[str, ...] = ()  # members of the group, in order of their ranks
         self._number = 0
         self._closed = False
         self._failure: Exception | None = None
@@ -284,7 +284,7 @@ class BroadcastReceiver:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise WeightSyncError(f"weights from {self._address} are no longer wanted")
+            raise WeightSyncError(f"the receiver of weights from {self._address} is closed")
 
     def _connect(self) -> Rendezvous:
         if self._rendezvous is None:

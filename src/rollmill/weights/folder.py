@@ -217,7 +217,7 @@ class FolderReceiver:
             pack_block(tensors, layout, self._block)
         elif self._layout is None or int(metadata["base"]) != self._version:
             raise WeightSyncError(
-                f"{file.path} changes version {metadata['base']}, but version {self._version} is here"
+                f"{file.path} is a delta to version {metadata['base']}, but the receiver has {self._version}"
             )
         else:
             apply_delta(layout, self._block, tensors)

@@ -82,13 +82,13 @@ class BlockLayout:
         """
         for name, place in self.places.items():
             if name not in tensors:
-                raise WeightSyncError(f"{whose} has no tensor {name}, which the weights that are sent have")
+                raise WeightSyncError(f"{whose} has no tensor {name}, but the sent weights have it")
             if tuple(tensors[name].shape) != place.shape:
-                shapes = f"{tuple(tensors[name].shape)}; the one that is sent is {place.shape}"
+                shapes = f"{tuple(tensors[name].shape)}; the sent one is {place.shape}"
                 raise WeightSyncError(f"{name} of {whose} has shape {shapes}")
         for name in tensors:
             if name not in self.places:
-                raise WeightSyncError(f"{name} of {whose} is not among the weights that are sent")
+                raise WeightSyncError(f"{name} of {whose} is not among the sent weights")
 
     def to_json(self) -> str:
         """Serializes the layout; see `from_json`."""

@@ -234,7 +234,7 @@ class _Slot:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         magic, length, _, _ = _HEADER.unpack_from(self._map)
         if magic != _MAGIC:
-            raise WeightSyncError(f"{path} is no file of shared weights")
+            raise WeightSyncError(f"{path} is not a file of shared weights")
         self.checksum, _, layout = self._map[_HEADER.size : _HEADER.size + length].decode().partition("\n")
         self.layout = BlockLayout.from_json(layout)
         self.block = whole[_begin(length) :]
@@ -253,7 +253,7 @@ class _Slot:
             temporary.unlink(missing_ok=True)
             size = f"{layout.size / 1e6:.0f} MB"
             raise WeightSyncError(
-                f"{path}: {error.strerror}. Two versions of {size} have to fit; make room there"
+                f"{path}: {error.strerror}. Two versions of {size} have to fit; free some space there"
             ) from error
         finally:
             os.close(file)

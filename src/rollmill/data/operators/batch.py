@@ -63,7 +63,7 @@ class TaskBatch:
     def drop(self, task: Task, why: str) -> None:
         """Drop a task. Raises ValueError if it is unknown or already dropped."""
         if task.id in self.report.dropped or task.id not in self._ids:
-            raise ValueError(f"task {task.id} is dropped, and it is not there")
+            raise ValueError(f"task {task.id} cannot be dropped: it is not in the batch")
         self.report.dropped[task.id] = why
 
     def change(self, task: Task, why: str) -> None:
@@ -74,7 +74,7 @@ class TaskBatch:
     def arrange(self, tasks: Sequence[Task]) -> None:
         """Reorder the remaining tasks. Raises ValueError if `tasks` are not the same tasks."""
         if len(tasks) != len(self.tasks) or {task.id for task in tasks} != {task.id for task in self.tasks}:
-            raise ValueError("arrange takes the same tasks in another order; take tasks out by drop")
+            raise ValueError("arrange needs the same tasks in another order; remove tasks with drop")
         self._tasks = list(tasks)
 
 

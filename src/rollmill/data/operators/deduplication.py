@@ -57,7 +57,7 @@ def word_ngrams(of: list[str], length: int) -> Iterator[str]:
 def deduplicate(options: DeduplicateTasks) -> Callable[[TaskBatch], None]:
     """Keeps the first task of each group of duplicates; with `conflicting: drop` none if their answers differ.
 
-    Tasks with different images are no duplicates.
+    Tasks with different images are not duplicates.
     """
 
     def apply(batch: TaskBatch) -> None:

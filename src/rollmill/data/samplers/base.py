@@ -35,7 +35,7 @@ class Sampler(ABC):
     def __init__(self, order: OrderSection, taskset: Taskset, seed: int) -> None:
         assert taskset.tasks
         self._taskset, self._seed = taskset, seed
-        self.uses_success = order.uses_success  #: whether `observe` changes anything
+        self.uses_success = order.uses_success  #: True if `observe` changes anything
         self._identity: dict[str, Any] = {
             "size": len(taskset.tasks),
             "fingerprint": taskset.fingerprint(),

@@ -30,7 +30,7 @@ class BatchSampler(Sampler):
         self._skipping = UniformGroupSkipper(size, order.skip_uniform)
         self._draws, self._handed_out = 0, 0
         self._ready: list[int] = []  #: drawn and not yet handed out, in order
-        self._drawn: Ints = np.zeros(size, np.int64)  #: how often each task was drawn
+        self._drawn: Ints = np.zeros(size, np.int64)  #: number of draws of each task
 
     @property
     def epoch(self) -> int:
@@ -168,7 +168,7 @@ class CurriculumSampler(BatchSampler):
         self._warmup, self._bound = order.warmup, order.bound
         by_column = order.by == "difficulty"
         self._difficulty = self._column(order.column, "order curriculum") if by_column else None
-        self._warm = True  #: whether the ready tasks were drawn in the warm-up
+        self._warm = True  #: True if the ready tasks were drawn in the warm-up
 
     def next(self, step: int = 0) -> Task:
         if (step < self._warmup) != self._warm:

@@ -26,7 +26,7 @@ class TaskView:
     tasks: Sequence[Task]
     rates: Floats  #: success rates; the prior for tasks without rollouts
     groups: Ints  #: number of groups that were rolled out
-    step: int  #: of the stage, from 0
+    step: int  #: training step of the stage, from 0
 
 
 def order(function: Function) -> Function:

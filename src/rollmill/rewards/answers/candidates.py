@@ -234,7 +234,7 @@ def find_bare_answer(text: str) -> AnswerCandidate | None:
 
 
 def find_concluding_sentence(passage: SegmentedText) -> AnswerCandidate | None:
-    """Return the last sentence that names a value and is no remark, check or denial; its bold value if it has one.
+    """Return the last sentence that names a value and is not a remark, check or denial; its bold value if it has one.
 
     A sentence with "so" or "therefore" takes precedence over a later one that checks it.
     """

@@ -115,7 +115,7 @@ def find_values(text: str) -> list[ValueSpan]:
         if _is_value(text, start, end, passage):
             unit_end = find_unit_end(text, start, end)
             found.append(ValueSpan(start, end, unit_end))
-            end = unit_end  # the 2 of cm^2 is no value of its own
+            end = unit_end  # the 2 of cm^2 is not a separate value
         at = max(end, at + 1)
     if not found:
         found = [

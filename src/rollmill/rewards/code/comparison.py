@@ -118,7 +118,7 @@ def _hashable(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        raise ValueError("a member of a set, or a key, that cannot be one") from None
+        raise ValueError("a set member or a mapping key that is not hashable") from None
     return (isinstance(value, bool), value)
 
 

@@ -51,7 +51,7 @@ def _function(name: str, host: Any) -> Any:
         try:
             tree = encode(arguments)
         except TooLargeError as large:
-            raise NotAValueError(f"the test passes what is too large: {large}") from None
+            raise NotAValueError(f"the test passes a value that is too large: {large}") from None
         if (kind := foreign_type(tree)) is not None:
             raise NotAValueError(f"the test passes an object of type {kind}; only built-in values can be passed")
         text = json.dumps([name, json.dumps(tree, separators=(",", ":"))])
@@ -63,7 +63,7 @@ def _function(name: str, host: Any) -> Any:
                 return decode(reply["value"])
             error = _exception(str(reply["raised"]), str(reply["text"]))
         except Exception as broken:
-            raise SolutionStoppedError(f"{name} gave nothing to check: {broken}") from None
+            raise SolutionStoppedError(f"{name} returned nothing to check: {broken}") from None
         _raised.append(error)
         raise error
 
@@ -75,7 +75,7 @@ def _exception(name: str, text: str) -> Exception:
     """Return the built-in exception of a name. The name comes from the model's process: call nothing else by it."""
     kind = getattr(builtins, name)
     if not isinstance(kind, type) or not issubclass(kind, Exception):
-        raise ValueError(f"{name} is no exception")
+        raise ValueError(f"{name} is not an exception")
     for each in kind.__mro__:
         try:
             return each(text)  # type: ignore[no-any-return]

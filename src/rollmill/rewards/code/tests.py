@@ -88,7 +88,7 @@ def read_suite(metadata: Mapping[str, Any]) -> Suite | None:
     if (rows := _list(metadata, "tests")) is not None:
         tests: list[Test] = [_row(index, row, name) for index, row in enumerate(rows, 1)]
         if len({type(test) for test in tests}) > 1:
-            raise ValueError("column `tests` mixes tests with `stdin` and tests with `args`; a task has one sort")
+            raise ValueError("column `tests` mixes tests with `stdin` and tests with `args`; use one kind per task")
         named = name.split(".")[0] if name else _only_call(tests)
         return Suite(_checked(tests, "tests"), named, prefix, _text(metadata, "checker"))
     if (code := _text(metadata, "test")) is not None:
@@ -179,7 +179,7 @@ def _text_of(tree: Any) -> str:
 
 def _only(where: str, row: Mapping[str, Any], *known: str) -> None:
     if unknown := [key for key in row if key not in (*known, "kind", "weight")]:
-        raise ValueError(f"{where} has the keys {unknown}; there are {', '.join(known)}, kind and weight")
+        raise ValueError(f"{where} has the unknown keys {unknown}; valid are {', '.join(known)}, kind and weight")
 
 
 def _literal(where: str, text: Any) -> Any:

@@ -71,7 +71,7 @@ def classify_error(error: Exception) -> RequestFailure:
         return _status(error)
     if isinstance(error, openai.APIConnectionError):
         return RequestFailure(RequestFailureCause.WAIT, f"no connection ({_short(str(error.__cause__ or error))})")
-    return RequestFailure(RequestFailureCause.WAIT, f"an answer that is no chat completion ({_short(str(error))})")
+    return RequestFailure(RequestFailureCause.WAIT, f"an answer that is not a chat completion ({_short(str(error))})")
 
 
 def _status(error: openai.APIStatusError) -> RequestFailure:
@@ -301,7 +301,7 @@ class EndpointChatModel:
             return _reply(choice.text if isinstance(prompt, str) else choice.message.content, choice, found.usage)
         except (AttributeError, TypeError, ValueError, LookupError):  # the library accepts any JSON as a reply
             what = "completion" if isinstance(prompt, str) else "chat completion"
-            return RequestFailure(RequestFailureCause.WAIT, f"an answer that is no {what} ({str(found)[:100]!r})")
+            return RequestFailure(RequestFailureCause.WAIT, f"an answer that is not a {what} ({str(found)[:100]!r})")
 
     async def _ping(self, prompt: PromptOrMessages, body: dict[str, Any], size: int) -> None:
         """Send a minimal request; any reply shows that the endpoint is up."""

@@ -99,8 +99,8 @@ class NativeChatModel:
         """Escape this tokenizer's control tokens in the text, which would end its turn in the chat."""
         if not isinstance(content, str):
             raise RewardError(
-                "the task has pictures, and a judge with `path` reads text only; set images: false, or use an endpoint "
-                "whose model sees"
+                "the task has images, and a judge with `path` reads text only; set images: false, or use an endpoint "
+                "with a vision-language model"
             )
         text = content
         for token in self._control:

@@ -25,7 +25,7 @@ def image_parts(task: Task) -> list[dict[str, Any]]:
     column, references = task.metadata.get("images") or [], image_refs_of(task.metadata)
     if not isinstance(column, list) or len(references) != len(column):
         raise ValueError(
-            f"the task's column `images` is {column!r:.80}, not pictures that the taskset found; correct the paths, or "
+            f"the task's column `images` is {column!r:.80}, not images that the taskset loaded; correct the paths, or "
             "set images: false"
         )
     return [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in references]

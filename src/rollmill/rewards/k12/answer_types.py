@@ -34,7 +34,9 @@ def parse_sequence(answer: Any) -> list[str]:
     labels = [str(each) for each in answer] if isinstance(answer, list | tuple) else _labels_of(fold_text(str(answer)))
     labels = [_label(each) for each in labels]
     if len(labels) < 2 or len(set(labels)) < len(labels):
-        raise RewardError(f"its answer {answer!r:.80} is no order; give two or more different labels, as in [B, A, C]")
+        raise RewardError(
+            f"its answer {answer!r:.80} is not an order; give at least two different labels, as in [B, A, C]"
+        )
     return labels
 
 

@@ -111,7 +111,7 @@ def _needed(column: Any, facts: dict[str, str]) -> set[str] | None:
         raise ValueError(f"the task's column `citations` is {column!r:.80}; expected a list of ids")
     needed = {str(name) for name in column}
     if missing := needed - facts.keys():
-        raise ValueError(f"the task's column `citations` names {sorted(missing)}, which its column `facts` has not")
+        raise ValueError(f"the task's column `citations` names {sorted(missing)}, which its column `facts` lacks")
     return needed
 
 

@@ -83,7 +83,7 @@ def _check_references(schema: dict[str, Any]) -> None:
         try:
             resolver.lookup(reference)
         except Unresolvable as error:
-            raise ValueError(f"the JSON Schema points to {reference!r:.100}, which it has not; add it") from error
+            raise ValueError(f"the JSON Schema refers to {reference!r:.100}, which it lacks; add it") from error
 
 
 def _check_patterns(schema: dict[str, Any]) -> None:

@@ -62,7 +62,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "yi": ("Hebrew",),
     "zh": ("Han",),
 }
-"""By ISO 639 code."""
+"""Language code (ISO 639) -> scripts."""
 _LATIN_CODES = (
     "af az bs ca cs cy da de en eo es et eu fi fil fo fr ga gl ha hr hu id ig is it jv ku la lb lt lv mg mi ms mt nb "
     "nl nn no pl pt qu rm ro rw sk sl sm sn so sq su sv sw tk tl tr uz vi xh yo zu"

@@ -68,7 +68,7 @@ class KimiLengthScorer:
             if late or result.failed_gate is not None:
                 return False
             raise RewardError(
-                f"correct: no reward `{name}` that judges single completions; there are {', '.join(result.parts)}"
+                f"correct: no reward `{name}` for single completions; there are {', '.join(result.parts)}"
             )
         value = result.parts[name]
         return None if value is None else value >= self._config.threshold

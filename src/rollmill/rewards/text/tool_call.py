@@ -74,7 +74,7 @@ class ToolCallScorer:
             return Score(earned, reply.outcome, reply.queue_s, reply.run_s)
         marks = str(reply.value)
         if set(marks[: len(wanted or [])]) - {"1"}:
-            raise ValueError("the task's column `tool_calls` wants a call that its column `tools` refuses; correct one")
+            raise ValueError("the task's column `tool_calls` has a call that its column `tools` rejects; correct one")
         valid = [call for call, mark in zip(known, marks[len(wanted or []) :], strict=True) if mark == "1"]
         outcome, score = _outcome(found, known, valid), len(valid) / len(found)
         if wanted is not None:
@@ -122,7 +122,7 @@ def _wanted(column: Any, tools: Collection[str]) -> list[ParsedToolCall] | None:
         )
     wanted = [call for call in calls if call is not None]
     if missing := sorted({call.name for call in wanted} - set(tools)):
-        raise ValueError(f"the task's column `tool_calls` wants {missing}, which its column `tools` has not")
+        raise ValueError(f"the task's column `tool_calls` names {missing}, which its column `tools` lacks")
     return wanted
 
 

@@ -63,7 +63,7 @@ def scale_factors(source: Coordinates, target: Coordinates, metadata: Mapping[st
     size = image_size(metadata) if "pixels" in (source, target) else (1.0, 1.0)
     if size is None:
         raise ValueError(
-            f"{source} cannot become {target} without the picture's size; give the task a column `image`, or "
+            f"{source} cannot be converted to {target} without the image's size; give the task a column `image`, or "
             "`image_size` with [width, height]"
         )
     ends = [size if each == "pixels" else (_PER_UNIT[each], _PER_UNIT[each]) for each in (source, target)]
