@@ -25,7 +25,7 @@ SOURCE = ROOT / "src" / "rollmill"
 LOOP = "orchestrator"  #: the package of the training loop
 #: Packages from the bottom up: imports should point downwards.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "types", "seeds", "files"),
+    ("errors", "types", "seeds", "files", "waiting", "ray_session"),
     ("config", "recipes", "registry", "former_names"),
     ("web", "sandbox", "models"),
     ("algorithms", "engines", "data", "weights"),
