@@ -245,6 +245,19 @@ def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: 
     assert "rollmill resume out" in done.err
 
 
+def test_an_error_of_a_reward_ends_the_run_as_in_one_process(servers: list[Forks], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mine(task, completion):\n    raise ValueError('no good')\n")
+    tiny_run(tmp_path, **RL | {"steps": 2, "rewards": [SLOW]})
+    start(servers[0], tmp_path, "train")
+    start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=5")
+    failed = servers[0].wait()
+    assert failed.code == 1
+    assert "no good" in failed.err
+    done = servers[1].wait()
+    assert done.code == 1
+    assert "It ended: failed: " in done.err
+
+
 def test_another_run_file_does_not_join(servers: list[Forks], tmp_path: Path) -> None:
     tiny_run(tmp_path, **RL | {"steps": 200})
     start(servers[0], tmp_path, "train")

@@ -98,7 +98,6 @@ class WorkerPool:
     def add(self, name: str, handle: WorkerHandle) -> None:
         """Add a worker, in place of one with the same name, whose process is gone."""
         for worker in [each for each in self.workers if each.name == name]:
-            worker.handle.kill()
             self._lose(worker, worker.life, "it has joined again")
         worker = PooledWorker(name, handle)
         self.workers.append(worker)
@@ -195,6 +194,7 @@ class WorkerPool:
         if not worker.handle.restarts:
             self.replaced += worker.ready
             self.workers.remove(worker)
+            worker.handle.kill()
             worker.gone.set()
             if worker.begun is not None:
                 worker.begun.cancel()
@@ -253,11 +253,11 @@ class WorkerPool:
         try:
             await wait_with_grace(self._call(worker, "ready"), self._health_s)
         except TimeoutError:
-            if worker.life == life:
+            if worker.life == life and worker.handle.restarts:
                 worker.handle.kill()
                 worker.gone.set()
-                if not worker.handle.restarts:
-                    self._lose(worker, life, "it did not answer")
+            else:
+                self._lose(worker, life, "it did not answer")
         except WorkerLostError as lost:
             with suppress(EngineError):  # the next call raises it
                 self._lose(worker, life, str(lost))
