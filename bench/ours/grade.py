@@ -40,7 +40,7 @@ def main() -> None:
         seconds = time.perf_counter() - started
         correct = sum(each.reward == 1.0 for each in found)
         late = sum(each.outcomes["math"] not in ("ok", "no_answer") for each in found)
-        asked = sum(each.spans["math"].started > each.spans["math"].asked for each in found)
+        asked = sum(each.spans["math"].started > each.spans["math"].requested for each in found)
         return {"per_second": len(answers) / seconds, "correct": correct, "not_judged": late, "asked": asked}
 
     serve(channel, run, versions=versions("math-verify", "sympy"))

@@ -19,10 +19,9 @@ SETTLE = 4
 async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) -> None:
     """Run the parent's commands."""
     from rollmill.config.engines import NativeEngineConfig
-    from rollmill.config.placement import InlinePlacement, RayPlacement
 
-    placement = RayPlacement(explorers=args.explorers) if args.placement == "ray" else InlinePlacement()
-    more: dict[str, Any] = {"max_staleness": args.max_staleness, "placement": placement, "run_dir": folder}
+    explorers = ray_explorers(args.explorers, folder) if args.placement == "ray" else None
+    more: dict[str, Any] = {"max_staleness": args.max_staleness, "explorers": explorers, "run_dir": folder}
     more["engine"] = NativeEngineConfig(after_update=args.after_update)
     loop, precision = build_stage(args, "bench.ours.step:even_ids", **more)
     loop.stage.begin({})
@@ -41,6 +40,19 @@ async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) 
         seconds = time.perf_counter() - began
         channel.say(steps_per_s=args.steps / seconds, staleness=staleness, phases=phases)
     await loop.stage.close()
+
+
+def ray_explorers(count: int, folder: Path) -> Any:
+    """Start explorers on a Ray of this process."""
+    from rollmill.config.placement import RayPlacement
+    from rollmill.ray_session import join
+    from rollmill.remote.placement_group import PlacementGroup
+    from rollmill.remote.ray_explorers import RayExplorers, explorer_needs, start_explorers
+
+    placement = RayPlacement(explorers=count)
+    join(placement.address)
+    group = PlacementGroup(explorer_needs(placement), one_host=False)
+    return RayExplorers(placement, folder, start_explorers(placement, group, folder))
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def build_stage(
     *,
     max_staleness: int = 0,
     engine: Any = None,
-    placement: Any = None,
+    explorers: Any = None,
     run_dir: Path = Path(),
     **rollout: Any,
 ) -> Any:
@@ -39,7 +39,6 @@ def build_stage(
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from rollmill.config.engines import NativeEngineConfig
-    from rollmill.config.placement import InlinePlacement
     from rollmill.config.rewards.base import PythonReward
     from rollmill.config.rollout import RolloutConfig
     from rollmill.config.run import StageConfig
@@ -74,8 +73,8 @@ def build_stage(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     policy = PolicyModel(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
     tasks = StageTasks(load_taskset(config.required_taskset), experts=None, held_out={}, notes=[])
-    buffers, placement = Buffers(run_dir, "", read_only=True), placement or InlinePlacement()
-    context = RunContext(run_dir, uuid.uuid4().hex, 0, precision, 1, buffers, placement=placement)
+    buffers = Buffers(run_dir, "", read_only=True)
+    context = RunContext(run_dir, uuid.uuid4().hex, 0, precision, 1, buffers, explorers=explorers)
     return TrainingLoop(Stage(config, policy, tasks, context, index=0, first_version=0)), precision
 
 

@@ -1,15 +1,16 @@
-"""File helpers: atomic writes (nobody sees half a file), and strict, size-limited reads of text and JSON."""
+"""File helpers: atomic writes (nobody sees half a file), locks, and strict, size-limited reads of text and JSON."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -27,16 +28,42 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def atomic_write(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically; creates the folder if missing. Raises RollmillError if that fails."""
+def atomic_write(path: Path, data: bytes, *, private: bool = False) -> None:
+    """Write `data` to `path` atomically; creates the folder if missing. Raises RollmillError if that fails.
+
+    Args:
+        private: only this user may read the file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            temporary.touch(0o600 if private else 0o666)
             temporary.write_bytes(data)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def try_lock(path: Path) -> IO[str] | None:
+    """Return the file, locked until it is closed or the process ends; None if another process has locked it."""
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def is_locked(path: Path) -> bool:
+    """True if some process holds the lock."""
+    with suppress(FileNotFoundError, NotADirectoryError), path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def to_jsonable(value: Any, *, non_finite: str | None = None) -> Any:

@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.placement import InlinePlacement, RayPlacement
+from rollmill.config.placement import RayPlacement
 from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.run import StageConfig
 from rollmill.config.workflows import TrafficWorkflow
@@ -28,8 +29,8 @@ from rollmill.orchestrator.setup import MACHINE, RunSetup, set_up_run
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState
 from rollmill.orchestrator.summary import summarise
-from rollmill.remote.actor_pool import ActorPool
-from rollmill.remote.trainer_stage import run_mode
+from rollmill.remote.explorers import ExplorerLauncher
+from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
 from rollmill.trackers.heartbeat import TRAINER_PROCESS, keep_heartbeat
@@ -128,7 +129,7 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: in
         loaded.stages[index],
         setup.policy,
         setup.tasks[index],
-        setup.context(loaded, run_dir, Buffers(run_dir, setup.run_id, read_only=True), InlinePlacement()),
+        setup.context(loaded, run_dir, Buffers(run_dir, setup.run_id, read_only=True)),
         index=index,
         first_version=step,
     )
@@ -145,7 +146,7 @@ def execute(
     *,
     resumed: bool,
     serving: Serving | None = None,
-    explorers: ActorPool | None = None,
+    explorers: ExplorerLauncher | None = None,
     ranks: Sequence[dict[str, Any]] = (),
     interrupts: Interrupts | None = None,
 ) -> dict[str, Any]:
@@ -165,22 +166,22 @@ def execute(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
-    with (
-        run_mode(loaded.config, run_dir, resumed=resumed) as backend,
-        keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat,
-    ):
+    with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
         checkpoints = Checkpoints(run_dir)
         steps = checkpoints.steps() if resumed else []
         start: tuple[RunState, dict[str, Any]] | None = None
         if steps:
             start = checkpoints.read(steps[-1])
+            adopt_former_state(run_dir, start[0].stage, start[0].current)
         checkpoints.sweep()
         setup = set_up_run(loaded, run_dir, steps[-1] if steps else None)
         plan = [(stage.name, stage.steps) for stage in loaded.stages]
         view = view or make_view(loaded.config.monitor.show_completions)
         monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
         buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
-        shared = setup.context(loaded, run_dir, buffers, loaded.config.placement)
+        if loaded.config.mode == "train":
+            explorers = JoinedExplorers(run_dir, setup.run_id)
+        shared = setup.context(loaded, run_dir, buffers)
         context = replace(shared, explorers=explorers, ranks=ranks, heartbeat=heartbeat)
         orchestrator = Orchestrator(
             context,
@@ -191,14 +192,13 @@ def execute(
             monitor,
             serving=serving,
             interrupts=interrupts,
-            backend=backend,
         )
         try:
             buffers.open_all(loaded.stages)
             monitor.message(setup.describe(run_dir))
             if resumed:
                 monitor.resume_at(steps[-1] if steps else 0)
-            summary = asyncio.run(orchestrator.run(start))
+            summary = asyncio.run(_orchestrate(orchestrator, start, explorers))
         except Interrupted:
             again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"
             summary = summarise(orchestrator.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
@@ -212,6 +212,13 @@ def execute(
             buffers.close()
         monitor.close(summary)
         return summary
+
+
+async def _orchestrate(
+    orchestrator: Orchestrator, start: tuple[RunState, dict[str, Any]] | None, explorers: ExplorerLauncher | None
+) -> dict[str, Any]:
+    async with nullcontext() if explorers is None else explorers.serving():
+        return await orchestrator.run(start)
 
 
 def _folder(path: Path) -> Path:

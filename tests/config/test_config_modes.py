@@ -21,11 +21,9 @@ TRAFFIC = {"workflow": "traffic", "taskset": None, "evaluation": None, "rewards"
     ("changes", "text"),
     [
         ({"placement": "ray"}, "placement: with mode `MODE` every explorer is a process that you start"),
-        ({"buffer": {"store": "memory"}}, "mode `MODE`: trainer and explorers meet in a database; use `sql` or `auto`"),
         ({"residency": "auto"}, "residency: it moves one process's models between phases"),
         ({"rollout": {"reuse": {}}}, "rollout.reuse: drafts belong to checkpoints"),
-        ({"rollout": {"oversample": 0.5}}, "rollout.oversample: it ends with the step"),
-        ({"rollout": {"token_budget": 50}, "max_staleness": 1}, "rollout.token_budget: it ends with the step"),
+        ({"rollout": {"token_budget": 50}, "max_staleness": 1}, "rollout.token_budget: it interrupts the engine"),
         (TRAFFIC, "workflow: an application's sessions come to the process that trains"),
         (
             {"algorithm": {"name": "sft"}, "evaluation": None, "rewards": None, "rollout": None},
@@ -38,16 +36,16 @@ def test_what_needs_one_process_is_refused(tmp_path: Path, mode: str, changes: d
     with pytest.raises(ConfigError) as caught:
         load_run(path)
     assert text.replace("MODE", mode) in str(caught.value)
-    assert "mode: both" in str(caught.value) or "use `sql`" in str(caught.value) or "use both" in str(caught.value)
+    assert "mode: both" in str(caught.value) or "use both" in str(caught.value)
 
 
-def test_stages_of_a_split_run_have_one_database(tmp_path: Path) -> None:
+def test_buffers_are_free_as_only_the_trainer_has_one(tmp_path: Path) -> None:
     stages = [
-        {"name": "one", "steps": 1},
+        {"name": "one", "steps": 1, "buffer": {"store": "memory"}},
         {"name": "two", "steps": 1, "buffer": {"url": "sqlite:////tmp/other.sqlite"}},
     ]
-    with pytest.raises(ConfigError, match=r"write `buffer.url` once, for the whole file"):
-        load_run(tiny_run(tmp_path, **RL | {"stages": stages}, mode="train"))
+    loaded = load_run(tiny_run(tmp_path, **RL | {"stages": stages, "steps": None}, mode="train"))
+    assert [stage.buffer.store for stage in loaded.stages] == ["memory", "auto"]
 
 
 def test_all_processes_find_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from rollmill.cli import main
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import ExplorerSpec, RayPlacement
 from rollmill.errors import ConfigError
-from rollmill.remote.explorers import explorer_needs
+from rollmill.remote.ray_explorers import explorer_needs
 
 GOOD = """\
 model: {new: {hidden_size: 32}}

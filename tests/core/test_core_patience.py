@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rollmill.remote.actor_pool import wait_with_grace
+from rollmill.waiting import wait_with_grace
 
 
 def test_an_answer_that_came_while_the_loop_was_held_up_counts() -> None:

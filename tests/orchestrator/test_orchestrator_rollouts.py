@@ -146,7 +146,7 @@ class Stage:
 
     async def step(self, version: int) -> list[list[Experience]]:
         self.engine.version = version
-        await self.rollouts.run(version, 0)
+        await self.rollouts.run(version, lambda: 0)
         batch = await self.rollouts.queue.get(self.config.rollout.batch, 10.0)
         self.rollouts.end_step()
         return batch
@@ -324,7 +324,7 @@ def unfinished_one() -> Experience:
     stage = Stage([9], config(1, 1, 4, 1, token_budget=1))
 
     async def one() -> Experience:
-        await stage.rollouts.run(0, 0)
+        await stage.rollouts.run(0, lambda: 0)
         return (await stage.rollouts.queue.get(1, 10.0))[0][0]
 
     return replace(asyncio.run(one()), stop_reason=StopReason.ABORTED)
@@ -342,7 +342,7 @@ def test_groups_that_end_early_since_they_were_rejected_do_not_stop_others() -> 
     stage.rollouts = stage.made(Crashing(stage.engine, JUDGE, TOKENIZER))  # type: ignore[arg-type]
 
     async def one() -> tuple[list[list[Experience]], dict[str, float]]:
-        await stage.rollouts.run(0, 0)
+        await stage.rollouts.run(0, lambda: 0)
         return await stage.rollouts.queue.get(9, 10.0), stage.rollouts.metrics()
 
     groups, metrics = asyncio.run(one())
@@ -357,7 +357,7 @@ def test_a_group_with_a_greedy_baseline_waits_for_its_tokens_too() -> None:
     stage.rollouts = stage.made(Explorer(stage.engine, JUDGE, TOKENIZER), uses_greedy=True)  # type: ignore[arg-type]
 
     async def one() -> bool:
-        await stage.rollouts.run(0, 0)
+        await stage.rollouts.run(0, lambda: 0)
         return bool(stage.engine.running)
 
     assert not asyncio.run(one()), "weights change now: they must not write the rest of a completion"

@@ -17,7 +17,7 @@ from postgres import Postgres
 from tiny import outcome, tiny_run
 
 from rollmill.buffer import ExperienceKind, open_run_store
-from rollmill.buffer.base import REMOTE_EXPLORER
+from rollmill.buffer.base import EXPLORER
 from rollmill.trackers import read_metrics
 from rollmill.trackers.heartbeat import read_heartbeats
 
@@ -71,11 +71,14 @@ def learned(run: Path) -> list[tuple[Any, ...]]:
 
 
 def test_one_explorer_and_no_staleness_is_the_same_as_one_process(servers: list[Forks], tmp_path: Path) -> None:
-    one, two = (outcome(run) for run in both_and_split(servers, tmp_path, **RL, steps=6))
-    for made in (one, two):
-        made["generated"] = None  # the trainer's process generates nothing
-        made["state"]["current"] = {"step": made["state"]["current"]["step"]}
-    assert two == one
+    runs = both_and_split(servers, tmp_path, **RL, steps=6)
+    assert learned(runs[1]) == learned(runs[0])
+    one, two = map(outcome, runs)
+    for key in ("state", "generated", "checkpoints", "accuracy"):
+        assert two[key] == one[key]
+    for ours, expected in zip(two["metrics"], one["metrics"], strict=True):
+        assert ours.pop("stage") == expected.pop("stage")
+        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_stages_and_evaluations_are_the_same_as_in_one_process(servers: list[Forks], tmp_path: Path) -> None:
@@ -135,13 +138,12 @@ def test_two_explorers_stay_within_the_bound(servers: list[Forks], tmp_path: Pat
         start(server, tmp_path, "explore")
     start(servers[0], tmp_path, "train")
     fine(servers[0])
-    for server in servers[1:]:
-        fine(server)
+    shares = [int(fine(server).split("the run is done; ")[1].split()[0]) for server in servers[1:]]
+    assert sum(shares) >= 10 * 4
     rows = require_sound(tmp_path, 10, 2)
     assert max(row["staleness/max"] for row in rows) > 0
-    names = {path.stem for path in (tmp_path / "out/explorers/stage-0").glob("*.json")}
-    assert names == {"0", "1"}
-    assert {each.ended for each in read_heartbeats(tmp_path / "out")} == {"done"}
+    ended = {each.name: each.ended for each in read_heartbeats(tmp_path / "out")}
+    assert ended == {"explorer 0": "done", "explorer 1": "done", "trainer": "done"}
 
 
 @pytest.mark.service
@@ -183,7 +185,7 @@ def test_whoever_is_killed_goes_on(servers: list[Forks], tmp_path: Path, seed: i
     store = open_run_store(tmp_path / "out")
     writers = {group.writer for _, group in store.read(ExperienceKind.ROLLOUT)}
     store.close()
-    assert writers == {REMOTE_EXPLORER + "train"}
+    assert writers == {EXPLORER}
 
 
 def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Forks], tmp_path: Path) -> None:
@@ -197,9 +199,12 @@ def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Fork
     at_it: list[int] = []
 
     def begun() -> bool:
-        said = [each for each in read_heartbeats(tmp_path / "out") if each.name.startswith("explorer")]
-        at_it[:] = [each.pid for each in said if each.doing.startswith("evaluate")]
-        return bool(at_it) and any((tmp_path / "out/asked").glob("*.begun"))
+        doing = {each.name: each for each in read_heartbeats(tmp_path / "out")}
+        if "trainer" not in doing or not doing["trainer"].doing.startswith("evaluate"):
+            return False
+        explorers = [each for name, each in doing.items() if name.startswith("explorer")]
+        at_it[:] = [each.pid for each in explorers if each.doing == "roll out"]
+        return bool(at_it)
 
     wait_until(begun, trainer)
     assert send(at_it[0])
@@ -223,7 +228,7 @@ def test_without_explorers_the_trainer_says_how_to_start_one(servers: list[Forks
     start(servers[0], tmp_path, "train")
     done = servers[0].wait()
     assert done.code == 1
-    assert "the trainer waited 1 s for 4 of the 4 groups of step 1" in done.err
+    assert "the orchestrator waited 1 s for explorers to finish their rollouts" in done.err
     assert "No explorer has joined; start one: rollmill run out/config.yaml --set mode=explore --out out" in done.err
 
 
@@ -240,6 +245,19 @@ def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: 
     assert "rollmill resume out" in done.err
 
 
+def test_an_error_of_a_reward_ends_the_run_as_in_one_process(servers: list[Forks], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mine(task, completion):\n    raise ValueError('no good')\n")
+    tiny_run(tmp_path, **RL | {"steps": 2, "rewards": [SLOW]})
+    start(servers[0], tmp_path, "train")
+    start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=5")
+    failed = servers[0].wait()
+    assert failed.code == 1
+    assert "no good" in failed.err
+    done = servers[1].wait()
+    assert done.code == 1
+    assert "It ended: failed: " in done.err
+
+
 def test_another_run_file_does_not_join(servers: list[Forks], tmp_path: Path) -> None:
     tiny_run(tmp_path, **RL | {"steps": 200})
     start(servers[0], tmp_path, "train")
@@ -250,6 +268,24 @@ def test_another_run_file_does_not_join(servers: list[Forks], tmp_path: Path) ->
     assert "run.yaml differs from the run in out in rollout.temperature" in done.err
     send(servers[0].pid)
     servers[0].wait()
+
+
+def test_an_explorer_of_another_run_in_the_directory_ends(servers: list[Forks], tmp_path: Path) -> None:
+    """The run before had no result yet, so that its directory could be used again."""
+    (tmp_path / "mine.py").write_text(SLOW_REWARD.replace("0.03", "9"))
+    tiny_run(tmp_path, **RL | {"steps": 200, "rewards": [SLOW | {"time_limit_s": 60}]})
+    trainer, explorer, _ = servers
+    start(trainer, tmp_path, "train")
+    start(explorer, tmp_path, "explore")
+    wait_until(lambda: any(each.doing == "roll out" for each in read_heartbeats(tmp_path / "out")), trainer)
+    send(trainer.pid)
+    trainer.wait()
+    start(trainer, tmp_path, "train")
+    done = explorer.wait()
+    assert done.code == 2
+    assert "another run was started in out; start this explorer again to join it" in done.err
+    send(trainer.pid)
+    trainer.wait()
 
 
 def test_training_alone_on_what_the_buffer_holds(servers: list[Forks], tmp_path: Path) -> None:
@@ -266,3 +302,76 @@ def test_training_alone_on_what_the_buffer_holds(servers: list[Forks], tmp_path:
     assert added.code == 0, added.err
     fine(servers[0])
     assert [row["step"] for row in steps(tmp_path)] == [1, 2, 3]
+
+
+def test_an_explorer_is_interrupted_and_another_one_joins_late(servers: list[Forks], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 10, "max_staleness": 1, "rewards": [SLOW]})
+    trainer, explorer, other = servers
+    start(trainer, tmp_path, "train")
+    start(explorer, tmp_path, "explore")
+    wait_until(lambda: len(steps(tmp_path)) >= 2, trainer)
+    assert send(explorer.pid, signal.SIGINT)
+    assert explorer.wait().code == 130
+    start(other, tmp_path, "explore")
+    fine(trainer)
+    assert "explorer 0: the run is done" in fine(other)
+    require_sound(tmp_path, 10, 1)
+
+
+def test_the_trainer_is_interrupted_and_resumed_with_the_same_explorer(servers: list[Forks], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 10, "max_staleness": 2, "rewards": [SLOW]})
+    trainer, explorer, _ = servers
+    start(explorer, tmp_path, "explore")
+    start(trainer, tmp_path, "train")
+    wait_until(lambda: len(steps(tmp_path)) >= 3, trainer)
+    assert send(trainer.pid, signal.SIGINT)
+    assert trainer.wait().code == 130
+    done = len(steps(tmp_path))
+    assert (tmp_path / f"out/checkpoints/step-{done:06d}").is_dir()
+    trainer.start("resume", "out", folder=tmp_path)
+    fine(trainer)
+    fine(explorer)
+    require_sound(tmp_path, 10, 2)
+
+
+def test_a_run_of_the_version_before_goes_on(servers: list[Forks], tmp_path: Path) -> None:
+    """Its checkpoints have no order of tasks: explorers had one each, in files of their own."""
+    (tmp_path / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 8, "checkpoint": {"every": 1}, "rewards": [SLOW]})
+    trainer, explorer, _ = servers
+    start(explorer, tmp_path, "explore")
+    start(trainer, tmp_path, "train")
+    wait_until(lambda: len(steps(tmp_path)) >= 3, trainer)
+    for server in (explorer, trainer):
+        send(server.pid)
+        server.wait()
+    newest = max((tmp_path / "out/checkpoints").iterdir()) / "state.json"
+    state = json.loads(newest.read_text())
+    current = state["current"]
+    former = {key: current[key] for key in ("submitted", "tasks", "pipeline")} | {"unfinished": []}
+    folder = tmp_path / "out/explorers/stage-0"
+    folder.mkdir()
+    (folder / "0.json").write_text(json.dumps(former))
+    current |= {"submitted": 0, "tasks": None, "pipeline": {}}
+    del current["unfinished"]
+    newest.write_text(json.dumps(state))
+    (tmp_path / "out/trainer.json").write_text(json.dumps({"run_id": "x", "stage": 0, "first_version": 0}))
+    trainer.start("resume", "out", folder=tmp_path)
+    start(explorer, tmp_path, "explore")
+    fine(trainer)
+    fine(explorer)
+    require_sound(tmp_path, 8, 0)
+
+
+def test_oversampling_and_a_buffer_in_memory(servers: list[Forks], tmp_path: Path) -> None:
+    changes = {"steps": 3, "rollout": {"oversample": 0.5}, "buffer": {"store": "memory"}}
+    tiny_run(tmp_path, **RL | changes)
+    start(servers[0], tmp_path, "train")
+    start(servers[1], tmp_path, "explore")
+    fine(servers[0])
+    fine(servers[1])
+    rows = steps(tmp_path)
+    assert [row["rollout/stopped"] for row in rows] == [2.0, 2.0, 2.0]
+    assert not (tmp_path / "out/buffer.sqlite").exists()

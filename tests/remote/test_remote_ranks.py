@@ -16,8 +16,8 @@ from torch.testing import assert_close
 
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
+from rollmill.ray_session import join
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
-from rollmill.remote.ray_session import join
 from rollmill.trackers.heartbeat import read_heartbeats
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")

@@ -14,11 +14,11 @@ import pytest
 from tiny import tiny_run
 
 import rollmill
+from rollmill import ray_session
 from rollmill.errors import ConfigError, DeadlineError, TrainerRankLostError
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
-from rollmill.remote import ray_session
-from rollmill.remote.ray_session import _why_not
-from rollmill.remote.trainer_actor import _portable
+from rollmill.ray_session import _why_not
+from rollmill.remote.connection import portable_error
 
 
 def test_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "error", [DeadlineError("a", "b", 3.0, "Wait."), TrainerRankLostError("rank 1"), ConfigError("no")]
 )
 def test_errors_for_users_travel_as_they_are(error: Exception) -> None:
-    found = pickle.loads(pickle.dumps(_portable(error)))
+    found = pickle.loads(pickle.dumps(portable_error(error, "the process that trains")))
     assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
@@ -46,7 +46,7 @@ def test_other_errors_travel_with_their_traceback(error: Exception) -> None:
     try:
         raise error
     except Exception as raised:
-        found = pickle.loads(pickle.dumps(_portable(raised)))
+        found = pickle.loads(pickle.dumps(portable_error(raised, "the process that trains")))
     text = "\n".join([str(found), *getattr(found, "__notes__", [])])
     assert "raise error" in text
     assert "7" in text

@@ -531,10 +531,10 @@ def test_spans_tell_waiting_from_work(tmp_path: Path) -> None:
         judged(judge, "5", "5")  # starts the process
         spans = sorted((each.spans["f"] for each in asyncio.run(three(judge))), key=lambda span: span.ended)
     assert all(span.ended - span.started >= 0.19 for span in spans)
-    assert [span.started - span.asked >= least for span, least in zip(spans, (0, 0.19, 0.38), strict=True)] == [
+    assert [span.started - span.requested >= least for span, least in zip(spans, (0, 0.19, 0.38), strict=True)] == [
         True
     ] * 3
-    assert spans[0].started - spans[0].asked < spans[2].started - spans[2].asked
+    assert spans[0].started - spans[0].requested < spans[2].started - spans[2].requested
 
 
 @pytest.mark.parametrize("section", [RewardSection, RewardManagerConfig])

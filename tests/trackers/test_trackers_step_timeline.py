@@ -38,7 +38,7 @@ def test_spans_are_taken_once() -> None:
         trace.add("generate", 1.0, 2.0, 3.0)
     generated, trained = trace.take()
     assert generated == Span("generate", 1.0, 2.0, 3.0)
-    assert (trained.kind, trained.asked) == ("train", trained.started)
+    assert (trained.kind, trained.requested) == ("train", trained.started)
     assert trained.ended >= trained.started
     assert trace.take() == []
 
@@ -59,7 +59,7 @@ def test_most_waiting() -> None:
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30))
 def test_most_waiting_is_the_deepest_queue(times: list[tuple[int, int]]) -> None:
     spans = [Span("a", asked, asked + waited, 99) for asked, waited in times]
-    depths = [sum(span.asked <= at < span.started for span in spans) for at in range(41)]
+    depths = [sum(span.requested <= at < span.started for span in spans) for at in range(41)]
     assert max_queue_depth(spans) == max(depths)
 
 

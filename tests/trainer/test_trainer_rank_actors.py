@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from rollmill.config.trainer import TrainerConfig
 from rollmill.errors import TrainerRankLostError, TrainingError
-from rollmill.remote.ray_session import join
+from rollmill.ray_session import join
 from rollmill.trackers.heartbeat import read_heartbeats
 from rollmill.trainer import DistributedTrainer
 from rollmill.trainer.distributed.rank_handle import RankLauncher

@@ -32,7 +32,7 @@ class ExperienceKind(StrEnum):
 EXPLORER, PIPELINE, FEEDBACK, IMPORTED = "explorer", "pipeline", "feedback", "imported"
 """Writers of groups. A run that resumes from a checkpoint regenerates what the first two wrote after it."""
 REMOTE_EXPLORER = "explorer of "
-"""Prefix of the writer of remote explorers; the stage follows. Their groups are not regenerated."""
+"""Prefix of a writer of former versions: remote explorers; the stage follows. Their groups are not regenerated."""
 
 
 def made_by_run(writer: str) -> bool:

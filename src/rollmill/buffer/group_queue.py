@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rollmill.errors import DeadlineError
@@ -143,6 +144,13 @@ class GroupQueue:
         """Filter these groups: those that have their tokens and count."""
         known = ((number, self._groups[number].known) for number in numbers)
         return [number for number, group in known if group is not None and counts(group)]
+
+    async def wait_for_news(self, seconds: float) -> None:
+        """Wait until a group has tokens or rewards, or has failed; at most this long."""
+        self._news.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not (condition() or self.failed()):

@@ -216,25 +216,6 @@ class SqlStore:
         there = there if min_version is None else there & ~is_older_than(min_version)
         return int(self.select(_counted(there))[0][0])
 
-    def ahead(self, version: int, *, min_version: int | None = None) -> int:
-        """Number of rollout groups ahead of a new one sampled with weights of `version`: those that wait, and those
-        that were taken for later steps.
-        """
-        wait = is_waiting(self.run, ExperienceKind.ROLLOUT)
-        wait = wait if min_version is None else wait & ~is_older_than(min_version)
-        use, same = schema.uses.c, (schema.uses.c.run == _groups.run) & (schema.uses.c.number == _groups.number)
-        taken = (
-            (use.run == self.run) & (use.step > version) & use.first & (_groups.shelf == str(ExperienceKind.ROLLOUT))
-        )
-        joined = select(func.count()).select_from(schema.uses.join(schema.groups, same)).where(taken)
-        return int(self.select(select(_counted(wait).scalar_subquery() + joined.scalar_subquery()))[0][0])
-
-    def expire_remote(self, writer: str, *, step: int) -> None:
-        """Expire, as of `step`, waiting groups of remote explorers except those of `writer`: they are of an earlier
-        stage.
-        """
-        self.change(lambda rows, _: rows.expire_remote(writer, step))
-
     def expired(self) -> int:
         """See ExperienceStore."""
         late = _counted((_groups.run == self.run) & _groups.expired.is_not(None)).scalar_subquery()

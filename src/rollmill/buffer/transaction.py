@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.base import EXPLORER, PIPELINE, REMOTE_EXPLORER, ExperienceKind, Group, writer_identity
+from rollmill.buffer.base import EXPLORER, PIPELINE, ExperienceKind, Group, writer_identity
 from rollmill.buffer.replay import ReplayCandidates
 from rollmill.buffer.row_codec import TableRow, decode_experience_columns, decode_group
 from rollmill.config.buffer import ReplayConfig
@@ -95,12 +95,6 @@ class RunTransaction:
         """Expire waiting rollout groups with tokens older than `min_version`."""
         old = is_waiting(self.run, ExperienceKind.ROLLOUT) & is_older_than(min_version)
         self._execute(update(schema.groups).where(old).values(expired=step))
-
-    def expire_remote(self, writer: str, step: int) -> None:
-        """Expire waiting groups of remote explorers, except those of `writer`."""
-        others = _groups.writer.startswith(REMOTE_EXPLORER, autoescape=True) & (_groups.writer != writer)
-        mine = is_waiting(self.run, ExperienceKind.ROLLOUT) & others
-        self._execute(update(schema.groups).where(mine).values(expired=step))
 
     def candidates(self, rule: ReplayConfig, step: int, since: int) -> ReplayCandidates:
         """Groups that replay may choose from, within the capacity."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -12,8 +12,6 @@ from rollmill.config.section import Section, expand_name
 
 class InlinePlacement(Section):
     """Everything in one process: the engine uses the trainer's parameters."""
-
-    is_remote: ClassVar[bool] = False  #: explorers run in separate processes
 
     name: Literal["inline"] = "inline"
 
@@ -50,8 +48,6 @@ class RayPlacement(Section):
     """Explorers are Ray actors, each with its own engine, rewards and environments. Orchestrator, trainer and buffer
     are another actor, and so is each further rank of the trainer; `rollmill run` supervises all. With max_staleness 1
     or more, explorers roll out while the trainer trains."""
-
-    is_remote: ClassVar[bool] = True
 
     name: Literal["ray"] = "ray"
     address: str | None = None

@@ -174,9 +174,9 @@ class RunConfig(StageConfig):
     placement: PlacementConfig = InlinePlacement()
     """Assignment of components to processes: a name or a section."""
     mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
-    """Mode of `rollmill run`. `both`: explore and train in one process. `train`: train on what other processes write to
-    the buffer. `explore`: join a run whose trainer is another process. `bench`: evaluate the model. `serve`: serve
-    it."""
+    """Mode of `rollmill run`. `both`: explore and train in one process. `train`: train on what explorers roll out that
+    join as processes of their own, or on what the buffer holds. `explore`: join a run whose trainer is another process.
+    `bench`: evaluate the model. `serve`: serve it."""
     trainer_away_s: float = Field(600.0, gt=0)
     """With mode `explore`: longest time without a sign of life from the trainer, for example while it starts or
     resumes."""

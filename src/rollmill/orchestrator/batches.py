@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollmill.buffer import ExperienceKind, ExperienceStore
-from rollmill.buffer.base import EXPLORER, Group, oldest_version, split_by_kind
+from rollmill.buffer.base import EXPLORER, oldest_version, split_by_kind
 from rollmill.buffer.experts import RatingOverrides
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler
 from rollmill.errors import PipelineError
-from rollmill.orchestrator.batch_reader import BatchReader
+from rollmill.orchestrator.batch_reader import BatchReader, oldest_allowed
 from rollmill.orchestrator.scheduler import RolloutScheduler, accepted
 from rollmill.orchestrator.state import StageState
 from rollmill.pipelines import Pipeline, PipelineContext
@@ -95,20 +95,91 @@ class RolloutComponents:
     task: Callable[[str], Task]  #: by id
 
 
-class RolloutProducer:
-    """The rollouts of one stage, from tasks to verified groups in the store."""
+class RolloutBatches:
+    """The rollouts of one stage, from tasks to batches; a BatchSource.
+
+    Args:
+        first_version: version of the weights at the start of the stage.
+        seed: the seed of replay.
+        shared: other processes put groups into the store at any time, of any version: `max_staleness` bounds them, too.
+    """
 
     writer = EXPLORER  #: writer of the groups stored
 
-    def __init__(self, config: StageConfig, components: RolloutComponents) -> None:
+    def __init__(
+        self,
+        config: StageConfig,
+        components: RolloutComponents,
+        ratings: RatingOverrides,
+        *,
+        first_version: int,
+        seed: int,
+        shared: bool = False,
+    ) -> None:
         self._config, self._components, self._trace = config, components, components.trace
         self._sampler = components.sampler
         self._pipeline, self._store = components.pipeline, components.store
         self._rollouts, self._queue = components.rollouts, components.rollouts.queue
+        self._first_version, self._shared = first_version, shared
+        self._reader = BatchReader(config, components.store, ratings, first_version=first_version, seed=seed)
         self._observed = any(section.name == "success_rate" for section in config.pipeline)
         self._raw: list[list[float]] = []  # rewards by group, since the last step
         self._rejected: list[list[str]] = []  # reasons by fully rejected group
         self._late = 0
+
+    async def roll_out(self, version: int, deadlines: int = 1) -> None:
+        """See BatchSource."""
+        await self._rollouts.run(version, lambda: self._waiting(version), deadlines)
+
+    def replay(self, version: int) -> list[Experience]:
+        """See BatchReader."""
+        return self._reader.replay(version)
+
+    def known(self) -> list[Experience] | None:
+        """See BatchSource."""
+        if len(self._pipeline) or self._store.waiting():
+            return None
+        groups = self._queue.peek(self._config.rollout.batch)
+        if groups is None or len(groups) < self._config.rollout.batch:
+            return None
+        left = [accepted(group) for group in groups]
+        return [each for group in left for each in group] if all(left) else None
+
+    async def collect(self, version: int) -> list[Experience]:
+        """See BatchSource."""
+        wasted, before = 0, self._store.expired() if self._shared else 0
+        while (missing := self._config.rollout.batch - self._waiting(version)) > 0:
+            if not self._rollouts.ready(missing):
+                with self._trace.record_span("rollout", f"completions of {missing} groups"):
+                    await self.roll_out(version)
+            with self._trace.record_span("reward", f"rewards of {missing} groups"):
+                wasted += await self._verify_oldest(missing, version)
+            if wasted > self._config.rollout.refills * self._config.rollout.batch:
+                raise PipelineError(self._nothing_left(wasted))
+        experiences = self._reader.take(version, self._oldest(version))
+        if self._shared:
+            self._late += self._store.expired() - before
+        self._rollouts.end_step()
+        return experiences
+
+    def upcoming(self) -> list[list[Experience]]:
+        """See BatchSource. Includes groups that the pipeline may still drop."""
+        groups = [accepted(group.known) for group in self._queue.all() if group.known]
+        size = self._config.rollout.batch
+        return [[each for group in groups[i : i + size] for each in group] for i in range(0, len(groups), size)]
+
+    def _waiting(self, version: int) -> int:
+        return self._store.waiting(min_version=self._oldest(version))
+
+    def _oldest(self, version: int) -> int | None:
+        if self._shared:
+            return oldest_allowed(self._config, version)
+        age = self._config.buffer.max_age
+        return None if age is None else version - age
+
+    def learned(self, version: int) -> None:
+        """See BatchReader."""
+        self._reader.learned(version)
 
     async def _verify_oldest(self, count: int, version: int) -> int:
         """Verify the oldest `count` groups, once they have rewards; return how many were dropped entirely."""
@@ -116,11 +187,6 @@ class RolloutProducer:
         for experiences in await self._queue.get(count, self._config.rollout.deadline_s):
             wasted += not await self._admit(experiences, version)
         return wasted
-
-    def _require_some(self, wasted: int) -> None:
-        """Raise PipelineError if too many groups of one step were dropped; names what dropped most."""
-        if wasted > self._config.rollout.refills * self._config.rollout.batch:
-            raise PipelineError(self._nothing_left(wasted))
 
     async def _admit(self, group: Sequence[Experience], version: int) -> bool:
         """Verify a group; return whether any of it is left. A group that is too stale counts as left, not as wasted."""
@@ -152,11 +218,8 @@ class RolloutProducer:
         groups = split_by_kind(left, experiences[0].group, self._components.fingerprint)
         for group in groups:
             group.writer = self.writer if group.kind is ExperienceKind.ROLLOUT else group.writer
-        self._put(groups)
-        return any(group.kind is ExperienceKind.ROLLOUT for group in groups)
-
-    def _put(self, groups: Sequence[Group]) -> None:
         self._store.put(groups)
+        return any(group.kind is ExperienceKind.ROLLOUT for group in groups)
 
     def _context(self, version: int) -> PipelineContext:
         parts = self._components
@@ -189,7 +252,7 @@ class RolloutProducer:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of rollouts and pipeline since the last call, and of the sampler."""
+        """Metrics of rollouts, pipeline and replay since the last call, and of the sampler."""
         found = dict(self._sampler.metrics()) | self._rollouts.metrics()
         if self._rejected:
             found["rollout/empty_groups"] = float(len(self._rejected))
@@ -200,7 +263,7 @@ class RolloutProducer:
             for name, report in self._pipeline.take_reports().items():
                 found |= {f"pipeline/{name}/{key}": float(value) for key, value in report.numbers().items()}
         self._raw, self._late, self._rejected = [], 0, []
-        return found
+        return found | self._reader.metrics()
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -229,78 +292,3 @@ def _copied(experience: Experience) -> Experience:
     arrays = {name: getattr(experience, name).copy() for name in ("token_ids", "action_mask", "logprobs", "versions")}
     parts, info = dict(experience.reward_parts), copy.deepcopy(experience.info)
     return replace(experience, **arrays, reward_parts=parts, info=info)
-
-
-class RolloutBatches(RolloutProducer):
-    """The rollouts of one stage, from tasks to batches; a BatchSource.
-
-    Args:
-        first_version: version of the weights at the start of the stage.
-        seed: the seed of replay.
-    """
-
-    def __init__(
-        self,
-        config: StageConfig,
-        components: RolloutComponents,
-        ratings: RatingOverrides,
-        *,
-        first_version: int,
-        seed: int,
-    ) -> None:
-        super().__init__(config, components)
-        self._first_version = first_version
-        self._reader = BatchReader(config, components.store, ratings, first_version=first_version, seed=seed)
-
-    async def roll_out(self, version: int, deadlines: int = 1) -> None:
-        """See BatchSource."""
-        await self._rollouts.run(version, self._waiting(version), deadlines)
-
-    def replay(self, version: int) -> list[Experience]:
-        """See BatchReader."""
-        return self._reader.replay(version)
-
-    def known(self) -> list[Experience] | None:
-        """See BatchSource."""
-        if len(self._pipeline) or self._store.waiting():
-            return None
-        groups = self._queue.peek(self._config.rollout.batch)
-        if groups is None or len(groups) < self._config.rollout.batch:
-            return None
-        left = [accepted(group) for group in groups]
-        return [each for group in left for each in group] if all(left) else None
-
-    async def collect(self, version: int) -> list[Experience]:
-        """See BatchSource."""
-        wasted = 0
-        while (missing := self._config.rollout.batch - self._waiting(version)) > 0:
-            if not self._rollouts.ready(missing):
-                with self._trace.record_span("rollout", f"completions of {missing} groups"):
-                    await self.roll_out(version)
-            with self._trace.record_span("reward", f"rewards of {missing} groups"):
-                wasted += await self._verify_oldest(missing, version)
-            self._require_some(wasted)
-        experiences = self._reader.take(version, self._oldest(version))
-        self._rollouts.end_step()
-        return experiences
-
-    def upcoming(self) -> list[list[Experience]]:
-        """See BatchSource. Includes groups that the pipeline may still drop."""
-        groups = [accepted(group.known) for group in self._queue.all() if group.known]
-        size = self._config.rollout.batch
-        return [[each for group in groups[i : i + size] for each in group] for i in range(0, len(groups), size)]
-
-    def _waiting(self, version: int) -> int:
-        return self._store.waiting(min_version=self._oldest(version))
-
-    def _oldest(self, version: int) -> int | None:
-        age = self._config.buffer.max_age
-        return None if age is None else version - age
-
-    def learned(self, version: int) -> None:
-        """See BatchReader."""
-        self._reader.learned(version)
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of rollouts, pipeline and replay since the last call, and of the sampler."""
-        return super().metrics() | self._reader.metrics()

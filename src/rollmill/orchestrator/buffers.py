@@ -27,11 +27,11 @@ class Buffers:
     Args:
         run_id: identifies the run in a database that several runs share.
         read_only: the run is only read, not continued: nothing is opened or stored.
-        shared: other processes put and take groups, so `auto` means a database.
+        shared: other processes may put groups, so `auto` means a database.
     """
 
     def __init__(self, run_dir: Path, run_id: str, *, read_only: bool = False, shared: bool = False) -> None:
-        self.run_dir, self._run_id, self._read_only, self._shared = run_dir, run_id, read_only, shared
+        self.run_dir, self._run_id, self._read_only, self.shared = run_dir, run_id, read_only, shared
         self._open: dict[str, ExperienceStore] = {}  # by name
 
     def open_all(self, stages: Sequence[StageConfig]) -> None:
@@ -44,7 +44,7 @@ class Buffers:
 
     def of_stage(self, config: StageConfig) -> ExperienceStore:
         """Open the store of a stage's experiences."""
-        options, persistent = config.buffer, config.persistent or self._shared
+        options, persistent = config.buffer, config.persistent or self.shared
         if self._read_only or not options.in_database(persistent):
             return MemoryStore(keep=0 if options.replay is None else options.replay.capacity)
 

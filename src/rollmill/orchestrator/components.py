@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rollmill.buffer import ExperienceStore
 from rollmill.buffer.experts import RatingOverrides
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
-from rollmill.data import Sampler, Taskset, build_sampler
+from rollmill.data import Sampler, build_sampler
 from rollmill.models.load import PolicyModel, load_teacher
 from rollmill.models.run_tokenizer import compute_fingerprint
 from rollmill.orchestrator.batches import BatchSource, RolloutBatches, RolloutComponents
@@ -22,7 +21,6 @@ from rollmill.recipes import Distill
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rollout.base import ExplorerProtocol
 from rollmill.serve.traffic import NoTasksSampler, TrafficBatches
-from rollmill.trackers.trace import Trace
 from rollmill.trainer import DistributedTrainer, RewardTrainer, Trainer
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.ray_ranks import RayRankLauncher
@@ -84,20 +82,11 @@ def build_rollouts(
     config, policy, batches, evaluator = stage.config, stage.policy, None, None
     assert stage.rewards is not None
     if config.algorithm.uses_rollouts:
-        components = build_rollout_components(
-            config,
-            policy,
-            stage.tasks.training,
-            explorer=explorers.explorer(stage.trace, stage.drafts),
-            engine=counter,
-            store=stage.store,
-            trace=stage.trace,
-            first_version=stage.first_version,
-            seed=stage.seed,
-        )
+        components = build_rollout_components(stage, explorers.explorer(stage.trace, stage.drafts), counter)
         ratings = RatingOverrides(stage.context.buffers.of_run(stage.store))
         kind = RolloutBatches if config.workflow.uses_tasks else TrafficBatches
-        batches = kind(config, components, ratings, first_version=stage.first_version, seed=stage.seed)
+        first, shared = stage.first_version, stage.context.buffers.shared
+        batches = kind(config, components, ratings, first_version=first, seed=stage.seed, shared=shared)
     if config.evaluation is not None:
         evaluator = Evaluator(
             config,
@@ -110,20 +99,9 @@ def build_rollouts(
     return batches, evaluator
 
 
-def build_rollout_components(
-    config: StageConfig,
-    policy: PolicyModel,
-    tasks: Taskset,
-    *,
-    explorer: ExplorerProtocol,
-    engine: TokenCounter,
-    store: ExperienceStore,
-    trace: Trace,
-    first_version: int,
-    seed: int,
-    prefix: str | None = None,
-) -> RolloutComponents:
-    """Build the components that groups pass through; `prefix` starts their names (default: the stage's)."""
+def build_rollout_components(stage: Stage, explorer: ExplorerProtocol, engine: TokenCounter) -> RolloutComponents:
+    """Build the components that groups pass through."""
+    config, policy, tasks, seed = stage.config, stage.policy, stage.tasks.training, stage.seed
     advantage = getattr(config.algorithm, "advantage", None)
     by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
     batch = config.rollout.batch
@@ -135,12 +113,11 @@ def build_rollout_components(
         sampler=sampler,
         explorer=explorer,
         engine=engine,
-        store=store,
+        store=stage.store,
         task=by_id.__getitem__,
-        first_version=first_version,
+        first_version=stage.first_version,
         seed=seed,
         uses_greedy=advantage is not None and advantage.uses_greedy,
-        prefix=prefix,
     )
 
     def build_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
@@ -150,8 +127,8 @@ def build_rollout_components(
         sampler,
         rollouts,
         build_pipeline(config.pipeline, PipelineResources(build_rewards, seed)),
-        store,
-        trace,
+        stage.store,
+        stage.trace,
         policy.tokenizer,
         compute_fingerprint(policy.tokenizer),
         policy.end_id,

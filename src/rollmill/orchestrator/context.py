@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollmill.config.placement import InlinePlacement, PlacementConfig
 from rollmill.orchestrator.buffers import Buffers
-from rollmill.remote.actor_pool import ActorPool
 from rollmill.trackers.heartbeat import HeartbeatWriter
+
+if TYPE_CHECKING:
+    from rollmill.remote.explorers import ExplorerLauncher
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,8 @@ class RunContext:
     threads: int  #: threads of each process
     buffers: Buffers
     plugins: Sequence[Path] = ()  #: plugin files that every process imports
-    placement: PlacementConfig = field(default_factory=InlinePlacement)
     heartbeat: HeartbeatWriter | None = None  #: of this process, while it works on a run
-    explorers: ActorPool | None = None  #: the run's explorers on Ray; None: a stage starts its own
+    explorers: ExplorerLauncher | None = None  #: in other processes; None: rollouts are made in this one
     ranks: Sequence[dict[str, Any]] = ()  #: how Ray starts the other ranks; empty: child processes
 
     def set_activity(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:

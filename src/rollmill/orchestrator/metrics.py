@@ -135,7 +135,7 @@ def judging_metrics(spans: list[Span]) -> dict[str, float]:
     for kind in dict.fromkeys(span.kind for span in spans if span.kind.startswith(REWARD)):
         name, own_spans = kind.removeprefix(REWARD), [span for span in spans if span.kind == kind]
         metrics[f"judging/{name}/seconds"] = float(np.mean([span.ended - span.started for span in own_spans]))
-        metrics[f"judging/{name}/queued"] = float(np.mean([span.started - span.asked for span in own_spans]))
+        metrics[f"judging/{name}/queued"] = float(np.mean([span.started - span.requested for span in own_spans]))
         metrics[f"judging/{name}/waiting"] = float(max_queue_depth(own_spans))
     return metrics
 

@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from rollmill.config.run import RunConfig, StageConfig
+from rollmill.errors import DeadlineError
 from rollmill.files import atomic_write, to_jsonable
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.checkpoint import Checkpoints
@@ -21,7 +22,7 @@ from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.loop import TrainingLoop, TrainingStepResult
 from rollmill.orchestrator.metrics import rewards_without_verdict
 from rollmill.orchestrator.monitor import Monitor
-from rollmill.orchestrator.stages import RolloutBackend, Stage
+from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState, StageState
 from rollmill.orchestrator.summary import summarise
 from rollmill.orchestrator.task_selection import StageTasks
@@ -48,7 +49,6 @@ class Orchestrator:
         *,
         serving: Serving | None = None,
         interrupts: Interrupts | None = None,
-        backend: Callable[[Stage], RolloutBackend] | None = None,
     ) -> None:
         self._context = context
         self._config = config
@@ -57,7 +57,6 @@ class Orchestrator:
         self._tasks = tasks
         self._monitor = monitor
         self._serving = serving
-        self._backend = backend
         self._checkpoints = Checkpoints(context.run_dir)
         self._evaluations = RolloutLog(context.run_dir / EVALUATIONS)
         self._interrupts = interrupts or Interrupts()
@@ -90,8 +89,6 @@ class Orchestrator:
             self._context,
             index=self.state.stage,
             first_version=self.state.step - self.state.current.step,
-            backend=self._backend,
-            joined=self._config.mode == "train",
         )
         try:
             if trainer:
@@ -104,6 +101,8 @@ class Orchestrator:
             self.state.current = stage.state
             async with nullcontext() if self._serving is None else self._serving(stage):
                 await self._train(config, TrainingLoop(stage))
+        except DeadlineError as error:
+            raise stage.rollouts.explain(error) from error
         finally:
             await stage.close()
 

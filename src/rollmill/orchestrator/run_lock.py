@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from rollmill.errors import ConfigError
-from rollmill.files import explain_write_errors
-from rollmill.remote.run_state import is_locked, try_lock
+from rollmill.files import explain_write_errors, is_locked, try_lock
 
 LOCK, TRAINER_LOCK = "run.lock", "trainer.lock"
 """The second is for a trainer in another process than the command; it may outlive the command briefly."""

@@ -40,6 +40,8 @@ from rollmill.types import Experience, Task
 
 Result = TypeVar("Result")
 
+_POLL_S = 0.25
+
 
 class TokenCounter(Protocol):
     """Counter of generated tokens, as engines have."""
@@ -63,7 +65,6 @@ class RolloutScheduler:
         first_version: version of the weights at the start of the stage.
         seed: completions' seeds derive from it.
         uses_greedy: the algorithm needs one greedy completion per task.
-        prefix: starts the names of groups; None: the stage's name.
     """
 
     def __init__(
@@ -78,10 +79,8 @@ class RolloutScheduler:
         first_version: int,
         seed: int,
         uses_greedy: bool,
-        prefix: str | None = None,
     ) -> None:
         self._config, self._rollout, self._task = config, config.rollout, task
-        self._prefix = config.name if prefix is None else prefix
         self._first_version, self._seed = first_version, seed
         self._sampler, self._explorer, self._engine = sampler, explorer, engine
         self._roll = partial(explorer.rollout, with_greedy=uses_greedy)
@@ -95,13 +94,14 @@ class RolloutScheduler:
         self._counted: Counter[str] = Counter()
         self._lengths = LengthBias()
         self._at_boundary: list[PendingGroup] = []
+        self._unfinished_at_boundary: list[tuple[int, str]] = []
         self.queue = GroupQueue()
 
-    async def run(self, version: int, waiting: int, deadlines: int = 1) -> None:
+    async def run(self, version: int, waiting: Callable[[], int], deadlines: int = 1) -> None:
         """Start the rollouts that the pacing rule admits at weights `version`, and wait for their tokens.
 
         Args:
-            waiting: groups in the buffer that wait for a step.
+            waiting: counts the groups in the buffer that wait for a step.
             deadlines: how many times rollout.deadline_s it may take.
 
         Raises:
@@ -109,32 +109,27 @@ class RolloutScheduler:
             RollmillError: a rollout failed.
         """
         self._begin_step(version)
-        before, done, ahead = self._engine.tokens_generated, version - self._first_version, waiting + len(self.queue)
+        before, done = self._engine.tokens_generated, version - self._first_version
+        ahead = waiting() + len(self.queue)
         started = self._admit(done, ahead)
         admitted = len(started)
         for _ in range(self._stopped.extra(admitted)):
             started.append(self._start_next(self._pacing.step_of(done, ahead + admitted - 1)))
         await asyncio.sleep(0)  # lets the requests reach the engine
         if self._rollout.token_budget is not None:
-            work = self._until_spent(max(self._rollout.batch - waiting, 0))
+            work = self._until_spent(max(self._rollout.batch - waiting(), 0))
         elif len(started) > admitted:
             work = self._until_admitted(started, admitted, before)
         elif self._explorer.is_remote:
-            work = self.queue.wait_all_generated(max(self._rollout.batch - waiting, 0))  # others run on while we train
+            work = self._until_enough(waiting)  # others run on while this process trains
         else:
             work = self.queue.wait_all_generated()
         deadline = deadlines * self._rollout.deadline_s
-        await _wait_with_deadline(work, deadline, "the orchestrator", "the engine to finish its completions")
+        who = (
+            "explorers to finish their rollouts" if self._explorer.is_remote else "the engine to finish its completions"
+        )
+        await _wait_with_deadline(work, deadline, "the orchestrator", who)
         self.queue.raise_failure()
-
-    def start(self, version: int, others: int) -> int:
-        """Start the rollouts that the pacing rule admits at weights `version`, without waiting; return how many.
-
-        Args:
-            others: groups ahead in the next steps besides those running here.
-        """
-        self._begin_step(version)
-        return len(self._admit(version - self._first_version, others + len(self.queue)))
 
     def ready(self, count: int) -> bool:
         """True if a step can take groups: there are some, and none of the `count` oldest was interrupted."""
@@ -158,10 +153,6 @@ class RolloutScheduler:
 
     # -- starting ----------------------------------------------------------------------------------------------
 
-    def name_of(self, number: int) -> str:
-        """Name of a group."""
-        return f"{self._prefix}-{number:06d}"
-
     def _admit(self, done: int, ahead: int) -> list[_StartedGroup]:
         """Start the rollouts that the pacing rule admits."""
         started: list[_StartedGroup] = []
@@ -182,7 +173,7 @@ class RolloutScheduler:
 
     def _start(self, number: int, task: Task, begun: Sequence[Experience] = ()) -> None:
         sampling, seed = self._rollout, derive_seed(self._seed, number)
-        group = self.name_of(number)
+        group = f"{self._config.name}-{number:06d}"
         if sampling.token_budget is not None:
             work = self._in_parts(number, task, group, seed, begun)
         else:
@@ -232,6 +223,11 @@ class RolloutScheduler:
         self._lengths = LengthBias()
         self._lengths.add(*_count_tokens(taken), *_count_tokens(everything))
 
+    async def _until_enough(self, waiting: Callable[[], int]) -> None:
+        """Wait until a step's groups are finished, or in the buffer: other processes may put groups there."""
+        while not (self.queue.failed() or self.queue.all_have_tokens(max(self._rollout.batch - waiting(), 0))):
+            await self.queue.wait_for_news(_POLL_S)
+
     async def _until_admitted(self, started: Sequence[_StartedGroup], admitted: int, before: int) -> None:
         """Wait until as many groups have their tokens as the pacing rule admits; then stop the others.
 
@@ -277,24 +273,22 @@ class RolloutScheduler:
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def unfinished(self) -> list[tuple[int, str]]:
-        """Number and task of every group that is running or to be started again."""
-        under_way = [(group.number, group.task) for group in self.queue.all()]
-        return sorted([*under_way, *self._unfinished])
-
-    def start_again(self, unfinished: Sequence[tuple[int, str]]) -> None:
-        """Start these groups first, under the same names; they were running when the process ended."""
-        self._unfinished = list(unfinished)
-
     def mark(self, state: StageState) -> None:
         """Record a step boundary in the stage's state."""
         state.submitted, state.again = self._submitted, self._stopped.state()
         state.tasks = self._sampler.state_dict()
-        self._at_boundary = self.queue.all()
+        self._at_boundary, self._unfinished_at_boundary = self.queue.all(), list(self._unfinished)
 
     async def snapshot(self, state: StageState) -> None:
-        """Store the groups of the last boundary in the state; waits for rewards of finished rollouts."""
-        waiting = self._at_boundary
+        """Store the groups of the last boundary in the state; waits for rewards of finished rollouts.
+
+        Groups that explorers in other processes have not finished are rolled out again by a resumed run.
+        """
+        waiting, running = self._at_boundary, self._unfinished_at_boundary
+        if self._explorer.is_remote:
+            waiting = [group for group in waiting if group.future.done() and not group.failed]
+            running = [*running, *((group.number, group.task) for group in self._at_boundary if group not in waiting)]
+        state.unfinished = sorted(running)
         rewards = asyncio.gather(*(group.future for group in waiting))
         await _wait_with_deadline(
             rewards, self._rollout.deadline_s, "the checkpoint", f"the rewards of {len(waiting)} groups"
@@ -306,8 +300,9 @@ class RolloutScheduler:
         """Resume from a checkpoint."""
         self._submitted = state.submitted
         self._stopped.restore([(self._task(id), times) for id, times in state.again])
-        assert state.tasks is not None
-        self._sampler.load_state_dict(state.tasks)
+        self._unfinished = [(number, task) for number, task in state.unfinished]
+        if state.tasks is not None:  # None: an older version, whose explorers had the order of tasks
+            self._sampler.load_state_dict(state.tasks)
         numbers = state.numbers or range(len(state.groups))  # older versions stored none
         groups = [[decode_experience(row) for row in group] for group in state.groups]
         self.queue.restore(dict(zip(numbers, groups, strict=True)))

@@ -15,7 +15,6 @@ from rollmill.config.describe import evaluation_key
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
-from rollmill.config.placement import InlinePlacement, PlacementConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
@@ -51,7 +50,7 @@ def prepare_first_stage(loaded: LoadedRun, folder: Path) -> tuple[PolicyModel, l
     """
     setup = set_up_run(loaded, folder, None)
     buffers = Buffers(folder, setup.run_id, read_only=True)
-    return setup.policy, setup.tasks, setup.context(loaded, folder, buffers, InlinePlacement())
+    return setup.policy, setup.tasks, setup.context(loaded, folder, buffers)
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class RunSetup:
     run_id: str
     judges: list[RewardManager]  #: closed; keep the stages' shared reward models in memory
 
-    def context(self, loaded: LoadedRun, run_dir: Path, buffers: Buffers, placement: PlacementConfig) -> RunContext:
+    def context(self, loaded: LoadedRun, run_dir: Path, buffers: Buffers) -> RunContext:
         """Build the context that the stages share."""
         config = loaded.config
         return RunContext(
@@ -76,7 +75,6 @@ class RunSetup:
             self.threads,
             buffers,
             config.plugins,
-            placement,
         )
 
     def describe(self, run_dir: Path) -> str:

@@ -1,12 +1,11 @@
 """A running stage: its components, wired as the run file says, and its state between two steps.
 
-The stage's rollout backend says where rollouts are made: in this process (`LocalRollouts`), by Ray actors
-(`remote/explorers.py`), or by explorer processes that join the run (`remote/trainer_stage.py`).
+The stage's rollout backend says where rollouts are made: in this process (`LocalRollouts`), or by explorers in other
+processes (`remote/explorers.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 from rollmill.buffer.sql import SQL
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
+from rollmill.errors import DeadlineError
 from rollmill.models.load import PolicyModel
 from rollmill.offload import OffloadManager
 from rollmill.orchestrator.batches import BatchSource
@@ -28,7 +28,6 @@ from rollmill.orchestrator.offload import build_offloader
 from rollmill.orchestrator.phases import PhaseTrace
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
-from rollmill.remote.evaluation import RemoteEvaluator
 from rollmill.remote.explorers import RemoteExplorers
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
@@ -64,12 +63,13 @@ class RolloutBackend(Protocol):
     def publish(self, version: int) -> None:
         """Bring the trainer's weights, which are now those of `version`, to the engines."""
 
-    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | RemoteEvaluator | None]:
+    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
         """Make the source of the stage's batches, and its evaluator, as far as it needs them."""
         ...
 
-    def opened(self, stage: Stage) -> None:
-        """The stage is at a step boundary for the first time: it begins, or goes on from a checkpoint."""
+    def explain(self, error: DeadlineError) -> DeadlineError:
+        """Add to an error of the stage what is known of the processes that it waited for."""
+        ...
 
     def metrics(self) -> dict[str, float]:
         """Return counts and times of environments and tools since the last call."""
@@ -111,7 +111,7 @@ class LocalRollouts:
         """See RolloutBackend."""
         self._publisher.publish(version)
 
-    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | RemoteEvaluator | None]:
+    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
         """See RolloutBackend."""
         if stage.rewards is None:
             return None, None
@@ -121,8 +121,9 @@ class LocalRollouts:
         )
         return build_rollouts(stage, self._explorers, self.engine)
 
-    def opened(self, stage: Stage) -> None:
-        """Do nothing: no other process waits for the stage."""
+    def explain(self, error: DeadlineError) -> DeadlineError:
+        """See RolloutBackend."""
+        return error
 
     def metrics(self) -> dict[str, float]:
         """See RolloutBackend."""
@@ -155,8 +156,6 @@ class Stage:
     Args:
         index: of the stage in the run.
         first_version: version of the weights when the stage began.
-        backend: makes the stage's rollout backend; default: Ray actors under `placement: ray`, else this process.
-        joined: explorers of other processes put groups into the buffer at any time.
     """
 
     def __init__(
@@ -168,8 +167,6 @@ class Stage:
         *,
         index: int,
         first_version: int,
-        backend: Callable[[Stage], RolloutBackend] | None = None,
-        joined: bool = False,
     ) -> None:
         self.config, self.policy, self.tasks, self.context = config, policy, tasks, context
         self.index, self.first_version, self.seed = index, first_version, derive_seed(context.seed, index)
@@ -179,7 +176,7 @@ class Stage:
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self.rewards = build_stage_rewards(config, policy, config.rewards)
         # completions that come after their version has ended are compared with weights that the trainer keeps
-        late = joined or context.placement.is_remote or not config.workflow.uses_tasks
+        late = context.explorers is not None or not config.workflow.uses_tasks
         self.learner = Learner(
             config,
             policy,
@@ -189,7 +186,7 @@ class Stage:
             seed=self.seed,
             kept_versions=config.max_staleness if late else 0,
         )
-        self.rollouts = (backend or self._choose_backend)(self)
+        self.rollouts = self._choose_backend()
         self.rollouts.publish(first_version)
         self.offloader: OffloadManager | None = None
         if config.residency is not None:
@@ -202,11 +199,11 @@ class Stage:
         self.drafts = None if config.rollout.reuse is None else DraftCache(config.rollout.reuse)
         self.batches, self.evaluator = self.rollouts.start(self)
 
-    @staticmethod
-    def _choose_backend(stage: Stage) -> RolloutBackend:
-        if stage.context.placement.is_remote and stage.rewards is not None:
-            return RemoteExplorers(stage.config, stage.policy, stage.context, stage.tasks.training.tasks)
-        return LocalRollouts(stage)
+    def _choose_backend(self) -> RolloutBackend:
+        explorers = self.context.explorers
+        if explorers is None or self.rewards is None:
+            return LocalRollouts(self)
+        return RemoteExplorers(self, explorers)
 
     @property
     def version(self) -> int:
@@ -238,7 +235,6 @@ class Stage:
         if self.store.kind == SQL:
             self.store.put_tasks(self.tasks.training.tasks)
         self._mark_boundary()
-        self.rollouts.opened(self)
 
     def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
         """Go on from a checkpoint; the model's weights are loaded already."""
@@ -256,7 +252,6 @@ class Stage:
             self.drafts.load_state_dict(trainer[DRAFTS])
         self.rollouts.publish(self.version)
         self._mark_boundary()
-        self.rollouts.opened(self)
 
     def finish_step(self) -> None:
         """Count a step whose update was made, and publish its weights."""

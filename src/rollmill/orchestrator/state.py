@@ -20,6 +20,7 @@ class StageState:
     stores: dict[str, dict[str, Any]] = field(default_factory=dict)  #: positions of buffers, by their kind
     groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet trained on
     numbers: list[int] = field(default_factory=list)  #: numbers of these groups, in order of submission
+    unfinished: list[tuple[int, str]] = field(default_factory=list)  #: groups to roll out again: number and task
     again: list[tuple[str, int]] = field(default_factory=list)  #: stopped tasks, with their numbers of stops
     best: float | None = None  #: best evaluation of this stage, for early stopping
     since_best: int = 0  #: evaluations since the best one

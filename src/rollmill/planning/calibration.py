@@ -28,7 +28,7 @@ from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.setup import prepare_first_stage
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.planning.measurement import MIN_STEPS, StepMeasurement, measure_steps
-from rollmill.remote.explorer_worker import trainable_parameters
+from rollmill.remote.stage_worker import trainable_parameters
 from rollmill.trackers.host_memory import trim_heap
 from rollmill.weights import SharedMemoryReceiver, SharedMemorySender, shared_memory_folder
 

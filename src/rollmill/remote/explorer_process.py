@@ -1,85 +1,109 @@
-"""An explorer as a separate process: it joins a run whose trainer is another process, until the run is done."""
+"""An explorer as a process of its own: it joins a run whose trainer is another process, until the run is done."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rollmill.config.loader import LoadedRun, load_run
+from rollmill.config.placement import ExplorerSpec
 from rollmill.errors import ConfigError
-from rollmill.launch import CONFIG
-from rollmill.orchestrator.buffers import Buffers
-from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.setup import MACHINE, set_up_run
-from rollmill.remote.explorer_stage import ExplorerStage
-from rollmill.remote.run_state import EXPLORER, TrainerStatus, TrainerWatch, read_trainer_status
-from rollmill.remote.worker_slots import WorkerSlot, acquire_worker_slot
-from rollmill.trackers.heartbeat import HeartbeatWriter, keep_heartbeat
+from rollmill.remote.connection import LOST, join_trainer, serve_calls
+from rollmill.remote.explorer_worker import ExplorerWorker
+from rollmill.remote.run_state import EXPLORER, TrainerStatus, TrainerWatch, acquire_worker_number, read_trainer_status
+from rollmill.remote.stage_worker import WorkerSetup
+from rollmill.trackers.heartbeat import CONFIG, HeartbeatWriter, keep_heartbeat
 
 WAIT_S = 0.2
 KEYS_OF_EXPLORERS = ("mode", "device", "threads", "trainer_away_s")
 """Keys that may differ between explorers and the trainer."""
-Say = Callable[[str], None]
+_CONNECT_S = 5.0
+Report = Callable[[str], None]
 Found = TypeVar("Found")
 
 
-def run_explorer(loaded: LoadedRun, run_dir: Path, say: Say = print) -> dict[str, Any]:
+def run_explorer(loaded: LoadedRun, run_dir: Path, report: Report = print) -> dict[str, Any]:
     """Join a run as an explorer until it is done; returns its number and count of groups, for JSON.
 
     Raises:
         ConfigError: the run's file is another one, or another run was started in the directory.
         DeadlineError: no heartbeat of the trainer for `trainer_away_s`.
-        RollmillError: a rollout failed.
-        KeyboardInterrupt: the user stopped it; started again, it continues.
+        RollmillError: this process cannot do the work of the run.
+        KeyboardInterrupt: the user stopped it; started again, it joins again.
     """
     watch = TrainerWatch(run_dir, "the explorer", loaded.config.trainer_away_s)
     try:
-        return asyncio.run(_join(loaded, run_dir, watch, say))
+        return asyncio.run(_join(loaded, run_dir, watch, report))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
 
-async def _join(loaded: LoadedRun, run_dir: Path, watch: TrainerWatch, say: Say) -> dict[str, Any]:
+async def _join(loaded: LoadedRun, run_dir: Path, watch: TrainerWatch, report: Report) -> dict[str, Any]:
     status = await _wait_for(lambda: _find_run(run_dir), watch)
     require_same_config(loaded, run_dir)
-    with acquire_worker_slot(run_dir) as slot, keep_heartbeat(run_dir, f"{EXPLORER} {slot.number}") as heartbeat:
-        put = 0 if status.done else await _run_stages(loaded, slot, watch, heartbeat, say)
-    say(f"{EXPLORER} {slot.number}: the run is done; {put} groups were put into its buffer")
-    return {"explorer": slot.number, "groups": put}
+    with (
+        acquire_worker_number(run_dir) as number,
+        keep_heartbeat(run_dir, f"{EXPLORER} {number}") as heartbeat,
+    ):
+        groups = 0 if status.done else await _serve_run(loaded, run_dir, number, watch, heartbeat, report)
+    report(f"{EXPLORER} {number}: the run is done; {groups} groups were rolled out")
+    return {"explorer": number, "groups": groups}
 
 
-async def _run_stages(
-    loaded: LoadedRun, slot: WorkerSlot, watch: TrainerWatch, heartbeat: HeartbeatWriter, say: Say
+async def _serve_run(
+    loaded: LoadedRun, run_dir: Path, number: int, watch: TrainerWatch, heartbeat: HeartbeatWriter, report: Report
 ) -> int:
-    """Run stage after stage, following the trainer; returns how many groups were put into the buffer."""
-    run_dir, config, put = slot.run_dir, loaded.config, 0
+    """Serve one trainer after the other until the run is done; returns how many groups were rolled out."""
     setup = set_up_run(loaded, run_dir, None, joined=True)
-    say(f"{EXPLORER} {slot.number}: {setup.describe(run_dir)}")
-    buffers = Buffers(run_dir, setup.run_id, shared=True)
-    context = RunContext(run_dir, setup.run_id, config.seed, setup.precision, setup.threads, buffers, config.plugins)
-    try:
-        while not (status := _read_status(run_dir, setup.run_id)).done:
-            stage = loaded.stages[status.stage]
-            if not (stage.algorithm.uses_rollouts or stage.evaluation is not None):
-                heartbeat.set_activity(f"stage {stage.name}", "its end: nothing is rolled out")
-                await _wait_while(lambda: _read_status(run_dir, setup.run_id) == status, watch)
-                continue
-            say(f"{EXPLORER} {slot.number}: stage {stage.name}")
-            tasks = setup.tasks[status.stage]
-            running = ExplorerStage(stage, setup.policy, tasks, context, status=status, slot=slot, heartbeat=heartbeat)
-            try:
-                while _read_status(run_dir, setup.run_id) == status:
-                    watch.check()
-                    await running.turn()
-            finally:
-                put += running.put
-                await running.close()
-    finally:
-        buffers.close()
-    return put
+    report(f"{EXPLORER} {number}: {setup.describe(run_dir)}")
+
+    def localize(stage: WorkerSetup) -> WorkerSetup:
+        place = str(run_dir.absolute() / stage.place)
+        return replace(stage, policy=setup.policy, threads=setup.threads, plugins=[], place=place)
+
+    worker = ExplorerWorker(heartbeat, ExplorerSpec(), localize)
+    while not (trainer := _read_status(run_dir, setup.run_id)).done:
+        watch.check()
+        serving = asyncio.ensure_future(_serve_trainer(trainer, number, worker))
+        try:
+            while not serving.done() and _read_status(run_dir, setup.run_id) == trainer:
+                watch.check()
+                await asyncio.wait([serving], timeout=WAIT_S)
+            if serving.done():
+                serving.result()  # raises what keeps this process from the work
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await worker.end("")
+        await asyncio.sleep(WAIT_S)
+    return worker.groups
+
+
+async def _serve_trainer(trainer: TrainerStatus, number: int, worker: ExplorerWorker) -> None:
+    """Connect to a trainer and serve it until the connection ends; returns at once if it cannot be reached."""
+    here = ("localhost",) if trainer.host == socket.gethostname() else ()
+    for address in (*here, *trainer.addresses):
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                reader, writer = await asyncio.open_connection(address, trainer.port)
+        except OSError:  # TimeoutError, too
+            continue
+        try:
+            await join_trainer(reader, writer, bytes.fromhex(trainer.key), number)
+            failure = await serve_calls(reader, writer, worker)
+        except LOST:
+            continue
+        finally:
+            writer.transport.abort()
+        if failure is not None:
+            raise failure
+        return
 
 
 def _find_run(run_dir: Path) -> TrainerStatus | None:
@@ -103,13 +127,6 @@ async def _wait_for(look: Callable[[], Found | None], watch: TrainerWatch) -> Fo
         watch.check()
         await asyncio.sleep(WAIT_S)
     return found
-
-
-async def _wait_while(holds: Callable[[], bool], watch: TrainerWatch) -> None:
-    """Wait while `holds` returns True. Raises like `_wait_for`."""
-    while holds():
-        watch.check()
-        await asyncio.sleep(WAIT_S)
 
 
 def require_same_config(loaded: LoadedRun, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Remote explorers on Ray, with the interface of local ones."""
+"""Remote explorers with the interface of local ones, whoever has launched them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from rollmill.config.placement import RayPlacement
+from rollmill.config.engines import EngineConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
+from rollmill.errors import DeadlineError
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.components import build_rollouts
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_native_engine, shared_checksum
 from rollmill.orchestrator.metrics import sum_metrics
-from rollmill.remote.actor_pool import ActorPool
-from rollmill.remote.explorer_actor import start_explorer
-from rollmill.remote.explorer_worker import RolloutReply, RolloutRequest, WorkerSetup, shift_spans, trainable_parameters
-from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
-from rollmill.remote.ray_session import host_address, join, ray_module
+from rollmill.remote.run_state import WEIGHTS
+from rollmill.remote.stage_worker import RolloutReply, RolloutRequest, WorkerSetup, shift_spans, trainable_parameters
+from rollmill.remote.worker_pool import WorkerPool
 from rollmill.rewards import RewardManager
 from rollmill.rollout.base import OnGenerated
 from rollmill.rollout.draft_cache import DraftCache
@@ -39,52 +40,70 @@ if TYPE_CHECKING:
     from rollmill.orchestrator.evaluation import Evaluator
     from rollmill.orchestrator.stages import Stage
 
-START_S = 300.0
-"""Timeout for starting explorers, including their models."""
+
+@dataclass(frozen=True)
+class WeightTransport:
+    """How new weights reach explorers."""
+
+    kind: Literal["memory", "folder", "broadcast"]
+    folder: str = WEIGHTS  #: of `folder`; relative to the run directory, which may have another path on another host
+    host: str = ""  #: address of the trainer's host, for `broadcast`
+    nccl: bool = False
+    engines: Sequence[EngineConfig | None] = ()  #: engine of each kind of explorer; None: the stage's
+
+
+class ExplorerLauncher(Protocol):
+    """The explorers of a run, and what depends on who has launched them: Ray, or the user."""
+
+    pool: WorkerPool
+    transport: WeightTransport
+    location: str
+    """Description of where they are, for the start of a stage."""
+    waits_for: str
+    """What `rollmill status` calls them."""
+
+    def share(self, setup: WorkerSetup) -> Any:
+        """Make a stage's setup available to all workers; returns the argument of their `begin`."""
+
+    def describe(self) -> str:
+        """Describe the state of explorers, as a part of an error."""
+        ...
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Inside, explorers can be reached."""
+        ...
 
 
 class RemoteExplorers:
-    """The run's explorers, Ray actors, during one stage; they get the trainer's weights with every `publish`.
-
-    Args:
-        policy: the trained model; explorers start with a copy.
-        tasks: candidates for worked examples.
-    """
+    """The run's explorers during one stage, as its rollout backend; they get the trainer's weights with every
+    `publish`."""
 
     trains_beside = True
 
-    def __init__(self, config: StageConfig, policy: PolicyModel, context: RunContext, tasks: Sequence[Task]) -> None:
-        assert isinstance(context.placement, RayPlacement)
+    def __init__(self, stage: Stage, launcher: ExplorerLauncher) -> None:
+        config, policy, context = stage.config, stage.policy, stage.context
         self.engine: RolloutEngine = build_native_engine(policy, config.rollout, context.precision)  # generates nothing
-        self._policy, placement = policy, context.placement
+        self._policy, self._launcher, self._pool = policy, launcher, launcher.pool
+        self.location, self.waits_for = launcher.location, launcher.waits_for
         self.version, self.tokens_generated = -1, 0
         self._metrics: list[dict[str, float]] = []
-        self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and restart, dead ones included
-        address = join(placement.address)
-        self._group: PlacementGroup | None = None  # set if the explorers belong to this stage
-        self._pool = context.explorers or self._own(placement, context)
-        count = len(self._pool.workers)
-        self.location = self.waits_for = f"{count} explorer{'s' * (count > 1)} on Ray at {address}"
+        self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and its start, dead ones included
         self._name = uuid.uuid4().hex  # of this use of the explorers: earlier requests are dropped
-        place, self._sender = _transport(config, context, policy, self._name)
-        self._setup = ray_module().put(
+        place, self._sender = open_transport(launcher.transport, config, context, policy, self._name)
+        examples = [task for task in stage.tasks.training.tasks if task.response is not None]
+        self._setup = launcher.share(
             WorkerSetup(
                 config.model_dump_json(),
                 policy,
                 context.precision,
                 context.threads,
                 list(context.plugins),
-                [task for task in tasks if task.response is not None],
-                placement.weights,
+                examples,
+                launcher.transport.kind,
                 place,
             )
         )
         self._started: asyncio.Task[None] | None = None
-
-    def _own(self, placement: RayPlacement, context: RunContext) -> ActorPool:
-        """Start explorers that end with the stage."""
-        self._group = PlacementGroup(explorer_needs(placement), one_host=False)
-        return explorer_pool(placement, start_explorers(placement, self._group, context.run_dir))
 
     def publish(self, version: int) -> None:
         """See InPlacePublisher: the trainer's parameters are now those of `version`."""
@@ -92,14 +111,11 @@ class RemoteExplorers:
         self.version = version
         self._pool.reset_restart_budget()
         if self._started is not None:
-            self._pool.tell("update", self._name, version)
+            self._pool.notify("update", self._name, version)
 
     def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
         """See RolloutBackend."""
         return build_rollouts(stage, self, self)
-
-    def opened(self, stage: Stage) -> None:
-        """Nothing to do: explorers begin with their first group."""
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
         """Build an explorer with the stage's `workflow`."""
@@ -109,17 +125,22 @@ class RemoteExplorers:
         """Explorers for tasks with another workflow or other rewards; these have their own reward managers."""
         return RemoteExplorersVariant(self, config.model_dump_json())
 
-    async def ask(self, request: RolloutRequest) -> RolloutReply:
+    async def roll_out(self, request: RolloutRequest) -> RolloutReply:
         """Have a group rolled out. Raises like Explorer.rollout; EngineError if explorers keep dying."""
         if self._started is None:
             self._started = asyncio.ensure_future(self._pool.begin(self._name, self._setup))
         await asyncio.shield(self._started)
-        name, reply = await self._pool.ask("rollout", self._name, request)
+        name, reply = await self._pool.call("rollout", self._name, request)
         assert isinstance(reply, RolloutReply)
         self.tokens_generated += reply.tokens
         self._metrics += reply.metrics
         self._counters[name] = reply.counters
         return reply
+
+    def explain(self, error: DeadlineError) -> DeadlineError:
+        """See RolloutBackend."""
+        advice = " ".join(filter(None, [self._launcher.describe(), error.advice]))
+        return DeadlineError(error.waiter, error.owner, error.seconds, advice)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of environments and tools since the last call, and the number of replaced explorers."""
@@ -142,9 +163,6 @@ class RemoteExplorers:
         if self._started is not None:
             self._started.cancel()
         await self._pool.end(self._name)
-        if self._group is not None:
-            self._pool.kill()
-            self._group.close()
         await self.engine.close()
         self._sender.close()
 
@@ -194,10 +212,10 @@ class RemoteExplorer:
         """See Explorer."""
         version = self._explorers.version
         request = RolloutRequest(task, sampling, n, seed, group, version, with_greedy, self._stage)
-        reply = await self._explorers.ask(request)
+        reply = await self._explorers.roll_out(request)
         if self._trace is not None:
             for span in shift_spans(reply.spans, time.perf_counter() - time.time()):
-                self._trace.add(span.kind, span.asked, span.started, span.ended)
+                self._trace.add(span.kind, span.requested, span.started, span.ended)
         self._counts.update(reply.counts)
         if generated is not None:
             generated(reply.experiences)
@@ -209,47 +227,24 @@ class RemoteExplorer:
         return dict(counts)
 
 
-def explorer_needs(placement: RayPlacement) -> list[ResourceRequest]:
-    """Resources that each explorer reserves, by number."""
-    return [
-        ResourceRequest(
-            placement.cpus if kind.cpus is None else kind.cpus,
-            placement.gpus if kind.gpus is None else kind.gpus,
-        )
-        for kind in placement.every_explorer
-    ]
-
-
-def start_explorers(placement: RayPlacement, group: PlacementGroup, run_dir: Path) -> dict[str, Any]:
-    """Start the actors, by name, in the first bundles of the placement group."""
-    return {
-        (name := f"explorer {number}"): start_explorer(run_dir, name, kind, group.options(number))
-        for number, kind in enumerate(placement.every_explorer)
-    }
-
-
-def explorer_pool(placement: RayPlacement, actors: dict[str, Any]) -> ActorPool:
-    """Build the pool of explorers."""
-    health, replacements = placement.health_s, placement.replacements
-    return ActorPool("explorer", actors, health_s=health, start_s=START_S, replacements=replacements)
-
-
-def _transport(config: StageConfig, context: RunContext, policy: PolicyModel, name: str) -> tuple[str, WeightSender]:
+def open_transport(
+    transport: WeightTransport, config: StageConfig, context: RunContext, policy: PolicyModel, name: str
+) -> tuple[str, WeightSender]:
     """Create a new location for weights and their sender; leftovers of a dead trainer are removed."""
-    placement, dtype = context.placement, torch.bfloat16 if context.precision == "bf16" else None
-    assert isinstance(placement, RayPlacement)
-    if placement.weights == "memory":
+    dtype = torch.bfloat16 if context.precision == "bf16" else None
+    if transport.kind == "memory":
         remove_stale_weights(context.run_id)
         place = shared_memory_folder() / f"rollmill-{context.run_id}-{name}"
-        checksum = shared_checksum(config.with_engine(kind.engine) for kind in placement.explorers)
+        checksum = shared_checksum(config.with_engine(engine) for engine in transport.engines)
         return str(place), SharedMemorySender(place, trainable_parameters(policy), dtype=dtype, checksum=checksum)
-    if placement.weights == "broadcast":
-        device = policy.device if placement.nccl else None
-        sender = BroadcastSender(host_address(), name, trainable_parameters(policy), dtype=dtype, device=device)
+    if transport.kind == "broadcast":
+        device = policy.device if transport.nccl else None
+        sender = BroadcastSender(transport.host, name, trainable_parameters(policy), dtype=dtype, device=device)
         return sender.address, sender
-    folder = Path(placement.weights_folder or context.run_dir / "weights").absolute() / context.run_id
+    relative = Path(transport.folder) / context.run_id
+    folder = context.run_dir.absolute() / relative  # `relative` itself, if it is absolute
     shutil.rmtree(folder, ignore_errors=True)
-    return str(folder / name), FolderSender(folder / name, trainable_parameters(policy), dtype=dtype)
+    return str(relative / name), FolderSender(folder / name, trainable_parameters(policy), dtype=dtype)
 
 
 def remove_stale_weights(run_id: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill.errors import ConfigError, DeadlineError
-from rollmill.remote.ray_session import ray_module
+from rollmill.ray_session import ray_module
 
 _TIMEOUT_S = 60.0
 

@@ -1,94 +1,73 @@
 """State that the trainer and the explorer processes of a run share in the run directory.
 
-RUN/trainer.json                the trainer's current stage
-RUN/weights/stage-0/            its weights, version by version
-RUN/explorers/                  the explorers' worker slots, and each one's state in a stage
-RUN/asked/                      evaluation requests of the trainer, and their results
-RUN/processes/trainer.json      its heartbeat (trackers/heartbeat.py)
+RUN/trainer.json                the trainer's address and key, and whether the run is done
+RUN/explorers/0.lock            held by explorer 0 while it runs
+RUN/weights/                    the newest weights
+RUN/processes/trainer.json      the trainer's heartbeat (trackers/heartbeat.py)
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
-from rollmill.errors import DeadlineError
-from rollmill.files import atomic_write
+from rollmill.errors import ConfigError, DeadlineError
+from rollmill.files import atomic_write, try_lock
 from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_heartbeats
 
-TRAINER_STATUS, EXPLORERS, WEIGHTS, EVALUATION_REQUESTS = "trainer.json", "explorers", "weights", "asked"
+TRAINER_STATUS, EXPLORERS, WEIGHTS = "trainer.json", "explorers", "weights"
 EXPLORER = "explorer"
 """Names of processes; an explorer's is followed by its number."""
-_LOCK = "lock"
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatus:
-    """The trainer's position in the run."""
+    """The running trainer, as explorers find it."""
 
     run_id: str
-    stage: int
-    first_version: int  #: version of the weights at the start of the stage
+    host: str = ""  #: its name
+    addresses: tuple[str, ...] = ()  #: of its host, for explorers on others
+    port: int = 0
+    key: str = ""  #: hexadecimal; who knows it may join
     done: bool = False  #: the run is done
 
     def write(self, run_dir: Path) -> None:
-        """Write the status. Afterwards no explorer puts groups of another stage into the buffer."""
-        with run_state_lock(run_dir):
-            atomic_write(run_dir / TRAINER_STATUS, (json.dumps(asdict(self)) + "\n").encode())
+        """Write the status; only this user may read it."""
+        atomic_write(run_dir / TRAINER_STATUS, (json.dumps(asdict(self)) + "\n").encode(), private=True)
 
 
 def read_trainer_status(run_dir: Path) -> TrainerStatus | None:
-    """Read the trainer's status; None before the first."""
+    """Read the trainer's status; None before the first, or if it is of a version of rollmill without connections.
+
+    Raises ConfigError if it belongs to another user.
+    """
+    path = run_dir / TRAINER_STATUS
     try:
-        return TrainerStatus(**json.loads((run_dir / TRAINER_STATUS).read_text()))
+        found = json.loads(path.read_text())
     except FileNotFoundError:
         return None
+    except PermissionError:
+        raise ConfigError(f"{path} belongs to another user; start explorers as the user of the trainer") from None
+    if "addresses" not in found:
+        return None
+    return TrainerStatus(**found | {"addresses": tuple(found["addresses"])})
 
 
 @contextmanager
-def run_state_lock(run_dir: Path) -> Iterator[None]:
-    """Lock the run's shared state: processes admit rollouts, put groups and change stages one at a time."""
+def acquire_worker_number(run_dir: Path) -> Iterator[int]:
+    """Acquire the first free number of an explorer, held inside the context or until the process dies."""
     folder = run_dir / EXPLORERS
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # gone with the process
-        yield
-
-
-def weights_folder(run_dir: Path, stage: int) -> Path:
-    """Folder of a stage's weights."""
-    return run_dir / WEIGHTS / f"stage-{stage}"
-
-
-def explorers_folder(run_dir: Path, stage: int) -> Path:
-    """Folder of the explorers' states in a stage."""
-    return run_dir / EXPLORERS / f"stage-{stage}"
-
-
-def remove_run_state(run_dir: Path) -> None:
-    """Remove the state of another run in this directory, which ended before its first result."""
-    with run_state_lock(run_dir):
-        for left in (run_dir / TRAINER_STATUS, *(run_dir / EXPLORERS).glob("*.jsonl")):
-            left.unlink(missing_ok=True)
-        _remove(run_dir / WEIGHTS, run_dir / EVALUATION_REQUESTS, *(run_dir / EXPLORERS).glob("stage-*"))
-
-
-def remove_finished_stages(run_dir: Path, stage: int) -> None:
-    """Remove old evaluation requests, and weights of stages before the last."""
-    _remove(run_dir / EVALUATION_REQUESTS, *(weights_folder(run_dir, each) for each in range(stage - 1)))
-
-
-def _remove(*folders: Path) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    number = 0
+    while (lock := try_lock(folder / f"{number}.lock")) is None:
+        number += 1
+    with lock:
+        yield number
 
 
 def describe_explorers(run_dir: Path) -> str:
@@ -144,24 +123,3 @@ class TrainerWatch:
     def _trainer(self) -> HeartbeatRecord | None:
         found = [each for each in read_heartbeats(self._run_dir) if each.name == TRAINER_PROCESS]
         return found[0] if found else None
-
-
-def try_lock(path: Path) -> IO[str] | None:
-    """The file, locked until it is closed or the process ends; None if another process has locked it."""
-    file = path.open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
-
-
-def is_locked(path: Path) -> bool:
-    """True if some process holds the lock."""
-    with suppress(FileNotFoundError, NotADirectoryError), path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

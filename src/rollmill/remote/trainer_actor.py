@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import threading
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +13,11 @@ from typing import Any
 
 from rollmill.config.loader import load_run
 from rollmill.config.placement import RayPlacement
-from rollmill.errors import RollmillError
 from rollmill.launch import CONFIG, execute
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock
-from rollmill.remote.explorers import explorer_pool
+from rollmill.remote.connection import portable_error
+from rollmill.remote.ray_explorers import RayExplorers
 from rollmill.trackers.console import Stages
 from rollmill.trackers.metrics_log import Metrics
 from rollmill.types import Experience
@@ -100,7 +98,7 @@ class TrainerActor:
         try:
             loaded = load_run(self._run_dir / CONFIG, out=self._run_dir)
             assert isinstance(loaded.config.placement, RayPlacement)
-            explorers = explorer_pool(loaded.config.placement, self._explorers)
+            explorers = RayExplorers(loaded.config.placement, self._run_dir, self._explorers)
             # the trainer of a killed command may still be ending
             with hold_run_lock(self._run_dir, TRAINER_LOCK, _LEAVING_S):
                 return RunEnded(
@@ -117,7 +115,7 @@ class TrainerActor:
         except KeyboardInterrupt:
             return RunEnded()
         except BaseException as error:
-            return RunEnded(error=_portable(error))
+            return RunEnded(error=portable_error(error, "the process that trains"))
 
     def _put(self, event: Event) -> None:
         self._loop.call_soon_threadsafe(self._add, event)
@@ -151,14 +149,3 @@ class _ForwardingView:
 
     def close(self) -> None:
         """Nothing to do: the supervisor closes its own view."""
-
-
-def _portable(error: BaseException) -> BaseException:
-    """Return an error that another process can raise: the error itself, or its traceback if it cannot be pickled."""
-    if not isinstance(error, RollmillError):
-        error.add_note("In the process that trains:\n" + "".join(traceback.format_exception(error)))
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError("".join(traceback.format_exception(error)))
-    return error

@@ -53,13 +53,13 @@ class StepTimeline:
 
 
 def write_step_timeline(run_dir: Path, metrics: dict[str, Any], began: float, spans: Sequence[Span]) -> None:
-    """Append a step's line: {"step", "stage", "seconds", "spans": {kind: [[asked, started, ended], ...]}}.
+    """Append a step's line: {"step", "stage", "seconds", "spans": {kind: [[requested, started, ended], ...]}}.
 
     Times are seconds since the start of the step; spans that started before it have negative times.
     """
     kinds: dict[str, list[list[float]]] = {}
     for span in spans:
-        times = [round(each - began, 5) for each in (span.asked, span.started, span.ended)]
+        times = [round(each - began, 5) for each in (span.requested, span.started, span.ended)]
         kinds.setdefault(span.kind, []).append(times)
     line = {"step": metrics["step"], "stage": metrics["stage"], "seconds": metrics["seconds/total"], "spans": kinds}
     path = run_dir / TIMELINE_FILE
@@ -113,8 +113,10 @@ def _lane(kind: str, times: list[list[float]], y: float, place: Any) -> tuple[Ti
     shown = ordered[:: -(-len(ordered) // _MAX_SPAN_BARS)]
     height = min(6.0, _LANE_HEIGHT / len(shown))
     bars = [
-        TimelineBar(place(asked), place(started), place(ended), round(y + i * height, 2), round(0.8 * height, 2), kind)
-        for i, (asked, started, ended) in enumerate(shown)
+        TimelineBar(
+            place(requested), place(started), place(ended), round(y + i * height, 2), round(0.8 * height, 2), kind
+        )
+        for i, (requested, started, ended) in enumerate(shown)
     ]
     mean = sum(ended - started for _, started, ended in ordered) / len(ordered)
     note = f"{len(ordered)}, mean {format_tick(mean)} s"

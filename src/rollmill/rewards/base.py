@@ -46,7 +46,7 @@ class RewardTiming:
     Until `started` it waited for a worker.
     """
 
-    asked: float
+    requested: float
     started: float
     ended: float
 

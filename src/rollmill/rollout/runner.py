@@ -298,7 +298,7 @@ def trace_reward_result(trace: Trace | None, result: RewardResult) -> None:
     if trace is None:
         return
     for name, span in result.spans.items():
-        trace.add(REWARD + name, span.asked, span.started, span.ended)
+        trace.add(REWARD + name, span.requested, span.started, span.ended)
 
 
 def assign_reward(experience: Experience, result: RewardResult) -> None:

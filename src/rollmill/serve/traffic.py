@@ -13,7 +13,6 @@ from typing import Any
 from rollmill.buffer.base import FEEDBACK, ExperienceKind, Group
 from rollmill.config.workflows import TrafficWorkflow
 from rollmill.data import Sampler
-from rollmill.orchestrator.batch_reader import oldest_allowed
 from rollmill.orchestrator.batches import RolloutBatches
 from rollmill.rollout.endpoint.protocol import ApiError
 from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession
@@ -71,7 +70,7 @@ class TrafficBatches(RolloutBatches):
     writer = FEEDBACK  # marks groups that a resumed run cannot make again
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **options | {"shared": True})
         self._news, self._turn = asyncio.Event(), asyncio.Lock()
         self._coming: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -118,13 +117,6 @@ class TrafficBatches(RolloutBatches):
         if self._failure is not None:
             raise self._failure
 
-    async def collect(self, version: int) -> list[Experience]:
-        """See RolloutBatches."""
-        before = self._store.expired()
-        found = await super().collect(version)
-        self._late = self._store.expired() - before
-        return found
-
     def known(self) -> None:
         """None: nothing is computed ahead while requests are served."""
 
@@ -132,9 +124,6 @@ class TrafficBatches(RolloutBatches):
         """Stop, once all received groups are stored."""
         await asyncio.gather(*self._coming)
         await super().close()
-
-    def _oldest(self, version: int) -> int:
-        return oldest_allowed(self._config, version)
 
 
 def _kept_as(session: list[Experience]) -> str:

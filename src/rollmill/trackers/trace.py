@@ -13,10 +13,10 @@ GENERATE, REWARD = "generate", "reward/"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work, in `time.perf_counter()` seconds; between `asked` and `started` it was queued."""
+    """One piece of work, in `time.perf_counter()` seconds; between `requested` and `started` it was queued."""
 
     kind: str
-    asked: float
+    requested: float
     started: float
     ended: float
 
@@ -27,9 +27,9 @@ class Trace:
     def __init__(self) -> None:
         self._spans: list[Span] = []
 
-    def add(self, kind: str, asked: float, started: float, ended: float) -> None:
+    def add(self, kind: str, requested: float, started: float, ended: float) -> None:
         """Record finished work."""
-        self._spans.append(Span(kind, asked, started, ended))
+        self._spans.append(Span(kind, requested, started, ended))
 
     @contextmanager
     def record_span(self, kind: str, waits_for: str = "") -> Iterator[None]:
@@ -48,8 +48,8 @@ class Trace:
 
 def max_queue_depth(spans: list[Span]) -> int:
     """Largest number of spans that were queued at the same time."""
-    moves = [(span.asked, 1) for span in spans if span.started > span.asked]
-    moves += [(span.started, -1) for span in spans if span.started > span.asked]
+    moves = [(span.requested, 1) for span in spans if span.started > span.requested]
+    moves += [(span.started, -1) for span in spans if span.started > span.requested]
     depth = deepest = 0
     for _, move in sorted(moves):
         depth += move

@@ -1,4 +1,4 @@
-"""Checks of `placement` and `mode`: limits of explorers in other processes."""
+"""Checks of `placement` and `mode`: limits of explorers in other processes, on Ray or joined."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Ite
     if not isinstance(config.placement, RayPlacement):
         return
     for stage in stages:
-        for what in _needed_here(stage):
-            text = f"stage {stage.name} has {what}, which needs explorers in the trainer's process; remove it, or use"
-            yield ("placement",), f"{text} placement: inline"
+        for path, _ in _needs_one_process(stage):
+            what = f"stage {stage.name} has {format_key_path(path)}, which needs explorers in the trainer's process"
+            yield ("placement",), f"{what}; remove it, or use placement: inline"
     for number, kind in enumerate(config.placement.explorers):
         if isinstance(kind.engine, VLLMEngineConfig) and kind.engine.sleep:
             text = "explorers on Ray do not sleep; remove it"
@@ -49,22 +49,6 @@ def unused_placement_keys(config: RunConfig, stages: Sequence[StageConfig]) -> d
     elif config.mode == "both" and all(kind.engine is not None for kind in kinds):
         keys |= {("engine",): own} | {("stages", index, "engine"): own for index in range(len(stages))}
     return keys
-
-
-def _needed_here(stage: StageConfig) -> Iterator[str]:
-    if stage.rollout.token_budget is not None:
-        yield "rollout.token_budget"
-    if stage.rollout.reuse is not None:
-        yield "rollout.reuse"
-    if isinstance(stage.workflow, TrafficWorkflow):
-        yield "workflow `traffic`"
-    if stage.residency is not None:
-        yield "residency"
-    if isinstance(stage.engine, VLLMEngineConfig) and stage.engine.sleep:
-        yield "engine.sleep"
-    for name, model in stage.models.items():
-        if model.policy is not None:
-            yield f"models.{name}.policy"
 
 
 # Modes
@@ -96,29 +80,23 @@ def _split(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[K
         at: KeyPath = ("stages", index) if config.stages else ()
         for path, text in _needs_one_process(stage):
             yield (*at, *path), f"{text}; remove it, or use mode: both"
-        if stage.buffer.store == "memory":
-            text = "trainer and explorers meet in a database; use `sql` or `auto`"
-            yield (*at, "buffer", "store"), f"mode `{mode}`: {text}"
-        if stage.buffer.url != stages[0].buffer.url:
-            text = "trainer and explorers meet in one database; write `buffer.url` once, for the whole file"
-            yield (*at, "buffer", "url"), f"mode `{mode}`: {text}"
 
 
 def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yields what needs rollouts and updates in one process."""
+    """Yields what needs explorers in the trainer's process, each with the reason."""
     if isinstance(stage.workflow, TrafficWorkflow):
         yield ("workflow",), "an application's sessions come to the process that trains: `traffic` goes with mode serve"
     if stage.residency is not None:
         yield ("residency",), "it moves one process's models between phases, and here each process has one phase"
     if stage.rollout.token_budget is not None:
-        yield ("rollout", "token_budget"), "it ends with the step, which explorers of their own do not know"
-    if stage.rollout.oversample:
-        yield ("rollout", "oversample"), "it ends with the step, which explorers of their own do not know"
+        yield ("rollout", "token_budget"), "it interrupts the engine, which has to be in the trainer's process"
     if stage.rollout.reuse is not None:
-        yield ("rollout", "reuse"), "drafts belong to checkpoints, which explorers of their own do not write"
+        yield ("rollout", "reuse"), "drafts belong to checkpoints, which explorers do not write"
+    if isinstance(stage.engine, VLLMEngineConfig) and stage.engine.sleep:
+        yield ("engine", "sleep"), "explorers do not sleep while the trainer works"
     for name, model in stage.models.items():
         if model.policy is not None:
-            text = "the policy at the start of the stage is not kept for explorers that join later; give `path`"
+            text = "the policy at the start of the stage is not kept for explorers that start later; give `path`"
             yield ("models", name, "policy"), text
 
 

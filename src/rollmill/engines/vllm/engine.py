@@ -84,7 +84,7 @@ class VLLMEngine:
         finally:
             for sample in samples:
                 if self._running.pop(sample.number, None) is not None and self._process is not None:
-                    self._process.say("abort", sample.number)
+                    self._process.send("abort", sample.number)
 
     def interrupt(self) -> None:
         """See RolloutEngine. Completions are returned once vLLM has confirmed the abort."""
@@ -94,32 +94,32 @@ class VLLMEngine:
                 self._told({"id": number, **message})
             return
         for number in self._running:
-            self._process.say("abort", number)
+            self._process.send("abort", number)
 
     def pause(self) -> None:
         """See RolloutEngine."""
         self._paused = True
         if self._process is not None:
-            self._begin(self._answer(self._process, self._process.ask("pause")))
+            self._begin(self._answer(self._process, self._process.request("pause")))
 
     def resume(self) -> None:
         """See RolloutEngine."""
         self._paused = False
         if self._process is not None:
-            self._begin(self._answer(self._process, self._process.ask("resume")))
+            self._begin(self._answer(self._process, self._process.request("resume")))
 
     def weights_updated(self, version: int) -> None:
         """See RolloutEngine. Later requests are sampled with the new weights; running ones are kept."""
         self.version = version
         if self._process is not None:
             self._counts["updates"] += 1
-            self._begin(self._update(self._process, self._process.ask("load"), version))
+            self._begin(self._update(self._process, self._process.request("load"), version))
 
     async def sleep(self) -> None:
         """See RolloutEngine. Uses vLLM's sleep mode, if it was started with it."""
         if self._process is not None and self.sleeps:
             self._counts["sleeps"] += 1
-            await self._answer(self._process, self._process.ask("sleep"))
+            await self._answer(self._process, self._process.request("sleep"))
 
     async def drain(self) -> None:
         """See RolloutEngine."""
@@ -163,7 +163,7 @@ class VLLMEngine:
 
     def _send(self, process: VLLMProcess, samples: list[VLLMSequence]) -> None:
         for group, own in itertools.groupby(samples, lambda sample: sample.group):
-            process.say("generate", 0, **group.message([(sample.number, sample.seed) for sample in own]))
+            process.send("generate", 0, **group.message([(sample.number, sample.seed) for sample in own]))
 
     def _told(self, message: dict[str, Any]) -> None:
         """Handle a message of the process about a completion."""
@@ -175,7 +175,7 @@ class VLLMEngine:
             self._hand_out(sample, EngineError(f"{sample.group.request.id}: vLLM: {message['error']}"))
             return
         if sample.add(message) and "ended" not in message and self._process is not None:
-            self._process.say("abort", sample.number)
+            self._process.send("abort", sample.number)
         if "ended" in message:
             self._hand_out(sample, sample.completion(message))
 
@@ -203,9 +203,9 @@ class VLLMEngine:
             self._died()
             return
         if version != self.version:
-            self._begin(self._update(process, process.ask("load"), self.version))
+            self._begin(self._update(process, process.request("load"), self.version))
         if self._paused:
-            self._begin(self._answer(process, process.ask("pause")))
+            self._begin(self._answer(process, process.request("pause")))
         self._send(process, list(self._running.values()))
 
     def _died(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import rollmill
 from rollmill.engines.vllm.worker import MAX_LINE_BYTES
 from rollmill.errors import ConfigError, DeadlineError, EngineError
-from rollmill.remote.actor_pool import wait_with_grace
+from rollmill.waiting import wait_with_grace
 
 _PROGRAM = "rollmill.engines.vllm.worker"
 _LOG = "vllm.log"
@@ -141,11 +141,11 @@ class VLLMProcess:
         """Its process id; vLLM's own subprocesses are in its process group."""
         return self._process.pid
 
-    def say(self, kind: str, number: int, **message: Any) -> None:
+    def send(self, kind: str, number: int, **message: Any) -> None:
         """Send a message; replies, if any, carry the same number."""
         self._write({"kind": kind, "id": number, **message})
 
-    def ask(self, kind: str) -> Coroutine[Any, Any, Any]:
+    def request(self, kind: str) -> Coroutine[Any, Any, Any]:
         """Send a message at once, ahead of later ones; awaiting the result gives the reply.
 
         Raises:
@@ -154,7 +154,7 @@ class VLLMProcess:
         """
         number = next(self._numbers)
         future = self._await(number)
-        self.say(kind, number)
+        self.send(kind, number)
         return self._answer(number, future, kind)
 
     async def close(self) -> None:

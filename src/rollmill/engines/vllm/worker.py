@@ -32,7 +32,7 @@ class VLLMServer:
         self._paused = self._asleep = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send one message."""
         self._writer.write(json.dumps(message).encode() + b"\n")
 
@@ -82,11 +82,11 @@ class VLLMServer:
 
     async def _answer(self, number: int, work: Any) -> None:
         try:
-            self.say(id=number, value=await work)
+            self.send(id=number, value=await work)
         except Exception as error:
             if self._engine.errored:
                 raise
-            self.say(id=number, error=f"{type(error).__name__}: {error}")
+            self.send(id=number, error=f"{type(error).__name__}: {error}")
 
     def _begin(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -123,11 +123,11 @@ class VLLMServer:
         except Exception as error:
             if self._engine.errored:
                 raise
-            self.say(id=number, error=f"{type(error).__name__}: {error.__cause__ or error}")
+            self.send(id=number, error=f"{type(error).__name__}: {error.__cause__ or error}")
 
     def _tell(self, number: int, found: Any, top: int) -> None:
         if found.finish_reason == "error":
-            self.say(id=number, error="the request failed; see the log of vLLM's process")
+            self.send(id=number, error="the request failed; see the log of vLLM's process")
             return
         message: dict[str, Any] = {"id": number, "tokens": list(found.token_ids)}
         logprobs = found.logprobs
@@ -139,7 +139,7 @@ class VLLMServer:
         if found.finish_reason is not None:
             message["ended"] = found.finish_reason
             message["versions"] = [(int(each.version), each.end - each.start) for each in found.weight_versions or []]
-        self.say(**message)
+        self.send(**message)
 
 
 def start_engine(settings: dict[str, Any]) -> Any:
@@ -182,7 +182,7 @@ async def serve(connection: socket.socket) -> None:
     settings = json.loads(await reader.readline())
     engine = start_engine(settings)
     server = VLLMServer(engine, settings["weights"], writer)
-    server.say(id=0, value=await server.load())
+    server.send(id=0, value=await server.load())
     while line := await reader.readline():
         await server.handle(json.loads(line))
     engine.shutdown()

@@ -56,8 +56,8 @@ class RankHandle(ABC):
         """The rank's output, or its location: one or more sentences."""
 
     @abstractmethod
-    def tell(self, command: str, *details: Any) -> None:
-        """Sends a command, a method of `RankWorker`; `answer` waits for its result.
+    def send(self, command: str, *details: Any) -> None:
+        """Sends a command, a method of `RankWorker`; `wait` waits for its result.
 
         Raises:
             TrainingError: the rank is known to have ended.
@@ -75,7 +75,7 @@ class RankHandle(ABC):
     def finish(self) -> None:
         """Lets the rank exit by itself; kills it if it does not."""
 
-    def answer(self, command: str, deadline_s: float) -> None:
+    def wait(self, command: str, deadline_s: float) -> None:
         """Waits until a command is done.
 
         Raises:
@@ -172,7 +172,7 @@ class ProcessRankHandle(RankHandle):
             text = file.read().decode(errors="replace").strip()
         return f"The end of {self._log}:\n{text}" if text else f"It printed nothing to {self._log}."
 
-    def tell(self, command: str, *details: Any) -> None:
+    def send(self, command: str, *details: Any) -> None:
         """See RankHandle."""
         try:
             self._connection.send((command, *details))
@@ -198,7 +198,7 @@ class ProcessRankHandle(RankHandle):
     def finish(self) -> None:
         """See RankHandle."""
         try:
-            self.tell("close")
+            self.send("close")
             self._popen.wait(_END_S)
         except (TrainingError, subprocess.TimeoutExpired):
             pass

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch._C._distributed_c10d import Store
 
-from rollmill.remote.ray_session import ray_module
+from rollmill.ray_session import ray_module
 from rollmill.trainer.distributed.rank_handle import CommandResult, CommandStatus, RankHandle
 from rollmill.trainer.distributed.ranks import TCPRendezvous, open_rendezvous_port
 from rollmill.trainer.distributed.worker import RankWorker
@@ -43,7 +43,7 @@ class RayRankHandle(RankHandle):
         where = self._where.result() if started else "an actor that has not started"
         return f"rank {self.rank} ({where})"
 
-    def tell(self, command: str, *details: Any) -> None:
+    def send(self, command: str, *details: Any) -> None:
         """See RankHandle."""
         self._pending.append(self._actor.run_command.remote(command, *details).future())
 

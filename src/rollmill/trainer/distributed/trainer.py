@@ -94,9 +94,9 @@ class DistributedTrainer:
         )
         with self._launcher.handed("beginning", setup) as handed:
             for other in self._others:
-                other.tell("start", handed, other.rank)
+                other.send("start", handed, other.rank)
             for other in self._others:
-                other.answer("start", _START_S)
+                other.wait("start", _START_S)
         with self._on_all_ranks("join"):
             self._own = self._join()
 
@@ -192,7 +192,7 @@ class DistributedTrainer:
         """Runs a command on all ranks: on this one the body, on the others by message; waits for them at the end."""
         self._healthy, deadline = False, self._spec.config.rank_deadline_s
         for other in self._others:
-            other.tell(command, *details)
+            other.send(command, *details)
         try:
             yield
         except RuntimeError as error:
@@ -200,7 +200,7 @@ class DistributedTrainer:
                 raise self._group_error(command, deadline) from error
             raise
         for other in self._others:
-            other.answer(command, deadline)
+            other.wait(command, deadline)
         self._healthy = True
 
     def _group_error(self, command: str, deadline_s: float) -> RollmillError:

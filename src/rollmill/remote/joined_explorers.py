@@ -1,0 +1,101 @@
+"""Explorers that are processes of their own and join the run of a trainer with `mode: train`, at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from rollmill.orchestrator.state import StageState
+from rollmill.remote.connection import LOST, ConnectedWorker, accept_worker
+from rollmill.remote.explorers import WeightTransport
+from rollmill.remote.run_state import EXPLORER, EXPLORERS, TrainerStatus, describe_explorers
+from rollmill.remote.stage_worker import WorkerSetup
+from rollmill.remote.worker_pool import WorkerPool
+
+HEALTH_S = 60.0
+"""An explorer that does not answer for so long is no longer asked, and may join again."""
+_HANDSHAKE_S = 60.0
+_KEY_BYTES = 32
+
+
+class JoinedExplorers:
+    """Listens for explorers; an ExplorerLauncher whose workers the user launches."""
+
+    waits_for, transport = "explorers", WeightTransport("folder")
+
+    def __init__(self, run_dir: Path, run_id: str) -> None:
+        self._run_dir, self._run_id = run_dir, run_id
+        self.pool = WorkerPool(EXPLORER, {}, health_s=HEALTH_S)
+        join = f"rollmill run {run_dir}/config.yaml --set mode=explore --out {run_dir}"
+        self.location = f"explorers join by: {join}"
+        self._key = secrets.token_bytes(_KEY_BYTES)
+
+    def share(self, setup: WorkerSetup) -> WorkerSetup:
+        """See ExplorerLauncher. Explorers load the model themselves, on their own devices."""
+        return replace(setup, policy=None)
+
+    def describe(self) -> str:
+        """See ExplorerLauncher."""
+        return describe_explorers(self._run_dir)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """See ExplorerLauncher. Afterwards explorers know that the run is done, unless it has failed."""
+        listening = socket.create_server(("", 0), family=_family(), dualstack_ipv6=_family() == socket.AF_INET6)
+        server = await asyncio.start_server(self._welcome, sock=listening)
+        host, port = socket.gethostname(), listening.getsockname()[1]
+        status = TrainerStatus(self._run_id, host, tuple(_own_addresses(host)), port, self._key.hex())
+        try:
+            status.write(self._run_dir)
+            yield
+            replace(status, key="", done=True).write(self._run_dir)
+        finally:
+            server.close()
+            for worker in self.pool.workers:
+                worker.handle.kill()
+
+    async def _welcome(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Add a process that connects and has the key."""
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                number = int(await accept_worker(reader, writer, self._key))
+        except (TimeoutError, *LOST):
+            writer.transport.abort()
+            return
+        self.pool.add(f"{EXPLORER} {number}", ConnectedWorker(reader, writer))
+
+
+def _family() -> socket.AddressFamily:
+    return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+
+def _own_addresses(host: str) -> list[str]:
+    """Addresses of this host for others: that of its default route first, then those of its name."""
+    found: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing; chooses the interface
+        found.append(probe.getsockname()[0])
+    with suppress(OSError):
+        found += [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    return list(dict.fromkeys(found))
+
+
+def adopt_former_state(run_dir: Path, stage: int, state: StageState) -> None:
+    """Continue a run of a version whose explorers had their own schedulers: take over that of explorer 0, which had the
+    order of tasks and the group names of a single process. The groups of all are in the buffer.
+
+    Without such a file, the stage starts its order of tasks anew.
+    """
+    path = run_dir / EXPLORERS / f"stage-{stage}" / "0.json"
+    if state.tasks is not None or not path.is_file():
+        return
+    former = json.loads(path.read_text())
+    state.submitted, state.tasks, state.pipeline = former["submitted"], former["tasks"], former["pipeline"]
+    state.unfinished = [(number, task) for number, task in former["unfinished"]]

@@ -1,0 +1,267 @@
+"""Load-balanced pool of workers in other processes, whoever launches them.
+
+A worker is an object with async methods in another process. `WorkerHandle` calls them: a Ray actor
+(`ray_explorers.py`), or a process that has joined the run (`connection.py`). Ray restarts its actors; a process that is
+lost leaves the pool, and others join at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rollmill.errors import DeadlineError, EngineError
+from rollmill.waiting import wait_with_grace
+
+_RETRY_S = 0.2
+SHUTDOWN_S = 30.0
+"""Timeout for workers that free their resources; vLLM's processes may take 20 s to stop."""
+START_S = 300.0
+"""Timeout for workers that start, including their models, and begin a stage."""
+
+
+class WorkerNotReadyError(Exception):
+    """Raised by a worker that was restarted and has not begun, or has begun for another trainer."""
+
+
+class WorkerLostError(Exception):
+    """A worker is gone; `forever`: nobody restarts it."""
+
+    def __init__(self, why: str, *, forever: bool = False) -> None:
+        super().__init__(why)
+        self.forever = forever
+
+
+class WorkerHandle(Protocol):
+    """Calls the methods of one worker.
+
+    It has the methods `ready`, `begin` (sets what it works on) and `end`. One that was restarted and has not begun
+    raises WorkerNotReadyError.
+    """
+
+    restarts: bool
+    """True if its launcher starts a new process when it ends; else it leaves the pool."""
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method and return its result; cancelling this cancels the method.
+
+        Raises what the method raised, and WorkerLostError if the worker is gone.
+        """
+
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Call a method and ignore its result."""
+
+    def kill(self) -> None:
+        """End a worker that hangs; its launcher may restart it."""
+
+
+@dataclass(eq=False)
+class PooledWorker:
+    """A worker and its state since its last start."""
+
+    name: str
+    handle: WorkerHandle
+    busy: int = 0
+    life: int = 0  #: identifies its start among those of all workers
+    begun: asyncio.Task[None] | None = None  #: its call of `begin`
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  #: set when it hung and was killed
+
+    @property
+    def ready(self) -> bool:
+        """True if `begin` has succeeded."""
+        return self.begun is not None and self.begun.done() and not _failed(self.begun)
+
+
+class WorkerPool:
+    """Workers of one kind.
+
+    Args:
+        what: the kind of worker, for messages.
+        workers: the first ones, by name.
+        health_s: a worker that does not answer `ready` for so long is killed.
+        replacements: how many restarts are allowed between two calls of `reset_restart_budget`.
+    """
+
+    def __init__(self, what: str, workers: dict[str, WorkerHandle], *, health_s: float, replacements: int = 0) -> None:
+        self._what, self._health_s = what, health_s
+        self._allowed, self._left = replacements, replacements
+        self._arguments: Sequence[Any] | None = None  # of `begin`; None while the pool is not in use
+        self._lives, self._joined = itertools.count(1), asyncio.Event()
+        self.replaced = 0
+        self.workers = [PooledWorker(name, handle) for name, handle in workers.items()]
+        self._watch: asyncio.Task[None] | None = None
+
+    def add(self, name: str, handle: WorkerHandle) -> None:
+        """Add a worker, in place of one with the same name, whose process is gone."""
+        for worker in [each for each in self.workers if each.name == name]:
+            self._lose(worker, worker.life, "it has joined again")
+        worker = PooledWorker(name, handle)
+        self.workers.append(worker)
+        if self._arguments is not None:
+            self._renew(worker, self._arguments)
+        self._joined.set()
+
+    async def begin(self, *arguments: Any) -> None:
+        """Call `begin` on all workers, including later ones, and wait until those that are there have begun.
+
+        Raises:
+            EngineError: too many died, or one cannot be started.
+            DeadlineError: one took too long.
+        """
+        self._arguments = arguments
+        for worker in self.workers:
+            self._renew(worker, arguments)
+        while begun := [each.begun for each in self.workers if each.begun is not None and not each.ready]:
+            await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+            self._look_after()
+        self._watch = asyncio.ensure_future(self._keep_watch())
+
+    def reset_restart_budget(self) -> None:
+        """Reset the restart budget."""
+        self._left = self._allowed
+
+    async def call(self, method: str, *arguments: Any) -> tuple[tuple[str, int], Any]:
+        """Call `method` on the least busy worker; returns the worker's name and life, and the result. If the worker is
+        lost, another one is called; if there is none, this waits for one to join.
+
+        Raises what the method raised, and:
+            EngineError: too many have died.
+            DeadlineError: one that died did not come back.
+        """
+        while True:
+            self._look_after()
+            if not self.workers:
+                self._joined.clear()
+                await self._joined.wait()
+                continue
+            worker = min(self.workers, key=lambda each: (not each.ready, each.busy))
+            life = worker.life
+            worker.busy += 1
+            try:
+                if not worker.ready and worker.begun is not None:
+                    await asyncio.wait([worker.begun])
+                    continue
+                return (worker.name, life), await self._call(worker, method, *arguments)
+            except WorkerLostError as lost:
+                self._lose(worker, life, str(lost))
+            finally:
+                worker.busy -= 1
+
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Call a method on all workers that have begun, and ignore the results."""
+        for worker in self.workers:
+            if worker.ready:
+                worker.handle.notify(method, *arguments)
+
+    async def end(self, *arguments: Any) -> None:
+        """Call `end` on all workers; may be called twice."""
+        self._arguments = None
+        if self._watch is not None:
+            self._watch.cancel()
+        calls = [self._call(each, "end", *arguments) for each in self.workers if each.ready]
+        for worker in self.workers:
+            if worker.begun is not None:
+                worker.begun.cancel()
+                worker.begun = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S):
+                await asyncio.gather(*calls, return_exceptions=True)
+
+    @staticmethod
+    async def _call(worker: PooledWorker, method: str, *arguments: Any) -> Any:
+        """Call a method of a worker. Raises what the method raised, and WorkerLostError if the worker is gone."""
+        result = asyncio.ensure_future(worker.handle.call(method, *arguments))
+        gone = asyncio.ensure_future(worker.gone.wait())
+        try:
+            await asyncio.wait([result, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise WorkerLostError("it did not answer")
+            return result.result()
+        except WorkerNotReadyError as error:
+            raise WorkerLostError("its process ended") from error
+        finally:
+            gone.cancel()
+            result.cancel()
+
+    def _lose(self, worker: PooledWorker, life: int, why: str) -> None:
+        """Begin again with a worker that is restarted, or let it leave. Later failures of the same life are ignored."""
+        if worker.life != life or worker not in self.workers:
+            return
+        if not worker.handle.restarts:
+            self.replaced += worker.ready
+            self.workers.remove(worker)
+            worker.handle.kill()
+            worker.gone.set()
+            if worker.begun is not None:
+                worker.begun.cancel()
+            return
+        if self._left == 0:
+            text = f"{self._allowed + 1} {self._what}s died within one step, the last one ({worker.name}): {why}"
+            advice = "its log is in Ray's session folder; raise placement.replacements to go on longer"
+            raise EngineError(f"{text}; {advice}")
+        self._left -= 1
+        self.replaced += 1
+        assert self._arguments is not None
+        self._renew(worker, self._arguments)
+
+    def _renew(self, worker: PooledWorker, arguments: Sequence[Any]) -> None:
+        worker.life = next(self._lives)
+        worker.gone = asyncio.Event()
+        worker.begun = asyncio.ensure_future(self._begin(worker, arguments))
+
+    async def _begin(self, worker: PooledWorker, arguments: Sequence[Any]) -> None:
+        try:
+            async with asyncio.timeout(START_S):
+                await self._until_there(worker)
+                await self._call(worker, "begin", *arguments)
+        except TimeoutError:
+            advice = "Are there enough free cores and GPUs for it (placement.cpus, placement.gpus)?"
+            raise DeadlineError("the orchestrator", f"{worker.name} to start", START_S, advice) from None
+
+    async def _until_there(self, worker: PooledWorker) -> None:
+        """Wait until its process answers. Raises EngineError if it is not (re)started."""
+        while True:
+            try:
+                await self._call(worker, "ready")
+                return
+            except WorkerLostError as lost:
+                if lost.forever or not worker.handle.restarts:
+                    raise EngineError(f"{worker.name} cannot be started: {lost}") from lost
+            await asyncio.sleep(_RETRY_S)
+
+    def _look_after(self) -> None:
+        """Begin again with workers that died while beginning. Raises their other errors; a process that has joined and
+        cannot begin leaves, and shows the error itself."""
+        for worker in list(self.workers):
+            if worker.begun is not None and (error := _failed(worker.begun)) is not None:
+                if worker.handle.restarts and not isinstance(error, WorkerLostError):
+                    raise error
+                self._lose(worker, worker.life, str(error))
+
+    async def _keep_watch(self) -> None:
+        """Kill workers that do not answer."""
+        while True:
+            await asyncio.sleep(self._health_s / 4)
+            await asyncio.gather(*(self._check(each) for each in self.workers if each.ready))
+
+    async def _check(self, worker: PooledWorker) -> None:
+        life = worker.life
+        try:
+            await wait_with_grace(self._call(worker, "ready"), self._health_s)
+        except TimeoutError:
+            if worker.life == life and worker.handle.restarts:
+                worker.handle.kill()
+                worker.gone.set()
+            else:
+                self._lose(worker, life, "it did not answer")
+        except WorkerLostError as lost:
+            with suppress(EngineError):  # the next call raises it
+                self._lose(worker, life, str(lost))
+
+
+def _failed(task: asyncio.Task[None]) -> BaseException | None:
+    return None if not task.done() or task.cancelled() else task.exception()

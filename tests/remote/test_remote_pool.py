@@ -1,0 +1,305 @@
+"""A pool whose members come, go, hang and come back: every call is answered once, by one that lives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmill.errors import ConfigError, RewardError
+from rollmill.remote import joined_explorers
+from rollmill.remote.connection import LOST, join_trainer, serve_calls
+from rollmill.remote.joined_explorers import JoinedExplorers
+from rollmill.remote.run_state import (
+    TrainerStatus,
+    acquire_worker_number,
+    describe_explorers,
+    read_trainer_status,
+)
+from rollmill.remote.worker_pool import WorkerLostError, WorkerNotReadyError, WorkerPool
+from rollmill.trackers.heartbeat import HeartbeatWriter
+
+
+class Held:
+    """A worker whose calls end when it is told; a WorkerHandle."""
+
+    restarts = False
+
+    def __init__(self) -> None:
+        self.begun: Any = None
+        self.running: dict[str, asyncio.Future[str]] = {}
+        self.ended = False
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        if self.ended:
+            raise WorkerLostError("it has ended")
+        if method == "begin":
+            (self.begun,) = arguments
+        if method == "rollout":
+            name = arguments[0]
+            self.running[name] = asyncio.get_running_loop().create_future()
+            try:
+                return await self.running[name]
+            finally:
+                self.running.pop(name, None)
+        return None
+
+    def notify(self, method: str, *arguments: Any) -> None: ...
+
+    def kill(self) -> None:
+        self.ended = True
+        for future in list(self.running.values()):
+            if not future.done():
+                future.set_exception(WorkerLostError("killed"))
+
+
+EVENT = st.tuples(st.sampled_from(["call", "answer", "answer", "join", "die"]), st.integers(0, 2))
+
+
+@settings(max_examples=30)
+@given(events=st.lists(EVENT, max_size=40))
+def test_every_call_is_answered_once_whoever_dies(events: list[tuple[str, int]]) -> None:
+    asyncio.run(_happens(events))
+
+
+async def _happens(events: list[tuple[str, int]]) -> None:
+    pool, members = WorkerPool("explorer", {}, health_s=60), dict[str, Held]()
+    calls: dict[str, asyncio.Task[Any]] = {}
+    await pool.begin("stage")
+    for event, number in [*events, ("join", 0), *[("answer", 0)] * (len(events) + 1)]:
+        name = f"explorer {number}"
+        if event == "call":
+            calls[str(len(calls))] = asyncio.ensure_future(pool.call("rollout", str(len(calls))))
+        elif event == "join":
+            members[name] = Held()
+            pool.add(name, members[name])
+        elif event == "die" and name in members:
+            members.pop(name).kill()
+        elif event == "answer":
+            for member in list(members.values()):
+                for one, future in list(member.running.items())[:1]:
+                    future.set_result(f"result {one}")
+        for _ in range(30):
+            await asyncio.sleep(0)
+    assert [(await task)[1] for task in calls.values()] == [f"result {name}" for name in calls]
+    assert all(member.begun == "stage" for member in members.values())
+    assert {each.name for each in pool.workers if not each.handle.ended} == set(members)  # type: ignore[attr-defined]
+    await pool.end()
+
+
+@dataclass
+class Worker:
+    """The methods that a joined process serves."""
+
+    health: Callable[[], None] = lambda: None
+    uses: list[str] = field(default_factory=list)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def ready(self) -> int:
+        if self.uses:
+            self.health()
+        return os.getpid()
+
+    async def begin(self, use: str) -> None:
+        if use == "impossible":
+            raise ConfigError("no such device")
+        self.uses.append(use)
+
+    async def rollout(self, use: str, what: str) -> str:
+        if use not in self.uses:
+            raise WorkerNotReadyError(use)
+        if what == "fails":
+            raise RewardError("no good")
+        if what == "never ends":
+            self.started.set()
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                self.stopped.set()
+        return what
+
+    async def end(self, use: str) -> None:
+        self.uses.remove(use)
+
+
+@asynccontextmanager
+async def joined(run_dir: Path, number: int, worker: Worker) -> AsyncIterator[asyncio.Task[Exception | None]]:
+    """A worker that has joined the run, in this process; yields the task that serves the trainer."""
+    trainer = read_trainer_status(run_dir)
+    assert trainer is not None
+    reader, writer = await asyncio.open_connection("localhost", trainer.port)
+    await join_trainer(reader, writer, bytes.fromhex(trainer.key), number)
+    serving = asyncio.ensure_future(serve_calls(reader, writer, worker))
+    try:
+        yield serving
+    finally:
+        writer.transport.abort()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_calls_over_a_connection(tmp_path: Path) -> None:
+    async def work() -> None:
+        explorers, worker = JoinedExplorers(tmp_path, "id"), Worker()
+        async with explorers.serving(), joined(tmp_path, 3, worker):
+            await until(lambda: bool(explorers.pool.workers))
+            await explorers.pool.begin("stage")
+            (name, _), reply = await explorers.pool.call("rollout", "stage", "x" * 1_000_000)
+            assert (name, len(reply)) == ("explorer 3", 1_000_000)
+            with pytest.raises(RewardError, match="no good"):
+                await explorers.pool.call("rollout", "stage", "fails")
+            call = asyncio.ensure_future(explorers.pool.call("rollout", "stage", "never ends"))
+            await worker.started.wait()
+            call.cancel()
+            await asyncio.wait_for(worker.stopped.wait(), 60)
+            await explorers.pool.end("stage")
+            assert worker.uses == []
+
+    asyncio.run(work())
+
+
+def test_a_group_of_a_lost_explorer_is_asked_of_the_next_one(tmp_path: Path) -> None:
+    async def work() -> None:
+        explorers, first, second = JoinedExplorers(tmp_path, "id"), Worker(), Worker()
+        async with explorers.serving():
+            await explorers.pool.begin("stage")
+            call = asyncio.ensure_future(explorers.pool.call("rollout", "stage", "never ends"))
+            async with joined(tmp_path, 0, first):
+                await first.started.wait()
+            await asyncio.wait_for(first.stopped.wait(), 60)
+            async with joined(tmp_path, 0, second):  # the number is free again
+                await second.started.wait()
+                assert second.uses == ["stage"]
+                call.cancel()
+        assert explorers.pool.replaced == 1
+
+    asyncio.run(work())
+
+
+def test_an_explorer_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its groups go to another one, and its connection ends, so that it drops them when it goes on."""
+    monkeypatch.setattr(joined_explorers, "HEALTH_S", 0.5)
+
+    async def work() -> None:
+        explorers, other, hangs = JoinedExplorers(tmp_path, "id"), Worker(), Worker()
+        silent = asyncio.Event()
+
+        async def never() -> int:
+            silent.set()
+            await asyncio.sleep(1000)
+            return 0
+
+        async with explorers.serving(), joined(tmp_path, 0, hangs) as serving:
+            await until(lambda: bool(explorers.pool.workers))
+            await explorers.pool.begin("stage")
+            hangs.ready = never  # type: ignore[method-assign]
+            call = asyncio.ensure_future(explorers.pool.call("rollout", "stage", "never ends"))
+            await hangs.started.wait()
+            async with joined(tmp_path, 1, other):
+                await other.started.wait()
+                await asyncio.wait_for(serving, 60)
+                assert silent.is_set()
+                assert hangs.stopped.is_set()
+                assert [each.name for each in explorers.pool.workers] == ["explorer 1"]
+                call.cancel()
+
+    asyncio.run(work())
+
+
+def test_one_that_cannot_begin_ends_with_its_error_and_others_go_on(tmp_path: Path) -> None:
+    async def work() -> None:
+        explorers, able = JoinedExplorers(tmp_path, "id"), Worker()
+        async with explorers.serving(), joined(tmp_path, 0, Worker()) as serving:
+            await until(lambda: bool(explorers.pool.workers))
+            await explorers.pool.begin("impossible")
+            assert explorers.pool.workers == []
+            assert isinstance(await asyncio.wait_for(serving, 60), ConfigError)
+            await explorers.pool.end("impossible")
+            async with joined(tmp_path, 1, able):
+                await until(lambda: bool(explorers.pool.workers))
+                await explorers.pool.begin("stage")
+                assert (await explorers.pool.call("rollout", "stage", "x"))[1] == "x"
+
+    asyncio.run(work())
+
+
+def test_without_the_key_nobody_joins(tmp_path: Path) -> None:
+    async def work() -> None:
+        explorers = JoinedExplorers(tmp_path, "id")
+        async with explorers.serving():
+            trainer = read_trainer_status(tmp_path)
+            assert trainer is not None
+            assert stat.S_IMODE((tmp_path / "trainer.json").stat().st_mode) == 0o600
+            reader, writer = await asyncio.open_connection("localhost", trainer.port)
+            with pytest.raises(LOST):
+                await join_trainer(reader, writer, bytes(32), 0)
+            writer.close()
+            assert explorers.pool.workers == []
+        done = read_trainer_status(tmp_path)
+        assert done is not None
+        assert (done.run_id, done.done, done.key) == ("id", True, "")
+
+    asyncio.run(work())
+
+
+def test_a_worker_trusts_only_its_trainer() -> None:
+    """A program that has taken over the trainer's port cannot make a worker unpickle anything."""
+
+    async def work() -> None:
+        async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(bytes(32))
+            await reader.readexactly(64)
+            writer.write(bytes(32))
+
+        server = await asyncio.start_server(pretend, "localhost", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection("localhost", server.sockets[0].getsockname()[1])
+            with pytest.raises(ConnectionRefusedError, match="in use by another program"):
+                await join_trainer(reader, writer, b"key", 0)
+            writer.close()
+
+    asyncio.run(work())
+
+
+def test_a_number_is_free_again_when_its_process_is_gone(tmp_path: Path) -> None:
+    with acquire_worker_number(tmp_path) as zero:
+        with acquire_worker_number(tmp_path) as one:
+            assert (zero, one) == (0, 1)
+        with acquire_worker_number(tmp_path) as again:
+            assert again == 1
+
+
+def test_the_status_of_a_former_version_is_none(tmp_path: Path) -> None:
+    (tmp_path / "trainer.json").write_text(json.dumps({"run_id": "id", "stage": 0, "first_version": 0, "done": False}))
+    assert read_trainer_status(tmp_path) is None
+    status = TrainerStatus("id", "here", ("192.0.2.7",), 5, "00")
+    status.write(tmp_path)
+    assert read_trainer_status(tmp_path) == status
+
+
+def test_explorers_are_described_for_an_error(tmp_path: Path) -> None:
+    assert "No explorer has joined; start one: rollmill run" in describe_explorers(tmp_path)
+    HeartbeatWriter(tmp_path, "explorer 0").close("reward `mine` raised")
+    alive = HeartbeatWriter(tmp_path, "explorer 1")
+    alive.set_activity("nothing", "the trainer")
+    text = describe_explorers(tmp_path)
+    alive.close("done")
+    assert "explorer 0 (process " in text
+    assert "has ended: reward `mine` raised; explorer 1 (process" in text
+    assert "s ago: nothing, waits for the trainer" in text
