@@ -48,7 +48,7 @@ class WeightedReward:
     @property
     def groupwise(self) -> bool:
         """True if it scores groups. A gate scores single completions if it can."""
-        alone = self.config.gate is not None and hasattr(self.reward, "judge")
+        alone = self.config.gate is not None and hasattr(self.reward, "score")
         return hasattr(self.reward, "score_group") and not alone
 
 
@@ -97,7 +97,7 @@ class RewardManager:
                 and has the original exception as its cause.
         """
         alone = [] if group_follows else self._groupwise
-        together = [part.name for part in alone if not hasattr(part.reward, "judge")]
+        together = [part.name for part in alone if not hasattr(part.reward, "score")]
         if together:
             names = ", ".join(together)
             raise RewardError(f"reward `{names}` sees all completions of a task together; score the whole group")
