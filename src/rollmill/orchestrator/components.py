@@ -17,7 +17,7 @@ from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import Evaluator
 from rollmill.orchestrator.scheduler import RolloutScheduler, TokenCounter
 from rollmill.pipelines.pipeline import PipelineResources, build_pipeline
-from rollmill.recipes import Distill
+from rollmill.recipes.distillation import Distill
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rollout.base import ExplorerProtocol
 from rollmill.serve.traffic import NoTasksSampler, TrafficBatches

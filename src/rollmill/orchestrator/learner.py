@@ -14,7 +14,7 @@ from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.components import build_trainer
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.privileged_context import PrivilegedContext
-from rollmill.recipes import SelfDistill
+from rollmill.recipes.distillation import SelfDistill
 from rollmill.rewards import RewardManager
 from rollmill.types import Experience, Task
 

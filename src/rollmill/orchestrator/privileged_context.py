@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmill.data import encode_privileged_prompt
 from rollmill.data.template import PromptTemplate
-from rollmill.recipes import SelfDistill
+from rollmill.recipes.distillation import SelfDistill
 from rollmill.types import Experience, IntArray, Task
 
 

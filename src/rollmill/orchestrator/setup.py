@@ -32,7 +32,7 @@ from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import replays_routing
 from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
-from rollmill.recipes import RewardModel
+from rollmill.recipes.preferences import RewardModel
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references
 from rollmill.trainer import choose_precision, choose_threads

@@ -11,7 +11,8 @@ from rollmill.config.taskset import TasksetConfig
 from rollmill.data import RejectedRow, Taskset, encode_demonstration, encode_prompt
 from rollmill.errors import TasksetError
 from rollmill.models.load import PolicyModel
-from rollmill.recipes import KTO, SelfDistill
+from rollmill.recipes.distillation import SelfDistill
+from rollmill.recipes.preferences import KTO
 from rollmill.types import Task
 
 _NAMED = 5
