@@ -79,7 +79,7 @@ class DeadlineError(RollmillError):
     """A wait timed out. The message names who waited, for whom, for how long and what to do."""
 
     def __init__(self, waiter: str, owner: str, seconds: float, advice: str) -> None:
-        super().__init__(f"{waiter} waited {seconds:.0f} s for {owner}, which did not answer. {advice}")
+        super().__init__(f"{waiter} waited {seconds:.0f} s for {owner}. {advice}")
         self.waiter, self.owner, self.seconds, self.advice = waiter, owner, seconds, advice
 
     def __reduce__(self) -> tuple[type[DeadlineError], tuple[str, str, float, str]]:

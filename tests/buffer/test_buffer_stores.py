@@ -59,10 +59,10 @@ def test_a_known_id_is_left_as_it_is(store: ExperienceStore) -> None:
 def test_a_group_on_a_second_shelf_is_refused(store: ExperienceStore) -> None:
     store.put([group("g0", kind=ExperienceKind.PARTIAL)])
     with pytest.raises(
-        StoreError, match="group g0 is on the shelf partial already; put it on the shelf usual under an id"
+        StoreError, match="group g0 is already stored as kind partial; give the group of kind usual another id"
     ):
         store.put([group("new"), group("g0")])
-    with pytest.raises(StoreError, match="group g1 is on the shelf usual already"):
+    with pytest.raises(StoreError, match="group g1 is already stored as kind usual"):
         store.put([group("g1"), group("g1", kind=ExperienceKind.EXPERT)])
     assert store.waiting() == 0
 

@@ -26,7 +26,7 @@ class ExperienceKind(StrEnum):
     EXPERT = "expert"  #: demonstrations, one per group
     PREFERENCE = "preference"  #: pairs
     RATED = "rated"  #: completions with a reward from a person or an application
-    PARTIAL = "partial"  #: unfinished completions, to be continued
+    PARTIAL = "partial"  #: unfinished completions, and finished sessions whose group is incomplete
 
 
 EXPLORER, PIPELINE, FEEDBACK, IMPORTED = "explorer", "pipeline", "feedback", "imported"
@@ -67,7 +67,7 @@ def oldest_version(experiences: Sequence[Experience]) -> int:
 
 def kind_conflict_error(id: str, here: str, there: str) -> StoreError:
     """Build the StoreError for a group that is put under a second kind."""
-    return StoreError(f"group {id} is on the shelf {here} already; put it on the shelf {there} under an id of its own")
+    return StoreError(f"group {id} is already stored as kind {here}; give the group of kind {there} another id")
 
 
 def validate_groups(groups: Sequence[Group]) -> Sequence[Group]:

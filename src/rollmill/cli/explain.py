@@ -32,11 +32,12 @@ def command(
 
 def _explain(query: str) -> Iterator[str]:
     """Raises ConfigError, with the nearest key, if nothing has this name."""
-    query = COMMON_KEY_ALIASES.get(query, query)
     homes = section_locations()
-    sections = [home for home in homes if query in _names(home)]
-    keys = [(home, key) for home in homes for key in home.section.model_fields if query in _key_names(home, key)]
-    whole = [(home, key) for home, key in keys if _path(home, key) == query]
+    words = {query, COMMON_KEY_ALIASES.get(query, query)}  # the name that other frameworks use
+    sections = [home for home in homes if words & _names(home)]
+    words = {query} if sections else words
+    keys = [(home, key) for home in homes for key in home.section.model_fields if words & _key_names(home, key)]
+    whole = [(home, key) for home, key in keys if len(words) == 1 and _path(home, key) == query]
     # `rollout` is a key of a stage and a section: the section says more. `trainer.lr` is meant alone.
     if not sections and not keys:
         known = {name for home in homes for name in _names(home)}
@@ -46,8 +47,8 @@ def _explain(query: str) -> Iterator[str]:
     for number, home in enumerate(sections):
         yield from [""] * (number > 0)
         yield from _section(home)
-    for number, (home, key) in enumerate([] if sections else whole or keys):
-        yield from [""] * (number > 0)
+    for number, (home, key) in enumerate([] if any(query in _names(home) for home in sections) else whole or keys):
+        yield from [""] * (number > 0 or bool(sections))
         yield from _key(home, key, home.section.model_fields[key])
 
 

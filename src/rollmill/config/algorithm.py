@@ -216,7 +216,7 @@ class PolicyGradientOptions(AlgorithmOptions):
     @model_validator(mode="before")
     @classmethod
     def _over_the_algorithms_own(cls, data: Any) -> Any:
-        """Fills in the algorithm's own defaults for keys of a part that keeps its component."""
+        """Merges a part that is given in part with the algorithm's default, unless its `name` changes."""
         if not isinstance(data, dict):
             return data
         data = dict(data)

@@ -174,8 +174,8 @@ class RunConfig(StageConfig):
     placement: PlacementConfig = InlinePlacement()
     """Assignment of components to processes: a name or a section."""
     mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
-    """Mode of `rollmill run`. `both`: explore and train in one process. `train`: train on what explorers roll out that
-    join as processes of their own, or on what the buffer holds. `explore`: join a run whose trainer is another process.
+    """Mode of `rollmill run`. `both`: roll out and train; `placement` selects the processes. `train`: train on
+    the rollouts of explorers that join as separate processes, or on what the buffer holds. `explore`: join such a run.
     `bench`: evaluate the model. `serve`: serve it."""
     trainer_away_s: float = Field(600.0, gt=0)
     """With mode `explore`: longest time without a sign of life from the trainer, for example while it starts or
@@ -191,5 +191,5 @@ class RunConfig(StageConfig):
 
     @property
     def is_split(self) -> bool:
-        """True if explorers and trainer run as separate processes."""
+        """True if explorers are processes that join the trainer's run."""
         return self.mode in ("train", "explore")

@@ -29,7 +29,7 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     """Maximum gradient norm, for clipping."""
     updates_per_batch: int = Field(1, ge=1)
-    """Optimizer steps per batch: the batch is split into that many mini-batches of whole groups."""
+    """Mini-batches per pass over the batch, each of whole groups, with one optimizer step each."""
     epochs_per_batch: int = Field(1, ge=1)
     """Passes over each batch."""
     micro_batch_tokens: int = Field(8192, ge=1)

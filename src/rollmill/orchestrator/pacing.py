@@ -27,5 +27,5 @@ class Pacing:
         return done + ahead // self.batch
 
     def may_start(self, done: int, ahead: int) -> bool:
-        """True if one more rollout may start now."""
+        """True if one more group may start now."""
         return self.step_of(done, ahead) < min(done + self.max_staleness + 1, self.steps)

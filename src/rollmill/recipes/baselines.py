@@ -167,7 +167,7 @@ class BatchBaseline(AdvantageSection):
 
 
 class Reinforce(PolicyGradientOptions):
-    """REINFORCE with the batch mean as baseline."""
+    """REINFORCE with the batch mean as baseline; the ratio is clipped as in PPO."""
 
     source = "Williams 1992"
     formula = """

@@ -63,7 +63,7 @@ class MixedOptions(GRPO):
     uses_experts = True
 
     expert_ratio: float = Field(0.25, gt=0, lt=1)
-    """Expert share: ceil(expert_ratio x rollout.batch x rollout.group_size) demonstrations join each step."""
+    """Demonstrations per completion: ceil(expert_ratio x rollout.batch x rollout.group_size) join each step."""
 
     def demonstrations_per_step(self, rollouts: int) -> int:
         """See AlgorithmOptions."""

@@ -151,7 +151,7 @@ class SPPOLoss(LossSection):
 
 
 class SPPO(PolicyGradientOptions):
-    """SPPO: completions' log-ratios fitted to A / beta."""
+    """SPPO: completions' log-ratios fitted to A / beta. (Trinity-RFT's `sppo` is the loss `softmax_ppo`.)"""
 
     source = "arXiv:2405.00675"
     formula = """

@@ -112,9 +112,9 @@ class RewardManager:
     async def add_group_rewards(
         self, task: Task, completions: Sequence[Completion], results: Sequence[RewardResult]
     ) -> list[RewardResult]:
-        """Add the group-wise rewards to the results of `judge`. Both sequences are in the same order.
+        """Add the group-wise rewards to the results of `score`. Both sequences are in the same order.
 
-        Raises RewardError like `judge`, and if a reward returns another number of values than there are completions.
+        Raises RewardError like `score`, and if a reward returns another number of values than there are completions.
         """
         assert len(completions) == len(results)
         if not self._groupwise or not completions:
@@ -132,7 +132,7 @@ class RewardManager:
         ]
 
     async def score_group(self, task: Task, completions: Sequence[Completion]) -> list[RewardResult]:
-        """Score all completions of a task, in their order. Raises RewardError like `judge`."""
+        """Score all completions of a task, in their order. Raises RewardError like `score`."""
         results = await _gather_or_cancel([self.score(task, each, group_follows=True) for each in completions])
         return await self.add_group_rewards(task, completions, results)
 
