@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,7 +197,7 @@ def execute(
             monitor.message(setup.describe(run_dir))
             if resumed:
                 monitor.resume_at(steps[-1] if steps else 0)
-            summary = asyncio.run(_orchestrate(orchestrator, start, explorers))
+            summary = asyncio.run(orchestrator.run(start))
         except Interrupted:
             again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"
             summary = summarise(orchestrator.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
@@ -212,13 +211,6 @@ def execute(
             buffers.close()
         monitor.close(summary)
         return summary
-
-
-async def _orchestrate(
-    orchestrator: Orchestrator, start: tuple[RunState, dict[str, Any]] | None, explorers: ExplorerLauncher | None
-) -> dict[str, Any]:
-    async with nullcontext() if explorers is None else explorers.serving():
-        return await orchestrator.run(start)
 
 
 def _folder(path: Path) -> Path:

@@ -75,10 +75,12 @@ class Orchestrator:
         if resumed is not None:
             self.state, trainer = resumed
             self._prune()
-        with self._interrupts.installed():
-            while self.state.stage < len(self._stages):
-                await self._stage(self._stages[self.state.stage], trainer)
-                trainer = {}
+        explorers = self._context.explorers
+        async with nullcontext() if explorers is None else explorers.serving():
+            with self._interrupts.installed():
+                while self.state.stage < len(self._stages):
+                    await self._stage(self._stages[self.state.stage], trainer)
+                    trainer = {}
         return summarise(self.state, [stage.name for stage in self._stages], self._checkpoints)
 
     async def _stage(self, config: StageConfig, trainer: dict[str, Any]) -> None:

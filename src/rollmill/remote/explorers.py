@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightTransport:
-    """How new weights reach explorers."""
+    """Transfer of new weights to explorers."""
 
     kind: Literal["memory", "folder", "broadcast"]
     folder: str = WEIGHTS  #: of `folder`; relative to the run directory, which may have another path on another host
@@ -60,7 +60,7 @@ class ExplorerLauncher(Protocol):
     location: str
     """Description of where they are, for the start of a stage."""
     waits_for: str
-    """What `rollmill status` calls them."""
+    """Their name in `rollmill status`."""
 
     def share(self, setup: WorkerSetup) -> Any:
         """Make a stage's setup available to all workers; returns the argument of their `begin`."""
