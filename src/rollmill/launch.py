@@ -28,7 +28,7 @@ from rollmill.orchestrator.setup import MACHINE, RunSetup, set_up_run
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState
 from rollmill.orchestrator.summary import summarise
-from rollmill.remote.explorers import ExplorerLauncher
+from rollmill.remote.explorers import ExplorerFleet
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
@@ -145,7 +145,7 @@ def execute(
     *,
     resumed: bool,
     serving: Serving | None = None,
-    explorers: ExplorerLauncher | None = None,
+    explorers: ExplorerFleet | None = None,
     ranks: Sequence[dict[str, Any]] = (),
     interrupts: Interrupts | None = None,
 ) -> dict[str, Any]:

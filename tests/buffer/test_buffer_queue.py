@@ -114,7 +114,7 @@ def test_a_group_that_was_cancelled_has_failed() -> None:
         assert not queue.failed()
         futures[2].cancel()
         assert queue.failed()
-        assert [each.known is None for each in queue.all()] == [False, True, True, True]
+        assert [each.experiences is None for each in queue.all()] == [False, True, True, True]
         with pytest.raises(asyncio.CancelledError):
             queue.raise_failure()
 

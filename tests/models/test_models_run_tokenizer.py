@@ -83,7 +83,7 @@ def test_a_run_without_one(tmp_path: Path) -> None:
         load_run_tokenizer(tmp_path)
     save_run_tokenizer(tmp_path, toy_tokenizer(), 1)
     (tmp_path / "tokenizer/run.json").write_text("{")
-    with pytest.raises(ModelError, match=r"run\.json is no JSON"):
+    with pytest.raises(ModelError, match=r"run\.json is not a JSON object"):
         load_run_fingerprint(tmp_path)
 
 

@@ -33,7 +33,7 @@ from rollmill.trackers.heartbeat import HeartbeatWriter
 class Held:
     """A worker whose calls end when it is told; a WorkerHandle."""
 
-    restarts = False
+    restartable = False
 
     def __init__(self) -> None:
         self.begun: Any = None

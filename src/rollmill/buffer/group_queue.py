@@ -31,7 +31,7 @@ class PendingGroup:
         return self.future.done() and (self.future.cancelled() or self.future.exception() is not None)
 
     @property
-    def known(self) -> list[Experience] | None:
+    def experiences(self) -> list[Experience] | None:
         """Its experiences, scored or not; None while their tokens are missing."""
         return self.future.result() if self.future.done() and not self.failed else self.unscored
 
@@ -83,7 +83,7 @@ class GroupQueue:
 
     def tokens_of(self, number: int) -> list[Experience]:
         """The experiences of a group that has its tokens."""
-        known = self._groups[number].known
+        known = self._groups[number].experiences
         assert known is not None
         return known
 
@@ -95,7 +95,7 @@ class GroupQueue:
 
     def all_have_tokens(self, count: int | None = None) -> bool:
         """True if the `count` oldest groups (None: all) have their tokens."""
-        return all(group.known is not None for group in list(self._groups.values())[:count])
+        return all(group.experiences is not None for group in list(self._groups.values())[:count])
 
     def failed(self) -> bool:
         """True if a group has failed."""
@@ -134,7 +134,7 @@ class GroupQueue:
             return sorted(each.number for each in there[:count])
 
         def complete() -> bool:
-            missing = {number for number in numbers if self._groups[number].known is None}
+            missing = {number for number in numbers if self._groups[number].experiences is None}
             return not missing or (len(chosen()) == count and missing.isdisjoint(needed))
 
         await self._until(complete)
@@ -142,7 +142,7 @@ class GroupQueue:
 
     def there(self, numbers: Sequence[int], counts: GroupPredicate) -> list[int]:
         """Filter these groups: those that have their tokens and count."""
-        known = ((number, self._groups[number].known) for number in numbers)
+        known = ((number, self._groups[number].experiences) for number in numbers)
         return [number for number, group in known if group is not None and counts(group)]
 
     async def wait_for_news(self, seconds: float) -> None:
@@ -161,7 +161,7 @@ class GroupQueue:
 
     def peek(self, groups: int) -> list[list[Experience]] | None:
         """Next result of `get`, scored or not; None while some tokens are missing."""
-        found = [group.known for group in self.first(groups)]
+        found = [group.experiences for group in self.first(groups)]
         return None if any(each is None for each in found) else [each for each in found if each is not None]
 
     async def get(self, groups: int, deadline_s: float) -> list[list[Experience]]:

@@ -44,7 +44,7 @@ class BatchSource(Protocol):
     def replay(self, version: int) -> list[Experience]:
         """See BatchReader."""
 
-    def known(self) -> list[Experience] | None:
+    def peek(self) -> list[Experience] | None:
         """The experiences that `collect` will return, perhaps without rewards; None while completions are missing."""
 
     async def collect(self, version: int) -> list[Experience]:
@@ -135,7 +135,7 @@ class RolloutBatches:
         """See BatchReader."""
         return self._reader.replay(version)
 
-    def known(self) -> list[Experience] | None:
+    def peek(self) -> list[Experience] | None:
         """See BatchSource."""
         if len(self._pipeline) or self._store.waiting():
             return None
@@ -164,7 +164,7 @@ class RolloutBatches:
 
     def upcoming(self) -> list[list[Experience]]:
         """See BatchSource. Includes groups that the pipeline may still drop."""
-        groups = [accepted(group.known) for group in self._queue.all() if group.known]
+        groups = [accepted(group.experiences) for group in self._queue.all() if group.experiences]
         size = self._config.rollout.batch
         return [[each for group in groups[i : i + size] for each in group] for i in range(0, len(groups), size)]
 

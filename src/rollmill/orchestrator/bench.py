@@ -27,7 +27,7 @@ from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.eval_targets import RUN_FILE, CheckpointTarget, EvalTarget, ServedTarget
 from rollmill.orchestrator.evaluation import Evaluator
 from rollmill.orchestrator.evaluation_set import SetResult
-from rollmill.orchestrator.explorers import StageExplorers
+from rollmill.orchestrator.explorers import ExplorerFactory
 from rollmill.orchestrator.setup import MACHINE, choose_device
 from rollmill.orchestrator.task_selection import select_held_out
 from rollmill.rewards import build_reward_manager
@@ -147,7 +147,7 @@ async def _evaluate(
         return build_reward_manager(configs, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
 
     rewards = build_rewards(stage.rewards)
-    explorers = StageExplorers(stage, policy, engine, rewards, precision=precision, tasks=examples)
+    explorers = ExplorerFactory(stage, policy, engine, rewards, precision=precision, tasks=examples)
     evaluator = Evaluator(
         stage,
         select_held_out(stage, policy, tasksets, []),

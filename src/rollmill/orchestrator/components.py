@@ -29,9 +29,9 @@ from rollmill.trainer.verification import verify_checkpoint
 from rollmill.types import Task
 
 if TYPE_CHECKING:
-    from rollmill.orchestrator.explorers import StageExplorers
+    from rollmill.orchestrator.explorers import ExplorerFactory
     from rollmill.orchestrator.stages import Stage
-    from rollmill.remote.explorers import RemoteExplorers
+    from rollmill.remote.explorers import RemoteRollouts
 
 
 def build_stage_rewards(config: StageConfig, policy: PolicyModel, rewards: Sequence[RewardConfig]) -> RewardManager:
@@ -72,7 +72,7 @@ def build_trainer(
 
 
 def build_rollouts(
-    stage: Stage, explorers: StageExplorers | RemoteExplorers, counter: TokenCounter
+    stage: Stage, explorers: ExplorerFactory | RemoteRollouts, counter: TokenCounter
 ) -> tuple[BatchSource | None, Evaluator | None]:
     """Build the source of a stage's batches, if its algorithm rolls out, and its evaluator, if it has one.
 

@@ -11,7 +11,7 @@ from rollmill.orchestrator.buffers import Buffers
 from rollmill.trackers.heartbeat import HeartbeatWriter
 
 if TYPE_CHECKING:
-    from rollmill.remote.explorers import ExplorerLauncher
+    from rollmill.remote.explorers import ExplorerFleet
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RunContext:
     buffers: Buffers
     plugins: Sequence[Path] = ()  #: plugin files that every process imports
     heartbeat: HeartbeatWriter | None = None  #: of this process, while it works on a run
-    explorers: ExplorerLauncher | None = None  #: in other processes; None: rollouts are made in this one
+    explorers: ExplorerFleet | None = None  #: in other processes; None: rollouts are made in this one
     ranks: Sequence[dict[str, Any]] = ()  #: how Ray starts the other ranks; empty: child processes
 
     def set_activity(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:

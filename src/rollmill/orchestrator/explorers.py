@@ -20,7 +20,7 @@ from rollmill.trackers.trace import Trace
 from rollmill.types import Task
 
 
-class StageExplorers:
+class ExplorerFactory:
     """Builds the explorers of one stage, which share the workflow's resources; `close` frees them.
 
     Args:
@@ -54,10 +54,10 @@ class StageExplorers:
             examples=[task for task in tasks if task.response is not None],
         )
 
-    def variant(self, config: StageConfig, rewards: RewardManager) -> StageExplorers:
+    def variant(self, config: StageConfig, rewards: RewardManager) -> ExplorerFactory:
         """Explorers of another stage configuration for the same policy, worked examples and other models: frozen models
         stay as they were at the start of the stage, on resume as well."""
-        return StageExplorers(config, self._policy, self._engine, rewards, tasks=self._tasks, models=self._models)
+        return ExplorerFactory(config, self._policy, self._engine, rewards, tasks=self._tasks, models=self._models)
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> Explorer:
         """Build an explorer with the stage's `workflow`."""

@@ -67,7 +67,7 @@ class Learner:
         probes = self.trainer.probes(upcoming, experiences, version)
         return self.trainer.step(experiences, version, probes) | shown
 
-    async def step_beside(
+    async def step_in_thread(
         self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
     ) -> dict[str, float]:
         """Run `step` in a thread, so that requests and explorers are served meanwhile.

@@ -2,9 +2,10 @@
 
     tasks -> rollouts -> rewards -> pipeline -> buffer -> batch -> advantages -> optimizer steps -> weights
 
-Synchronous, one-step-off-policy, asynchronous, partial and remote rollouts all run this loop. They differ in three
-places outside it: how far ahead the scheduler may start rollouts (`max_staleness`, scheduler.py), what ends a step's
-rollouts (all of them, the first ones, or a token budget; scheduler.py), and which process rolls out (the stage's
+Rewards, pipeline and buffer are steps of the batch source (batches.py), advantages and optimizer steps of the trainer
+(learner.py). Synchronous, one-step-off-policy, asynchronous, partial and remote rollouts all run this loop. They differ
+in three places outside it: how far ahead the scheduler may start rollouts (`max_staleness`, scheduler.py), what ends a
+step's rollouts (all of them, the first ones, or a token budget; scheduler.py), and which process rolls out (the stage's
 rollout backend, stages.py).
 """
 
@@ -34,7 +35,8 @@ from rollmill.trackers.trace import Span
 from rollmill.types import Experience
 
 _TURNS = 5
-"""Turns of the event loop after which the scheduler has seen that its completions have ended."""
+"""Turns of the event loop after which the scheduler has seen that its completions have ended: the engine wakes the
+request, the request its rollout, the rollout its group, and the group the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ class TrainingLoop:
     async def step(self, before_update: Callable[[], Awaitable[None]] | None = None) -> TrainingStepResult:
         """Make one training step: collect a batch, learn from it, publish the new weights.
 
-        Nothing is awaited between the update and the end of the step, so an interrupted step is made or not made.
+        Nothing is awaited between the last optimizer step and `finish_step`, so an interrupted step either counts as
+        made, with its weights published, or leaves the state as it was.
 
         Args:
             before_update: waits for what else needs the weights as they are: an evaluation that shares the engine.
@@ -71,7 +74,7 @@ class TrainingLoop:
             RollmillError: a rollout, the pipeline or the buffer failed.
         """
         stage, started = self.stage, time.perf_counter()
-        tokens_before, drafted = stage.rollouts.tokens_generated, stage.engine.counters()
+        tokens_before, engine_before = stage.rollouts.tokens_generated, stage.engine.counters()
 
         batch = await self.collect(shares_engine=before_update is not None)
         if before_update is not None:
@@ -79,13 +82,13 @@ class TrainingLoop:
         generated = stage.rollouts.tokens_generated - tokens_before
         require_rewards(batch, f"stage {stage.config.name}, step {stage.state.step + 1}")
 
-        version = stage.version
-        if stage.offloader is not None:
-            await self._precompute(batch)  # in its own phase, before reward models and the engine leave
-        await stage.engine.sleep()
+        version = stage.version  # of the weights before the update
+        if stage.offloader is not None:  # what `collect` has precomputed is not computed again
+            await self._precompute(batch)  # in its own phase, before reward models and the engine are offloaded
+        await stage.engine.sleep()  # frees its memory, if `engine.sleep` is set; its next request wakes it
         with stage.during("train"):
-            if stage.rollouts.trains_beside:
-                trained = await self._learn_beside(batch)
+            if stage.rollouts.trains_in_thread:
+                trained = await self._learn_in_thread(batch)
             else:
                 trained = self.learn(batch)
             metrics: dict[str, Any] = batch_metrics(batch, version) | trained
@@ -93,7 +96,7 @@ class TrainingLoop:
         total, spans = time.perf_counter() - started, stage.trace.take()
         kinds = {span.kind for span in spans}
         seconds = {phase: seconds_of(spans, phase) for phase in (*PHASES, MOVE) if phase in kinds}
-        metrics |= judging_metrics(spans) | self._component_metrics(drafted, generated)
+        metrics |= judging_metrics(spans) | self._component_metrics(engine_before, generated)
         return TrainingStepResult(metrics, batch, generated, started, seconds | {"total": total}, spans)
 
     # -- the batch ---------------------------------------------------------------------------------------------
@@ -102,20 +105,20 @@ class TrainingLoop:
         """Collect the experiences of the next step; while rewards are awaited, the trainer's inference goes on.
 
         Args:
-            shares_engine: an evaluation is rolled out beside it, so that rollouts may take twice as long.
+            shares_engine: the engine also serves an evaluation, so the deadline of rollouts is twice as long.
         """
         stage, batches = self.stage, self.stage.batches
         algorithm = stage.config.algorithm
         if batches is None:
             return self._demonstrations(algorithm.demonstrations_per_step(0))
-        with stage.during("rollout", f"{stage.rollouts.waits_for} to finish its completions"):
+        with stage.during("rollout", f"{stage.rollouts.display_name} to finish its completions"):
             await batches.roll_out(stage.version, deadlines=2 if shares_engine else 1)
-        rollouts = stage.config.rollout.batch * stage.config.rollout.group_size
-        others = batches.replay(stage.version) + self._demonstrations(algorithm.demonstrations_per_step(rollouts))
+        completions = stage.config.rollout.batch * stage.config.rollout.group_size
+        others = batches.replay(stage.version) + self._demonstrations(algorithm.demonstrations_per_step(completions))
         if stage.offloader is None or not shares_engine:  # else the engine is still at work, and nothing may move
-            known = await self._known_batch()
-            if known is not None:
-                await self._precompute(known + others)
+            unscored = await self._unscored_batch()
+            if unscored is not None:
+                await self._precompute(unscored + others)
         return await batches.collect(stage.version) + others
 
     def _demonstrations(self, count: int) -> list[Experience]:
@@ -132,13 +135,13 @@ class TrainingLoop:
             )
         return drawn
 
-    async def _known_batch(self) -> list[Experience] | None:
-        """Return the batch whose tokens are there, scored or not; None while that may still change."""
+    async def _unscored_batch(self) -> list[Experience] | None:
+        """Return the experiences of the next batch, some still without rewards; None if others may take their place."""
         assert self.stage.batches is not None
         for _ in range(_TURNS):
             await asyncio.sleep(0)
-            if (known := self.stage.batches.known()) is not None:
-                return known
+            if (unscored := self.stage.batches.peek()) is not None:
+                return unscored
         return None
 
     async def _precompute(self, batch: list[Experience]) -> None:
@@ -150,21 +153,21 @@ class TrainingLoop:
     # -- the update --------------------------------------------------------------------------------------------
 
     def learn(self, batch: list[Experience]) -> dict[str, float]:
-        """Update the weights and publish them; return the trainer's metrics."""
+        """Make the optimizer steps, publish the weights (`finish_step`), and return the trainer's metrics."""
         metrics = self.stage.learner.step(batch, self.stage.version, self._upcoming())
         self.stage.finish_step()
         return metrics
 
-    async def _learn_beside(self, batch: list[Experience]) -> dict[str, float]:
-        """`learn` in a thread, while requests are taken and explorers are answered.
+    async def _learn_in_thread(self, batch: list[Experience]) -> dict[str, float]:
+        """`learn` with the optimizer steps in a thread, so that the event loop can serve requests and explorers.
 
-        An engine of this process rests meanwhile, since it has the same weights.
+        An engine of this process pauses meanwhile, since its weights are the ones that change.
         """
         engine = self.stage.engine
         engine.pause()
         try:
             await engine.drain()
-            metrics = await self.stage.learner.step_beside(batch, self.stage.version, self._upcoming())
+            metrics = await self.stage.learner.step_in_thread(batch, self.stage.version, self._upcoming())
             self.stage.finish_step()
             return metrics
         finally:
@@ -176,11 +179,11 @@ class TrainingLoop:
 
     # -- metrics -----------------------------------------------------------------------------------------------
 
-    def _component_metrics(self, drafted: dict[str, float], generated: int) -> dict[str, float]:
+    def _component_metrics(self, engine_before: dict[str, float], generated: int) -> dict[str, float]:
         """Counts of rewards, engine, rollouts, environments and offloading since the last step.
 
         Args:
-            drafted: the engine's counters before this step.
+            engine_before: the engine's counters before this step.
             generated: tokens generated in this step.
         """
         stage = self.stage
@@ -190,9 +193,9 @@ class TrainingLoop:
             rewards.update(each)
         engine = stage.engine.counters()
         before, self._reward_counters = self._reward_counters, rewards
-        engine_before, self._engine_counters = self._engine_counters, engine
+        engine_last, self._engine_counters = self._engine_counters, engine
         metrics = {f"judging/{key}": value - before.get(key, 0.0) for key, value in rewards.items()}
-        metrics |= drafting_metrics(drafted, engine, generated) | engine_metrics(engine_before, engine)
+        metrics |= drafting_metrics(engine_before, engine, generated) | engine_metrics(engine_last, engine)
         metrics |= {} if stage.batches is None else stage.batches.metrics()
         metrics |= sum_metrics([stage.rollouts.metrics(), *evaluated])
         return metrics | ({} if stage.offloader is None else stage.offloader.metrics())

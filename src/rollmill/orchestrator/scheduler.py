@@ -218,7 +218,7 @@ class RolloutScheduler:
         assert isinstance(self._engine, Interruptible)
         self._engine.interrupt()
         await self.queue.wait_all_generated()
-        groups = [group.known or [] for group in self.queue.all()]
+        groups = [group.experiences or [] for group in self.queue.all()]
         taken, everything = groups[:needed], [*groups, *self._interrupted.values()]
         self._lengths = LengthBias()
         self._lengths.add(*_count_tokens(taken), *_count_tokens(everything))

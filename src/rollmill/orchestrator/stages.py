@@ -22,13 +22,13 @@ from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.evaluation import EvaluationResult, Evaluator
 from rollmill.orchestrator.experts import build_expert_pool
-from rollmill.orchestrator.explorers import StageExplorers
+from rollmill.orchestrator.explorers import ExplorerFactory
 from rollmill.orchestrator.learner import Learner
 from rollmill.orchestrator.offload import build_offloader
 from rollmill.orchestrator.phases import PhaseTrace
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
-from rollmill.remote.explorers import RemoteExplorers
+from rollmill.remote.explorers import RemoteRollouts
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
 
@@ -50,9 +50,9 @@ class RolloutBackend(Protocol):
     """The engine of this process; it generates nothing where rollouts are made elsewhere."""
     location: str
     """Description of where rollouts are made; empty for this process."""
-    waits_for: str
+    display_name: str
     """Who makes completions, as `rollmill status` names them."""
-    trains_beside: bool
+    trains_in_thread: bool
     """The event loop has to go on while the trainer works, since others send requests."""
 
     @property
@@ -93,14 +93,14 @@ class RolloutBackend(Protocol):
 class LocalRollouts:
     """Rollouts in this process, with the trainer's parameters or with those that vLLM is sent."""
 
-    location, waits_for = "", "the engine"
+    location, display_name = "", "the engine"
 
     def __init__(self, stage: Stage) -> None:
         self.engine = build_engine(stage.policy, stage.config, stage.context.precision)
         self._publisher = build_publisher(stage.policy, self.engine, stage.context.precision)
-        self.trains_beside = not stage.config.workflow.uses_tasks  # applications send requests
+        self.trains_in_thread = not stage.config.workflow.uses_tasks  # applications send requests
         self._rewards = stage.rewards
-        self._explorers: StageExplorers | None = None  # made by `start`
+        self._explorers: ExplorerFactory | None = None  # made by `start`
 
     @property
     def tokens_generated(self) -> int:
@@ -116,7 +116,7 @@ class LocalRollouts:
         if stage.rewards is None:
             return None, None
         precision, tasks = stage.context.precision, stage.tasks.training.tasks
-        self._explorers = StageExplorers(
+        self._explorers = ExplorerFactory(
             stage.config, stage.policy, self.engine, stage.rewards, precision=precision, tasks=tasks
         )
         return build_rollouts(stage, self._explorers, self.engine)
@@ -203,7 +203,7 @@ class Stage:
         explorers = self.context.explorers
         if explorers is None or self.rewards is None:
             return LocalRollouts(self)
-        return RemoteExplorers(self, explorers)
+        return RemoteRollouts(self, explorers)
 
     @property
     def version(self) -> int:

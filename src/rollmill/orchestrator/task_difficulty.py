@@ -21,7 +21,7 @@ from rollmill.data.score_file import ScoreFile
 from rollmill.errors import ConfigError, DeadlineError
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.engine import build_engine, build_publisher
-from rollmill.orchestrator.explorers import StageExplorers
+from rollmill.orchestrator.explorers import ExplorerFactory
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.task_selection import select_tasks
 from rollmill.rewards import build_reward_manager
@@ -201,7 +201,7 @@ async def _roll_out(
     sync = build_publisher(policy, engine, precision)
     sync.publish(0)
     rewards = build_reward_manager(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
-    explorers = StageExplorers(stage, policy, engine, rewards, tasks=[task for _, task in tasks])
+    explorers = ExplorerFactory(stage, policy, engine, rewards, tasks=[task for _, task in tasks])
     explorer = explorers.explorer()
     size = max(1, rollout.max_sequences // samples)
 

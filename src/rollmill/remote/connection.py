@@ -69,7 +69,7 @@ async def read_message(reader: StreamReader) -> Any:
 class ConnectedWorker:
     """A worker that has joined; a WorkerHandle. If its connection ends, it is lost, and may join again."""
 
-    restarts = False
+    restartable = False
 
     def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
         self._writer, self._numbers = writer, itertools.count()

@@ -19,7 +19,7 @@ class ExplorerWorker:
 
     Args:
         kind: what sets it apart from others.
-        localize: replaces what this process has itself in the trainer's setup.
+        localize: puts this process's policy, threads and paths into the trainer's setup.
     """
 
     def __init__(

@@ -52,14 +52,14 @@ class WeightTransport:
     engines: Sequence[EngineConfig | None] = ()  #: engine of each kind of explorer; None: the stage's
 
 
-class ExplorerLauncher(Protocol):
+class ExplorerFleet(Protocol):
     """The explorers of a run, and what depends on who has launched them: Ray, or the user."""
 
     pool: WorkerPool
     transport: WeightTransport
     location: str
     """Description of where they are, for the start of a stage."""
-    waits_for: str
+    display_name: str
     """Their name in `rollmill status`."""
 
     def share(self, setup: WorkerSetup) -> Any:
@@ -74,24 +74,24 @@ class ExplorerLauncher(Protocol):
         ...
 
 
-class RemoteExplorers:
+class RemoteRollouts:
     """The run's explorers during one stage, as its rollout backend; they get the trainer's weights with every
     `publish`."""
 
-    trains_beside = True
+    trains_in_thread = True
 
-    def __init__(self, stage: Stage, launcher: ExplorerLauncher) -> None:
+    def __init__(self, stage: Stage, fleet: ExplorerFleet) -> None:
         config, policy, context = stage.config, stage.policy, stage.context
         self.engine: RolloutEngine = build_native_engine(policy, config.rollout, context.precision)  # generates nothing
-        self._policy, self._launcher, self._pool = policy, launcher, launcher.pool
-        self.location, self.waits_for = launcher.location, launcher.waits_for
+        self._policy, self._fleet, self._pool = policy, fleet, fleet.pool
+        self.location, self.display_name = fleet.location, fleet.display_name
         self.version, self.tokens_generated = -1, 0
         self._metrics: list[dict[str, float]] = []
         self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and its start, dead ones included
         self._name = uuid.uuid4().hex  # of this use of the explorers: earlier requests are dropped
-        place, self._sender = open_transport(launcher.transport, config, context, policy, self._name)
+        place, self._sender = open_transport(fleet.transport, config, context, policy, self._name)
         examples = [task for task in stage.tasks.training.tasks if task.response is not None]
-        self._setup = launcher.share(
+        self._setup = fleet.share(
             WorkerSetup(
                 config.model_dump_json(),
                 policy,
@@ -99,7 +99,7 @@ class RemoteExplorers:
                 context.threads,
                 list(context.plugins),
                 examples,
-                launcher.transport.kind,
+                fleet.transport.kind,
                 place,
             )
         )
@@ -121,9 +121,9 @@ class RemoteExplorers:
         """Build an explorer with the stage's `workflow`."""
         return RemoteExplorer(self, "", trace)
 
-    def variant(self, config: StageConfig, rewards: RewardManager) -> RemoteExplorersVariant:
+    def variant(self, config: StageConfig, rewards: RewardManager) -> RemoteRolloutsVariant:
         """Explorers for tasks with another workflow or other rewards; these have their own reward managers."""
-        return RemoteExplorersVariant(self, config.model_dump_json())
+        return RemoteRolloutsVariant(self, config.model_dump_json())
 
     async def roll_out(self, request: RolloutRequest) -> RolloutReply:
         """Have a group rolled out. Raises like Explorer.rollout; EngineError if explorers keep dying."""
@@ -139,7 +139,7 @@ class RemoteExplorers:
 
     def explain(self, error: DeadlineError) -> DeadlineError:
         """See RolloutBackend."""
-        advice = " ".join(filter(None, [self._launcher.describe(), error.advice]))
+        advice = " ".join(filter(None, [self._fleet.describe(), error.advice]))
         return DeadlineError(error.waiter, error.owner, error.seconds, advice)
 
     def metrics(self) -> dict[str, float]:
@@ -167,19 +167,19 @@ class RemoteExplorers:
         self._sender.close()
 
 
-class RemoteExplorersVariant:
-    """RemoteExplorers for other configuration sections of the same stage."""
+class RemoteRolloutsVariant:
+    """RemoteRollouts for other configuration sections of the same stage."""
 
-    def __init__(self, explorers: RemoteExplorers, stage: str) -> None:
+    def __init__(self, explorers: RemoteRollouts, stage: str) -> None:
         self._explorers, self._stage = explorers, stage
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
         """Build an explorer with these sections."""
         return RemoteExplorer(self._explorers, self._stage, trace)
 
-    def variant(self, config: StageConfig, rewards: RewardManager) -> RemoteExplorersVariant:
+    def variant(self, config: StageConfig, rewards: RewardManager) -> RemoteRolloutsVariant:
         """See ExplorerSource."""
-        return RemoteExplorersVariant(self._explorers, config.model_dump_json())
+        return RemoteRolloutsVariant(self._explorers, config.model_dump_json())
 
     def metrics(self) -> dict[str, float]:
         """Empty: the stage's explorers report all metrics."""
@@ -194,7 +194,7 @@ class RemoteExplorer:
 
     is_remote = True
 
-    def __init__(self, explorers: RemoteExplorers, stage: str, trace: Trace | None) -> None:
+    def __init__(self, explorers: RemoteRollouts, stage: str, trace: Trace | None) -> None:
         self._explorers, self._stage, self._trace = explorers, stage, trace
         self._counts: Counter[str] = Counter()
 

@@ -26,9 +26,9 @@ _KEY_BYTES = 32
 
 
 class JoinedExplorers:
-    """Listens for explorers; an ExplorerLauncher whose workers the user launches."""
+    """Listens for explorers; an ExplorerFleet whose workers the user launches."""
 
-    waits_for, transport = "explorers", WeightTransport("folder")
+    display_name, transport = "explorers", WeightTransport("folder")
 
     def __init__(self, run_dir: Path, run_id: str) -> None:
         self._run_dir, self._run_id = run_dir, run_id
@@ -38,16 +38,16 @@ class JoinedExplorers:
         self._key = secrets.token_bytes(_KEY_BYTES)
 
     def share(self, setup: WorkerSetup) -> WorkerSetup:
-        """See ExplorerLauncher. Explorers load the model themselves, on their own devices."""
+        """See ExplorerFleet. Explorers load the model themselves, on their own devices."""
         return replace(setup, policy=None)
 
     def describe(self) -> str:
-        """See ExplorerLauncher."""
+        """See ExplorerFleet."""
         return describe_explorers(self._run_dir)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """See ExplorerLauncher. Afterwards explorers know that the run is done, unless it has failed."""
+        """See ExplorerFleet. Afterwards explorers know that the run is done, unless it has failed."""
         listening = socket.create_server(("", 0), family=_family(), dualstack_ipv6=_family() == socket.AF_INET6)
         server = await asyncio.start_server(self._welcome, sock=listening)
         host, port = socket.gethostname(), listening.getsockname()[1]

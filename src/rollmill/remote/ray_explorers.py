@@ -1,4 +1,4 @@
-"""Explorers that are Ray actors, which Ray restarts when their process ends."""
+"""Explorers that are Ray actors, which Ray restartable when their process ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ExplorerActor(ExplorerWorker):
 class RayWorkerHandle:
     """A worker that is a Ray actor; a WorkerHandle."""
 
-    restarts = True
+    restartable = True
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -58,7 +58,7 @@ class RayWorkerHandle:
 
 
 class RayExplorers:
-    """The actors of a run, as an ExplorerLauncher. They outlive the trainer's process that uses them.
+    """The actors of a run, as an ExplorerFleet. They outlive the trainer's process that uses them.
 
     Args:
         actors: by name; see `start_explorers`.
@@ -70,21 +70,21 @@ class RayExplorers:
         health, replacements = placement.health_s, placement.replacements
         self.pool = WorkerPool(EXPLORER, dict(handles), health_s=health, replacements=replacements)
         self.location = f"{len(actors)} explorer{'s' * (len(actors) > 1)} on Ray at {address}"
-        self.waits_for = self.location
+        self.display_name = self.location
         folder = str(Path(placement.weights_folder or run_dir / WEIGHTS).absolute())
         engines = [kind.engine for kind in placement.explorers]
         self.transport = WeightTransport(placement.weights, folder, host_address(), placement.nccl, engines)
 
     def share(self, setup: WorkerSetup) -> Any:
-        """See ExplorerLauncher. All explorers of a host read one copy."""
+        """See ExplorerFleet. All explorers of a host read one copy."""
         return ray_module().put(setup)
 
     def describe(self) -> str:
-        """Empty: Ray restarts explorers."""
+        """Empty: Ray restartable explorers."""
         return ""
 
     def serving(self) -> AbstractAsyncContextManager[None]:
-        """See ExplorerLauncher: Ray can always reach them."""
+        """See ExplorerFleet: Ray can always reach them."""
         return nullcontext()
 
 
@@ -100,7 +100,7 @@ def explorer_needs(placement: RayPlacement) -> list[ResourceRequest]:
 
 
 def start_explorers(placement: RayPlacement, group: PlacementGroup, run_dir: Path) -> dict[str, Any]:
-    """Start the actors, by name, in the first bundles of the placement group; Ray restarts one that ends."""
+    """Start the actors, by name, in the first bundles of the placement group; Ray restartable one that ends."""
     started = {}
     for number, kind in enumerate(placement.every_explorer):
         options = group.options(number) | {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 10_000}

@@ -21,7 +21,7 @@ from rollmill.models.load import PolicyModel
 from rollmill.models.lora import has_lora
 from rollmill.orchestrator.components import build_stage_rewards
 from rollmill.orchestrator.engine import build_engine, build_publisher
-from rollmill.orchestrator.explorers import StageExplorers
+from rollmill.orchestrator.explorers import ExplorerFactory
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.registry import import_file
 from rollmill.rollout import Explorer
@@ -107,7 +107,7 @@ class StageWorker:
         self._trace = Trace()
         self._receiver = _receiver(setup, self._policy)
         self._updating: asyncio.Task[None] | None = None
-        self._explorers: list[StageExplorers] = []
+        self._explorers: list[ExplorerFactory] = []
         self._made: dict[str, Explorer] = {}
         self._rewards: list[Any] = []
         self._tokens = 0
@@ -182,7 +182,7 @@ class StageWorker:
             explorers = self._explorers[0].variant(stage, rewards)
         else:
             precision, tasks = self._setup.precision, self._setup.tasks
-            explorers = StageExplorers(stage, self._policy, self._engine, rewards, precision=precision, tasks=tasks)
+            explorers = ExplorerFactory(stage, self._policy, self._engine, rewards, precision=precision, tasks=tasks)
         self._explorers.append(explorers)
         return explorers.explorer(self._trace)
 

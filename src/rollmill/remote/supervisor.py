@@ -1,4 +1,7 @@
-"""Implements `rollmill run` under `placement: ray`: starts explorers and trainer, shows the run, restarts them."""
+"""Implements `rollmill run` under `placement: ray`: starts explorers and trainer, shows the run, restarts the trainer.
+
+Ray restarts explorers.
+"""
 
 from __future__ import annotations
 

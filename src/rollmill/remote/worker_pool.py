@@ -43,7 +43,7 @@ class WorkerHandle(Protocol):
     raises WorkerNotReadyError.
     """
 
-    restarts: bool
+    restartable: bool
     """True if its launcher starts a new process when it ends; else it leaves the pool."""
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -182,7 +182,7 @@ class WorkerPool:
                 raise WorkerLostError("it did not answer")
             return result.result()
         except WorkerNotReadyError as error:
-            raise WorkerLostError("its process ended") from error
+            raise WorkerLostError("its process was restarted, or serves another trainer") from error
         finally:
             gone.cancel()
             result.cancel()
@@ -191,7 +191,7 @@ class WorkerPool:
         """Begin again with a worker that is restarted, or let it leave. Later failures of the same life are ignored."""
         if worker.life != life or worker not in self.workers:
             return
-        if not worker.handle.restarts:
+        if not worker.handle.restartable:
             self.replaced += worker.ready
             self.workers.remove(worker)
             worker.handle.kill()
@@ -229,16 +229,16 @@ class WorkerPool:
                 await self._call(worker, "ready")
                 return
             except WorkerLostError as lost:
-                if lost.forever or not worker.handle.restarts:
+                if lost.forever or not worker.handle.restartable:
                     raise EngineError(f"{worker.name} cannot be started: {lost}") from lost
             await asyncio.sleep(_RETRY_S)
 
     def _look_after(self) -> None:
         """Begin again with workers that died while beginning. Raises their other errors; a process that has joined and
-        cannot begin leaves, and shows the error itself."""
+        cannot begin leaves the pool, and prints the error itself."""
         for worker in list(self.workers):
             if worker.begun is not None and (error := _failed(worker.begun)) is not None:
-                if worker.handle.restarts and not isinstance(error, WorkerLostError):
+                if worker.handle.restartable and not isinstance(error, WorkerLostError):
                     raise error
                 self._lose(worker, worker.life, str(error))
 
@@ -253,7 +253,7 @@ class WorkerPool:
         try:
             await wait_with_grace(self._call(worker, "ready"), self._health_s)
         except TimeoutError:
-            if worker.life == life and worker.handle.restarts:
+            if worker.life == life and worker.handle.restartable:
                 worker.handle.kill()
                 worker.gone.set()
             else:

@@ -117,7 +117,7 @@ class TrafficBatches(RolloutBatches):
         if self._failure is not None:
             raise self._failure
 
-    def known(self) -> None:
+    def peek(self) -> None:
         """None: nothing is computed ahead while requests are served."""
 
     async def close(self) -> None:
