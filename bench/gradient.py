@@ -21,8 +21,8 @@ from torch import Tensor
 
 from bench.report import Case, finish
 from rollmill.algorithms import Recipe, build_recipe
-from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.recipes import known_algorithms
+from rollmill.config.algorithms import known_algorithms
+from rollmill.config.algorithms.base import AlgorithmOptions, PolicyGradientOptions
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.loss import PrecomputedScores, StepLoss, compute_advantages
 from rollmill.types import Experience, ExperienceSource

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.environments import EnvironmentSection
 from rollmill.config.key_docs import describe_default, describe_meaning, describe_value, join_lines
 from rollmill.config.orders import OrderSection, SuccessRateOrder

@@ -31,7 +31,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/trainer/test_trainer_kto.py",
         "tests/trainer/test_trainer_masks.py",
         "tests/trainer/test_trainer_self_distillation.py",
-        "tests/recipes/test_recipes_user.py",
+        "tests/algorithms/test_algorithms_user.py",
         "tests/trainer/test_trainer_kl.py",
         "tests/trainer/test_trainer_distillation.py",
     ),

@@ -28,8 +28,8 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     from bench.ours.experiences import experiences
+    from rollmill.config.algorithms import GRPO
     from rollmill.config.trainer import TrainerConfig
-    from rollmill.recipes import GRPO
     from rollmill.trainer import DistributedTrainer
     from rollmill.trainer.distributed.ranks import RankGroup
     from rollmill.trainer.distributed.spec import TrainerSpec

@@ -38,6 +38,7 @@ def build_stage(
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    from rollmill.config.algorithms import GRPO
     from rollmill.config.engines import NativeEngineConfig
     from rollmill.config.rewards.base import PythonReward
     from rollmill.config.rollout import RolloutConfig
@@ -51,7 +52,6 @@ def build_stage(
     from rollmill.orchestrator.loop import TrainingLoop
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import StageTasks
-    from rollmill.recipes import GRPO
     from rollmill.trainer import choose_precision
 
     device = torch.device(args.device)

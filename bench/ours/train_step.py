@@ -41,8 +41,8 @@ def ready_made(args: argparse.Namespace) -> tuple[Any, list[Any]]:
 
     from bench.ours.experiences import experiences
     from rollmill.algorithms import build_recipe
+    from rollmill.config.algorithms import GRPO
     from rollmill.config.trainer import TrainerConfig
-    from rollmill.recipes import GRPO
     from rollmill.trainer import Trainer
 
     torch.set_num_threads(1)

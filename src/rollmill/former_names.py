@@ -21,6 +21,7 @@ _MODULES: dict[str, tuple[str, dict[str, str]]] = {
     "rollmill.explorer": ("rollmill.rollout", {}),
     "rollmill.explorer.dialogue": ("rollmill.rollout.policy", {"Dialogue": "PolicyConversation"}),
     "rollmill.explorer.environments": ("rollmill.rollout.environments", {}),
+    "rollmill.recipes": ("rollmill.config.algorithms", {}),
     "rollmill.tasks": ("rollmill.data", {}),
     "rollmill.tasks.images": ("rollmill.data.images", {}),
     "rollmill.tasks.verifiers": ("rollmill.data.verifiers", {}),

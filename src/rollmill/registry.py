@@ -19,7 +19,8 @@ from typing import Any, ClassVar, Literal, TypeVar, overload
 
 from pydantic import ValidationError, create_model
 
-from rollmill.config.algorithm import AdvantageSection, AlgorithmOptions, LossSection, PolicyGradientOptions
+from rollmill.config.algorithms import known_algorithms
+from rollmill.config.algorithms.base import AdvantageSection, AlgorithmOptions, LossSection, PolicyGradientOptions
 from rollmill.config.engines import EngineSection
 from rollmill.config.environments import EnvironmentSection
 from rollmill.config.section import NamedSection, Section, register_section, section_from_signature, source_location
@@ -29,7 +30,6 @@ from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import ConfigError
 from rollmill.files import describe_non_file
 from rollmill.former_names import find_former_names
-from rollmill.recipes import known_algorithms
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -313,7 +313,7 @@ def algorithm(target: AlgorithmTarget | None = None, *, base: str = "grpo", **de
 
     On a function: the algorithm `base` with the function as its per-token loss (see `loss`); `defaults` are other keys
     of the section `algorithm`, such as `aggregation="token-mean"` or `kl=0.1`. On a class: a subclass of one of
-    `rollmill.recipes`.
+    `rollmill.config.algorithms`.
 
     Raises:
         ConfigError: `base` or one of `defaults` is unknown.

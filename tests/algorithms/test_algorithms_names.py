@@ -30,12 +30,12 @@ from rollmill.algorithms.binding import (
     bind_loss,
 )
 from rollmill.algorithms.recipe import Recipe
-from rollmill.config.algorithm import AdvantageSection, LossSection, MaskSection
-from rollmill.config.corrections import CorrectionSection
+from rollmill.config.algorithms import AlgorithmConfig, part_sections
+from rollmill.config.algorithms.base import AdvantageSection, LossSection, MaskSection
+from rollmill.config.algorithms.corrections import CorrectionSection
 from rollmill.config.section import module_sections, section_from_signature
 from rollmill.config.validation_errors import section_tag
 from rollmill.errors import ConfigError
-from rollmill.recipes import AlgorithmConfig, part_sections
 
 N = 8
 
@@ -126,7 +126,7 @@ def test_every_name_is_looked_at_below() -> None:
     assert [name for name, each in losses.items() if each.selection] == ["kl_cov"]
     assert set(DROPS) == {name for name, each in losses.items() if each.clip_indicator}
     assert set(MASK) == {section_tag(each) for each in part_sections(MaskSection)}
-    weights = module_sections("rollmill.config.corrections", CorrectionSection)
+    weights = module_sections("rollmill.config.algorithms.corrections", CorrectionSection)
     assert set(WEIGHTS) == {section_tag(each) for each in weights}
     advantages = part_sections(AdvantageSection)
     assert set(COMPARES) - {"gdpo"} == {section_tag(each) for each in advantages if each.implementation}

@@ -18,8 +18,8 @@ from rollmill.algorithms import (
 )
 from rollmill.algorithms.aggregation import token_mean
 from rollmill.algorithms.policy_recipes import _advantage_by_episode
-from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.recipes import AlgorithmConfig, known_algorithms
+from rollmill.config.algorithms import AlgorithmConfig, known_algorithms
+from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.types import ExperienceSource
 
 

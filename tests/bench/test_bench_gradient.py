@@ -8,7 +8,7 @@ import pytest
 
 from bench.gradient import EXACT, PAIRS, Tree, compared, enumerable
 from rollmill.algorithms import build_recipe
-from rollmill.recipes import known_algorithms
+from rollmill.config.algorithms import known_algorithms
 
 SMALL = Tree(letters=1, longest=3, seed=4)
 WIDE = Tree(letters=2, longest=2, seed=5)

@@ -9,11 +9,11 @@ import pytest
 from toys import toy_model
 
 from rollmill.algorithms import build_recipe
+from rollmill.config.algorithms import GRPO
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.recipes import GRPO
 from rollmill.trainer import Trainer
 from rollmill.types import Experience, experience_from_completion
 

@@ -23,8 +23,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollmill.algorithms import build_recipe
+from rollmill.config.algorithms import known_algorithms
 from rollmill.config.trainer import TrainerConfig
-from rollmill.recipes import known_algorithms
 from rollmill.trainer import Trainer
 from rollmill.types import Experience, ExperienceSource
 

@@ -12,7 +12,7 @@ import yaml
 
 from rollmill.cli import main
 from rollmill.config import section as parts
-from rollmill.recipes import known_algorithms
+from rollmill.config.algorithms import known_algorithms
 
 PLUGIN = '''\
 import rollmill

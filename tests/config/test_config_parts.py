@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from rollmill.cli import main
-from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.algorithms import known_algorithms
+from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.recipes import known_algorithms
 
 GOOD = """\
 model: {new: {hidden_size: 32}}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rollmill.config.algorithms import known_algorithms
 from rollmill.data.verifiers import rows
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import import_file, import_object
@@ -19,6 +20,7 @@ from rollmill.core.errors import RewardError
 from rollmill.core.types import Completion, Source, Task
 from rollmill.explorer.dialogue import Dialogue
 from rollmill.explorer.environments import StepResult
+from rollmill.recipes import GRPO
 from rollmill.tasks.images import read_image
 """
 
@@ -29,6 +31,7 @@ def test_documented_paths_of_an_earlier_version_are_found(tmp_path: Path) -> Non
     assert (module.SameTask, module.Task, module.Completion) == (Task, Task, Completion)
     assert (module.Source, module.RewardError) == (ExperienceSource, RewardError)
     assert (module.Dialogue, module.StepResult) == (PolicyConversation, StepResult)
+    assert module.GRPO is known_algorithms()["grpo"]
     assert import_object("rollmill.tasks.verifiers:rows") is rows
 
 

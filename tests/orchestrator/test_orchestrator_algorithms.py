@@ -11,10 +11,10 @@ import pytest
 from tiny import outcome, tiny_run
 from transformers import AutoTokenizer
 
+from rollmill.config.algorithms import known_algorithms
 from rollmill.errors import TasksetError
 from rollmill.launch import resume, run
 from rollmill.quickstart.addition import rows as addition_rows
-from rollmill.recipes import known_algorithms
 from rollmill.trackers import load_experiences, read_metrics
 from rollmill.trackers.console import PlainView
 from rollmill.trainer import Trainer

@@ -12,8 +12,8 @@ from made_up import group, process, tokenizer
 from toys import toy_model
 
 from rollmill.algorithms import build_recipe
+from rollmill.config.algorithms import known_algorithms
 from rollmill.config.trainer import TrainerConfig
-from rollmill.recipes import known_algorithms
 from rollmill.trainer import Trainer
 from rollmill.types import Experience, StopReason
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rollmill.algorithms import build_recipe
-from rollmill.config.algorithm import AlgorithmOptions
+from rollmill.config.algorithms import RewardModel, SelfDistill, known_algorithms
+from rollmill.config.algorithms.base import AlgorithmOptions
 from rollmill.config.trainer import TrainerConfig
-from rollmill.recipes import RewardModel, SelfDistill, known_algorithms
 from rollmill.trainer import RewardTrainer, Trainer
 from rollmill.trainer import critic as critic_module
 from rollmill.trainer import reward_trainer as scoring_module

@@ -13,8 +13,8 @@ import torch
 from algorithm_batches import batch_for, distance, flat, options_of, record, trainer_of, watch_gradients
 from torch import Tensor
 
-from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.recipes import known_algorithms
+from rollmill.config.algorithms import known_algorithms
+from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.trainer import logprobs as passes_module
 from rollmill.trainer.batch import build_micro_batches
 from rollmill.trainer.update import PolicyUpdater

@@ -30,7 +30,7 @@ from published_advantages import PARTS, Case, whitened
 from published_formulas import FORMULAS
 from torch import Tensor
 
-from rollmill.recipes import known_algorithms
+from rollmill.config.algorithms import known_algorithms
 from rollmill.types import Experience, ExperienceSource
 
 BUILT_IN = set(known_algorithms())

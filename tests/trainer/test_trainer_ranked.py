@@ -18,11 +18,11 @@ from algorithm_batches import LIMIT, batch_for, flat, options_of, record
 from torch import Tensor, nn
 
 from rollmill.config import section as parts
+from rollmill.config.algorithms import known_algorithms
 from rollmill.config.model import LoRAConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.errors import DeadlineError, TrainingError
 from rollmill.models.lora import add_lora
-from rollmill.recipes import known_algorithms
 from rollmill.registry import import_file
 from rollmill.trackers.heartbeat import read_heartbeats
 from rollmill.trainer import DistributedTrainer

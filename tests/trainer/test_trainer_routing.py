@@ -15,7 +15,8 @@ from torch import Tensor
 from toys import toy_checkpoint, toy_model
 
 from rollmill.algorithms import build_recipe
-from rollmill.config.algorithm import KLOptions
+from rollmill.config.algorithms import GRPO
+from rollmill.config.algorithms.base import KLOptions
 from rollmill.config.model import LoRAConfig, ModelConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.trainer import TrainerConfig
@@ -23,7 +24,6 @@ from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 from rollmill.models.load import load_policy
 from rollmill.models.routing import find_routers, replay_routing, routing_shape
-from rollmill.recipes import GRPO
 from rollmill.trainer import Trainer
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from rollmill.algorithms import build_recipe
-from rollmill.config.algorithm import KLOptions
+from rollmill.config.algorithms import DAPO, GRPO, MIX, RLOO, SFT, DrGRPO, Reinforce
+from rollmill.config.algorithms.base import KLOptions
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import TrainingError
-from rollmill.recipes import DAPO, GRPO, MIX, RLOO, SFT, DrGRPO, Reinforce
 from rollmill.rollout.recorder import Recorder
 from rollmill.trainer import Trainer
 from rollmill.trainer import update as update_module

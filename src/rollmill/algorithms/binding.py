@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from rollmill.algorithms.recipe import AdvantageInputs, LossInputs, MaskInputs
-from rollmill.config.algorithm import AdvantageSection, LossSection, MaskSection
-from rollmill.config.corrections import CorrectionSection
+from rollmill.config.algorithms.base import AdvantageSection, LossSection, MaskSection
+from rollmill.config.algorithms.corrections import CorrectionSection
 from rollmill.config.section import NamedSection
 from rollmill.errors import ConfigError
 from rollmill.registry import import_object

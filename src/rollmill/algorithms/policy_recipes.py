@@ -40,12 +40,12 @@ from rollmill.algorithms.token_advantages import (
     optimal_token_baseline,
     reinforce_plus_plus,
 )
-from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.recipes.baselines import BatchNormalised, RewardPartsNormalised
-from rollmill.recipes.credit_assignment import GAE, OptimalTokenBaseline
-from rollmill.recipes.demonstrations import CHORD, MIX, SFT, SFTImportance, SFTPhi
-from rollmill.recipes.distillation import DistillationOptions, SelfDistill
-from rollmill.recipes.preferences import DPO, KTO, ORPO
+from rollmill.config.algorithms.base import AlgorithmOptions, PolicyGradientOptions
+from rollmill.config.algorithms.baselines import BatchNormalised, RewardPartsNormalised
+from rollmill.config.algorithms.credit_assignment import GAE, OptimalTokenBaseline
+from rollmill.config.algorithms.demonstrations import CHORD, MIX, SFT, SFTImportance, SFTPhi
+from rollmill.config.algorithms.distillation import DistillationOptions, SelfDistill
+from rollmill.config.algorithms.preferences import DPO, KTO, ORPO
 from rollmill.types import ExperienceSource
 
 Weight = float | Callable[[int], float]
@@ -57,7 +57,7 @@ def build_recipe(
     """Builds the recipe of an `algorithm` section.
 
     Args:
-        options: the section, one of the classes of `rollmill.recipes` or a user's.
+        options: the section, one of the classes of `rollmill.config.algorithms` or a user's.
         max_new_tokens: maximum length of a completion, for the `constant` aggregation and the overlong penalty.
         reward_weights: reward component -> its weight; only for advantages computed from components.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 import rollmill.algorithms.preference as preference
 from rollmill.algorithms.aggregation import expand_to_tokens, sequence_mean, sum_by_sequence
 from rollmill.algorithms.recipe import LossInputs, LossTerm, Recipe
-from rollmill.recipes.preferences import DPO, KTO, ORPO
+from rollmill.config.algorithms.preferences import DPO, KTO, ORPO
 from rollmill.types import ExperienceSource
 
 

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from rollmill.algorithms.token_advantages import ValueTargets
-from rollmill.config.algorithm import CriticOptions, EntropyControl, KLOptions
-from rollmill.recipes.distillation import DistillationOptions
+from rollmill.config.algorithms.base import CriticOptions, EntropyControl, KLOptions
+from rollmill.config.algorithms.distillation import DistillationOptions
 from rollmill.types import ExperienceSource
 
 Proximal = Literal["rollout", "recompute", "interpolate"]

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
+from rollmill.config.algorithms import known_algorithms
+from rollmill.config.algorithms.base import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.describe import format_algorithm_parts
 from rollmill.config.validation_errors import suggest_match
 from rollmill.config.yaml_file import write_yaml
 from rollmill.errors import ConfigError
-from rollmill.recipes import known_algorithms
 from rollmill.registry import import_file
 
 WIDTH = 120

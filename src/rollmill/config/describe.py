@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollmill.config.algorithm import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
+from rollmill.config.algorithms.base import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
 from rollmill.config.checks.capability import find_unused_keys
 from rollmill.config.engines import EngineConfig
 from rollmill.config.evaluation import EvaluationSampling

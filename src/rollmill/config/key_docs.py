@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.section import Section
 from rollmill.config.validation_errors import section_classes, unwrap_annotation
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rollmill.config.algorithms import AlgorithmConfig
+from rollmill.config.algorithms.baselines import GRPO
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
 from rollmill.config.engines import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
@@ -25,8 +27,6 @@ from rollmill.config.tools import ToolConfig
 from rollmill.config.trackers import MonitorConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.config.workflows import SingleTurnWorkflow, WorkflowConfig
-from rollmill.recipes import AlgorithmConfig
-from rollmill.recipes.baselines import GRPO
 
 
 class CheckpointConfig(Section):

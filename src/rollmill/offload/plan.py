@@ -10,14 +10,14 @@ import psutil
 import torch
 from torch import nn
 
-from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.algorithms.base import PolicyGradientOptions
+from rollmill.config.algorithms.distillation import Distill, SelfDistill
 from rollmill.config.checks.offload import component_phases, reward_models
 from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel, build_meta_model
 from rollmill.models.lora import adapted_layers, has_lora
-from rollmill.recipes.distillation import Distill, SelfDistill
 from rollmill.rewards.reward_model import loaded_reward_models
 
 StorageTier = Literal["device", "memory", "disk", "destroyed"]

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rollmill.buffer.experts import RatingOverrides
+from rollmill.config.algorithms.distillation import Distill
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler, build_sampler
@@ -17,7 +18,6 @@ from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import Evaluator
 from rollmill.orchestrator.scheduler import RolloutScheduler, TokenCounter
 from rollmill.pipelines.pipeline import PipelineResources, build_pipeline
-from rollmill.recipes.distillation import Distill
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rollout.base import ExplorerProtocol
 from rollmill.serve.traffic import NoTasksSampler, TrafficBatches

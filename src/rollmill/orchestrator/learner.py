@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.config.run import StageConfig
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.components import build_trainer
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.privileged_context import PrivilegedContext
-from rollmill.recipes.distillation import SelfDistill
 from rollmill.rewards import RewardManager
 from rollmill.types import Experience, Task
 

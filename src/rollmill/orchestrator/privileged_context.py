@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.data import encode_privileged_prompt
 from rollmill.data.template import PromptTemplate
-from rollmill.recipes.distillation import SelfDistill
 from rollmill.types import Experience, IntArray, Task
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rollmill.config.algorithms.preferences import RewardModel
 from rollmill.config.describe import evaluation_key
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.loader import LoadedRun
@@ -32,7 +33,6 @@ from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import replays_routing
 from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
-from rollmill.recipes.preferences import RewardModel
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references
 from rollmill.trainer import choose_precision, choose_threads

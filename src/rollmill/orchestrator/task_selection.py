@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from rollmill.config.algorithm import AlgorithmOptions
+from rollmill.config.algorithms.base import AlgorithmOptions
+from rollmill.config.algorithms.distillation import SelfDistill
+from rollmill.config.algorithms.preferences import KTO
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import RejectedRow, Taskset, encode_demonstration, encode_prompt
 from rollmill.errors import TasksetError
 from rollmill.models.load import PolicyModel
-from rollmill.recipes.distillation import SelfDistill
-from rollmill.recipes.preferences import KTO
 from rollmill.types import Task
 
 _NAMED = 5

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rollmill.config.algorithm import OfflineAlgorithmOptions, PolicyGradientOptions
+from rollmill.config.algorithms.base import OfflineAlgorithmOptions, PolicyGradientOptions
 from rollmill.config.checks.offload import unused_offload_keys
 from rollmill.config.loader import LoadedRun
 from rollmill.config.offload import OffloadConfig

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rollmill.algorithms.aggregation import token_mean
 from rollmill.algorithms.losses import value_loss
-from rollmill.config.algorithm import CriticOptions
+from rollmill.config.algorithms.base import CriticOptions
 from rollmill.models.attention import use_attention_context
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.distributed.fsdp import load_full_weights

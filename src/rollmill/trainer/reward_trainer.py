@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.algorithms.preference import bradley_terry
+from rollmill.config.algorithms.preferences import RewardModel
 from rollmill.config.trainer import TrainerConfig
 from rollmill.models.attention import use_attention_context
 from rollmill.models.classifier import REWARD_MODEL_FOLDER, save_classifier
 from rollmill.models.load import PolicyModel
 from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
-from rollmill.recipes.preferences import RewardModel
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches, build_token_table
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.model_setup import (

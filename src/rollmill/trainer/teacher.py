@@ -28,7 +28,7 @@ from rollmill.algorithms.kl import (
     reverse_kl,
 )
 from rollmill.algorithms.losses import policy_gradient
-from rollmill.recipes.distillation import DistillationOptions, SelfDistill
+from rollmill.config.algorithms.distillation import DistillationOptions, SelfDistill
 from rollmill.trainer.batch import MicroBatch, build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import CHUNK_LOGITS, ForwardPasses, compute_logits, use_packed_attention
 from rollmill.trainer.reference import ReferenceModel

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rollmill.config.algorithm import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
+from rollmill.config.algorithms.base import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
+from rollmill.config.algorithms.baselines import BatchBaseline, PassAtKAdvantage
+from rollmill.config.algorithms.distillation import DistillationOptions, SelfDistill
 from rollmill.config.checks.engine import engine_conflicts
 from rollmill.config.checks.evaluation import evaluation_conflicts, evaluation_set_path
 from rollmill.config.checks.rewards import reward_conflicts
@@ -15,8 +17,6 @@ from rollmill.config.run import StageConfig
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath
-from rollmill.recipes.baselines import BatchBaseline, PassAtKAdvantage
-from rollmill.recipes.distillation import DistillationOptions, SelfDistill
 
 Conflict = tuple[KeyPath, str]
 

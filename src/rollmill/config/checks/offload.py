@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.algorithms.base import PolicyGradientOptions
+from rollmill.config.algorithms.distillation import Distill, SelfDistill
+from rollmill.config.algorithms.preferences import DPO, KTO
 from rollmill.config.checks.engine import uses_engine
 from rollmill.config.model import ModelConfig
 from rollmill.config.offload import PHASES, OffloadConfig, Phase
@@ -13,8 +15,6 @@ from rollmill.config.rewards.judges import ModelReward
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
 from rollmill.config.workflows import TrafficWorkflow
-from rollmill.recipes.distillation import Distill, SelfDistill
-from rollmill.recipes.preferences import DPO, KTO
 
 OFFLOAD_COMPONENTS = tuple(key for key in OffloadConfig.model_fields if key not in ("budget_gb", "folder"))
 REBUILT_COMPONENTS = ("cast", "cache")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.checks.evaluation import evaluation_set_path
 from rollmill.config.environments import ReasoningGymSection
 from rollmill.config.operators.base import OperatorSection, RewardOperatorSection

@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from torch import nn
 
 from rollmill.algorithms import build_recipe
-from rollmill.config.algorithm import AlgorithmOptions
+from rollmill.config.algorithms import known_algorithms
+from rollmill.config.algorithms.base import AlgorithmOptions
+from rollmill.config.algorithms.preferences import RewardModel
 from rollmill.config.trainer import TrainerConfig
 from rollmill.errors import ConfigError
-from rollmill.recipes import known_algorithms
-from rollmill.recipes.preferences import RewardModel
 from rollmill.registry import import_file
 from rollmill.trainer.distributed.ranks import GroupRendezvous, RankGroup
 from rollmill.trainer.reward_trainer import RewardTrainer

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import LossSection, MaskSection, PolicyGradientOptions
-from rollmill.recipes.baselines import MeanBaseline
+from rollmill.config.algorithms.base import LossSection, MaskSection, PolicyGradientOptions
+from rollmill.config.algorithms.baselines import MeanBaseline
 
 if TYPE_CHECKING:
-    from rollmill.config.algorithm import AdvantageConfig, LossConfig, MaskConfig
+    from rollmill.config.algorithms.base import AdvantageConfig, LossConfig, MaskConfig
 
 
 class RECLoss(LossSection):

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import SerializeAsAny, WrapValidator
 
-from rollmill.config import algorithm as _options
-from rollmill.config.algorithm import AdvantageSection, AlgorithmOptions, LossSection, MaskSection
+from rollmill.config.algorithms.base import (
+    AdvantageSection,
+    AlgorithmOptions,
+    LossSection,
+    MaskSection,
+    PolicyGradientOptions,
+)
 from rollmill.config.section import (
     RegisteredUnion,
     SectionT,
     find_sections,
-    module_sections,
     registered_sections,
     section_tag,
     section_union,
@@ -25,7 +29,7 @@ from rollmill.config.section import (
 
 def part_sections(base: type[SectionT]) -> list[type[SectionT]]:
     """Returns the built-in parts of algorithms that are a `base`: AdvantageSection, LossSection or MaskSection."""
-    return [*module_sections(_options.__name__, base), *find_sections(__name__, __path__, base)]
+    return find_sections(__name__, __path__, base)
 
 
 _algorithms: list[type[AlgorithmOptions]] = find_sections(__name__, __path__, AlgorithmOptions)
@@ -34,7 +38,7 @@ _parts = {
     "LossConfig": section_union(part_sections(LossSection), kind="loss"),
     "MaskConfig": section_union(part_sections(MaskSection)),
 }
-_completed: list[type[AlgorithmOptions]] = [_options.PolicyGradientOptions, *_algorithms]
+_completed: list[type[AlgorithmOptions]] = [PolicyGradientOptions, *_algorithms]
 for _each in _completed:  # their annotations name the unions above
     _each.model_rebuild(_types_namespace=_parts)
 

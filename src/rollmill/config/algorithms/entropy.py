@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import EntropyControl, LossSection, MaskSection, PolicyGradientOptions, PPOClipLoss
+from rollmill.config.algorithms.base import EntropyControl, LossSection, MaskSection, PolicyGradientOptions, PPOClipLoss
 
 if TYPE_CHECKING:
-    from rollmill.config.algorithm import LossConfig, MaskConfig
+    from rollmill.config.algorithms.base import LossConfig, MaskConfig
 
 
 class ClipCovMask(MaskSection):

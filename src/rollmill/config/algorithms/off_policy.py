@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from rollmill.config.algorithm import AdvantageSection, Aggregation, LossSection, PolicyGradientOptions
-from rollmill.recipes.baselines import MeanBaseline, PolicyGradientLoss
+from rollmill.config.algorithms.base import AdvantageSection, Aggregation, LossSection, PolicyGradientOptions
+from rollmill.config.algorithms.baselines import MeanBaseline, PolicyGradientLoss
 
 if TYPE_CHECKING:
-    from rollmill.config.algorithm import AdvantageConfig, LossConfig
+    from rollmill.config.algorithms.base import AdvantageConfig, LossConfig
 
 
 class TOPRLoss(LossSection):

@@ -18,9 +18,9 @@ import rollmill
 from rollmill.algorithms import AdvantageInputs, LossInputs, build_recipe
 from rollmill.cli import main
 from rollmill.config import section as parts
-from rollmill.config.algorithm import AlgorithmOptions
+from rollmill.config.algorithms import DAPO, AlgorithmConfig, known_algorithms
+from rollmill.config.algorithms.base import AlgorithmOptions
 from rollmill.errors import ConfigError
-from rollmill.recipes import DAPO, AlgorithmConfig, known_algorithms
 from rollmill.registry import import_file
 
 PLUGIN = """\
@@ -213,7 +213,7 @@ def test_a_parameter_that_is_no_input_is_refused_before_the_first_step() -> None
     @rollmill.loss
     def odd(logprob: Tensor, adv: Tensor) -> Tensor:
         return -logprob * adv
-
+    message = r"test_algorithms_user.py:\d+: odd: the parameter `adv` stands for nothing; .*advantage"
     message = r"test_recipes_user.py:\d+: odd: the parameter `adv` stands for nothing; .*advantage"
     with pytest.raises(ConfigError, match=message):
         build_recipe(options(name="grpo", loss="odd"), max_new_tokens=8)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import AdvantageSection, Aggregation, PolicyGradientOptions
+from rollmill.config.algorithms.base import AdvantageSection, Aggregation, PolicyGradientOptions
 
 if TYPE_CHECKING:
-    from rollmill.config.algorithm import AdvantageConfig
+    from rollmill.config.algorithms.base import AdvantageConfig
 
 
 class GAE(AdvantageSection):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import OfflineAlgorithmOptions
+from rollmill.config.algorithms.base import OfflineAlgorithmOptions
 
 
 class DPO(OfflineAlgorithmOptions):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import Aggregation, LossSection, PolicyGradientOptions
+from rollmill.config.algorithms.base import Aggregation, LossSection, PolicyGradientOptions
 
 if TYPE_CHECKING:
-    from rollmill.config.algorithm import LossConfig
+    from rollmill.config.algorithms.base import LossConfig
 
 
 class GSPOLoss(LossSection):

@@ -1,6 +1,6 @@
 """`algorithm`: options shared by all learning algorithms, and the bases of their parts.
 
-The algorithms are in `rollmill.recipes`, each with the parts that it alone brings.
+The algorithms are in `rollmill.config.algorithms`, each with the parts that it alone brings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmill.config.corrections import CorrectionConfig, OffPolicyMask
+from rollmill.config.algorithms.corrections import CorrectionConfig, OffPolicyMask
 from rollmill.config.section import NamedSection, Section, merge_with_default
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "constant"]
@@ -174,7 +174,7 @@ class MaskSection(NamedSection):
     uses_expected_discriminant: ClassVar[bool] = False
 
 
-if TYPE_CHECKING:  # at run time unions, which `rollmill.recipes` makes of the sections beside the algorithms
+if TYPE_CHECKING:  # at run time unions, which `rollmill.config.algorithms` makes of the sections beside the algorithms
     AdvantageConfig = AdvantageSection
     LossConfig = LossSection
     MaskConfig = MaskSection

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import Aggregation, OfflineAlgorithmOptions
-from rollmill.recipes.baselines import GRPO
+from rollmill.config.algorithms.base import Aggregation, OfflineAlgorithmOptions
+from rollmill.config.algorithms.baselines import GRPO
 
 
 class SFT(OfflineAlgorithmOptions):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from rollmill.config.algorithm import Aggregation, AlgorithmOptions
+from rollmill.config.algorithms.base import Aggregation, AlgorithmOptions
 
 
 class DistillationOptions(AlgorithmOptions):

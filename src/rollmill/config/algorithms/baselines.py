@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import (
+from rollmill.config.algorithms.base import (
     AdvantageSection,
     Aggregation,
     GroupNormalised,
@@ -17,7 +17,7 @@ from rollmill.config.algorithm import (
 )
 
 if TYPE_CHECKING:
-    from rollmill.config.algorithm import AdvantageConfig, LossConfig
+    from rollmill.config.algorithms.base import AdvantageConfig, LossConfig
 
 
 class GRPO(PolicyGradientOptions):
