@@ -213,8 +213,8 @@ def test_a_parameter_that_is_no_input_is_refused_before_the_first_step() -> None
     @rollmill.loss
     def odd(logprob: Tensor, adv: Tensor) -> Tensor:
         return -logprob * adv
+
     message = r"test_algorithms_user.py:\d+: odd: the parameter `adv` stands for nothing; .*advantage"
-    message = r"test_recipes_user.py:\d+: odd: the parameter `adv` stands for nothing; .*advantage"
     with pytest.raises(ConfigError, match=message):
         build_recipe(options(name="grpo", loss="odd"), max_new_tokens=8)
 
