@@ -57,7 +57,7 @@ def test_a_trainer_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
     os.read(reader, 1)
     with pytest.raises(ConfigError, match=f"is in use by process {child} on"), hold_run_lock(tmp_path, TRAINER_LOCK):
         pass
-    with hold_run_lock(tmp_path, TRAINER_LOCK, patience_s=60):
+    with hold_run_lock(tmp_path, TRAINER_LOCK, wait_s=60):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 

@@ -21,12 +21,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def hold_run_lock(run_dir: Path, lock: str = LOCK, patience_s: float = 0.0) -> Iterator[None]:
+def hold_run_lock(run_dir: Path, lock: str = LOCK, wait_s: float = 0.0) -> Iterator[None]:
     """Inside, no other process runs or resumes the run in this directory; on a disk without locks this is not checked.
 
     Args:
         lock: TRAINER_LOCK: no other process trains.
-        patience_s: how long to wait for the lock.
+        wait_s: how long to wait for the lock.
 
     Raises:
         ConfigError: another process holds the lock; names it.
@@ -35,7 +35,7 @@ def hold_run_lock(run_dir: Path, lock: str = LOCK, patience_s: float = 0.0) -> I
     path = run_dir / lock
     with explain_write_errors(path):
         run_dir.mkdir(parents=True, exist_ok=True)
-        ends = time.monotonic() + patience_s
+        ends = time.monotonic() + wait_s
         while (held := _locked(path)) is None and time.monotonic() < ends:
             time.sleep(_LOOK_S)
         if held is None:

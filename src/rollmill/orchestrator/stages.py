@@ -44,10 +44,10 @@ _ACTIVITIES = {
 
 
 class RolloutBackend(Protocol):
-    """The components that roll out and judge, in this process or elsewhere."""
+    """The components that roll out and score, in this process or in others."""
 
     engine: RolloutEngine
-    """The engine of this process; it generates nothing where rollouts are made elsewhere."""
+    """The engine of this process; it generates nothing if other processes roll out."""
     location: str
     """Description of where rollouts are made; empty for this process."""
     display_name: str

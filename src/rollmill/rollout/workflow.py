@@ -137,5 +137,5 @@ class RolloutScorer:
             return answer.completion
         calls = self._rollout.recorder.calls
         if not calls:
-            raise ValueError("there is nothing to judge: the policy has said nothing yet")
+            raise ValueError("there is nothing to score: the policy has not generated anything yet")
         return replace(calls[-1].completion, text=answer)
