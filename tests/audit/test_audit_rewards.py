@@ -138,6 +138,7 @@ def test_a_reward_that_fails_on_everything_is_not_said_to_be_right(tasks: Path) 
     assert found["answers"].severity is Severity.SKIPPED
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_ends_the_audit_early(tasks: Path) -> None:
     found = findings(tasks, "hangs")
     assert "reward_time" in problems(found)
@@ -150,6 +151,7 @@ def test_a_few_prompts_that_end_with_their_answer_are_chance(tasks: Path) -> Non
     assert problems(findings(tasks, "echo_by_chance")) == []
 
 
+@pytest.mark.slow
 def test_an_oracle_that_fails_is_named(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tasks.parent / "oracle.py").write_text(
         "def broken(task):\n    return task.missing\n\ndef number(task):\n    return 7\n"

@@ -46,6 +46,7 @@ def test_three_architectures() -> None:
         assert 0 < findings[name]["gradient"] < 1e-3
 
 
+@pytest.mark.slow
 def test_a_trainer_that_ignores_windows_is_found_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = PackedAttention.attend
 

@@ -148,6 +148,7 @@ def test_logprob_at_fewer_tokens(tmp_path: Path) -> None:
     assert list(case["ours_by_tokens"]) == ["128", "64"]
 
 
+@pytest.mark.slow
 def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
     import torch
 

@@ -92,6 +92,7 @@ def test_a_hundred_kills_on_postgresql(pg: Postgres, tmp_path: Path) -> None:
     assert min(found["killed"].values()) > 30
 
 
+@pytest.mark.slow
 def test_a_few_kills_on_sqlite(tmp_path: Path) -> None:
     check(run_workers(f"sqlite:///{tmp_path / 'b.sqlite'}", tmp_path, kills=6, seed=3))
 

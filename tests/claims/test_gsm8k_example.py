@@ -23,6 +23,7 @@ SHORT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -47,6 +48,7 @@ def test_a_checkpoint_folder_needs_only_the_path(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_every_demonstration_fits_the_examples_model(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSM8K", str(data_dir / "gsm8k"))
     loaded = load_run(EXAMPLE)

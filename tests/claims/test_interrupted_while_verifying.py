@@ -77,6 +77,7 @@ def check(folder: Path, variant: str, at: int) -> None:
         assert found[what] == expected[what], what
 
 
+@pytest.mark.slow
 def test_a_group_that_was_being_verified_is_verified_again_from_the_start(tmp_path: Path) -> None:
     check(tmp_path, "one_step_off", at=9)
 

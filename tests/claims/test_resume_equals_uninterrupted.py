@@ -93,6 +93,7 @@ def check(server: Forks, folder: Path, variant: str, kills: int, seed: int, **ch
             assert found[what] == value, f"{what} differs after {total} kills (run {runs})"
 
 
+@pytest.mark.slow
 def test_two_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
     check(server, tmp_path, "one_step_off", kills=2, seed=1)
 

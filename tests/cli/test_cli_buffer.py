@@ -263,6 +263,7 @@ def test_wrong_use(run: Path, arguments: list[str], message: str, capsys: pytest
     assert message in call(capsys, *(each.format(run=run) for each in arguments), code=USAGE)
 
 
+@pytest.mark.slow
 def test_no_torch_is_imported(run: Path) -> None:
     program = (
         "import sys; from rollmill.cli import main; "

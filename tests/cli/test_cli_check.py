@@ -178,6 +178,7 @@ def test_help_needs_no_torch() -> None:
     assert all(name in done.stdout for name in ("check", "init"))
 
 
+@pytest.mark.slow
 def test_program_exits_with_the_code() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rollmill", "check", "nowhere.yaml"], capture_output=True, text=True, env=ENVIRONMENT

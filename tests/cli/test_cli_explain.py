@@ -41,6 +41,7 @@ def test_sections_and_components_list_their_keys(capsys: pytest.CaptureFixture[s
     assert explained(capsys, "code.credit").startswith("rewards.credit (name: code)")
 
 
+@pytest.mark.slow
 def test_every_section_key_and_foreign_name_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for home in section_locations() for name in (home.tag, home.prefix) if name]
     names += [key for home in section_locations() for key in home.section.model_fields if key != "name"]

@@ -49,6 +49,7 @@ def start(running: list[subprocess.Popen[str]], *arguments: object) -> tuple[sub
     return process, found[0]
 
 
+@pytest.mark.slow
 def test_it_serves_until_it_is_interrupted(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
     process, address = start(started, run_dir, "--port", 0, "--author", "ann")
     with httpx.Client(base_url=address, timeout=60) as client:
@@ -61,6 +62,7 @@ def test_it_serves_until_it_is_interrupted(run_dir: Path, started: list[subproce
     assert len(everything(open_feedback(run_dir))["rated"]) == 1
 
 
+@pytest.mark.slow
 def test_what_was_answered_survives_a_kill(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
     process, address = start(started, run_dir, "--port", 0)
     ids = []
@@ -73,6 +75,7 @@ def test_what_was_answered_survives_a_kill(run_dir: Path, started: list[subproce
     assert [group.id for group in everything(open_feedback(run_dir))["expert"]] == ids
 
 
+@pytest.mark.slow
 def test_other_addresses_get_a_warning_and_a_token(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
     process, address = start(started, run_dir, "--port", 0, "--host", "0.0.0.0")
     base, _, token = address.replace(socket.gethostname(), "127.0.0.1").partition("?token=")

@@ -71,6 +71,7 @@ def test_means_by_subject_and_grade(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(re.search(rf"{name}\W+{mean:.4f}", table) for name, mean in means.items())
 
 
+@pytest.mark.slow
 def test_a_python_function_by_path(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = tmp_path / "mine.py"
     code.write_text(
@@ -131,6 +132,7 @@ def test_files_that_cannot_be_used(rows: Path, tmp_path: Path, capsys: pytest.Ca
     assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_fails_the_command(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = tmp_path / "bad.py"
     code.write_text("def bad(task, completion): raise KeyError('gold')")
@@ -166,6 +168,7 @@ judging: {{clip: [-1, 1.5]}}
 """
 
 
+@pytest.mark.slow
 def test_the_rewards_of_a_run_file_on_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, run, rows, out = (tmp_path / name for name in ("mine.py", "run.yaml", "rows.jsonl", "out.jsonl"))
     code.write_text(
@@ -201,6 +204,7 @@ def test_half_a_surrogate_pair_is_written_as_an_escape(tmp_path: Path, capsys: p
     assert json.loads(text) == row | {"reward": 1.0, "parts": {"exact": 1.0}, "outcomes": {"exact": "ok"}}
 
 
+@pytest.mark.slow
 def test_a_file_is_kept_until_there_is_something_to_write(rows: Path, tmp_path: Path) -> None:
     before = rows.read_text()
     code = tmp_path / "bad.py"
@@ -228,6 +232,7 @@ def test_lines_of_a_group_are_judged_at_the_same_time(tmp_path: Path, capsys: py
     assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_no_process_is_left_behind_by_ctrl_c(tmp_path: Path) -> None:
     code, rows, out = tmp_path / "slow.py", tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     code.write_text(
@@ -256,6 +261,7 @@ count.group = True
 """
 
 
+@pytest.mark.slow
 def test_a_group_has_one_question_and_no_group_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, rows = tmp_path / "mine.py", tmp_path / "rows.jsonl"
     code.write_text(GROUPWISE)

@@ -139,6 +139,7 @@ def test_checkpoints_that_do_not_fit(folder: Path, capsys: pytest.CaptureFixture
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written(server: Forks, folder: Path) -> None:
     opened(folder)
     with tempfile.TemporaryDirectory() as closed:  # pytest's folders admit their owner alone, so not even to this one

@@ -199,6 +199,7 @@ def test_a_resolved_run_file_loads_to_the_same_run(name: str) -> None:
         assert again.to_yaml() == run.to_yaml()
 
 
+@pytest.mark.slow
 def test_a_resolved_run_with_several_stages_loads_to_the_same_run() -> None:
     entries = ", ".join(f"{{name: {name}-stage, algorithm: {{name: {name}}}}}" for name in ROLLING)
     run = load(GOOD + f"stages: [{entries}]\n")

@@ -398,6 +398,7 @@ def test_a_pipeline_that_leaves_nothing_says_what_each_operator_did(folder: Path
     assert str(error.value) == message
 
 
+@pytest.mark.slow
 def test_gsm8k_overlaps_with_its_test_set_in_five_places(data_dir: Path) -> None:
     source = data_dir / "gsm8k"
     if not source.is_dir():

@@ -67,6 +67,7 @@ def undisturbed() -> list[list[Completion]]:
     return asyncio.run(all_of(engine_of(), requests_of()))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=3), st.integers(1, 12))
 @settings(max_examples=8, deadline=None)
 def test_interrupted_again_and_again_equals_undisturbed(

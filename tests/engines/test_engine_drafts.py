@@ -108,6 +108,7 @@ def test_unchanged_weights_accept_everything(architecture: str) -> None:
     assert engine.cached_entries == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_numbers_are_those_of_the_new_weights(architecture: str) -> None:
     """Log-probs, kept mass and most probable tokens of accepted, replaced and later tokens equal a forward pass."""
@@ -129,6 +130,7 @@ def test_numbers_are_those_of_the_new_weights(architecture: str) -> None:
         np.testing.assert_allclose(each.top_probs[:, :20], top.values / kept[:, None], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [0.02, 0.3])
 def test_a_completion_depends_on_its_seed_and_draft_only(change: float) -> None:
     """Not on what shares the batch, on how drafts are cut into passes, or on the size of the window."""
@@ -185,6 +187,7 @@ def test_interrupted_in_between() -> None:
     assert [int((each.top_probs == 0).all(1).sum()) for each in unknown] == [len(each.token_ids) for each in half]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 20, 150])
 def test_interrupted_amid_a_draft_equals_undisturbed(tokens: int) -> None:
     """Where little is known of the old distribution, a rejected token is often replaced by itself."""
@@ -267,6 +270,7 @@ def excess(completions: Sequence[Completion], joint: np.ndarray[Any, np.dtype[np
     return float(((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum() / limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_what_is_sampled_follows_the_new_distribution(top: int, monkeypatch: pytest.MonkeyPatch) -> None:
     vocab, n, prompt, two = 12, 6000, [3, 1, 2], SamplingConfig(max_new_tokens=2)
@@ -288,6 +292,7 @@ def test_what_is_sampled_follows_the_new_distribution(top: int, monkeypatch: pyt
     assert excess(biased, joint, vocab) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_guesses_change_nothing_but_the_number_of_passes(temperature: float) -> None:
     plain = SamplingConfig(temperature=temperature, max_new_tokens=120, top_p=0.8)
@@ -301,6 +306,7 @@ def test_guesses_change_nothing_but_the_number_of_passes(temperature: float) -> 
     assert engine.drafting.counts.guess_accepted > (200 if temperature == 0 else 10)
 
 
+@pytest.mark.slow
 def test_decode_steps_of_fixed_shapes_follow_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """As captured graphs have them: one context serves until rows come or go, whatever guesses add in between."""
     made: list[DecodeContext] = []

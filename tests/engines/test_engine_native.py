@@ -129,6 +129,7 @@ def test_truncated_sampling_reports_both_distributions() -> None:
     assert np.all(completion.kept_logmass < 0)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_completion_alone_and_in_a_full_batch() -> None:
     model = toy_model("llama", vocab_size=VOCAB)
     sampling = SamplingConfig(max_new_tokens=40)
@@ -141,6 +142,7 @@ def test_a_seed_gives_the_same_completion_alone_and_in_a_full_batch() -> None:
     assert together[0][0].token_ids.tolist() != together[0][1].token_ids.tolist()
 
 
+@pytest.mark.slow
 def test_samples_follow_the_exact_distribution() -> None:
     """Chi-square over the joint distribution of two tokens, enumerated; 1e-4 false alarm rate, fixed seed."""
     vocab, n = 16, 20_000
@@ -425,6 +427,7 @@ def test_cancelling_a_request_disturbs_nobody() -> None:
     assert asyncio.run(main()).token_ids.tolist() == alone.token_ids.tolist()
 
 
+@pytest.mark.slow
 def test_storage_moves_only_under_a_new_context_and_prompts_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step reads storage by address; queued prompts that cannot start yet take no memory."""
     seen: list[tuple[object, list[int]]] = []

@@ -40,6 +40,7 @@ def test_found_at_the_first_token_where_it_is_so(tokens: list[int], config: Repe
     assert found == [repeats(tokens[:end], config) for end in range(1, len(tokens) + 1)]
 
 
+@pytest.mark.slow
 def test_the_engine_ends_there_and_a_begun_completion_remembers() -> None:
     model = toy_model("qwen3", vocab_size=130)
     engine = NativeEngine(model, context=512)

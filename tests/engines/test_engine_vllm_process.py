@@ -56,6 +56,7 @@ def test_a_process_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow
 def test_what_the_process_has_started_ends_with_it(tmp_path: Path) -> None:
     """A grandchild holds the socket open; the end of the child is noticed all the same."""
     python = script(tmp_path / "python", f"sleep 600 & echo $! > {tmp_path}/pid\nsleep 0.2\nexit 3")

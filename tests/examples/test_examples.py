@@ -125,6 +125,7 @@ def test_mix_learns_from_rollouts_and_from_an_expert(server: Forks, tmp_path: Pa
     check_experts(tmp_path / "out", range(301, 321))
 
 
+@pytest.mark.slow
 def test_chord_follows_its_schedule(server: Forks, tmp_path: Path) -> None:
     short = [*SHORT_SFT, "rollout.max_new_tokens=4", "stages.1.steps=18"]
     rows = run(server, tmp_path, "mix.yaml", "out", *short, f"stages.1.algorithm={CHORD}")

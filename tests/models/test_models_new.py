@@ -64,6 +64,7 @@ def test_an_assistants_turn_of_a_chat_ends_with_the_end_token() -> None:
         assert tokenizer.decode(ids) == "user:\n2+2\n\nassistant:\n4<eos>\n\nuser:\n!\n\nassistant:\n"
 
 
+@pytest.mark.slow
 def test_the_same_texts_give_the_same_tokenizer_in_another_process() -> None:
     code = (
         "import hashlib; from rollmill.models.from_scratch import train_tokenizer; "

@@ -56,6 +56,7 @@ def clean(end: Ended, code: int, *says: str) -> None:
 # -- interruptions ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "after"),
     [
@@ -82,6 +83,7 @@ def test_interrupted_once_writes_a_checkpoint_and_resumes_exactly(
     assert outcome(tmp_path / "out") | {"checkpoints": None} == outcome(whole / "out") | {"checkpoints": None}
 
 
+@pytest.mark.slow
 def test_interrupted_with_rewards_under_way_keeps_them(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW_REWARD.format(0.02))
     tiny_run(tmp_path, **ONLY_RL | {"steps": 4}, max_staleness=1, rewards=MINE, evaluation=None)
@@ -151,6 +153,7 @@ def fill(disk: Path, left: int) -> Path:
     return filler
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_no_checkpoint_and_the_run_resumes(server: Forks, tmp_path: Path, disk: Path) -> None:
     tiny_run(tmp_path, **LONGER, model={"new": {"hidden_size": 128}}, checkpoint={"keep_last": 1})
     assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
@@ -169,6 +172,7 @@ def test_a_full_disk_loses_no_checkpoint_and_the_run_resumes(server: Forks, tmp_
     assert outcome(disk / "out") == outcome(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_written_end_the_run(server: Forks, tmp_path: Path, disk: Path) -> None:
     tiny_run(tmp_path, **LONGER, monitor={"report": False})
     server.start("run", "run.yaml", "--out", "disk/out", folder=tmp_path)
@@ -233,6 +237,7 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(server: Forks, copy: Pa
     assert outcome(copy / "out") == before
 
 
+@pytest.mark.slow
 def test_a_start_that_failed_can_be_repeated_in_the_same_directory(server: Forks, tmp_path: Path) -> None:
     tiny_run(tmp_path, **ONLY_RL | {"taskset": {"options": {"colour": 1}}})
     clean(server.run("run", "run.yaml", "--out", "out", folder=tmp_path), 1, "colour")
@@ -262,6 +267,7 @@ def test_what_a_run_does_not_have(server: Forks, whole: Path, argv: tuple[str, .
     clean(server.run(*argv, folder=whole), code, says)
 
 
+@pytest.mark.slow
 def test_eval_without_evaluation_or_checkpoint(server: Forks, tmp_path: Path, copy: Path) -> None:
     tiny_run(tmp_path, **ONLY_RL, evaluation=None, steps_=None)
     assert server.run("run", "run.yaml", "--out", "out", folder=tmp_path).code == 0
@@ -270,6 +276,7 @@ def test_eval_without_evaluation_or_checkpoint(server: Forks, tmp_path: Path, co
     clean(server.run("eval", "out", folder=copy), 1, "no checkpoint", "none")
 
 
+@pytest.mark.slow
 def test_eval_says_what_the_run_said(server: Forks, whole: Path) -> None:
     end = server.run("eval", "out", "--json", folder=whole)
     clean(end, 0)
@@ -297,6 +304,7 @@ def graders(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end_it", ["kill", "interrupt", "fail", pytest.param("finish", marks=pytest.mark.slow)])
 def test_no_grader_outlives_its_run(server: Forks, tmp_path: Path, end_it: str) -> None:
     rewards = [{"name": "math"}]
@@ -340,6 +348,7 @@ def test_tasks_that_are_too_long_can_be_left_out(server: Forks, tmp_path: Path) 
     assert "task tasks:1: its prompt has 81 tokens, and 63 fit" in end.out
 
 
+@pytest.mark.slow
 def test_group_rewards_judge_whole_groups(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def mine(task, completions):\n"

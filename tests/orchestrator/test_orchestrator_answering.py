@@ -41,6 +41,7 @@ def described(folder: Path, url: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_a_teacher_solves_is_imitated(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "solved.jsonl"
     with chat_server(teacher) as server:

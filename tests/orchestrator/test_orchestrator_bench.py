@@ -45,6 +45,7 @@ def bench(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_it_finds_what_the_run_found(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = bench(capsys, str(run), "--step", "all", "--out", str(tmp_path / "out"))
     assert {each["subject"] for each in found["results"]} == {"run@2", "run@4", "run@6"}

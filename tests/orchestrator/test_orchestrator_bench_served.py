@@ -56,6 +56,7 @@ def values(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[tuple[str,
     return {(each["subject"], each["measure"]): each["value"] for each in found}
 
 
+@pytest.mark.slow
 def test_our_own_server_says_what_the_checkpoint_says(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_our_own_server_says_what_the_checkpoint_says(
     assert ("theirs", "greedy") in page
 
 
+@pytest.mark.slow
 def test_a_hostile_server_is_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tried: dict[str, int] = {}
     ways = [

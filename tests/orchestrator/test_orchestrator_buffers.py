@@ -68,6 +68,7 @@ def import_again(out: Path, count: int, version: int) -> None:
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_imported_groups_take_the_place_of_rollouts_within_the_bound(tmp_path: Path, max_staleness: int) -> None:
     options = {"store": "sql"} if max_staleness == 0 else {}
@@ -86,6 +87,7 @@ def test_imported_groups_take_the_place_of_rollouts_within_the_bound(tmp_path: P
     assert max(submitted) < 24 + 4 * max_staleness
 
 
+@pytest.mark.slow
 def test_imported_groups_that_are_too_old_stop_nobody(tmp_path: Path) -> None:
     out = started(tmp_path, steps=3, checkpoint={"every": 1}, buffer={"store": "sql", "max_age": 1})
     cut(out, after=2, steps=4)
@@ -113,6 +115,7 @@ def test_a_run_started_again_where_one_failed_ignores_what_that_one_left(tmp_pat
     assert any(e.source is ExperienceSource.EXPERT for e in load_experiences(out, step=2))
 
 
+@pytest.mark.slow
 def test_feedback_is_found_as_soon_as_there_is_any(tmp_path: Path) -> None:
     """An empty database, as feedback makes it a moment before the first act, is no error; nor is none at all."""
     out = started(tmp_path, steps=2, algorithm={"name": "mix"}, checkpoint={"every": 1})
@@ -161,6 +164,7 @@ def test_a_run_of_a_version_without_ids_gets_one(tmp_path: Path) -> None:
 PAIRS: dict[str, Any] = {"algorithm": {"name": "dpo", "batch": 2}, "trainer": {"lr": 1e-3}, "steps": 3}
 
 
+@pytest.mark.slow
 def test_pairs_of_another_run_alone_are_enough_for_all_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

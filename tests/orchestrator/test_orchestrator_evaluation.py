@@ -116,6 +116,7 @@ def test_an_evaluation_beside_a_step_uses_the_weights_before_it(
     assert kinds == (["eval"] * 12 + ["repair"] * 4 + ["learn"]) * 3 + ["eval"] * 12
 
 
+@pytest.mark.slow
 def test_the_metrics_are_those_of_an_evaluation_alone(tmp_path: Path) -> None:
     started(
         tmp_path, evaluation=EVALUATION, stages=[SFT | {"steps": 2}, GRPO | {"steps": 4}], checkpoint={"keep_last": 9}
@@ -131,6 +132,7 @@ def test_with_early_stopping_the_verdict_comes_before_the_next_step(tmp_path: Pa
     assert started(tmp_path, **changes)["steps"] == 2
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_by_a_metric_that_is_named(tmp_path: Path) -> None:
     keep = {"every": 100, "keep_last": 1, "keep_best": "eval/loose/sampled"}
     summary = started(tmp_path, evaluation=EVALUATION, stages=[GRPO | {"steps": 8}], checkpoint=keep)
@@ -167,6 +169,7 @@ def test_a_resolved_run_file_with_sets_runs_as_it_did(tmp_path: Path) -> None:
     assert load_run(tmp_path / "out/config.yaml").stages == load_run(path).stages
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_rewards_of_an_evaluation_are_awaited_loses_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +208,7 @@ async def against(task, policy, opponent, examples):
 DUEL = {"taskset": HELD_OUT, "workflow": "against", "samples": 2, "greedy": False}
 
 
+@pytest.mark.slow
 def test_a_set_has_the_opponent_that_the_stage_began_with(tmp_path: Path) -> None:
     """After resume as well, and with the stage's worked examples; the stage's own workflow need not take it."""
     (tmp_path / "flow.py").write_text(AGAINST)

@@ -106,6 +106,7 @@ def test_a_wrong_engine_is_seen_at_every_step(tmp_path: Path, engine: Any, code:
     require_measured(ran(RL, tmp_path, "run", trainer={"lr": 1e-3, "precision": precision}), wrong=True)
 
 
+@pytest.mark.slow
 def test_comparing_changes_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = outcome(ran(RL, tmp_path, "with"))
     monkeypatch.setattr(MismatchProbe, "choose", lambda *args: [])
@@ -117,6 +118,7 @@ def test_comparing_changes_nothing_else(tmp_path: Path, monkeypatch: pytest.Monk
     assert with_it == without
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_the_same(tmp_path: Path) -> None:
     whole = ran(RL, tmp_path, "whole", checkpoint={"every": 1, "keep_last": 9})
     cut = tmp_path / "cut"

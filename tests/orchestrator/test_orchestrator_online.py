@@ -202,6 +202,7 @@ def test_sessions_that_began_alike_are_compared(tmp_path: Path) -> None:
     assert codes == [409], "a session without a reward cannot be learned from"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     def application(address: str) -> None:
         for number in range(5):

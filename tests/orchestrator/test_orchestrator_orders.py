@@ -58,6 +58,7 @@ def cut(finished: Path, folder: Path, step: int) -> Path:
     return copied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [8, pytest.param(11, marks=[pytest.mark.slow, pytest.mark.thorough])])
 def test_a_resumed_run_draws_the_same_tasks(finished: Path, step: int, tmp_path: Path) -> None:
     copied = cut(finished, tmp_path, step)

@@ -48,6 +48,7 @@ def same(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [PPO, CAST, SFT, STALE], ids=["ppo", "cast", "sft", "stale"])
 def test_the_same_numbers_with_and_without(tmp_path: Path, changes: dict[str, Any]) -> None:
     with_it = started(tmp_path / "with", **changes)
@@ -61,12 +62,14 @@ def test_the_same_numbers_with_and_without(tmp_path: Path, changes: dict[str, An
     assert not any("residency" in path.name for path in with_it.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_with_several_stages_and_the_default_plan(tmp_path: Path) -> None:
     plain = started(tmp_path / "plain")
     found = started(tmp_path / "auto", residency={"budget_gb": 0.0003})
     assert same(found) == same(plain)
 
 
+@pytest.mark.slow
 def test_reward_models_leave_while_the_trainer_works(tmp_path: Path) -> None:
     taskset = {
         "function": "rollmill.quickstart.addition:rows",
@@ -90,6 +93,7 @@ def test_reward_models_leave_while_the_trainer_works(tmp_path: Path) -> None:
     assert read_metrics(found)[2]["reward/mean"] != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"algorithm": {"name": "distill"}, "residency": {"teacher": "disk"}}, {"residency": {"optimizer": "disk"}}],
@@ -140,6 +144,7 @@ def test_sizes_are_known_before_anything_is_made(
         assert now
 
 
+@pytest.mark.slow
 def test_resume_goes_on_from_a_checkpoint_that_was_written_while_things_were_away(tmp_path: Path) -> None:
     whole = started(tmp_path / "whole", **PPO)
     shutil.copytree(whole, tmp_path / "cut")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import toy_tokenizer
@@ -244,6 +245,7 @@ def test_a_checkpoint_holds_what_was_put_away(lengths: list[int], max_staleness:
     asyncio.run(resumed())
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     lengths=LENGTHS,

@@ -65,6 +65,7 @@ def whole(folder: Path) -> Path:
     return started(folder, "whole")
 
 
+@pytest.mark.slow
 def test_the_gap_of_experts_is_gone_in_a_run_with_partial_rollouts(folder: Path, whole: Path) -> None:
     assert sum(row["rollout/continued"] for row in metrics(whole)) > 0
     off = started(folder, "off", trainer={"router_replay": False})
@@ -77,6 +78,7 @@ def test_a_resumed_run_replays_the_same(whole: Path, tmp_path: Path, after: int)
     assert outcome(resumed(whole, tmp_path / "out", after=after)) == outcome(whole)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_store_in_memory_keep_the_routing(folder: Path, whole: Path, tmp_path: Path) -> None:
     memory = started(folder, "memory", buffer={"store": "memory"})
     assert outcome(memory)["weights"] == outcome(whole)["weights"]

@@ -80,6 +80,7 @@ def mine(task, completion):
 """
 
 
+@pytest.mark.slow
 def test_inference_goes_on_while_rewards_are_awaited_and_the_report_shows_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW)
     started(
@@ -106,6 +107,7 @@ def test_inference_goes_on_while_rewards_are_awaited_and_the_report_shows_it(tmp
     assert page.count('class="waits"') >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "warned"), [(30, True), (0, False)])
 def test_a_reward_that_is_mostly_too_slow_is_said_once(
     tmp_path: Path, seconds: int, warned: bool, capsys: pytest.CaptureFixture[str]

@@ -146,6 +146,7 @@ def test_groups_that_make_up_for_dropped_ones_do_not_overtake_those_that_were_pu
     assert max(row["staleness/max"] for row in read_metrics(out)) <= 2
 
 
+@pytest.mark.slow
 def test_what_the_pipeline_did_in_a_step_that_was_interrupted_is_not_done_twice(tmp_path: Path) -> None:
     """With max_staleness 1 the checkpoint holds groups that the interrupted step has sent through the pipeline."""
     (tmp_path / "whole").mkdir()
@@ -170,6 +171,7 @@ def test_an_operator_that_raises_is_named_with_the_task(tmp_path: Path) -> None:
         started(tmp_path, steps=1, pipeline=[{"name": "broken"}])
 
 
+@pytest.mark.slow
 def test_an_operator_that_hangs_is_waited_for_no_longer_than_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match="the pipeline waited 5 s for operator `hanging` on task rows:"):
         started(tmp_path, steps=1, rollout={"deadline_s": 5}, pipeline=[{"name": "hanging"}])
@@ -196,6 +198,7 @@ def test_replayed_groups_join_later_steps_within_their_rules(tmp_path: Path, sto
     assert [e.logprobs.tolist() for e in same[0]] == [e.logprobs.tolist() for e in same[1]]
 
 
+@pytest.mark.slow
 def test_imported_groups_are_learned_from_in_place_of_rollouts_and_nothing_gets_stale(tmp_path: Path) -> None:
     first = started(tmp_path, steps=3, buffer={"store": "sql"})
     other = tmp_path / "other"

@@ -83,6 +83,7 @@ def test_empty_and_short_texts() -> None:
     assert text_ngrams("ab", "characters", 5) == {b"ab"}
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(["", "a", "it is 12", LONG, NEAR, OTHER, CHINESE, "\udcff"]), max_size=8), st.data())
 def test_a_resumed_run_drops_the_same(values: list[str], data: Any) -> None:
     sections = [{"name": name, "within": "run", "memory": 3} for name in ("duplicates", "near_duplicates")]

@@ -26,6 +26,7 @@ SHORT = {"stages": None, "steps": 4, "algorithm": {"name": "grpo"}, "evaluation"
 TWO = {"lr": 1e-3, "ranks": 2}
 
 
+@pytest.mark.slow
 def test_ranks_do_not_share_a_gpu(tmp_path: Path) -> None:
     half = {"name": "ray", "trainer_gpus": 0.5}
     with pytest.raises(ConfigError, match=r"placement\.trainer_gpus: ranks cannot share a GPU, .*; reserve 1 for each"):

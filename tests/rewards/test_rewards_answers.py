@@ -252,6 +252,7 @@ def test_every_bank_of_the_corpus_is_judged_as_labelled(data_dir: Path, bank: st
     assert rejected <= LEFT[bank]
 
 
+@pytest.mark.slow
 def test_completions_of_chat_models_are_judged_as_labelled() -> None:
     rows = chat_answers()[::4]
     rejected, accepted = counts(rows, accepted_by_rollmill(rows))
@@ -290,6 +291,7 @@ def test_the_corpus_against_math_verify(data_dir: Path) -> None:
 # -- the cost ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_formulas_that_algebra_would_not_finish_are_not_asked_about() -> None:
     formulas = costly_answers()
     assert len(set(formulas)) >= 150
@@ -308,6 +310,7 @@ def test_formulas_that_algebra_would_not_finish_are_not_asked_about() -> None:
     assert found["timeout"] + found["memory"] <= 3
 
 
+@pytest.mark.slow
 def test_long_references_may_have_long_answers() -> None:
     pairs = [
         ("2^{2023}", "2^{2023}-1+1"),

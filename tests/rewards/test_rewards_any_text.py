@@ -99,6 +99,7 @@ TEXTS = (
 )
 
 
+@pytest.mark.slow
 @given(TEXTS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_text(judges: tuple[RewardManager, RewardManager], text: str) -> None:

@@ -131,6 +131,7 @@ def test_other_tests_go_on_after_one_that_ends_the_process(made: Make) -> None:
         assert found.details == {"code/visible": 0.0, "code/hidden": 1.0}
 
 
+@pytest.mark.slow
 def test_the_limit_of_all_tests_ends_them(made: Make) -> None:
     tests = [{"args": [n], "expected": n} for n in range(40)]
     judge = made(credit="fraction", time_limit_s=1.0, total_limit_s=2.5, timeout_reward=-0.5)

@@ -28,6 +28,7 @@ def graded(pairs: list[tuple[dict[str, str], str]], **keys: object) -> list[Rewa
         return asyncio.run(_graded(judge, pairs))
 
 
+@pytest.mark.slow
 def test_all_canonical_solutions_pass(data_dir: Path) -> None:
     rows = load_rows(data_dir)
     found = graded([(row, row["canonical_solution"]) for row in rows])
@@ -61,6 +62,7 @@ def sorted_out(rows: list[dict[str, str]], count: int, seed: int = 3) -> tuple[l
     return wrong, same
 
 
+@pytest.mark.slow
 def test_mutants_are_rejected_and_those_that_no_check_notices_are_not(data_dir: Path) -> None:
     """The reward says what the published check says in a process without any walls."""
     wrong, same = sorted_out(load_rows(data_dir), 45, seed=5)  # without endless loops, which cost time

@@ -47,6 +47,7 @@ def sent(value: Any) -> Any:
     return json.loads(encode_text(value))
 
 
+@pytest.mark.slow
 @given(values)
 def test_values_come_back_as_they_were(value: Any) -> None:
     found = through(value)
@@ -184,6 +185,7 @@ def test_other_objects_are_the_same_as_nothing(expected: Any) -> None:
     assert not values_match([expected], [*sent([]), found], OutputMatchOptions())
 
 
+@pytest.mark.slow
 def test_endless_and_deep_values_are_refused() -> None:
     deep: list[Any] = []
     for _ in range(MAX_DEPTH + 1):

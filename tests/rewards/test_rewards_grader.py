@@ -36,6 +36,7 @@ def busy(pid: int) -> bool:
     return sum(process.cpu_times()[:2]) > before
 
 
+@pytest.mark.slow
 def test_a_worker_killed_from_outside_is_replaced_and_the_answer_judged(pool: GraderPool) -> None:
     assert pool.submit("math", EASY, 10).result(30).value == 1.0
     [first] = pool.pids()
@@ -47,6 +48,7 @@ def test_a_worker_killed_from_outside_is_replaced_and_the_answer_judged(pool: Gr
     assert not psutil.pid_exists(first)
 
 
+@pytest.mark.slow
 def test_an_answer_on_which_workers_keep_dying_is_an_error(pool: GraderPool) -> None:
     pool.submit("math", EASY, 10).result(30)
     judging = pool.submit("math", ENDLESS, 60)
@@ -60,12 +62,14 @@ def test_an_answer_on_which_workers_keep_dying_is_an_error(pool: GraderPool) -> 
     assert pool.submit("math", EASY, 10).result(30).value == 1.0
 
 
+@pytest.mark.slow
 def test_the_limit_is_hard_and_counts_from_the_start_of_the_work(pool: GraderPool) -> None:
     """The easy answer waits for as long as its own limit."""
     replies = [pool.submit("math", payload, limit) for payload, limit in ((ENDLESS, 1.0), (ENDLESS, 1.0), (EASY, 2.0))]
     assert [reply.result(60).outcome for reply in replies] == ["timeout", "timeout", "ok"]
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_process_and_ends_what_is_under_way() -> None:
     pool = GraderPool(workers=2)
     pool.submit("math", EASY, 10).result(30)
@@ -85,6 +89,7 @@ def test_closing_leaves_no_process_and_ends_what_is_under_way() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "rollmill-grader"]
 
 
+@pytest.mark.slow
 def test_workers_die_with_their_parent() -> None:
     program = """
         from rollmill.rewards.grader_pool import GraderPool
@@ -110,6 +115,7 @@ def test_the_worker_loads_no_torch(pool: GraderPool) -> None:
     assert not [found.path for found in psutil.Process(pid).memory_maps() if "torch" in found.path]
 
 
+@pytest.mark.slow
 def test_a_grader_that_fails_says_why(pool: GraderPool) -> None:
     payload = {"name": "no_such_set", "options": {}, "entry": {"answer": "1"}, "answer": "2"}
     with pytest.raises(RewardError, match=r"the reasoning_gym grader raised ValueError.*no_such_set"):

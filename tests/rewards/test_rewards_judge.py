@@ -47,6 +47,7 @@ def judge_of(tmp_path: Path) -> Make:
     return make
 
 
+@pytest.mark.slow
 def test_the_reward_is_the_weighted_sum_of_the_parts_that_apply(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def parts(task, completion, scale): return {'a': scale, 'b': None, 'c': True}\n"
@@ -75,6 +76,7 @@ def test_the_reward_is_the_weighted_sum_of_the_parts_that_apply(tmp_path: Path) 
     assert found.seconds > 0
 
 
+@pytest.mark.slow
 def test_nothing_applies(judge_of: Make) -> None:
     with judge_of("def f(task, completion): return {'a': None}") as judge:
         found = judged(judge, "5", "5")
@@ -191,6 +193,7 @@ def test_stuck_threads_are_counted_named_and_not_unlimited(judge_of: Make, caplo
     assert "judges0.py:f` did not return within 0.02 s; its thread cannot be ended (8 are stuck)" in caplog.text
 
 
+@pytest.mark.slow
 def test_plain_functions_run_in_processes_that_are_ended_at_their_limit(judge_of: Make) -> None:
     source = """
 import os
@@ -209,6 +212,7 @@ def f(task, completion):
     assert not psutil.pid_exists(int(third or 0))
 
 
+@pytest.mark.slow
 def test_processes_work_at_the_same_time_and_only_as_many_as_are_needed(judge_of: Make) -> None:
     source = "import os\ndef f(task, completion): time.sleep(0.5); return os.getpid()"
 
@@ -477,6 +481,7 @@ def test_group_rewards_do_not_count_where_a_gate_is_closed(judge_of: Make, tmp_p
     assert [each.parts["f"] for each in found] == [3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_parts_are_clipped_before_their_weight_and_the_sum_at_the_end(judge_of: Make, tmp_path: Path) -> None:
     path = tmp_path / "many.py"
     path.write_text(
@@ -520,6 +525,7 @@ def test_what_is_late_has_an_outcome_and_a_reward_of_its_own(judge_of: Make, tmp
     assert [each.reward for each in found] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_spans_tell_waiting_from_work(tmp_path: Path) -> None:
     path = tmp_path / "timed.py"
     path.write_text("import time\ndef f(task, completion):\n    time.sleep(0.2)\n    return 1\n")
@@ -543,6 +549,7 @@ def test_bounds_the_wrong_way_round_are_refused(section: type) -> None:
         section(clip=(2, 1))
 
 
+@pytest.mark.slow
 def test_reasoning_gym_scores_its_own_tasks() -> None:
     gym = pytest.importorskip("reasoning_gym")
 

@@ -341,6 +341,7 @@ def test_closing_fails_what_is_under_way() -> None:
     assert all(isinstance(each, RewardError) and "the judge was closed" in str(each) for each in found)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_grading(tmp_path: Path) -> None:
     """Ctrl-C while an endpoint does not answer."""
     rows = tmp_path / "rows.jsonl"

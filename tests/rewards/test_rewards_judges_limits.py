@@ -160,6 +160,7 @@ for _ in range(10):  # who opens or leaves a file has it alone for a moment
 """
 
 
+@pytest.mark.slow
 def test_several_processes_share_a_cache(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", WRITER, str(tmp_path / "cache")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

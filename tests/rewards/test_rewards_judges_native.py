@@ -220,6 +220,7 @@ def test_folders_that_hold_no_judge(tmp_path: Path) -> None:
         build_reward_manager([JudgeReward(name="judge", path=tmp_path / "none")], device="cpu")
 
 
+@pytest.mark.slow
 def test_an_endpoint_needs_no_torch() -> None:
     program = (
         "import sys\n"

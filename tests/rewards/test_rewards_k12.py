@@ -158,6 +158,7 @@ WORDS = WRITTEN.split("|")
 texts = st.one_of(st.text(max_size=80), st.lists(st.sampled_from(WORDS), max_size=25).map(" ".join))
 
 
+@pytest.mark.slow
 @given(st.sampled_from(QUESTIONS), texts)
 @settings(deadline=None, max_examples=400)
 def test_no_text_raises_and_every_reward_is_from_0_to_1(

@@ -137,6 +137,7 @@ def test_different_answers_are_refused(judge: RewardManager, gold: object, text:
     assert judged(judge, gold, text).reward == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(
     data_dir: Path, judge: RewardManager, every: int
@@ -238,6 +239,7 @@ PATHOLOGICAL = {
 }
 
 
+@pytest.mark.slow
 def test_endless_answers_end_in_time_and_block_nobody() -> None:
     """From a thread that is not the main one, with the event loop ticking all the while."""
     rewards: dict[str, float | None] = {}

@@ -48,6 +48,7 @@ _TEXT = st.one_of(st.text(), st.lists(st.one_of(st.sampled_from(_SCRAPS), st.tex
 _NUMBERS = st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=10**4)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(_TEXT, _TEXT)
 def test_comparing_any_text_never_raises(gold: str, answer: str) -> None:
@@ -86,6 +87,7 @@ def _written(value: Fraction) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(_NUMBERS)
 def test_equal_numbers_are_accepted_in_any_notation(value: Fraction) -> None:
@@ -95,6 +97,7 @@ def test_equal_numbers_are_accepted_in_any_notation(value: Fraction) -> None:
             assert compare_texts(gold, answer) is True, (gold, answer)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(_NUMBERS, st.integers(-100, 100).map(Fraction)), st.data())
 def test_different_numbers_are_refused(value: Fraction, data: st.DataObject) -> None:
@@ -155,6 +158,7 @@ PATHOLOGICAL = {
 }
 
 
+@pytest.mark.slow
 def test_endless_answers_are_answered_one_after_the_other() -> None:
     """With the default limit. `pytest -s` shows the seconds of each."""
     outcomes: dict[str, str] = {}

@@ -103,6 +103,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_json_schemas() -> None:
     with judge_of("format", json_schema=SCHEMA) as judge, judge_of("format", json_schema=SCHEMA, whole=True) as whole:
         for text, outcome, whole_outcome in [
@@ -129,6 +130,7 @@ def test_json_schemas() -> None:
                 assert (found.outcomes["format"], found.reward) == (expected, float(expected == "ok")), text[:60]
 
 
+@pytest.mark.slow
 def test_patterns_of_schemas_cannot_run_for_hours() -> None:
     schema = {"type": "string", "pattern": "^(a|aa)+$"}
     with judge_of("format", json_schema=schema, time_limit_s=0.3, timeout_reward=-1) as judge:

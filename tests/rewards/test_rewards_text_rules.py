@@ -129,6 +129,7 @@ def test_kimi_golden_numbers(texts: str, expected: list[float]) -> None:
     assert [each.parts["length"] for each in found] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_kimi_by_value_of_a_part_and_after_a_warm_up(tmp_path: Any) -> None:
     (tmp_path / "mine.py").write_text(
         "def score(task, completion): return {'a': len(completion.text), 'b': None if completion.text == 'n' else 0}\n"

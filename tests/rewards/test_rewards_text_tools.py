@@ -209,6 +209,7 @@ def test_wrong_tools_are_errors(tools: Any, message: str) -> None:
         verdict("tool_call", None, tagged({"name": "f"}), {"tools": tools})
 
 
+@pytest.mark.slow
 def test_true_is_not_one() -> None:
     loose = {"tools": [{"name": "f", "parameters": {}}], "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
     call = {"name": "f", "arguments": {"x": 1}}
@@ -216,6 +217,7 @@ def test_true_is_not_one() -> None:
     assert verdict("tool_call", None, tagged(call | {"arguments": {"x": True}}), loose) == (0, "wrong_call")
 
 
+@pytest.mark.slow
 def test_the_time_of_a_schema_check_is_the_grader_s() -> None:
     """The first one waits for the process to start; what is reported as work is not more than all of it."""
     for keys, text in (({"name": "tool_call"}, tagged({"name": "now"})), ({"name": "format", "json_schema": {}}, "{}")):

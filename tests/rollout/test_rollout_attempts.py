@@ -79,6 +79,7 @@ def test_a_failed_try_leaves_nothing_behind_and_the_next_draws_anew(tmp_path: Pa
     assert total(out, "rollout/rejected") == 0
 
 
+@pytest.mark.slow
 def test_what_is_late_is_aborted_and_tried_again(tmp_path: Path) -> None:
     body = """
     if number == 1 and policy._index == 2:

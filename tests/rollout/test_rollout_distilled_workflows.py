@@ -62,6 +62,7 @@ def distilled(folder: Path, teacher: Path, workflow: str, **changes: Any) -> tup
     return rollmill.load_experiences(folder / "run", 3), [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow
 def test_turns_with_tools_are_distilled_without_rewards(tmp_path: Path, teacher: Path) -> None:
     options = {"tools": [{"name": "calculator", "called": "calc"}]}
     found, losses = distilled(tmp_path, teacher, "{name: tools, describe: false, turns: 3}", **options)
@@ -70,6 +71,7 @@ def test_turns_with_tools_are_distilled_without_rewards(tmp_path: Path, teacher:
     assert losses[0] == pytest.approx(0, abs=1e-5)  # the student is the teacher
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "workflow", [pytest.param("single_turn", marks=[pytest.mark.slow, pytest.mark.thorough]), "two_turns"]
 )

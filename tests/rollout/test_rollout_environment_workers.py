@@ -44,6 +44,7 @@ def _pid(observation: object) -> int:
     return int(str(observation).split()[2])
 
 
+@pytest.mark.slow
 @in_loop
 async def test_episodes_are_spread_over_processes_and_keep_their_state() -> None:
     found = pool(processes=2)
@@ -63,6 +64,7 @@ async def test_episodes_are_spread_over_processes_and_keep_their_state() -> None
         assert counted["environment/crashes"] == counted["environment/timeouts"] == counted["environment/restarts"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["die", "kill"])
 @in_loop
 async def test_a_process_that_ends_takes_its_own_episodes_along_and_is_replaced(action: str) -> None:
@@ -95,6 +97,7 @@ async def test_a_process_that_ends_takes_its_own_episodes_along_and_is_replaced(
         assert counted["environment/restarts"] == 1
 
 
+@pytest.mark.slow
 @in_loop
 async def test_a_process_killed_while_idle_gets_no_further_episodes() -> None:
     found = pool(processes=1)
@@ -112,6 +115,7 @@ async def test_a_process_killed_while_idle_gets_no_further_episodes() -> None:
         assert found.metrics()["environment/crashes"] == 0
 
 
+@pytest.mark.slow
 @in_loop
 async def test_what_hangs_is_ended_and_counted() -> None:
     found = pool(processes=1, time_limit_s=2.0)
@@ -191,6 +195,7 @@ async def test_what_is_printed_disturbs_nothing() -> None:
         assert (await one.step("x")).observation == "x 2"
 
 
+@pytest.mark.slow
 @in_loop
 async def test_workers_are_replaced_after_enough_episodes_and_close_them(tmp_path: Path) -> None:
     note = tmp_path / "note"
@@ -210,6 +215,7 @@ async def test_workers_are_replaced_after_enough_episodes_and_close_them(tmp_pat
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 @in_loop
 async def test_a_leak_ends_with_its_worker() -> None:
     found = pool(processes=1, memory_gb=0.25)
@@ -239,6 +245,7 @@ async def test_what_an_environment_started_ends_with_it() -> None:
         assert len(psutil.Process(pid).children()) == 1
 
 
+@pytest.mark.slow
 @in_loop
 async def test_a_cancelled_rollout_leaves_its_worker_at_work() -> None:
     found = pool(processes=1)

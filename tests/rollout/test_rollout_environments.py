@@ -52,6 +52,7 @@ async def test_async_methods_and_messages() -> None:
     await found.close()
 
 
+@pytest.mark.slow
 @in_loop
 async def test_what_takes_too_long_fails_its_rollout_and_closes_later(tmp_path: Path) -> None:
     note = tmp_path / "note"

@@ -154,6 +154,7 @@ def test_both_sides_of_a_game_learn_from_rewards_of_their_own(tmp_path: Path) ->
     assert np.isfinite(metrics(tmp_path)["loss"])
 
 
+@pytest.mark.slow
 def test_endpoints_are_asked_and_tools_are_given_to_users_workflows(tmp_path: Path) -> None:
     with chat_server(lambda body: "well done") as server:
         found = run_with(
@@ -173,6 +174,7 @@ def test_endpoints_are_asked_and_tools_are_given_to_users_workflows(tmp_path: Pa
     assert last["tools/double/seconds"] > 0
 
 
+@pytest.mark.slow
 def test_an_endpoint_draws_anew_for_every_question_and_its_errors_name_the_model(tmp_path: Path) -> None:
     twice = ASKS.replace(
         "    return {", "    await helper.chat([{'role': 'user', 'content': found.content}])\n    return {"

@@ -427,6 +427,7 @@ def test_rewards_that_no_run_could_use_are_refused(site: Running, reward: Any) -
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
 
 
+@pytest.mark.slow
 def test_a_session_has_so_many_rewards(site: Running) -> None:
     client(site, "parts").chat.completions.create(model="", messages=HI)
     for number in range(64):

@@ -225,6 +225,7 @@ def test_a_server_killed_from_outside_is_replaced() -> None:
         assert sandbox.pid() != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_server_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
     monkeypatch.setattr("rollmill.sandbox.exchange.GRACE_S", 2.0)
@@ -319,6 +320,7 @@ def _as_ordinary_user(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", ["quickest", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "uid", "backend"),

@@ -124,6 +124,7 @@ def test_a_summary_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["summary.json"]
 
 
+@pytest.mark.slow
 def test_peak_memory_counts_this_process_and_finished_children() -> None:
     before = peak_rss_mb()
     assert 10 < before < 1e6

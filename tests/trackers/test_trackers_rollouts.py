@@ -70,6 +70,7 @@ def assert_same(a: Experience, b: Experience) -> None:
         assert same(getattr(a, field.name), getattr(b, field.name)), field.name
 
 
+@pytest.mark.slow
 @given(experiences())
 @settings(max_examples=150, deadline=None)
 def test_an_experience_survives_the_round_trip_exactly(experience: Experience) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from rollmill.trainer.distributed import tensor_parallel as buckets
 from rollmill.trainer.distributed.tensor_parallel import apply_in_buckets
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 5), max_size=2), max_size=9), st.integers(4, 200))
 def test_all_tensors_are_changed_in_place(shapes: list[list[int]], limit: int) -> None:
     tensors = [torch.full(shape, float(n)) for n, shape in enumerate(shapes)]

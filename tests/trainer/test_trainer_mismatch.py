@@ -137,6 +137,7 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if not key.startswith("logprob_gap/")}
 
 
+@pytest.mark.slow
 def test_comparing_changes_no_number_of_the_training_nor_does_resuming(toy: Any, make_batch: Any) -> None:
     options = options_of("ppo", kl=0.1, critic={"lr": 1e-3})
     with_it, without = (of(toy, kept=kept, options=options, updates_per_batch=2) for kept in (2, 0))

@@ -113,6 +113,7 @@ def test_packed_rows_with_shared_prompts_take_every_tokens_own_experts(architect
     assert float((found - logprobs(model, batch, replay=False)).abs().max()) > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_with_replay_the_bf16_gap_of_experts_is_that_of_a_dense_model(architecture: str) -> None:
     """An engine in bf16 and a trainer under bf16 autocast over fp32 weights choose other experts now and then."""

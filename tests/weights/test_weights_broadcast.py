@@ -129,6 +129,7 @@ def all_get(explorers: list[Explorer], version: int) -> None:
     assert [each.got() for each in explorers] == [version] * len(explorers)
 
 
+@pytest.mark.slow
 def test_every_version_reaches_all_by_one_broadcast(patient: BroadcastSender, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     plain = BroadcastSender._create_group
@@ -164,6 +165,7 @@ def test_who_comes_late_gets_the_newest_version_whatever_the_trainer_does(sender
         each.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("habit", ["dies between", "dies before"])
 def test_who_is_killed_in_a_transfer_keeps_nobody_from_the_weights(sender: BroadcastSender, habit: str) -> None:
     explorers, dying = [Explorer(sender.address) for _ in range(2)], Explorer(sender.address)
@@ -193,6 +195,7 @@ def test_damaged_weights_are_sent_again_and_are_an_error_in_the_end(sender: Broa
         each.end()
 
 
+@pytest.mark.slow
 def test_never_torn_and_never_older_while_versions_follow_each_other(sender: BroadcastSender) -> None:
     explorers = [Explorer(sender.address) for _ in range(2)]
     sender.send(0, weights(0))

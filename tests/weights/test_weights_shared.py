@@ -126,6 +126,7 @@ def sending(tmp_path: Path) -> Any:
     process.join()
 
 
+@pytest.mark.slow
 def test_no_version_is_ever_torn(tmp_path: Path, sending: Any) -> None:
     receiver, into, seen = SharedMemoryReceiver(tmp_path / "w"), {"w": torch.zeros(300_000)}, set()
     receiver.receive(into)  # the sender has started
@@ -137,6 +138,7 @@ def test_no_version_is_ever_torn(tmp_path: Path, sending: Any) -> None:
     assert len(seen) == 50
 
 
+@pytest.mark.slow
 def test_a_sender_that_is_killed_amid_a_version_leaves_the_last_one(tmp_path: Path, sending: Any) -> None:
     receiver, into = SharedMemoryReceiver(tmp_path / "w"), {"w": torch.zeros(300_000)}
     receiver.receive(into)
@@ -155,6 +157,7 @@ def _make_senders(paths: list[Path]) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_the_next_sender_removes_what_one_that_was_killed_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
