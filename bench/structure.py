@@ -33,9 +33,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("buffer", "rewards", "trackers", "report"),
     ("pipelines", "rollout", "trainer", "offload"),
     ("audit", "feedback"),
-    ("orchestrator", "remote", "serve"),
+    ("orchestrator", "remote"),
     ("launch", "planning"),
-    ("quickstart", "cli"),
+    ("quickstart", "serve", "cli"),
 )
 #: Classes that carry a completion of one turn, from the engine to the loss.
 CARRIERS = (

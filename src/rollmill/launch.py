@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +12,6 @@ from typing import Any
 
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import RayPlacement
-from rollmill.config.resolve import STAGE_KEYS
-from rollmill.config.run import StageConfig
 from rollmill.config.workflows import TrafficWorkflow
 from rollmill.errors import CheckpointError, ConfigError
 from rollmill.files import atomic_write
@@ -24,7 +21,7 @@ from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.orchestrator import Orchestrator, Serving
 from rollmill.orchestrator.run_lock import hold_run_lock, is_run_locked
-from rollmill.orchestrator.setup import MACHINE, RunSetup, set_up_run
+from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_up_run, stage_overrides
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState
 from rollmill.orchestrator.summary import summarise
@@ -106,21 +103,6 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
     require_models(loaded.stages[indices[-1]])
     setup = set_up_run(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
     return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
-
-
-def require_models(stage: StageConfig) -> None:
-    """Raise ConfigError if a stage that is only evaluated uses the policy at its start as a model."""
-    for name, model in stage.models.items():
-        if model.policy is not None:
-            text = f"models.{name}: the policy at the start of the stage is known only while the run trains; give"
-            raise ConfigError(f"{text} --set models.{name}.policy=null and --set models.{name}.path=FOLDER")
-
-
-def stage_overrides(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[str]:
-    """Prefix overrides with the stage's index, if the run has several stages."""
-    if not loaded.config.stages:
-        return list(overrides)
-    return [f"stages.{index}.{each}" if re.split(r"[.=]", each)[0] in STAGE_KEYS else each for each in overrides]
 
 
 async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: int, step: int) -> dict[str, float]:

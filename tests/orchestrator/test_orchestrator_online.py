@@ -23,10 +23,10 @@ from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
 from rollmill.launch import resume, run
 from rollmill.orchestrator.batches import RolloutBatches
+from rollmill.orchestrator.traffic import TrafficBatches
 from rollmill.rollout.endpoint.middleware import AccessRules
 from rollmill.rollout.endpoint.service import ServiceLimits
-from rollmill.serve.server import ServerAddress, serve_training
-from rollmill.serve.traffic import TrafficBatches
+from rollmill.serve import ServerAddress, serve_training
 from rollmill.trainer import Trainer
 from rollmill.web import open_listener
 

@@ -71,8 +71,8 @@ def command(
     _check_for_training(train, (record, step, threads, device), (overrides or None, out))
     from rollmill.rollout.endpoint.middleware import AccessRules
     from rollmill.rollout.endpoint.service import ServiceLimits
-    from rollmill.serve.server import ServerAddress, serve_checkpoint, serve_training
-    from rollmill.serve.server import set_threads as set_threads
+    from rollmill.serve import ServerAddress, serve_checkpoint, serve_training
+    from rollmill.serve import set_threads as set_threads
     from rollmill.web import is_loopback, open_listener, server_url
 
     chosen = _key(key, no_key, is_loopback(host))

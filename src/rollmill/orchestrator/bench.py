@@ -20,7 +20,6 @@ from rollmill.config.run import StageConfig
 from rollmill.data import Taskset, load_taskset
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write, read_json_object, to_jsonable
-from rollmill.launch import require_models, stage_overrides
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.bench_results import Cell, Results
 from rollmill.orchestrator.engine import build_engine, build_publisher
@@ -28,7 +27,7 @@ from rollmill.orchestrator.eval_targets import RUN_FILE, CheckpointTarget, EvalT
 from rollmill.orchestrator.evaluation import Evaluator
 from rollmill.orchestrator.evaluation_set import SetResult
 from rollmill.orchestrator.explorers import ExplorerFactory
-from rollmill.orchestrator.setup import MACHINE, choose_device
+from rollmill.orchestrator.setup import MACHINE, choose_device, require_models, stage_overrides
 from rollmill.orchestrator.task_selection import select_held_out
 from rollmill.rewards import build_reward_manager
 from rollmill.rollout.auxiliary_models import connect_endpoint

@@ -17,10 +17,10 @@ from rollmill.orchestrator.batches import BatchSource, RolloutBatches, RolloutCo
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import Evaluator
 from rollmill.orchestrator.scheduler import RolloutScheduler, TokenCounter
+from rollmill.orchestrator.traffic import NoTasksSampler, TrafficBatches
 from rollmill.pipelines.pipeline import PipelineResources, build_pipeline
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rollout.base import ExplorerProtocol
-from rollmill.serve.traffic import NoTasksSampler, TrafficBatches
 from rollmill.trainer import DistributedTrainer, RewardTrainer, Trainer
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.ray_ranks import RayRankLauncher

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rollmill.config.describe import evaluation_key
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
+from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
@@ -226,3 +228,18 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda, but torch finds no CUDA device; use device: auto or cpu")
     return torch.device(wanted)
+
+
+def require_models(stage: StageConfig) -> None:
+    """Raise ConfigError if a stage that is only evaluated uses the policy at its start as a model."""
+    for name, model in stage.models.items():
+        if model.policy is not None:
+            text = f"models.{name}: the policy at the start of the stage is known only while the run trains; give"
+            raise ConfigError(f"{text} --set models.{name}.policy=null and --set models.{name}.path=FOLDER")
+
+
+def stage_overrides(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[str]:
+    """Prefix overrides with the stage's index, if the run has several stages."""
+    if not loaded.config.stages:
+        return list(overrides)
+    return [f"stages.{index}.{each}" if re.split(r"[.=]", each)[0] in STAGE_KEYS else each for each in overrides]

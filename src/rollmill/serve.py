@@ -25,12 +25,12 @@ from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.engine import build_native_engine
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.stages import Stage
+from rollmill.orchestrator.traffic import SessionGrouper, TrafficBatches
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.endpoint.app import EndpointServer
 from rollmill.rollout.endpoint.middleware import AccessRules
 from rollmill.rollout.endpoint.service import ServiceLimits, build_application_service
 from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession, SessionSink
-from rollmill.serve.traffic import SessionGrouper, TrafficBatches
 from rollmill.trackers.console import RunView
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
 from rollmill.trainer import choose_precision

@@ -1,1 +1,0 @@
-"""Serving a checkpoint, or a run that trains on the traffic."""
