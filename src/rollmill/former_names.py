@@ -1,6 +1,6 @@
 """Former import paths of what users' files were told to import: runs that an earlier version began still resume.
 
-The paths are found only where no module of that name exists; nothing in rollmill itself imports them.
+No module has such a name any more; nothing in rollmill itself imports them.
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ class _Finder(MetaPathFinder, Loader):
 def find_former_names() -> None:
     """Let users' files import from former paths, from now on in this process."""
     if not any(isinstance(each, _Finder) for each in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())  # first: a folder that an update has left empty is a package, too
