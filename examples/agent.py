@@ -1,4 +1,4 @@
-"""An agent that does not depend on rollmill: it plays a guessing game with the model behind OPENAI_BASE_URL."""
+"""An agent that knows nothing but the openai client: it plays a guessing game with the model behind OPENAI_BASE_URL."""
 
 import json
 import sys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -116,11 +117,13 @@ class Worker:
             raise ConfigError("no such device")
         self.uses.append(use)
 
-    async def rollout(self, use: str, what: str) -> str:
+    async def rollout(self, use: str, what: str) -> Any:
         if use not in self.uses:
             raise WorkerNotReadyError(use)
         if what == "fails":
             raise RewardError("no good")
+        if what == "cannot be sent":
+            return lambda: None
         if what == "never ends":
             self.started.set()
             try:
@@ -164,6 +167,9 @@ def test_calls_over_a_connection(tmp_path: Path) -> None:
             assert (name, len(reply)) == ("explorer 3", 1_000_000)
             with pytest.raises(RewardError, match="no good"):
                 await explorers.pool.call("rollout", "stage", "fails")
+            for what in ("cannot be sent", lambda: None):  # neither a reply nor a call that cannot be pickled hangs
+                with pytest.raises((AttributeError, pickle.PicklingError, RuntimeError), match="lambda"):
+                    await asyncio.wait_for(explorers.pool.call("rollout", "stage", what), 60)
             call = asyncio.ensure_future(explorers.pool.call("rollout", "stage", "never ends"))
             await worker.started.wait()
             call.cancel()

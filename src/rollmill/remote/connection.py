@@ -56,8 +56,12 @@ def _prove(key: bytes, side: bytes, trainers: bytes, workers: bytes) -> bytes:
 
 def write_message(writer: StreamWriter, message: Any) -> None:
     """Send a message."""
+    writer.write(_encode(message))
+
+
+def _encode(message: Any) -> bytes:
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
 async def read_message(reader: StreamReader) -> Any:
@@ -82,8 +86,8 @@ class ConnectedWorker:
             raise WorkerLostError("its connection has ended")
         number, result = next(self._numbers), asyncio.get_running_loop().create_future()
         self._results[number] = result
-        write_message(self._writer, (number, method, arguments))
         try:
+            write_message(self._writer, (number, method, arguments))
             return await result
         except asyncio.CancelledError:
             if not self._reading.done():
@@ -113,12 +117,13 @@ class ConnectedWorker:
                 else:
                     result.set_exception(error)
         except LOST:
-            pass
-        finally:
-            self.kill()
-            for result in self._results.values():
-                if not result.done():
-                    result.set_exception(WorkerLostError("its connection has ended"))
+            why = "its connection has ended"
+        except Exception as error:  # a class of another version, for example
+            why = f"its reply cannot be read: {type(error).__name__}: {error}"
+        self.kill()
+        for result in self._results.values():
+            if not result.done():
+                result.set_exception(WorkerLostError(why))
 
 
 async def serve_calls(reader: StreamReader, writer: StreamWriter, worker: Any) -> Exception | None:
@@ -131,16 +136,14 @@ async def serve_calls(reader: StreamReader, writer: StreamWriter, worker: Any) -
     failures: list[Exception] = []
 
     async def run(number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
-        value: Any = None
-        error: BaseException | None = None
         try:
-            value = await getattr(worker, method)(*arguments)
-        except Exception as raised:
-            error = portable_error(raised, "an explorer's process")
+            reply = _encode((number, None, await getattr(worker, method)(*arguments)))
+        except Exception as raised:  # also of a result that cannot be pickled
+            reply = _encode((number, portable_error(raised, "an explorer's process"), None))
             if method == "begin":
                 failures.append(raised)
         if number is not None:
-            write_message(writer, (number, error, value))
+            writer.write(reply)
         if failures:
             writer.close()  # after the reply
 
