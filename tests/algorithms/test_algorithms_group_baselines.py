@@ -197,6 +197,13 @@ def test_pass_at_k_of_the_whole_group_is_the_lead_of_the_best() -> None:
     assert values.tolist() == pytest.approx([0, 0.3 / (statistics.stdev([0.2, 1.0, 0.7, 0.0]) + 1e-6), 0, 0, 0])
 
 
+def test_whole_numbers_are_rewards_like_others() -> None:
+    rewards, groups = torch.tensor([1, 0, 0, 2]), torch.zeros(4).long()
+    values = pass_at_k(rewards, groups, k=2)
+    assert values.dtype == torch.get_default_dtype()
+    torch.testing.assert_close(values, pass_at_k(rewards.float(), groups, k=2))
+
+
 def test_pass_at_k_gives_exactly_zero_to_one_reward_alone_and_where_none_is() -> None:
     rewards, groups = torch.tensor([1.0, NAN, 0.5, 0.0, NAN, 0.2, 0.2]), torch.tensor([0, 2, 1, 0, 2, 3, 3])
     values = pass_at_k(rewards, groups, baseline="others", scale="none")

@@ -532,6 +532,11 @@ def test_what_kto_logs_is_of_the_completions_sums() -> None:
     torch.testing.assert_close(found["labels/desirable"], torch.tensor([0.2 * ratios[0], 0.2 * ratios[2]]).double())
     torch.testing.assert_close(found["labels/undesirable"], torch.tensor([0.2 * ratios[1], 0.2 * ratios[3]]).double())
     assert found["labels/baseline"].tolist() == [baseline.item()] * 4
+    [term], weighted = recipe.terms, inputs._replace(kl_baseline=baseline)
+    gains = [0.2 * (ratio - ratios[1]) for ratio in ratios]
+    losses = [1 / (1 + math.exp(gain if good else -gain)) for gain, good in zip(gains, (1, 0, 1, 0), strict=True)]
+    expected = torch.tensor(losses, dtype=torch.float64)[inputs.sequence]  # each of its tokens, whatever its group
+    torch.testing.assert_close(term.fn(weighted), expected)
 
 
 def test_statistics_of_a_step_are_needed_by_masks_and_selections_alone() -> None:
@@ -540,7 +545,32 @@ def test_statistics_of_a_step_are_needed_by_masks_and_selections_alone() -> None
     assert isinstance(masked, Recipe)
     assert isinstance(selected, Recipe)
     assert [each.needs_step_statistics for each in (plain, masked, selected)] == [False, True, True]
+    both = _recipe(name="grpo", masks=["clip_b", "clip_v"])
+    assert isinstance(both, Recipe)
+    assert [each.uses_expected_discriminant for each in (plain, masked, both)] == [False, False, True]
     assert (plain.entropy, plain.uses_kto_baseline, plain.uses_probabilities) == (0.0, False, False)
+
+
+def test_an_adaptive_entropy_coefficient_needs_no_fixed_one() -> None:
+    adaptive, neither = _recipe(name="skywork_or1", entropy=0.0), _recipe(name="grpo", entropy=0.0)
+    assert isinstance(adaptive, Recipe)
+    assert isinstance(neither, Recipe)
+    assert [[term.is_adaptive_entropy for term in each.terms] for each in (adaptive, neither)] == [[False, True], [False]]
+
+
+@pytest.mark.parametrize("zero_tail", [False, True])
+def test_the_optimal_token_baseline_of_a_recipe_counts_episodes_once(zero_tail: bool) -> None:
+    """The first two experiences are one rollout; a token that only the third reaches has the zero baseline or none."""
+    recipe = _recipe(name="otb", advantage={"name": "optimal_token_baseline", "zero_tail": zero_tail})
+    assert isinstance(recipe, Recipe)
+    assert recipe.token_advantage is not None
+    sequence, p = torch.tensor([0, 1, 2, 2]), torch.tensor([0.5, 0.5, 0.6, 0.9]).double()
+    inputs = _rewards([0.0, 0.0, 1.0], [0, 0, 0], [1, 1, 2])._replace(episodes=torch.tensor([0, 0, 1]))
+    scores = TokenAdvantageInputs(logprob=p.log(), collision=p**2 + (1 - p) ** 2)
+    found = recipe.token_advantage(inputs, sequence, scores)
+    baseline = 0.32 / (0.5 + 0.32)  # the weights of the two rollouts are 2 (1 - p)^2
+    expected = [-baseline, -baseline, 1 - baseline, float(zero_tail)]
+    assert found.values.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_recipe_of_terms_alone_needs_nothing_else() -> None:

@@ -158,6 +158,18 @@ def test_waiting_for_tokens_ends_with_the_last_of_them_or_with_a_failure() -> No
     run(test)
 
 
+def test_waiting_for_news_ends_with_the_next_arrival_or_its_time() -> None:
+    async def test(queue: GroupQueue, futures: Futures) -> None:
+        futures[1].set_result(group("g1"))
+        await asyncio.sleep(0.01)
+        news = await waits(queue.wait_for_news(1000))  # what arrived earlier is no news
+        queue.generated(2, group("g2"))
+        await news
+        await queue.wait_for_news(0.01)
+
+    run(test)
+
+
 def test_of_more_groups_than_needed_those_that_arrive_first_are_chosen() -> None:
     async def test(queue: GroupQueue, futures: Futures) -> None:
         choosing = await waits(queue.wait_first_generated([0, 1, 2, 3], 2))
