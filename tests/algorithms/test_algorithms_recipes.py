@@ -555,7 +555,8 @@ def test_an_adaptive_entropy_coefficient_needs_no_fixed_one() -> None:
     adaptive, neither = _recipe(name="skywork_or1", entropy=0.0), _recipe(name="grpo", entropy=0.0)
     assert isinstance(adaptive, Recipe)
     assert isinstance(neither, Recipe)
-    assert [[term.is_adaptive_entropy for term in each.terms] for each in (adaptive, neither)] == [[False, True], [False]]
+    assert [term.is_adaptive_entropy for term in adaptive.terms] == [False, True]
+    assert len(neither.terms) == 1
 
 
 @pytest.mark.parametrize("zero_tail", [False, True])

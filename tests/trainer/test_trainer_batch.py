@@ -110,7 +110,7 @@ def test_recorded_experts_lie_beside_their_tokens() -> None:
             unknown, build_token_table(unknown, CPU), range(len(unknown)), 100, CPU, routing=(2, 1)
         )
         assert row.routing is None
-    for one in (chosen(1, 0), chosen(3, 0)):  # of a single token; and known, though that of the last experience is empty
+    for one in (chosen(1, 0), chosen(3, 0)):  # one token is enough, and the last need not be known
         known = [made("f", "k", [1, 2], [3, 4], routing=one), made("g", "l", [3], [4, 5], routing=chosen(0, 0))]
         [row] = build_micro_batches(known, build_token_table(known, CPU), range(2), 100, CPU, routing=(2, 1))
         assert row.routing is not None
