@@ -155,6 +155,7 @@ def _child(request: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(request["output"], name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
     os.chdir(request["folder"])
     if request["uid"] is not None:
         os.setgroups([])

@@ -81,14 +81,14 @@ async def many_rows(engine: Any, args: argparse.Namespace) -> list[Any]:
 async def recomputed(engine: Any, args: argparse.Namespace) -> float:
     """Additional seconds of the first pass with new weights, per half-finished completion."""
     work = [asyncio.ensure_future(each) for each in asked(engine, args, MANY // args.group)]
-    while engine.load()[0] < MANY * args.new_tokens // 2:
+    while engine.core.load()[0] < MANY * args.new_tokens // 2:
         await asyncio.sleep(0)
     began = time.perf_counter()
-    engine.step()
+    engine.core.step()
     usual = time.perf_counter() - began
     engine.weights_updated(engine.version)
     began = time.perf_counter()
-    engine.step()
+    engine.core.step()
     more = time.perf_counter() - began - usual
     await asyncio.gather(*work)
     return float(max(more, 0.0) / MANY)

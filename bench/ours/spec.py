@@ -42,7 +42,7 @@ async def serve_epochs(channel: Channel, args: argparse.Namespace) -> None:
             score, variance = scored(loop.stage.policy.model, experiences)
             report["score"], report["variance"] = report["score"] + score, report["variance"] + variance
             report["kl"] += loop.learn(experiences)["kl"] / args.steps
-        counts = loop.stage.engine.drafting.counts  # type: ignore[attr-defined]
+        counts = loop.stage.engine.core.drafting.counts  # type: ignore[attr-defined]
         channel.say(
             **report,
             tokens_per_s=report["tokens"] / report["seconds"],

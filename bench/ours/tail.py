@@ -62,11 +62,6 @@ def drawn_lengths_engine(median: int, longest: int) -> Any:
 
     class DrawnLengths(NativeEngine):
         lengths: list[int] = []  # noqa: RUF012  of all started completions
-        passes = 0
-
-        def step(self) -> None:
-            self.passes += 1
-            super().step()
 
         def submit(self, request: GenerationRequest) -> SequenceGroup:
             group = super().submit(request)
@@ -150,6 +145,8 @@ class Clock:
 
 async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
     """Run the stage from its start at each command."""
+    from rollmill.planning.measurement import record_engine_steps
+
     make = tail_stage(args)
     warm = make()
     await warm.step()
@@ -163,21 +160,22 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
         clock, began = Clock(loop), time.process_time()
         learned: list[str] = []
         lengths: list[int] = []
-        for _ in range(args.steps):
-            result = await loop.step()
-            own = [each.turns[-1].end - each.turns[-1].start for each in result.experiences]
-            report["tokens"] += sum(own)
-            report["rollout_s"] += result.seconds["rollout"]
-            report["total_s"] += result.seconds["total"]
-            if (bias := result.metrics.get("rollout/length_bias")) is not None:
-                report["length_bias"].append(round(bias, 3))
-            lengths += own
-            learned += list(dict.fromkeys(each.task_id for each in result.experiences))
+        with record_engine_steps(engine) as passes:
+            for _ in range(args.steps):
+                result = await loop.step()
+                own = [each.turns[-1].end - each.turns[-1].start for each in result.experiences]
+                report["tokens"] += sum(own)
+                report["rollout_s"] += result.seconds["rollout"]
+                report["total_s"] += result.seconds["total"]
+                if (bias := result.metrics.get("rollout/length_bias")) is not None:
+                    report["length_bias"].append(round(bias, 3))
+                lengths += own
+                learned += list(dict.fromkeys(each.task_id for each in result.experiences))
         waiting = [id for id, _ in loop.stage.state.again]
         numbers = sorted(int(id.rpartition(":")[2]) for id in (*learned, *waiting))
         report |= {
             "generated": engine.tokens_generated,
-            "per_pass": report["tokens"] / engine.passes,
+            "per_pass": report["tokens"] / len(passes),
             "per_second": report["tokens"] / clock.seconds,
             "per_second_of_steps": report["tokens"] / (time.process_time() - began),
             "per_second_of_the_clock": report["tokens"] / report["rollout_s"],

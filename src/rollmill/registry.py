@@ -21,7 +21,7 @@ from pydantic import ValidationError, create_model
 
 from rollmill.config.algorithms import known_algorithms
 from rollmill.config.algorithms.base import AdvantageSection, AlgorithmOptions, LossSection, PolicyGradientOptions
-from rollmill.config.engines import EngineSection
+from rollmill.config.engines import ENGINE_FEATURES, EngineSection
 from rollmill.config.environments import EnvironmentSection
 from rollmill.config.section import NamedSection, Section, register_section, section_from_signature, source_location
 from rollmill.config.tools import ToolSection
@@ -247,13 +247,29 @@ def engine(target: Target) -> Target:
     It is a class with the methods of `rollmill.engines.RolloutEngine`. `__init__` takes the policy
     (`rollmill.models.load.PolicyModel`: model, tokenizer, eos_ids, context) and, if it wants to, the section `rollout`
     and the precision ("bf16" or "fp32"); keyword-only parameters with a type and a default are keys of the run file.
-    The model has the trainer's parameters: they have changed when `weights_updated` is called.
+    The model has the trainer's parameters: they have changed when `weights_updated` is called. A class attribute
+    `supports` names the optional features that the engine has (`rollmill.config.engines.ENGINE_FEATURES`); a run that
+    needs another one is refused.
 
-    Raises ConfigError naming file and line: it is no such class, or an option lacks a type or a default.
+    Raises ConfigError naming file and line: it is no such class, an option lacks a type or a default, or `supports`
+    names an unknown feature.
     """
     methods = ("generate", "stream", "interrupt", "pause", "resume", "weights_updated", "drain", "sleep", "counters")
     _check_methods(target, "an engine", (*methods, "close"))
-    register_section("engine", target.__name__, section_from_signature(target, EngineSection))
+    section: Any = section_from_signature(target, EngineSection)
+    supported = set(getattr(target, "supports", ()))
+    if unknown := supported - ENGINE_FEATURES.keys():
+        raise ConfigError(
+            f"{source_location(target)}: {target.__name__}: `supports` names {', '.join(sorted(map(repr, unknown)))}; "
+            f"the features are {', '.join(ENGINE_FEATURES)}"
+        )
+    section.unsupported = {
+        name: f"engine `{target.__name__}` does not name `{name}` ({text}) among the features that it `supports`; use "
+        "engine `native`, or remove this"
+        for name, text in ENGINE_FEATURES.items()
+        if name not in supported
+    }
+    register_section("engine", target.__name__, section)
     return target
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollmill.cli import main
+from rollmill.config.engines import ENGINE_FEATURES
 from rollmill.config.loader import load_run
 
 GOOD = """\
@@ -115,3 +116,66 @@ def test_a_stage_that_generates_nothing_leaves_the_engine_to_the_others(tmp_path
     stages = "stages: [{name: warm, algorithm: {name: sft}, steps: 2}, {name: learn, steps: 2}]\n"
     (tmp_path / "run.yaml").write_text(VLLM + stages)
     assert load_run(tmp_path / "run.yaml").stages[1].engine.name == "vllm"
+
+
+ENGINE = """\
+import rollmill
+
+@rollmill.engine
+class %s:
+    supports = %r
+    def __init__(self, policy) -> None: ...
+    async def generate(self, request): ...
+    async def stream(self, request): ...
+    def interrupt(self): ...
+    def pause(self): ...
+    def resume(self): ...
+    def weights_updated(self, version): ...
+    async def drain(self): ...
+    async def sleep(self): ...
+    def counters(self): ...
+    async def close(self): ...
+"""
+
+
+def check_engine(name: str, features: list[str], keys: str) -> int:
+    """Check a run with an engine of the project, in the current folder."""
+    Path("run.yaml").write_text(GOOD + f"plugins: [{name}.py]\nengine: {name}\n" + keys)
+    Path("tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    Path(f"{name}.py").write_text(ENGINE % (name, features))
+    return main(["check", "run.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("feature", "keys"),
+    [
+        ("truncation", "rollout: {top_p: 0.9}"),
+        ("truncation", EVALUATION % "top_k: 5"),
+        ("stop", 'rollout: {stop: ["END"]}'),
+        ("stop", "rollout: {stop_token_ids: [1]}"),
+        ("repetition", "rollout: {repetition: {}}"),
+        ("ngram_draft", "rollout: {ngram_draft: {}}"),
+        ("reuse", "rollout: {reuse: {}}"),
+        ("token_budget", "max_staleness: 1\nrollout: {token_budget: 100}"),
+        ("router_replay", "trainer: {router_replay: true}"),
+    ],
+)
+def test_an_engine_of_the_project_names_its_features(
+    feature: str, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert check_engine("able", [feature], keys) == 0
+    capsys.readouterr()
+    others = [name for name in ENGINE_FEATURES if name != feature]
+    assert check_engine("unable", others, keys) == 2
+    assert f"engine `unable` does not name `{feature}`" in capsys.readouterr().err
+
+
+def test_a_feature_that_there_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert check_engine("mine", ["trunkation"], "") == 2
+    assert (
+        "mine.py:3: mine: `supports` names 'trunkation'; the features are truncation, stop," in capsys.readouterr().err
+    )

@@ -82,7 +82,7 @@ def test_interrupted_again_and_again_equals_undisturbed(
                 replace(request, begun=[begun(each) for each in group])
                 for request, group in zip(requests, groups, strict=True)
             ]
-            assert engine.cached_entries == 0
+            assert engine.core.cached_entries == 0
         return groups
 
     for group, expected in zip(asyncio.run(main()), undisturbed, strict=True):
@@ -143,7 +143,7 @@ def test_interrupt_hands_out_what_there_is() -> None:
             await asyncio.sleep(0)
         engine.interrupt()
         groups = await work
-        assert engine.cached_entries == 0
+        assert engine.core.cached_entries == 0
         engine.interrupt()
         return groups
 
@@ -187,7 +187,7 @@ def test_begun_completions_are_restored_a_few_at_a_time() -> None:
     async def main() -> list[Completion]:
         work = asyncio.ensure_future(engine.generate(request))
         while not work.done():
-            entries.append(engine.cached_entries)
+            entries.append(engine.core.cached_entries)
             await asyncio.sleep(0)
         return await work
 

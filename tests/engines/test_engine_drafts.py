@@ -102,10 +102,10 @@ def test_unchanged_weights_accept_everything(architecture: str) -> None:
         np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
         np.testing.assert_allclose(after.kept_logmass, before.kept_logmass, atol=1e-5)
     assert {each.stop_reason for each in flat(again)} == {StopReason.EOS, StopReason.STOP, StopReason.LENGTH}
-    counts = engine.drafting.counts
+    counts = engine.core.drafting.counts
     assert counts.reuse_accepted == counts.reuse_tested == sum(len(each.token_ids) for each in flat(first))
     assert counts.passes < 30
-    assert engine.cached_entries == 0
+    assert engine.core.cached_entries == 0
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_numbers_are_those_of_the_new_weights(architecture: str) -> None:
     first = ask(engine_of(old), requests_of(sampling))
     engine = engine_of(new)
     found = flat(ask(engine, with_drafts(requests_of(sampling, seed=90), first)))
-    assert 0 < engine.drafting.counts.reuse_accepted < sum(len(each.token_ids) for each in found)
+    assert 0 < engine.core.drafting.counts.reuse_accepted < sum(len(each.token_ids) for each in found)
     for each in found:
         probs = (logits_after(new, each) / 0.8).softmax(-1)
         top = probs.topk(20)
@@ -150,7 +150,7 @@ def test_greedy_with_drafts_is_greedy() -> None:
     found = ask(engine, with_drafts(requests_of(greedy), first))
     expected = ask(engine_of(model_of(0.01)), requests_of(greedy))
     assert [each.token_ids.tolist() for each in flat(found)] == [each.token_ids.tolist() for each in flat(expected)]
-    assert engine.drafting.counts.reuse_tested > 0
+    assert engine.core.drafting.counts.reuse_tested > 0
 
 
 def test_drafts_that_are_too_long_or_go_on_from_other_tokens() -> None:
@@ -216,7 +216,7 @@ def test_a_rejected_token_that_is_replaced_by_itself_keeps_the_draft() -> None:
     for each, other in zip(found, first, strict=True):
         same = (each.token_ids == other.token_ids).tolist()
         kept += same.index(False) if False in same else len(same)
-    assert engine.drafting.counts.reuse_tested >= kept > 6
+    assert engine.core.drafting.counts.reuse_tested >= kept > 6
 
 
 def test_drafts_leave_the_event_loop_free_between_passes() -> None:
@@ -285,7 +285,7 @@ def test_what_is_sampled_follows_the_new_distribution(top: int, monkeypatch: pyt
     engine = engine_of(new, **options)
     [found] = ask(engine, [request])
     assert excess(found, joint, vocab) < 1
-    counts = engine.drafting.counts
+    counts = engine.core.drafting.counts
     assert 0.1 < counts.reuse_accepted / counts.reuse_tested < 0.9
     monkeypatch.setattr(draft_verifier, "residual_weights", lambda new, drafted: new)
     [biased] = ask(engine_of(new, **options), [request])
@@ -303,7 +303,7 @@ def test_guesses_change_nothing_but_the_number_of_passes(temperature: float) -> 
     for each, other in zip(found, expected, strict=True):
         assert each.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(each.logprobs, other.logprobs, atol=1e-5)
-    assert engine.drafting.counts.guess_accepted > (200 if temperature == 0 else 10)
+    assert engine.core.drafting.counts.guess_accepted > (200 if temperature == 0 else 10)
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_decode_steps_of_fixed_shapes_follow_guesses(monkeypatch: pytest.MonkeyP
     engine = engine_of(model_of())
     found = flat(ask(engine, requests_of(guessing)))
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]
-    assert len(made) < engine.drafting.counts.passes
+    assert len(made) < engine.core.drafting.counts.passes
 
 
 def test_a_draft_of_unknown_origin_is_a_guess() -> None:
@@ -338,4 +338,4 @@ def test_a_draft_of_unknown_origin_is_a_guess() -> None:
     engine = engine_of(model_of())
     [found] = ask(engine, [replace(request, drafts=drafts)])
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in plain]
-    assert engine.drafting.counts.guess_accepted > 150
+    assert engine.core.drafting.counts.guess_accepted > 150

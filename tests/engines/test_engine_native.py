@@ -248,7 +248,7 @@ def test_what_is_cached_can_be_kept_over_an_update(lost: bool) -> None:
     assert isinstance(engine, NativeEngine)
     if lost:
         update = engine.weights_updated
-        engine.weights_updated = lambda version: (engine.destroy_cache(), update(version))[1]  # type: ignore[method-assign]
+        engine.weights_updated = lambda version: (engine.core.destroy_cache(), update(version))[1]  # type: ignore[method-assign]
     completions = updated_in_flight(engine, old, new, n=6, seed=2)
     begun = [int((completion.versions == 0).sum()) for completion in completions]
     assert sorted(begun)[:2] == [0, 0]
@@ -259,7 +259,7 @@ def test_what_is_cached_can_be_kept_over_an_update(lost: bool) -> None:
             expected = continued_logprobs(first, new, completion, count)
         found = torch.from_numpy(completion.logprobs[count:])
         torch.testing.assert_close(found, expected[count:], atol=1e-5, rtol=0)
-    assert engine.cached_entries == 0
+    assert engine.core.cached_entries == 0
 
 
 def continued_logprobs(old: Any, new: Any, completion: Completion, count: int) -> torch.Tensor:
@@ -296,12 +296,12 @@ def test_pause_keeps_requests_and_cancelling_frees_memory() -> None:
         )
         for _ in range(6):
             await asyncio.sleep(0)
-        assert engine.cached_entries > 0
+        assert engine.core.cached_entries > 0
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work
         await engine.drain()
-        assert engine.cached_entries == 0
+        assert engine.core.cached_entries == 0
 
     asyncio.run(main())
 
@@ -374,13 +374,13 @@ def test_fixed_shapes_give_the_same_completions(architecture: str, monkeypatch: 
     exact = serve(engine_of(model, eos_ids=eos), requests, [0, 0, 6, 12])
     monkeypatch.setattr(model_runner, "GraphedStep", StepWithoutCapture)
     engine = engine_of(model, eos_ids=eos)
-    engine._runner._graphs, engine._runner.slack = True, 0.25
+    engine.core._runner._graphs, engine.core._runner.slack = True, 0.25
     fixed = serve(engine, requests, [0, 0, 6, 12])
     assert StepWithoutCapture.calls > 0
     for a, b in zip((c for g in exact for c in g), (c for g in fixed for c in g), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
-    assert engine.cached_entries == 0
+    assert engine.core.cached_entries == 0
 
 
 class StepWithoutCapture:
@@ -421,7 +421,7 @@ def test_cancelling_a_request_disturbs_nobody() -> None:
         after = asyncio.ensure_future(engine.generate(GenerationRequest(later, greedy, n=3)))
         [completion] = await running
         await after
-        assert engine.cached_entries == 0
+        assert engine.core.cached_entries == 0
         return completion
 
     assert asyncio.run(main()).token_ids.tolist() == alone.token_ids.tolist()
@@ -443,7 +443,7 @@ def test_storage_moves_only_under_a_new_context_and_prompts_wait_for_room(monkey
 
     monkeypatch.setattr(model_runner, "GraphedStep", Watched)
     engine = engine_of(toy_model("qwen3", vocab_size=VOCAB), max_sequences=16, prefill_tokens=2048)
-    engine._runner._graphs, engine._runner.slack = True, 0.25
+    engine.core._runner._graphs, engine.core._runner.slack = True, 0.25
     requests = [
         GenerationRequest(p, SamplingConfig(max_new_tokens=20), n=8, seed=i)
         for i, p in enumerate(prompts_of((9,) * 32))

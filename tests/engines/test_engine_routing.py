@@ -82,12 +82,12 @@ def test_accepted_and_rejected_drafts_and_guesses_leave_the_experts_of_what_stay
             engine, [GenerationRequest(p, SAMPLING, n=3, seed=9 + i, drafts=drafts[i]) for i, p in enumerate(PROMPTS)]
         )
     )
-    assert 0 < engine.drafting.counts.reuse_accepted < engine.drafting.counts.reuse_tested
+    assert 0 < engine.core.drafting.counts.reuse_accepted < engine.core.drafting.counts.reuse_tested
     assert_recorded(found, other)
     guessing = SAMPLING.model_copy(update={"ngram_draft": NgramConfig(length=1, tokens=4), "temperature": 0.3})
     engine = engine_of()
     found = asyncio.run(all_of(engine, [GenerationRequest(p, guessing, n=2, seed=i) for i, p in enumerate(PROMPTS)]))
-    assert engine.drafting.counts.guess_tested > engine.drafting.counts.guess_accepted
+    assert engine.core.drafting.counts.guess_tested > engine.core.drafting.counts.guess_accepted
     assert_recorded(found)
 
 

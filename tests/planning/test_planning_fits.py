@@ -108,5 +108,5 @@ def test_the_cache_and_the_passes_are_those_of_the_engine(together: int) -> None
     assert sum(each.prompt for each in passes) == sum(group.prompt for group in groups)
     lengths = [length for group in groups for length in group.lengths]
     assert len(passes) == pytest.approx(count_decode_steps(lengths, together), abs=4)
-    assert engine.cache_bytes() <= 1.01 * token * reserved_cache_tokens(groups, together)
-    assert engine.cache_bytes() >= 0.5 * token * reserved_cache_tokens(groups, together)
+    assert engine.core.cache_bytes() <= 1.01 * token * reserved_cache_tokens(groups, together)
+    assert engine.core.cache_bytes() >= 0.5 * token * reserved_cache_tokens(groups, together)

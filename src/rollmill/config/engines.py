@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from rollmill.config.section import NamedSection, expand_name, module_sections, section_union
 
+ENGINE_FEATURES = {
+    "truncation": "top_p, top_k or min_p with the probability that they keep",
+    "stop": "stop strings and stop tokens",
+    "repetition": "detection of repetition",
+    "ngram_draft": "n-gram drafts",
+    "reuse": "drafts from earlier completions",
+    "token_budget": "completions that go on in a later step",
+    "router_replay": "recording the experts of each token",
+}
+"""What an engine may support, by the run-file key that needs it: see `EngineSection.unsupported`."""
+
 
 class EngineSection(NamedSection):
     """An engine chosen by name; its other keys are its options."""
+
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    """Features of ENGINE_FEATURES that the engine lacks, each with the text of the error for a run that needs it."""
+    least_temperature: ClassVar[float] = 0.0
+    """The engine raises lower temperatures (but 0) to this."""
 
 
 class NativeEngineConfig(EngineSection):
@@ -26,6 +43,7 @@ class NativeEngineConfig(EngineSection):
     distribution it was sampled from."""
 
 
+_NATIVE = "use engine `native`, or remove this"
 _OWN = {
     "model": "the policy",
     "tokenizer": "the policy's",
@@ -48,6 +66,18 @@ class VLLMEngineConfig(EngineSection):
     """vLLM in a separate process, which receives the trainer's weights after every step."""
 
     implementation = "rollmill.orchestrator.engine:build_vllm"
+    unsupported = {
+        "truncation": "engine `vllm` does not say how much probability truncation keeps, which training needs; "
+        f"{_NATIVE}",
+        "repetition": f"engine `vllm` does not look for repetition; {_NATIVE}",
+        "ngram_draft": "engine `vllm` has speculative decoding of its own (engine.options.speculative_config); remove "
+        "this, or use engine `native`",
+        "reuse": f"engine `vllm` takes no drafts; {_NATIVE}",
+        "token_budget": "engine `vllm` cannot go on with a completion that another step began; use rollout.oversample, "
+        "or engine `native`",
+        "router_replay": f"engine `vllm` does not say which experts it chose; {_NATIVE}",
+    }
+    least_temperature = 0.01
     name: Literal["vllm"] = "vllm"
     python: Path | None = None
     """Python interpreter that has vLLM, such as .venv-vllm/bin/python. Default: the one that runs rollmill."""

@@ -76,10 +76,15 @@ class GenerationRequest:
 class RolloutEngine(Protocol):
     """Protocol of a rollout engine. All methods are called from one asyncio event loop."""
 
-    version: int
-    """Version of the weights that the next token is sampled from."""
-    tokens_generated: int
-    """Tokens generated since the engine was created."""
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next token is sampled from."""
+        ...
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens generated since the engine was created."""
+        ...
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """Return all n completions, ordered by index. Cancelling the call aborts the request."""

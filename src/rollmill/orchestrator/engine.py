@@ -83,8 +83,8 @@ def replays_routing(config: StageConfig, model: nn.Module) -> bool:
     Raises:
         ConfigError: it is configured, and the model is no mixture of experts.
     """
-    wanted, native = config.trainer.router_replay, isinstance(config.engine, NativeEngineConfig)
-    if not wanted or not native or not config.algorithm.uses_rollouts:
+    wanted, recorded = config.trainer.router_replay, "router_replay" not in config.engine.unsupported
+    if not wanted or not recorded or not config.algorithm.uses_rollouts:
         return False
     if routing_shape(model) is None and wanted is True:
         raise ConfigError(

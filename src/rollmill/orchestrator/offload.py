@@ -85,9 +85,9 @@ def build_offloader(stage: Stage) -> OffloadManager:
     if "cast" in known:
         components.append(
             RebuildableComponent(
-                "cast", engine.weights.bytes, destroy=engine.destroy_weights, make=engine.weights.refresh
+                "cast", engine.core.weights.bytes, destroy=engine.core.destroy_weights, make=engine.core.weights.refresh
             )
         )
     if "cache" in known:
-        components.append(RebuildableComponent("cache", engine.cache_bytes, destroy=engine.destroy_cache))
+        components.append(RebuildableComponent("cache", engine.core.cache_bytes, destroy=engine.core.destroy_cache))
     return OffloadManager(components, plan, policy.device)

@@ -46,7 +46,10 @@ _POLL_S = 0.25
 class TokenCounter(Protocol):
     """Counter of generated tokens, as engines have."""
 
-    tokens_generated: int
+    @property
+    def tokens_generated(self) -> int:
+        """See RolloutEngine."""
+        ...
 
 
 @runtime_checkable

@@ -14,7 +14,6 @@ import torch
 
 from rollmill.config.algorithms.preferences import RewardModel
 from rollmill.config.describe import evaluation_key
-from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
 from rollmill.config.resolve import STAGE_KEYS
@@ -118,7 +117,7 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier_support(policy.model)
     for stage in loaded.stages:
-        if isinstance(stage.engine, NativeEngineConfig) and recurrent_layers(policy.model):
+        if recurrent_layers(policy.model):
             _refuse_drafts(stage, type(policy.model).__name__)
         replays_routing(stage, policy.model)  # raises if routing cannot be replayed
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]

@@ -82,7 +82,7 @@ async def _measure_step(loop: TrainingLoop, groups: int) -> StepMeasurement:
     memory = {phase: 1e9 * result.metrics.get(f"memory/{phase}", 0.0) for phase in ("rollout", "inference", "train")}
     memory = {phase: peak for phase, peak in memory.items() if peak} or dict(peaks.take())
     engine, found = loop.stage.engine, result.experiences
-    cache = engine.cache_bytes() if isinstance(engine, NativeEngine) else 0
+    cache = engine.core.cache_bytes() if isinstance(engine, NativeEngine) else 0
     rollouts = [each for each in found if each.source is ExperienceSource.ROLLOUT]
     by_group = _by_group(rollouts)
     learned = _share_learned(found)
@@ -120,19 +120,20 @@ def record_engine_steps(engine: Any) -> Iterator[list[EngineStep]]:
     if not isinstance(engine, NativeEngine):
         yield passes
         return
-    step = engine.step
+    core = engine.core
+    step = core.step
 
     def timed() -> None:
-        (attended, prompt), tokens, began = engine.load(), engine.tokens_generated, time.perf_counter()
+        (attended, prompt), tokens, began = core.load(), core.tokens_generated, time.perf_counter()
         step()
         seconds = time.perf_counter() - began
-        passes.append(EngineStep(seconds, engine.tokens_generated - tokens, attended, prompt - engine.load()[1]))
+        passes.append(EngineStep(seconds, core.tokens_generated - tokens, attended, prompt - core.load()[1]))
 
-    engine.step = timed  # type: ignore[method-assign]
+    core.step = timed  # type: ignore[method-assign]
     try:
         yield passes
     finally:
-        engine.step = step  # type: ignore[method-assign]
+        core.step = step  # type: ignore[method-assign]
 
 
 def _by_group(experiences: Sequence[Experience]) -> dict[str, list[Experience]]:

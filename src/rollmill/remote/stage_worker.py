@@ -97,7 +97,7 @@ class StageWorker:
         self._reads_itself = engine_reads_weights(stage, setup.weights, self._policy)
         place = Path(setup.place) if self._reads_itself else None
         self._engine = build_engine(self._policy, stage, setup.precision, place)
-        self._engine.version = -1  # no weights received yet
+        self._version = -1  # of the weights received; -1: none yet
         self._publisher: WeightPublisher
         if self._reads_itself:
             self._publisher = InPlacePublisher(self._engine)
@@ -115,7 +115,7 @@ class StageWorker:
 
     async def update(self, version: int) -> None:
         """Update to weights of at least this version; running rollouts continue with them."""
-        while self._engine.version < version:
+        while self._version < version:
             if self._updating is None or self._updating.done():
                 self._updating = asyncio.ensure_future(self._update(version))
             await asyncio.shield(self._updating)  # other calls wait for it, too
@@ -164,6 +164,7 @@ class StageWorker:
             await self._until_published(version)
         here = version if self._reads_itself else self._receiver.receive(trainable_parameters(self._policy))
         self._publisher.publish(here)
+        self._version = here
 
     async def _until_published(self, version: int) -> None:
         """Wait for a version that other hosts may see later than its announcement. Raises DeadlineError."""

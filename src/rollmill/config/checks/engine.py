@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.checks.evaluation import evaluation_set_path
-from rollmill.config.engines import VLLMEngineConfig
+from rollmill.config.engines import EngineSection, VLLMEngineConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
 
-_TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-_LEAST_TEMPERATURE = 0.01
-_NATIVE = "use engine `native`, or remove this"
+_SAMPLING: dict[str, tuple[str, object]] = {
+    "top_p": ("truncation", 1.0),
+    "top_k": ("truncation", 0),
+    "min_p": ("truncation", 0.0),
+    "stop": ("stop", []),
+    "stop_token_ids": ("stop", []),
+    "repetition": ("repetition", None),
+    "ngram_draft": ("ngram_draft", None),
+}
+"""Sampling keys: the engine's feature that each needs, and the value that needs none."""
 
 
 def uses_engine(stage: StageConfig) -> bool:
@@ -32,48 +39,39 @@ def unused_engine_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def engine_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yields key paths within the stage of what vLLM does not support, or not with the log-probs that training
+    """Yields key paths within the stage of what its engine does not support, or not with the log-probs that training
     needs."""
-    if not isinstance(stage.engine, VLLMEngineConfig) or not uses_engine(stage):
+    engine = stage.engine
+    if not uses_engine(stage):
         return
-    if stage.engine.sleep and stage.max_staleness > 0:
+    if isinstance(engine, VLLMEngineConfig) and engine.sleep and stage.max_staleness > 0:
         text = f"with max_staleness {stage.max_staleness} completions are under way while the trainer works"
         yield ("engine", "sleep"), f"{text}; remove sleep, or set max_staleness: 0"
     if stage.algorithm.uses_rollouts:
-        yield from _of_rollouts(stage.rollout)
-        if stage.trainer.router_replay is True:
-            text = "engine `vllm` does not say which experts it chose"
-            yield ("trainer", "router_replay"), f"{text}; {_NATIVE}"
+        wanted: dict[str, tuple[KeyPath, bool]] = {
+            "reuse": (("rollout", "reuse"), stage.rollout.reuse is not None),
+            "token_budget": (("rollout", "token_budget"), stage.rollout.token_budget is not None),
+            "router_replay": (("trainer", "router_replay"), stage.trainer.router_replay is True),
+        }
+        yield from (
+            (path, engine.unsupported[name]) for name, (path, on) in wanted.items() if on and name in engine.unsupported
+        )
     sampled: dict[KeyPath, RolloutConfig] = {}
     if stage.algorithm.uses_rollouts:
         sampled["rollout",] = stage.rollout
     for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
         sampled[(*evaluation_set_path(name), "sampling")] = stage.for_evaluation(each).rollout
     for at, rollout in sampled.items():
-        for place, text in _of_sampling(rollout):
-            own = at == ("rollout",) or getattr(rollout, place) != getattr(stage.rollout, place)
-            yield (*(at if own else ("rollout",)), place), text
+        for key, text in _sampling_conflicts(engine, rollout):
+            own = at == ("rollout",) or getattr(rollout, key) != getattr(stage.rollout, key)
+            yield (*(at if own else ("rollout",)), key), text
 
 
-def _of_rollouts(rollout: RolloutConfig) -> Iterator[tuple[KeyPath, str]]:
-    if rollout.reuse is not None:
-        yield ("rollout", "reuse"), f"engine `vllm` takes no drafts; {_NATIVE}"
-    if rollout.token_budget is not None:
-        text = "engine `vllm` cannot go on with a completion that another step began"
-        yield ("rollout", "token_budget"), f"{text}; use rollout.oversample, or engine `native`"
-
-
-def _of_sampling(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
-    """Checks sampling settings."""
-    for key, off in _TRUNCATION.items():
-        if getattr(rollout, key) != off:
-            text = "engine `vllm` does not say how much probability truncation keeps, which training needs"
-            yield key, f"{text}; {_NATIVE}"
-    if rollout.repetition is not None:
-        yield "repetition", f"engine `vllm` does not look for repetition; {_NATIVE}"
-    if rollout.ngram_draft is not None:
-        text = "engine `vllm` has speculative decoding of its own (engine.options.speculative_config)"
-        yield "ngram_draft", f"{text}; remove this, or use engine `native`"
-    if 0 < rollout.temperature < _LEAST_TEMPERATURE:
-        text = f"engine `vllm` raises temperatures below {_LEAST_TEMPERATURE} to that"
-        yield "temperature", f"{text}; give 0, or at least {_LEAST_TEMPERATURE}"
+def _sampling_conflicts(engine: EngineSection, rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
+    """Yields keys of the sampling settings that the engine does not support."""
+    for key, (feature, off) in _SAMPLING.items():
+        if feature in engine.unsupported and getattr(rollout, key) != off:
+            yield key, engine.unsupported[feature]
+    if 0 < rollout.temperature < engine.least_temperature:
+        text = f"engine `{engine.name}` raises temperatures below {engine.least_temperature} to that"
+        yield "temperature", f"{text}; give 0, or at least {engine.least_temperature}"

@@ -1,62 +1,20 @@
-"""The native rollout engine: continuous batching in the trainer's process, with the trainer's own parameters.
-
-One step = prefill waiting prompts (up to `prefill_tokens`), start completions, then one pass that verifies drafts;
-without drafts, verify guesses and decode one token for every other running row. Finished completions are returned.
-State lives on SequenceGroup and SequenceState; the cache and the sampler know nothing of requests.
-"""
+"""The native rollout engine: requests, and the task that makes the steps of an EngineCore while there are any."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rollmill.engines.base import GenerationRequest, SampledToken
-from rollmill.engines.native.draft_verifier import DraftVerifier
-from rollmill.engines.native.kv_cache import KVCache
-from rollmill.engines.native.model_runner import ModelRunner
-from rollmill.engines.native.sampler import HostSamplerOutput
-from rollmill.engines.native.sequence import SequenceGroup, SequenceState, build_sequence_group
-from rollmill.engines.native.weights import EngineWeights
+from rollmill.engines.base import GenerationRequest
+from rollmill.engines.native.core import EngineCore
+from rollmill.engines.native.sequence import SequenceGroup, build_sequence_group
 from rollmill.errors import EngineError
-from rollmill.types import Completion, StopReason
-
-
-def emit_tokens(
-    rows: Sequence[SequenceState],
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    kept: Sequence[float],
-    logits_BV: Tensor,
-) -> None:
-    """Call each request's token callback with the tokens sampled for its running rows."""
-    listening = [i for i, row in enumerate(rows) if row.stop_reason is None and row.group.request.on_token is not None]
-    tops = _tops(rows, [i for i in listening if rows[i].group.request.top], logits_BV)
-    for i in listening:
-        on_token = rows[i].group.request.on_token
-        assert on_token is not None
-        on_token(SampledToken(rows[i].index, tokens[i], logprobs[i] + kept[i], tops.get(i, ())))
-
-
-def _tops(
-    rows: Sequence[SequenceState], indices: list[int], logits_BV: Tensor
-) -> dict[int, tuple[tuple[int, float], ...]]:
-    """The most probable tokens of the rows `indices`, by row."""
-    if not indices:
-        return {}
-    requests = [rows[i].group.request for i in indices]
-    scale_A = torch.tensor([request.sampling.temperature or 1.0 for request in requests], device=logits_BV.device)
-    logprobs_AV = torch.log_softmax(logits_BV[indices].float() / scale_A[:, None], dim=-1)
-    most = min(max(request.top for request in requests), logprobs_AV.shape[1])
-    values_AK, ids_AK = logprobs_AV.topk(most, dim=-1)
-    pairs = zip(indices, requests, ids_AK.tolist(), values_AK.tolist(), strict=True)
-    return {i: tuple(zip(ids, values, strict=True))[: request.top] for i, request, ids, values in pairs}
+from rollmill.types import Completion
 
 
 class NativeEngine:
@@ -87,28 +45,32 @@ class NativeEngine:
         keep: bool = False,
         record_routing: bool = False,
     ) -> None:
-        self.version = 0
-        self.tokens_generated = 0
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._context = context
-        self._max_sequences = max_sequences
-        self._prefill_tokens = prefill_tokens
-        self._keep = keep
         model.eval()  # the trainer switches to training mode where it needs it
-        self._weights = EngineWeights(model, dtype)
-        self._cache = KVCache()
-        self._runner = ModelRunner(self._weights.model, self._cache, prefill_tokens, context, record_routing)
-        self.drafting = DraftVerifier(self._runner)
-        self._queue: deque[SequenceGroup] = deque()  # not all of their completions have started
-        self._rows: list[SequenceState] = []
+        self.core = EngineCore(
+            model,
+            context=context,
+            dtype=dtype,
+            max_sequences=max_sequences,
+            prefill_tokens=prefill_tokens,
+            keep=keep,
+            record_routing=record_routing,
+        )
         self._paused = False
-        self._stale = True  # cached keys and values, and a cast of the weights, belong to an older version
-        self._lost = False  # there are no cached keys and values
         self._failure: BaseException | None = None
         self._driver: asyncio.Task[None] | None = None
 
-    # -- the RolloutEngine protocol ------------------------------------------------------------------------------
+    @property
+    def version(self) -> int:
+        """See RolloutEngine."""
+        return self.core.version
+
+    @property
+    def tokens_generated(self) -> int:
+        """See RolloutEngine."""
+        return self.core.tokens_generated
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See RolloutEngine."""
@@ -124,16 +86,11 @@ class NativeEngine:
                     raise result
                 yield result
         finally:
-            self._abort(group)
+            self.core.abort(group)
 
     def interrupt(self) -> None:
         """See RolloutEngine."""
-        for group in [*{row.group: None for row in self._rows}, *self._queue]:
-            unfinished = [row for row in self._rows if row.group is group and row.stop_reason is None]
-            for row in [*unfinished, *group.waiting]:
-                row.stop_reason = StopReason.ABORTED
-                group.results.put_nowait(row.completion())
-            self._abort(group)
+        self.core.interrupt()
 
     def pause(self) -> None:
         """See RolloutEngine."""
@@ -146,9 +103,7 @@ class NativeEngine:
 
     def weights_updated(self, version: int) -> None:
         """See RolloutEngine. Running completions keep their tokens; cached keys and values are recomputed or kept."""
-        self.version = version
-        self._weights.updated()
-        self._stale = True
+        self.core.weights_updated(version)
 
     async def drain(self) -> None:
         """See RolloutEngine."""
@@ -160,7 +115,7 @@ class NativeEngine:
 
     def counters(self) -> dict[str, float]:
         """See RolloutEngine. Counts of drafts and guesses."""
-        return asdict(self.drafting.counts)
+        return asdict(self.core.drafting.counts)
 
     async def close(self) -> None:
         """See RolloutEngine."""
@@ -168,212 +123,33 @@ class NativeEngine:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
             self._driver = None
-        error = EngineError("the engine was closed while the request was running")
-        self._fail(error)
-
-    # -- memory ------------------------------------------------------------------------------------------------
-
-    @property
-    def weights(self) -> EngineWeights:
-        """The weights that it decodes with."""
-        return self._weights
-
-    def destroy_weights(self) -> None:
-        """Free the cast weights; the next step casts the trained parameters again."""
-        self._weights.destroy()
-        self._stale = True
-
-    def cache_bytes(self) -> int:
-        """Bytes of the KV cache, in use or reserved."""
-        return self._cache.bytes()
-
-    def destroy_cache(self) -> None:
-        """Free the KV cache; running completions are recomputed."""
-        self._sweep()
-        self._cache = KVCache()
-        self._runner.reset(self._cache)
-        self._stale = self._lost = True
-
-    @property
-    def cached_entries(self) -> int:
-        """Number of prompts and completions with keys and values in the cache."""
-        return self._cache.entries()
-
-    def load(self) -> tuple[int, int]:
-        """Return the number of tokens that running completions attend to, and of prompt tokens waiting for prefill."""
-        attended = sum(row.entry.offset + row.entry.length for row in self._rows if row.entry is not None)
-        return attended, sum(len(group.request.prompt_ids) - group.prefilled for group in self._queue)
-
-    # -- requests ----------------------------------------------------------------------------------------------
+        self.core.fail(EngineError("the engine was closed while the request was running"))
 
     def submit(self, request: GenerationRequest) -> SequenceGroup:
         """Queue a request; its completions arrive in the `results` queue of the returned group."""
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
-        if self._runner.recurrent and (request.drafts or request.sampling.ngram_draft is not None):
+        if self.core.is_recurrent and (request.drafts or request.sampling.ngram_draft is not None):
             raise EngineError(
                 f"{request.id}: the model has recurrent layers, whose state cannot go back to before a draft that is "
                 "rejected; ask without drafts and ngram_draft"
             )
         group = build_sequence_group(request, self._tokenizer, self._eos_ids, self._context)
         if group.unfinished:
-            self._queue.append(group)
+            self.core.add(group)
         self._ensure_driver()
         return group
 
     def _ensure_driver(self) -> None:
         """Start the task that makes the steps, unless it runs or there is nothing to do."""
-        if not self._paused and (self._queue or self._rows) and (self._driver is None or self._driver.done()):
+        if not self._paused and self.core.has_work and (self._driver is None or self._driver.done()):
             self._driver = asyncio.get_running_loop().create_task(self._drive())
-
-    def _abort(self, group: SequenceGroup) -> None:
-        """Drop the unfinished completions of a request (none, if it ended normally)."""
-        if group.unfinished == 0:
-            return
-        if group in self._queue:
-            self._queue.remove(group)
-        for row in self._rows:
-            if row.group is group and row.stop_reason is None:
-                row.stop_reason = StopReason.ABORTED
-        group.waiting.clear()
-        group.unfinished = 0
-        self._sweep()
-        self._cache.remove(group.prompts())
 
     async def _drive(self) -> None:
         try:
-            while (self._queue or self._rows) and not self._paused:
-                self.step()
+            while self.core.has_work and not self._paused:
+                self.core.step()
                 await asyncio.sleep(0)
         except Exception as error:
             self._failure = error
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        groups = {row.group for row in self._rows} | set(self._queue)
-        self._queue.clear()
-        self._rows.clear()
-        for group in groups:
-            group.unfinished = 0
-            group.results.put_nowait(error)
-        self._cache = KVCache()
-        self._runner.reset(self._cache)
-
-    # -- one step ----------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Prefill, start, decode and return finished completions; called by the driver."""
-        if self._stale:
-            self._take_over()
-        self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
-        self._start()
-        if drafted := [row for row in self._rows if row.has_draft]:
-            self._check(drafted, self.drafting.drafts)
-            return
-        guessed = [row for row in self._rows if row.propose()]
-        others = len(self._rows) - len(guessed)
-        if guessed:
-            self._check(guessed, self.drafting.verify_ngram_drafts)
-        if others and self._rows:
-            self._absorb(self._rows, self._runner.decode(self._rows))
-
-    def _take_over(self) -> None:
-        """Switch to new weights. Prompts are prefilled again for completions that have not started."""
-        self._sweep()
-        self._weights.refresh()
-        self._runner.changed()
-        if self._keep and not self._lost:
-            self._keep_running()
-        else:
-            self._recompute()
-        self._stale = self._lost = False
-
-    def _keep_running(self) -> None:
-        """Keep the cached keys and values of running rows."""
-        running = {row.group for row in self._rows}
-        for group in self._queue:
-            group.reset_prompt()
-            if group not in running:
-                self._cache.remove(group.prompts())
-
-    def _recompute(self) -> None:
-        """Drop all cached keys and values, and recompute those of running rows."""
-        self._cache.clear()
-        groups = {row.group: None for row in self._rows}
-        for group in [*groups, *self._queue]:
-            group.reset_prompt()
-            group.prompts()
-        self._runner.prefill_all(list(groups))
-        self._runner.restore(self._rows)
-
-    def _start(self) -> None:
-        """Start waiting completions while there is room: sample a first token, or restore their prefix."""
-        started = self._take_waiting()
-        if not started:
-            return
-        self._sweep()
-        first = [row for row in started if not row.tokens and not row.has_draft]
-        drafted = [row for row in started if not row.tokens and row.has_draft]
-        logits = [row.group.logits_V for row in first if row.group.logits_V is not None]
-        self._runner.enter([row for row in started if not row.tokens])
-        self._runner.restore([row for row in started if row.tokens])
-        self._rows.extend(started)
-        now = time.perf_counter()
-        for row in started:
-            row.started_at = now
-        if drafted:
-            self._check(drafted, self.drafting.first)
-        for group in [group for group in self._queue if not group.waiting]:
-            self._queue.remove(group)
-            group.logits_V = None
-        if first:
-            self._absorb(first, torch.stack(logits))
-
-    def _take_waiting(self) -> list[SequenceState]:
-        """Take the waiting completions that fit, until their prefixes reach a step's token budget."""
-        taken: list[SequenceState] = []
-        room, begun = self._max_sequences - len(self._rows), 0
-        for group in self._queue:
-            while group.waiting and group.logits_V is not None and len(taken) < room and begun < self._prefill_tokens:
-                taken.append(group.waiting.popleft())
-                begun += len(taken[-1].tokens)
-        return taken
-
-    def _check(self, rows: list[SequenceState], check: Callable[[list[SequenceState], int], None]) -> None:
-        """Extend rows by the accepted part of their drafts; retire finished rows."""
-        before = sum(len(row.tokens) for row in rows)
-        check(rows, self.version)
-        self.tokens_generated += sum(len(row.tokens) for row in rows) - before
-        self._retire([row for row in rows if row.stop_reason is not None])
-
-    def _absorb(self, rows: list[SequenceState], logits_BV: Tensor) -> None:
-        """Sample a token for each row from its logits; retire finished rows."""
-        top = max(row.group.request.record_top for row in rows)
-        found = HostSamplerOutput.of(*self._runner.sample(rows, logits_BV, top))
-        emit_tokens(rows, found.tokens, found.logprobs, found.kept, logits_BV)
-        self.tokens_generated += sum(row.stop_reason is None for row in rows)
-        finished = [
-            row
-            for at, row in enumerate(rows)
-            if row.stop_reason is None and row.append(*found.at(at), self.version, found.top(at))
-        ]
-        self._retire(finished)
-
-    def _retire(self, finished: list[SequenceState]) -> None:
-        for row in finished:
-            row.group.hand_out(row)
-        self._sweep(self._runner.slack)
-
-    def _sweep(self, slack: float = 0.0) -> None:
-        """Remove finished rows from the batch, once they are more than `slack` of it, and prompts that no row needs."""
-        ended = [row for row in self._rows if row.stop_reason is not None]
-        if len(ended) <= slack * len(self._rows):
-            return
-        self._rows = [row for row in self._rows if row.stop_reason is None]
-        entries = [row.entry for row in ended if row.entry is not None]
-        for group in {row.group: None for row in ended}:
-            if group.unfinished == 0:
-                entries += group.prompts()
-        self._cache.remove(entries)
-        self._runner.changed()
+            self.core.fail(error)

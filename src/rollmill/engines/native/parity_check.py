@@ -114,7 +114,7 @@ def _generated(model: Any, prompts: list[list[int]], count: int) -> list[list[Co
     groups = [engine.submit(GenerationRequest(ids, sampling, n=count, seed=i)) for i, ids in enumerate(prompts)]
     steps = 0
     while any(group.unfinished for group in groups):
-        engine.step()
+        engine.core.step()
         steps += 1
         if steps == NUM_NEW_TOKENS // 2:
             engine.weights_updated(1)
@@ -131,10 +131,10 @@ def _layer(model: Any, prompt: list[int]) -> str:
         model, eos_ids=frozenset(), context=max(PROMPT_LENGTHS) + NUM_NEW_TOKENS, dtype=next(model.parameters()).dtype
     )
     engine.pause()
-    with record_layer_outputs(engine.weights.model) as outputs:
+    with record_layer_outputs(engine.core.weights.model) as outputs:
         group = engine.submit(GenerationRequest(prompt, SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)))
         while group.unfinished:
-            engine.step()
+            engine.core.step()
     completion = group.results.get_nowait()
     assert isinstance(completion, Completion)
     read = prompt + completion.token_ids.tolist()[:-1]
