@@ -141,7 +141,7 @@ def test_critic_and_kl_resume_bit_for_bit(toy: Any, make_batch: Any, network: st
         assert resumed.step(make_batch(seed=n), n) == trainer.step(make_batch(seed=n), n)
     assert torch.equal(flat(resumed.model), flat(trainer.model))
     assert torch.equal(flat(resumed._critic.model), flat(trainer._critic.model))
-    assert resumed.kl_coefficient == trainer.kl_coefficient != 0.1
+    assert resumed.coefficients.kl == trainer.coefficients.kl != 0.1
 
 
 def test_a_gradient_of_the_critic_that_is_not_finite_ends_the_step(toy: Any, make_batch: Any) -> None:

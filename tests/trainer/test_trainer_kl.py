@@ -114,10 +114,10 @@ def test_adaptive_kl_follows_its_target_and_is_kept(toy: Any, make_batch: Any, t
     after = 0.1 * (1 + direction * 0.2 * len(batch) / 100)  # the relative error counts up to .2
     assert metrics["kl_coefficient"] == 0.1
     assert (metrics["kl_ref"] - target) * direction > 0
-    assert trainer.kl_coefficient == pytest.approx(after)
+    assert trainer.coefficients.kl == pytest.approx(after)
     resumed = trainer_of(toy("qwen3"), options, reference=toy("qwen3", seed=5))
     resumed.load_state_dict(trainer.state_dict())
-    assert resumed.kl_coefficient == trainer.kl_coefficient
+    assert resumed.coefficients.kl == trainer.coefficients.kl
     metrics = trainer.step(batch, 1)
     assert metrics["kl_coefficient"] == pytest.approx(after)
     penalty = metrics["loss"] - metrics["loss/policy"]

@@ -285,8 +285,7 @@ class SqlStore:
     def _page(self, condition: ColumnElement[bool]) -> list[int]:
         """Numbers of the next groups: as many as fit in a page, at least one if there is any."""
         query = select(_groups.number, _groups.bytes).where(condition).order_by(_groups.number).limit(_PAGE_GROUPS)
-        numbers: list[int] = []
-        size = 0
+        numbers, size = list[int](), 0
         for number, group_bytes in self.select(query):
             if numbers and size + group_bytes > _PAGE_BYTES:
                 break

@@ -41,6 +41,7 @@ from rollmill.types import Experience, Task
 Result = TypeVar("Result")
 
 _POLL_S = 0.25
+_WAITING_FOR = {True: "explorers to finish their rollouts", False: "the engine to finish its completions"}  # is_remote
 
 
 class TokenCounter(Protocol):
@@ -128,10 +129,7 @@ class RolloutScheduler:
         else:
             work = self.queue.wait_all_generated()
         deadline = deadlines * self._rollout.deadline_s
-        who = (
-            "explorers to finish their rollouts" if self._explorer.is_remote else "the engine to finish its completions"
-        )
-        await _wait_with_deadline(work, deadline, "the orchestrator", who)
+        await _wait_with_deadline(work, deadline, "the orchestrator", _WAITING_FOR[self._explorer.is_remote])
         self.queue.raise_failure()
 
     def ready(self, count: int) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -22,6 +22,7 @@ from rollmill.models.attention import use_attention_context
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.distributed.fsdp import load_full_weights
 from rollmill.trainer.logprobs import ForwardPasses
+from rollmill.trainer.loss import BatchAdvantages, PrecomputedScores
 from rollmill.trainer.optimizer import (
     TensorGetter,
     build_optimizer,
@@ -34,7 +35,8 @@ from rollmill.trainer.optimizer import (
     optimizer_state_dict,
     optimizer_tensors,
 )
-from rollmill.types import Experience, ExperienceSource
+from rollmill.trainer.update import MiniBatch
+from rollmill.types import ExperienceSource
 
 
 class ValueModel(nn.Module):
@@ -99,32 +101,29 @@ class Critic:
                 result[micro.tokens] = self.model(micro, bf16=self._passes.precision == "bf16").float()
         return self._ranks.add(result)
 
-    def update(
-        self,
-        micros: Sequence[MicroBatch],
-        table: TokenTable,
-        counted: Tensor,
-        returns: Tensor,
-        old_values: Tensor,
-        step: int,
-        task_ids: Iterable[str],
-    ) -> dict[str, float]:
-        """Takes one optimizer step towards `returns` [A].
+    def update(self, batch: MiniBatch, advantages: BatchAdvantages, scores: PrecomputedScores) -> dict[str, float]:
+        """Takes one optimizer step towards the returns, on the rollout experiences of a mini-batch that count.
 
-        Args:
-            counted: bool [N], experiences that count in the loss.
-            old_values: [A], values at the start of the training step.
-            task_ids: tasks to name in the error.
+        Returns value/loss and value/grad_norm; nothing if no experience counts.
 
         Raises:
             TrainingError: the gradient is not finite; the critic is unchanged.
         """
+        returns, old_values, table = advantages.returns, scores.values, batch.table
+        assert returns is not None
+        assert old_values is not None
+        rollouts = [i for i in batch.chosen if batch.experiences[i].source == ExperienceSource.ROLLOUT]
+        chosen = [i for i in rollouts if len(table.positions[i]) and bool(advantages.counted[i])]
+        if not chosen:
+            return {}
+        counted = torch.zeros_like(advantages.counted)
+        counted[chosen] = True
         weights = token_mean(table.lengths * counted)[table.experience]
-        lr = compute_learning_rate(self._config, step, self._total_steps)
+        lr = compute_learning_rate(self._config, batch.step, self._total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         total = torch.zeros((), dtype=torch.float64, device=table.target.device)
-        for micro in micros:
+        for micro in self._passes.rows(batch.experiences, table, chosen):
             with use_attention_context(self.model.network, micro.attention):
                 values, tokens = self.model(micro, bf16=self._passes.precision == "bf16"), micro.tokens
                 losses = value_loss(values, old_values[tokens], returns[tokens], clip=self.options.value_clip)
@@ -136,7 +135,8 @@ class Critic:
         norm = compute_gradient_norm(grads)
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
-            raise failed_step_error(step, "the critic's gradient is not finite", task_ids)
+            tasks = [batch.experiences[i].task_id for i in chosen]
+            raise failed_step_error(batch.step, "the critic's gradient is not finite", tasks)
         clip_gradients(grads, norm, self._config.max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -162,11 +162,3 @@ def value_metrics(values: Tensor, returns: Tensor, tokens: Tensor) -> dict[str, 
     if float(spread) > 0:
         found["value/explained_variance"] = float(1 - (target - value).var() / spread)
     return found
-
-
-def select_critic_experiences(
-    experiences: Sequence[Experience], table: TokenTable, part: Sequence[int], counted: Tensor
-) -> list[int]:
-    """Returns the experiences of `part` that the critic learns from."""
-    rolled_out = [i for i in part if experiences[i].source == ExperienceSource.ROLLOUT]
-    return [i for i in rolled_out if len(table.positions[i]) and bool(counted[i])]

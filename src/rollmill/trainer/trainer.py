@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollmill.algorithms.entropy import AdaptiveEntropy
-from rollmill.algorithms.kl import AdaptiveKL
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.models.load import PolicyModel
 from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.models.routing import routing_shape
-from rollmill.trainer.critic import Critic, ValueModel, select_critic_experiences, value_metrics
+from rollmill.trainer.coefficients import LossCoefficients
+from rollmill.trainer.critic import Critic, ValueModel, value_metrics
 from rollmill.trainer.distributed.fsdp import apply_fsdp, gather_state_dict
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.tensor_parallel import parallelize_network, tensor_parallel_plan
 from rollmill.trainer.logprobs import ForwardPasses
-from rollmill.trainer.loss import BatchAdvantages, PrecomputedScores, StepLoss, compute_advantages
+from rollmill.trainer.loss import StepLoss, compute_advantages
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.mismatch import MismatchProbe
 from rollmill.trainer.model_setup import (
@@ -99,17 +98,9 @@ class Trainer:
         self._critic: Critic | None = None
         if recipe.critic is not None:
             self._critic = Critic(self.model, recipe.critic, self._passes, total_steps)
-        self._kl: AdaptiveKL | None = None
-        if recipe.kl.target is not None:
-            self._kl = AdaptiveKL(recipe.kl.coefficient, target=recipe.kl.target, horizon=recipe.kl.horizon)
-        self._entropy: AdaptiveEntropy | None = None
-        if recipe.entropy_control is not None:
-            control = recipe.entropy_control
-            self._entropy = AdaptiveEntropy(
-                recipe.entropy, target=control.target, delta=control.delta, maximum=control.maximum
-            )
+        self.coefficients = LossCoefficients(recipe)
         self._norms: NormReplacements = find_norms(*self._models()) if self.device.type == "cpu" else []
-        self._cut_models()
+        _shard_models(self._models(), self.model, self._ranks)
         self._optimizer = build_optimizer(self.model, config)
         self._inference = Precomputer(
             self.model, self._passes, reference=self._reference, critic=self._critic, ready=self._ready
@@ -124,16 +115,6 @@ class Trainer:
     def precision(self) -> str:
         """fp32 or bf16."""
         return self._passes.precision
-
-    @property
-    def kl_coefficient(self) -> float:
-        """Current weight of the KL penalty."""
-        return self.recipe.kl.coefficient if self._kl is None else self._kl.coefficient
-
-    @property
-    def entropy_coefficient(self) -> float:
-        """Current weight of the entropy bonus."""
-        return self.recipe.entropy if self._entropy is None else self._entropy.weight
 
     @property
     def needs_precompute(self) -> bool:
@@ -192,10 +173,10 @@ class Trainer:
             group["lr"] = lr
         metrics, totals, updates = TokenMetrics(self.recipe, self._ranks), _Totals(), 0
         extra = {f"weight/{t.name}": t.weight_at(self.steps) for t in self.recipe.terms if callable(t.weight)}
-        extra |= {"kl_coefficient": self.kl_coefficient} if self._kl else {}
-        extra |= {"entropy_coefficient": self.entropy_coefficient} if self._entropy else {}
+        extra |= self.coefficients.metrics()
         with self._ready():
-            advantages = compute_advantages(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
+            kl, entropy = self.coefficients.kl, self.coefficients.entropy
+            advantages = compute_advantages(experiences, table, self.recipe, scores, kl_coefficient=kl)
             for epoch in range(config.epochs_per_batch):
                 for part in split_mini_batches(
                     experiences, config.updates_per_batch, self._generator if epoch else None
@@ -208,15 +189,16 @@ class Trainer:
                         part,
                         step=self.steps,
                         version=version,
-                        kl_coefficient=self.kl_coefficient,
-                        entropy_coefficient=self.entropy_coefficient,
+                        kl_coefficient=kl,
+                        entropy_coefficient=entropy,
                     )
                     if updates and self.recipe.proximal != "recompute":
                         fresh = torch.zeros_like(fresh)  # an update has been made since
                     batch = MiniBatch(experiences, table, objective, part, self.steps, fresh, self._generator)
                     if not self._critic_only:
                         totals.add(self._updates.make(batch, metrics, first_pass=epoch == 0))
-                    totals.add(self._update_critic(batch, advantages, scores))
+                    if self._critic is not None:
+                        totals.add(self._critic.update(batch, advantages, scores))
                     updates += 1
         if scores.values is not None and advantages.returns is not None:
             rollouts = ~table.expert & advantages.counted[table.experience]
@@ -225,10 +207,7 @@ class Trainer:
         if self._teacher is not None:
             self._teacher.follow()
         found = metrics.result() | self._mismatch.metrics(experiences, metrics.mismatch)
-        if self._kl is not None and "kl_ref" in found:
-            self._kl.update(found["kl_ref"], sum(e.source is ExperienceSource.ROLLOUT for e in experiences))
-        if self._entropy is not None and "entropy" in found:
-            self._entropy.update(found["entropy"])
+        self.coefficients.update(found, sum(e.source is ExperienceSource.ROLLOUT for e in experiences))
         skipped = totals.pop("skipped")
         counts = {"tokens": float(len(table.target)), "updates": updates - skipped, "skipped": skipped}
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
@@ -259,9 +238,8 @@ class Trainer:
             "reference": None if self._reference is None else self._reference.state_dict(),
             "teacher": None if self._teacher is None else self._teacher.state_dict(),
             "critic": None if self._critic is None else self._critic.state_dict(),
-            "kl": None if self._kl is None else self._kl.state_dict(),
             "mismatch": self._mismatch.state_dict(),
-            "entropy": None if self._entropy is None else self._entropy.state_dict(),
+            **self.coefficients.state_dict(),
         }
         found: dict[str, Any] = gather_state_dict(state)
         return found
@@ -277,12 +255,9 @@ class Trainer:
             self._teacher.load_state_dict(state.get("teacher"))
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
-        if self._kl is not None:
-            self._kl.load_state_dict(state["kl"])
+        self.coefficients.load_state_dict(state)
         if "mismatch" in state:  # absent in checkpoints of older versions
             self._mismatch.load_state_dict(state["mismatch"])
-        if self._entropy is not None:
-            self._entropy.load_state_dict(state["entropy"])
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
@@ -308,31 +283,6 @@ class Trainer:
         reference = None if self._reference is None else self._reference.model
         return [model for model in (self.model, reference, critic) if model is not None]
 
-    def _cut_models(self) -> None:
-        if self._ranks.sharding == "fsdp":
-            for model in self._models():
-                apply_fsdp(model)
-        elif self._ranks.sharding == "tensor":
-            styles = tensor_parallel_plan(self.model, self._ranks.size)
-            for model in self._models():
-                parallelize_network(model.network if isinstance(model, ValueModel) else model.base_model, styles)
-
-    def _update_critic(
-        self, batch: MiniBatch, advantages: BatchAdvantages, scores: PrecomputedScores
-    ) -> dict[str, float]:
-        if self._critic is None:
-            return {}
-        assert scores.values is not None
-        assert advantages.returns is not None
-        chosen = select_critic_experiences(batch.experiences, batch.table, batch.chosen, advantages.counted)
-        if not chosen:
-            return {}
-        counted = torch.zeros_like(advantages.counted)
-        counted[chosen] = True
-        micros = self._passes.rows(batch.experiences, batch.table, chosen)
-        tasks = [batch.experiences[i].task_id for i in chosen]
-        return self._critic.update(micros, batch.table, counted, advantages.returns, scores.values, self.steps, tasks)
-
     def export(self, folder: Path, policy: PolicyModel) -> None:
         """No-op: only the policy is trained."""
 
@@ -355,3 +305,14 @@ class _Totals:
 
     def means(self, updates: int) -> dict[str, float]:
         return {name: value / max(updates, 1) for name, value in self._sums.items()}
+
+
+def _shard_models(models: Sequence[Any], policy: nn.Module, ranks: RankGroup) -> None:
+    """Distributes the weights of policy, reference and critic over the ranks, where these are sharded."""
+    if ranks.sharding == "fsdp":
+        for model in models:
+            apply_fsdp(model)
+    elif ranks.sharding == "tensor":
+        styles = tensor_parallel_plan(policy, ranks.size)
+        for model in models:
+            parallelize_network(model.network if isinstance(model, ValueModel) else model.base_model, styles)
