@@ -162,7 +162,7 @@ def test_drafts_that_are_too_long_or_go_on_from_other_tokens() -> None:
     other = (first[0].token_ids[:5] + 1) % VOCAB
     zeros = np.zeros(5, np.float32)
     begun = CompletionPrefix(other.astype(np.int32), zeros, zeros, np.zeros(5, np.int32))
-    request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=40), begun=[begun], seed=3)
+    request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=40), prefixes=[begun], seed=3)
     assert [each.token_ids.tolist() for each in flat(ask(engine, [request]))] == [
         each.token_ids.tolist() for each in flat(ask(engine, [replace(request, drafts=[draft(first[0])])]))
     ]
@@ -177,13 +177,13 @@ def test_interrupted_in_between() -> None:
     assert all(0 < len(each.token_ids) < 60 for each in half)
     arrays = [(x.token_ids, x.logprobs, x.kept_logmass, x.versions) for x in half]
     with_top = [CompletionPrefix(*each, x.top_ids, x.top_probs) for each, x in zip(arrays, half, strict=True)]
-    request = GenerationRequest(PROMPTS[1], sampling, n=2, seed=50, record_top=VOCAB, begun=with_top)
+    request = GenerationRequest(PROMPTS[1], sampling, n=2, seed=50, record_top=VOCAB, prefixes=with_top)
     [found] = ask(engine, [replace(request, drafts=[draft(each) for each in first])])
     for each, whole in zip(found, first, strict=True):
         assert each.token_ids.tolist() == whole.token_ids.tolist()
         assert each.top_ids is not None
         assert (each.top_probs > 0).any(1).all()
-    [unknown] = ask(engine, [replace(request, begun=[CompletionPrefix(*each) for each in arrays])])
+    [unknown] = ask(engine, [replace(request, prefixes=[CompletionPrefix(*each) for each in arrays])])
     assert [int((each.top_probs == 0).all(1).sum()) for each in unknown] == [len(each.token_ids) for each in half]
 
 
@@ -201,7 +201,7 @@ def test_interrupted_amid_a_draft_equals_undisturbed(tokens: int) -> None:
     begun = [
         CompletionPrefix(x.token_ids, x.logprobs, x.kept_logmass, x.versions, x.top_ids, x.top_probs) for x in half
     ]
-    [found] = ask(engine, [replace(request, begun=begun)])
+    [found] = ask(engine, [replace(request, prefixes=begun)])
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in whole]
 
 

@@ -56,7 +56,7 @@ def test_the_engine_ends_there_and_a_begun_completion_remembers() -> None:
     assert ended.stop_reason is StopReason.REPETITION
     cut = end - 4
     begun = CompletionPrefix(free.token_ids[:cut], free.logprobs[:cut], free.kept_logmass[:cut], free.versions[:cut])
-    [again] = asyncio.run(engine.generate(GenerationRequest([7] * 5, watching, begun=[begun])))
+    [again] = asyncio.run(engine.generate(GenerationRequest([7] * 5, watching, prefixes=[begun])))
     assert again.token_ids.tolist() == tokens[:end]
 
 

@@ -141,7 +141,7 @@ def test_a_completion_that_is_begun_again_goes_on_with_its_experts(known: bool) 
             for p in parts
         ]
         again = [
-            GenerationRequest(p, SAMPLING, n=3, seed=50 + i, begun=begun[3 * i : 3 * i + 3])
+            GenerationRequest(p, SAMPLING, n=3, seed=50 + i, prefixes=begun[3 * i : 3 * i + 3])
             for i, p in enumerate(PROMPTS)
         ]
         return await all_of(engine, again)

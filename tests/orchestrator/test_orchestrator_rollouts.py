@@ -50,7 +50,7 @@ class ScriptedEngine:
         results: asyncio.Queue[Completion] = asyncio.Queue()
         mine = []
         for index in range(request.n):
-            begun = request.begun[index] if index < len(request.begun) else None
+            begun = request.prefixes[index] if index < len(request.prefixes) else None
             versions = [] if begun is None else begun.versions.tolist()
             seed = derive_seed(request.seed, index)
             row = {"request": request, "index": index, "seed": seed, "versions": versions, "results": results}

@@ -65,7 +65,7 @@ class GenerationRequest:
     n: int = 1
     seed: int = 0
     id: str = "request"
-    begun: Sequence[CompletionPrefix | None] = ()  #: prefixes by index; the returned completion includes them
+    prefixes: Sequence[CompletionPrefix | None] = ()  #: by index; the returned completion includes them
     drafts: Sequence[Draft | None] = ()  #: drafts by index
     on_token: Callable[[SampledToken], None] | None = None
     """Callback for every sampled token; disables drafts. The completion decides which tokens count."""

@@ -64,8 +64,8 @@ async def _serve_run(
     report(f"{EXPLORER} {number}: {setup.describe(run_dir)}")
 
     def localize(stage: WorkerSetup) -> WorkerSetup:
-        place = str(run_dir.absolute() / stage.place)
-        return replace(stage, policy=setup.policy, threads=setup.threads, plugins=[], place=place)
+        address = str(run_dir.absolute() / stage.weights_address)
+        return replace(stage, policy=setup.policy, threads=setup.threads, plugins=[], weights_address=address)
 
     worker = ExplorerWorker(heartbeat, ExplorerSpec(), localize)
     while not (trainer := _read_status(run_dir, setup.run_id)).done:

@@ -43,14 +43,14 @@ _PUBLISHED_S, _POLL_S = 60.0, 0.05
 class WorkerSetup:
     """Everything that an explorer is built from. Configuration is JSON, as plugin classes are known only later."""
 
-    stage: str  #: the StageConfig
+    stage_json: str  #: the StageConfig
     policy: PolicyModel | None  #: a copy; its trained weights come by the transport. None: the process has one
     precision: str
     threads: int  #: default of explorers whose kind sets none
     plugins: list[Path]
     tasks: list[Task]  #: candidates for worked examples
-    weights: str  #: the transport: memory, folder or broadcast
-    place: str  #: path of the weights, or the address of the sender
+    transport: str  #: of the weights: memory, folder or broadcast
+    weights_address: str  #: path of the weights, or the address of the sender
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class StageWorker:
             import_file(plugin)
         assert setup.policy is not None
         self._setup, self._policy = setup, setup.policy
-        stage = self._stage_of(setup.stage)
-        self._reads_itself = engine_reads_weights(stage, setup.weights, self._policy)
-        place = Path(setup.place) if self._reads_itself else None
+        stage = self._stage_of(setup.stage_json)
+        self._reads_itself = engine_reads_weights(stage, setup.transport, self._policy)
+        place = Path(setup.weights_address) if self._reads_itself else None
         self._engine = build_engine(self._policy, stage, setup.precision, place)
         self._version = -1  # of the weights received; -1: none yet
         self._publisher: WeightPublisher
@@ -111,7 +111,7 @@ class StageWorker:
         self._made: dict[str, Explorer] = {}
         self._rewards: list[Any] = []
         self._tokens = 0
-        self._made[""] = self._make(setup.stage)
+        self._made[""] = self._make(setup.stage_json)
 
     async def update(self, version: int) -> None:
         """Update to weights of at least this version; running rollouts continue with them."""
@@ -171,7 +171,7 @@ class StageWorker:
         ends = time.monotonic() + _PUBLISHED_S
         while (newest := self._receiver.newest()) is None or newest < version:
             if time.monotonic() > ends:
-                advice = f"Does this host see {self._setup.place}, to which the trainer writes?"
+                advice = f"Does this host see {self._setup.weights_address}, to which the trainer writes?"
                 raise DeadlineError("an explorer", f"weights of version {version}", _PUBLISHED_S, advice)
             await asyncio.sleep(_POLL_S)
 
@@ -193,12 +193,12 @@ class StageWorker:
 
 def _receiver(setup: WorkerSetup, policy: PolicyModel) -> WeightReceiver:
     """Build the receiver of the transport's weights."""
-    match setup.weights:
+    match setup.transport:
         case "memory":
-            return SharedMemoryReceiver(Path(setup.place))
+            return SharedMemoryReceiver(Path(setup.weights_address))
         case "broadcast":
-            return BroadcastReceiver(setup.place, device=policy.device)
-    return FolderReceiver(Path(setup.place))
+            return BroadcastReceiver(setup.weights_address, device=policy.device)
+    return FolderReceiver(Path(setup.weights_address))
 
 
 def shift_spans(spans: list[Span], by: float) -> list[Span]:

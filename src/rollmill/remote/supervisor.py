@@ -36,8 +36,8 @@ def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed
     ranks = max(stage.trainer.ranks for stage in loaded.stages)
     needs = [*explorer_needs(placement), *[ResourceRequest(placement.trainer_cpus, placement.trainer_gpus)] * ranks]
     view = view or make_view(loaded.config.monitor.show_completions)
-    with closing(PlacementGroup(needs, one_host=placement.weights == "memory")) as room:
-        supervisor = Supervisor(placement, run_dir.absolute(), room, view)
+    with closing(PlacementGroup(needs, one_host=placement.weights == "memory")) as group:
+        supervisor = Supervisor(placement, run_dir.absolute(), group, view)
         try:
             return asyncio.run(supervisor.run(resumed))
         finally:
@@ -49,12 +49,12 @@ class Supervisor:
     newest checkpoint; explorers continue meanwhile.
 
     Args:
-        room: a placement group with a bundle for each explorer and for each of the trainer's ranks.
+        group: the placement group with a bundle for each explorer and for each of the trainer's ranks.
     """
 
-    def __init__(self, placement: RayPlacement, run_dir: Path, room: PlacementGroup, view: RunView) -> None:
-        self._placement, self._run_dir, self._room, self._view = placement, run_dir, room, view
-        self._explorers = start_explorers(placement, room, run_dir)
+    def __init__(self, placement: RayPlacement, run_dir: Path, group: PlacementGroup, view: RunView) -> None:
+        self._placement, self._run_dir, self._group, self._view = placement, run_dir, group, view
+        self._explorers = start_explorers(placement, group, run_dir)
         self._trainer: Any = None
         self._started = False  # the trainer's process
         self._left, self._furthest = placement.restarts, 0
@@ -80,15 +80,15 @@ class Supervisor:
     async def _lives(self, resumed: bool) -> dict[str, Any]:
         while True:
             try:
-                return await self._life(resumed)
+                return await self._run_trainer(resumed)
             except _TrainerLostError as gone:
                 self._clear_up(gone)
                 resumed = True
 
-    async def _life(self, resumed: bool) -> dict[str, Any]:
+    async def _run_trainer(self, resumed: bool) -> dict[str, Any]:
         """Run one trainer process. Raises _TrainerLostError if it ends before the run does."""
         made = ray_module().remote(TrainerActor)
-        options, *ranks = map(self._room.options, range(len(self._explorers), len(self._room)))
+        options, *ranks = map(self._group.options, range(len(self._explorers), len(self._group)))
         shows = not isinstance(self._view, PlainView)
         self._trainer = made.options(max_restarts=0, max_concurrency=100, **options).remote(
             self._run_dir, self._explorers, ranks, resumed=resumed, shows_rollouts=shows
@@ -100,7 +100,7 @@ class Supervisor:
             await asyncio.wait([followed, signalled, hosts_gone], return_when=asyncio.FIRST_COMPLETED)
             if hosts_gone.done() and not followed.done():
                 raise TrainingError(f"Ray has died; go on with: rollmill resume {self._run_dir}")
-            if not followed.done() and not await self._asked_to_end():
+            if not followed.done() and not await self._end_requested():
                 raise KeyboardInterrupt
             return _outcome(await followed)
         finally:
@@ -118,7 +118,7 @@ class Supervisor:
                     return event
                 self._show(event)
 
-    async def _asked_to_end(self) -> bool:
+    async def _end_requested(self) -> bool:
         """Ask the trainer to stop; False if it has nothing to keep yet."""
         try:
             return self._started and await self._answer(self._trainer.interrupt.remote(), self._placement.health_s)

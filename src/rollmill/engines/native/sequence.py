@@ -56,10 +56,10 @@ class SequenceGroup(RunningRequest):
         """Create the completions; those whose prefix already ends them are returned at once."""
         request = self.request
         self.unfinished = request.n
-        begun = dict(enumerate(request.begun))
+        prefixes = dict(enumerate(request.prefixes))
         drafts = dict(enumerate(request.drafts))
         for index in range(request.n):
-            row, earlier, draft = SequenceState(self, index), begun.get(index), drafts.get(index)
+            row, earlier, draft = SequenceState(self, index), prefixes.get(index), drafts.get(index)
             if earlier is not None and row.begin(earlier):
                 self.hand_out(row)
                 continue
@@ -116,15 +116,15 @@ class SequenceState:
         if request.sampling.ngram_draft is not None and request.on_token is None:
             self.guesser = NgramSpeculator(request.sampling.ngram_draft, request.prompt_ids)
 
-    def begin(self, begun: CompletionPrefix) -> bool:
+    def begin(self, prefix: CompletionPrefix) -> bool:
         """Append the prefix, up to a token that ends the completion; True if one does."""
-        arrays = (begun.token_ids, begun.logprobs, begun.kept_logmass, begun.versions)
-        if begun.routing is not None and len(begun.token_ids):
+        arrays = (prefix.token_ids, prefix.logprobs, prefix.kept_logmass, prefix.versions)
+        if prefix.routing is not None and len(prefix.token_ids):
             prompt = len(self.group.request.prompt_ids)
-            self.prompt_routing, self.routing = list(begun.routing[:prompt]), list(begun.routing[prompt:])
-        top: list[TopTokens | None] = [None] * len(begun.token_ids)
-        if begun.top_ids is not None and begun.top_probs is not None:
-            top = list(zip(begun.top_ids, begun.top_probs, strict=True))
+            self.prompt_routing, self.routing = list(prefix.routing[:prompt]), list(prefix.routing[prompt:])
+        top: list[TopTokens | None] = [None] * len(prefix.token_ids)
+        if prefix.top_ids is not None and prefix.top_probs is not None:
+            top = list(zip(prefix.top_ids, prefix.top_probs, strict=True))
         return any(self.append(*each) for each in zip(*(array.tolist() for array in arrays), top, strict=True))
 
     @property

@@ -115,7 +115,7 @@ def build_vllm_sequence_group(
     if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
         raise EngineError(f"{request.id}: vLLM does not say how much probability truncation keeps; use top_p 1, no "
                           "top_k and no min_p, or engine `native`")  # fmt: skip
-    if any(request.begun) or any(request.drafts) or request.record_top:
+    if any(request.prefixes) or any(request.drafts) or request.record_top:
         raise EngineError(f"{request.id}: vLLM takes no drafts and no tokens to go on from; use engine `native`")
     stops = stop_matcher_for(request, tokenizer)
     return VLLMSequenceGroup(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)

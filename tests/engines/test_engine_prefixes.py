@@ -79,7 +79,7 @@ def test_interrupted_again_and_again_equals_undisturbed(
             groups = await (all_of(engine, requests) if budget is None else until(engine, budget, requests))
             assert [[c.index for c in group] for group in groups] == [[0, 1, 2]] * len(requests)
             requests = [
-                replace(request, begun=[begun(each) for each in group])
+                replace(request, prefixes=[begun(each) for each in group])
                 for request, group in zip(requests, groups, strict=True)
             ]
             assert engine.core.cached_entries == 0
@@ -96,7 +96,7 @@ def test_what_a_completion_is_begun_with_is_kept_to_the_bit(undisturbed: list[li
     kept = replace(begun(earlier, cut), logprobs=np.full(cut, -0.3, np.float32), versions=np.full(cut, 4, np.int32))
     engine = engine_of()
     engine.weights_updated(6)
-    request = replace(requests_of()[2], begun=[kept])
+    request = replace(requests_of()[2], prefixes=[kept])
     first, second, _ = asyncio.run(engine.generate(request))
     assert first.token_ids.tolist() == earlier.token_ids.tolist()
     assert first.logprobs[:cut].tolist() == kept.logprobs.tolist()
@@ -108,7 +108,7 @@ def test_what_a_completion_is_begun_with_is_kept_to_the_bit(undisturbed: list[li
 def test_whole_completions_are_handed_out_without_a_token_more(undisturbed: list[list[Completion]]) -> None:
     engine = engine_of()
     requests = [
-        replace(request, begun=[begun(each) for each in group])
+        replace(request, prefixes=[begun(each) for each in group])
         for request, group in zip(requests_of(), undisturbed, strict=True)
     ]
     again = asyncio.run(all_of(engine, requests))
@@ -128,7 +128,7 @@ def test_what_is_begun_ends_where_a_completion_would(undisturbed: list[list[Comp
     tokens = earlier.token_ids.tolist()
     short = SAMPLING.model_copy(update={"stop_token_ids": [tokens[6]]})
     end = tokens.index(tokens[6]) + 1
-    [found] = asyncio.run(engine_of().generate(GenerationRequest(PROMPTS[0], short, begun=[begun(earlier)])))
+    [found] = asyncio.run(engine_of().generate(GenerationRequest(PROMPTS[0], short, prefixes=[begun(earlier)])))
     assert found.token_ids.tolist() == tokens[:end]
     assert found.stop_reason is StopReason.EOS
 
@@ -168,7 +168,7 @@ def test_begun_completions_survive_an_interrupt_before_they_start(undisturbed: l
     engine = engine_of()
     engine.pause()
     request = requests_of(SamplingConfig(max_new_tokens=200))[2]
-    request = replace(request, begun=[None, begun(undisturbed[2][1], 2), begun(undisturbed[2][2], 0)])
+    request = replace(request, prefixes=[None, begun(undisturbed[2][1], 2), begun(undisturbed[2][2], 0)])
     [found] = asyncio.run(until(engine, 0, [request]))
     assert [len(each.token_ids) for each in found] == [0, 2, 0]
 
@@ -180,7 +180,7 @@ def test_begun_completions_are_restored_a_few_at_a_time() -> None:
         all_of(engine, [GenerationRequest(PROMPTS[1], SamplingConfig(max_new_tokens=60), n=9, seed=3)])
     )
     request = GenerationRequest(
-        PROMPTS[1], SamplingConfig(max_new_tokens=60), n=9, seed=3, begun=[begun(x, 40) for x in whole]
+        PROMPTS[1], SamplingConfig(max_new_tokens=60), n=9, seed=3, prefixes=[begun(x, 40) for x in whole]
     )
     entries: list[int] = []
 
@@ -208,7 +208,7 @@ def test_begun_completions_go_on_under_new_weights() -> None:
         with_new = toy_model("qwen3", vocab_size=VOCAB, seed=1)
         model.load_state_dict(with_new.state_dict())
         engine.weights_updated(1)
-        return await engine.generate(replace(request, begun=[begun(each) for each in half]))
+        return await engine.generate(replace(request, prefixes=[begun(each) for each in half]))
 
     new = NativeEngine(toy_model("qwen3", vocab_size=VOCAB, seed=1), context=256)
     for each in asyncio.run(main()):
@@ -217,6 +217,6 @@ def test_begun_completions_go_on_under_new_weights() -> None:
         zeros = np.zeros(cut, np.float32)
         kept = CompletionPrefix(each.token_ids[:cut], zeros, zeros, each.versions[:cut])
         only = [None] * each.index + [kept]
-        alone = asyncio.run(new.generate(replace(request, begun=only)))[each.index]
+        alone = asyncio.run(new.generate(replace(request, prefixes=only)))[each.index]
         assert alone.token_ids.tolist() == each.token_ids.tolist()
         np.testing.assert_allclose(alone.logprobs[cut:], each.logprobs[cut:], atol=1e-5)
