@@ -35,7 +35,7 @@ test-services: setup postgres-installed chromium-installed
 test-long: setup postgres-installed chromium-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 -m '(slow or service) and not thorough'
 
-# The benchmarks with small numbers, and variants of slow tests of which CI runs one each: an hour on two cores.
+# The benchmarks with small numbers, runs that learn for minutes, and variants of slow tests of which CI runs one each.
 test-thorough: setup postgres-installed chromium-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 -m thorough
 

@@ -127,6 +127,7 @@ def test_prefix(tmp_path: Path) -> None:
     assert case["bound"] == round(4 * (32 + 7) / (32 + 4 * 7), 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_packing(tmp_path: Path) -> None:
     options = ("--model", "tiny", "--completions", "8", "--median", "8", "--longest", "24", "--rounds", "1")
@@ -137,6 +138,7 @@ def test_packing(tmp_path: Path) -> None:
     assert case["token_ratio"] == round(8 * max(inputs) / sum(inputs), 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_logprob_at_fewer_tokens(tmp_path: Path) -> None:
     line = bench(

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORTER = ["stages.1.steps=12", "evaluation.every=12", "trainer.precision=fp32"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_success_rises(server: Forks, tmp_path: Path) -> None:

@@ -41,9 +41,10 @@ def test_reward_goes_up(server: Forks, tmp_path: Path, repair: dict[str, Any], m
     assert trained[0]["logprob_gap/max"] < 1e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("max_staleness", [4, pytest.param(0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("max_staleness", [4, 0])
 def test_reward_goes_up_on_ray(server: Forks, tmp_path: Path, repair: dict[str, Any], max_staleness: int) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     tiny_run(tmp_path, **repair, max_staleness=max_staleness, placement=RAY)

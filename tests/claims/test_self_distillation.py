@@ -27,6 +27,7 @@ HELD_OUT = {"function": ADDITION, "options": {"size": 200, "seed": 2, "digits": 
 SELF: dict[str, Any] = {"name": "self_distill", "template": "{context} {prompt}"}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_policy_comes_to_do_without_what_its_teacher_sees(server: Forks, tmp_path: Path) -> None:

@@ -309,11 +309,19 @@ def test_distillation_learns_what_the_teacher_knows(server: Forks, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_an_unmodified_program_is_rolled_out_through_the_endpoint(server: Forks, tmp_path: Path) -> None:
+    """agent.py knows the openai client alone."""
+    assert "rollmill" not in (EXAMPLES / "agent.py").read_text()
+    few = ["steps=1", "rollout.batch=2", "rollout.group_size=2"]
+    [row] = [row for row in run(server, tmp_path, "agent_program.yaml", "out", *few) if "reward/mean" in row]
+    assert row["experiences"] >= 4
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tmp_path: Path) -> None:
-    """agent.py knows the openai client alone. With fewer rollouts, each of which is a process, and larger steps."""
-    text = (EXAMPLES / "agent.py").read_text()
-    assert "rollmill" not in text
+    """With fewer rollouts, each of which is a process, and larger steps."""
     fewer = ["steps=6", "rollout.batch=4", "rollout.group_size=4", "trainer.lr=3e-2", "workflow.at_once=2"]
     rows = run(server, tmp_path, "agent_program.yaml", "out", *fewer)
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -139,10 +140,9 @@ def test_a_resumed_run_says_the_same(tmp_path: Path) -> None:
     ("transport", "wrong"),
     [
         ("memory", False),
-        ("broadcast", True),
         *(
             pytest.param(transport, wrong, marks=pytest.mark.thorough)
-            for transport, wrong in (("memory", True), ("folder", False), ("folder", True), ("broadcast", False))
+            for transport, wrong in (("memory", True), *itertools.product(("folder", "broadcast"), (False, True)))
         ),
     ],
 )
@@ -160,7 +160,7 @@ def test_every_step_says_it_on_ray(tmp_path: Path, transport: str, wrong: bool) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("wrong", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_every_step_says_it_with_an_explorer_of_its_own(tmp_path: Path, wrong: bool) -> None:
     (tmp_path / "wrong.py").write_text(HOTTER if wrong else "")
     tiny_run(tmp_path, **RL, plugins=["wrong.py"])

@@ -157,7 +157,7 @@ def test_trainer_and_explorers_meet_in_postgresql(pg: Postgres, servers: list[Fo
     require_sound(tmp_path, 6, 1)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_whoever_is_killed_goes_on(servers: list[Forks], tmp_path: Path, seed: int) -> None:
     """The explorer dies and comes back, and so does the trainer, at random moments; one explorer lives on."""
     chance = random.Random(seed)

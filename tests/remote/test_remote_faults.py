@@ -158,6 +158,7 @@ def test_killed_at_random_moments(tmp_path: Path, whole: Path) -> None:
     assert {beat.name: beat.ended for beat in read_heartbeats(out)}["trainer"] == "done"
 
 
+@pytest.mark.thorough
 def test_killed_while_explorers_run_ahead(tmp_path: Path) -> None:
     out, kill = tmp_path / "out", signal.SIGKILL
     view = Hurting(out, 5, ("explorer 1", kill), ("trainer rank 1", kill))

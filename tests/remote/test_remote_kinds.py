@@ -87,6 +87,7 @@ def test_shared_weights_are_verified_by_what_every_kind_has(tmp_path: Path) -> N
         assert shared_checksum(stage.with_engine(engine) for engine in engines) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_every_explorer_has_the_threads_of_its_kind(tmp_path: Path) -> None:

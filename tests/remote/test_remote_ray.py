@@ -61,7 +61,7 @@ def test_synchronous_explorers_on_ray_compute_the_same(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
-@pytest.mark.parametrize("weights", ["memory", "folder"])
+@pytest.mark.parametrize("weights", ["memory", pytest.param("folder", marks=pytest.mark.thorough)])
 def test_stale_explorers_stay_within_the_bound(tmp_path: Path, weights: str) -> None:
     stage = {"max_staleness": 2, "steps": 8, "algorithm": {"name": "grpo"}, "evaluation": None, "stages": None}
     out = ran(tmp_path, "run", placement={"name": "ray", "explorers": 2, "weights": weights}, **stage)
