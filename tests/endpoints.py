@@ -65,7 +65,7 @@ def scripted(engine: NativeEngine, tokenizer: Any, texts: Sequence[str]) -> None
     """
     left = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
     of: dict[Any, list[int]] = {}
-    sample = engine._runner.sample
+    sample = engine.core._runner.sample
 
     def forced(rows: Any, logits_BV: Any, top: int = 0) -> Any:
         for row, logits_V in zip(rows, logits_BV, strict=True):
@@ -76,7 +76,7 @@ def scripted(engine: NativeEngine, tokenizer: Any, texts: Sequence[str]) -> None
                 logits_V[of[row][len(row.tokens)]] = 30.0
         return sample(rows, logits_BV, top)
 
-    engine._runner.sample = forced  # type: ignore[method-assign]
+    engine.core._runner.sample = forced  # type: ignore[method-assign]
 
 
 def toy_engine(seed: int = 0, **model: Any) -> tuple[NativeEngine, Any]:

@@ -344,7 +344,7 @@ def test_a_client_that_goes_away_ends_its_request(stream: bool) -> None:
             wait_until(lambda: site.service.gate.under_way == 1)
         wait_until(lambda: not site.service.gate.under_way)
         wait_until(lambda: b"rollmill_aborted_total 1.0" in site.service.gauges.text())
-        assert not site.service.engine._queue  # type: ignore[attr-defined]
+        assert not site.service.engine.core.has_work  # type: ignore[attr-defined]
 
 
 def test_a_deadline_ends_a_request() -> None:
