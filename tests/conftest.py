@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import atexit
 import gc
 import os
@@ -9,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,25 @@ settings.register_profile(
 )
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "any machine"))
+
+
+_parse = ast.parse
+
+
+def _parse_again(*args: Any, **options: Any) -> Any:
+    """Parse as often as it takes: CPython 3.11 fails now and then where another thread parses (rollmill.python_source).
+
+    pytest parses every module whose assertions it rewrites, which may be imported beside a server's threads.
+    """
+    for _ in range(99):
+        try:
+            return _parse(*args, **options)
+        except SystemError:
+            continue
+    return _parse(*args, **options)
+
+
+ast.parse = _parse_again
 
 
 def pytest_collection_finish() -> None:
