@@ -111,6 +111,25 @@ def test_the_matrix_goes_between_its_markers() -> None:
         with_matrix("no markers", record)
 
 
+#: One of each kind: plain, with windows, chunks, sinks or convolutions, recurrent, with experts, with norms of its own.
+KINDS = (
+    *("llama", "qwen2", "gemma2", "gpt2", "olmo2", "phi3", "cohere2", "glm4"),
+    *("gemma3_text", "llama4_text", "gpt_oss", "lfm2", "doge", "qwen3_next", "falcon_h1", "mamba", "recurrent_gemma"),
+    *("mixtral", "qwen3_moe", "deepseek_v3", "phimoe", "jetmoe", "glm_moe_dsa", "minimax"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_architectures_of_every_kind_are_as_recorded() -> None:
+    recorded = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())["findings"]
+    _, line = bench("--only", *KINDS, "--json")
+    found = {finding["name"]: finding["verdict"] for finding in line["findings"]}
+    assert found == {finding["name"]: finding["verdict"] for finding in recorded if finding["name"] in KINDS}
+    assert set(found) == set(KINDS)
+
+
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_architecture_is_wrong(tmp_path: Path) -> None:

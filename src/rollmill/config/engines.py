@@ -19,7 +19,7 @@ ENGINE_FEATURES = {
     "token_budget": "completions that go on in a later step",
     "router_replay": "recording the experts of each token",
 }
-"""What an engine may support, by the run-file key that needs it: see `EngineSection.unsupported`."""
+"""Features that an engine may support, by the run-file key that needs each: see `EngineSection.unsupported`."""
 
 
 class EngineSection(NamedSection):

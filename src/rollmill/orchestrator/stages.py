@@ -51,7 +51,7 @@ class RolloutBackend(Protocol):
     location: str
     """Description of where rollouts are made; empty for this process."""
     display_name: str
-    """Who makes completions, as `rollmill status` names them."""
+    """Names what makes completions, as `rollmill status` names them."""
     trains_in_thread: bool
     """The event loop has to go on while the trainer works, since others send requests."""
 
