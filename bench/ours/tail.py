@@ -150,7 +150,7 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
     make = tail_stage(args)
     warm = make()
     await warm.step()
-    await warm.close()
+    await warm.stage.close()
     channel.say(versions=versions("torch", "transformers"))
     for _ in channel.commands():
         loop = make()

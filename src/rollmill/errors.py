@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from pathlib import Path
+
 
 class RollmillError(Exception):
     """Base of every error that a user can cause or fix. `exit_code` is the exit code of the command line."""
@@ -87,5 +91,24 @@ class DeadlineError(RollmillError):
         return type(self), (self.waiter, self.owner, self.seconds, self.advice)
 
 
+class UserExitError(RollmillError):
+    """A user's code ended the process (`sys.exit`, `exit`). A run ends by itself, or by an exception."""
+
+    @classmethod
+    def of(cls, error: SystemExit) -> UserExitError:
+        """Build the error, with the line that ended the process."""
+        code = "" if error.code is None else repr(error.code)
+        place = user_code_location(error) or "user code"
+        return cls(f"{place}: it ended the process by sys.exit({code}); raise an exception that says what is wrong")
+
+
 class SandboxError(RollmillError):
     """No safe sandbox can be built here, or an invalid request. The message has what is missing."""
+
+
+def user_code_location(error: BaseException) -> str:
+    """Return FILE:LINE of the innermost frame outside libraries and rollmill, where a user's code failed; or ""."""
+    libraries = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [each for each in frames if "site-packages" not in each[0] and not each[0].startswith(libraries)]
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""

@@ -13,7 +13,7 @@ from typing import Any
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import RayPlacement
 from rollmill.config.workflows import TrafficWorkflow
-from rollmill.errors import CheckpointError, ConfigError
+from rollmill.errors import CheckpointError, ConfigError, UserExitError
 from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints
@@ -186,6 +186,9 @@ def execute(
             monitor.message(f"interrupted after step {orchestrator.state.step}; go on with: rollmill {again}")
             monitor.close(summary)
             raise KeyboardInterrupt from None
+        except SystemExit as error:
+            monitor.close(None)
+            raise UserExitError.of(error) from error
         except BaseException:
             monitor.close(None)
             raise

@@ -129,7 +129,7 @@ def import_file(path: Path) -> ModuleType:
     find_former_names()
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         if isinstance(error, ConfigError):  # raised by a decorator, with file and line
             raise
@@ -144,11 +144,11 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = "" if error.name == name else f" (it needs `{error.name}`)"
         raise ConfigError(f"module `{name}` cannot be imported{missing}; install it or write FILE.py:NAME") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"importing `{name}` failed: {type(error).__name__}: {error}") from error
 
 
-def _import_failure(path: Path, error: Exception) -> str:
+def _import_failure(path: Path, error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         place = f"{error.filename or path}" + (f":{error.lineno}" if error.lineno else "")
         return f"{place}: syntax error: {error.msg}"

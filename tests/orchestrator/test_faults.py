@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,7 @@ def clean(end: Ended, code: int, *says: str) -> None:
     [
         (signal.SIGINT, 1),
         (signal.SIGTERM, 9),
+        (signal.SIGHUP, 5),
         pytest.param(signal.SIGINT, 9, marks=[pytest.mark.slow, pytest.mark.thorough]),
         pytest.param(signal.SIGTERM, 1, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
@@ -184,6 +186,40 @@ def test_metrics_that_cannot_be_written_end_the_run(server: Forks, tmp_path: Pat
     filler.unlink()
     clean(server.run("resume", "disk/out", folder=tmp_path), 0)
     assert steps(disk / "out") == 12
+
+
+@pytest.mark.parametrize(
+    ("gone", "buffer", "says"),
+    [
+        ("", {"store": "memory"}, "metrics.jsonl was removed or replaced"),
+        ("buffer.sqlite", {"store": "sql"}, "buffer.sqlite was removed or replaced while it was in use"),
+    ],
+)
+def test_a_run_whose_files_are_taken_away_is_an_error(
+    server: Forks, tmp_path: Path, gone: str, buffer: dict[str, str], says: str
+) -> None:
+    tiny_run(tmp_path, **ONLY_RL | {"steps": 500}, evaluation=None, buffer=buffer)
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches(lambda: steps(tmp_path / "out") >= 2)
+    (tmp_path / "out" / gone).rename(tmp_path / "elsewhere")
+    clean(server.wait(), 1, says)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_though_the_reader_of_its_output_has_gone(tmp_path: Path) -> None:
+    tiny_run(tmp_path, **ONLY_RL, evaluation=None)
+    command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out"]
+    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stderr is not None
+    assert "run tiny" in run.stdout.readline()
+    run.stdout.close()
+    said = run.stderr.read()
+    assert run.wait() == 0, said
+    assert "the reader of the output has gone; the run goes on" in said
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+    assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "done"
 
 
 # -- damaged and misused run directories --------------------------------------------------------------------------

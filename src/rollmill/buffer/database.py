@@ -151,10 +151,14 @@ class Database:
         self.read_only = read_only
         self.engine = _engine(self.url, read_only)
         self._log = WriteAheadLog(self.engine) if self.is_sqlite and not read_only else None
+        self._file: os.stat_result | None = None
         try:
             if not read_only:
                 self.write(_make_tables)
             self.read(_check_format)
+            if self.is_sqlite:
+                with suppress(FileNotFoundError):  # an address that only SQLite can read
+                    self._file = os.stat(redact_url(self.url))
         except BaseException:
             self.engine.dispose()
             raise
@@ -206,6 +210,7 @@ class Database:
         self.engine.dispose()
 
     def _persist(self, work: Callable[[Connection], Result], *, write: bool, synced: bool = False) -> Result:
+        self._require_file()
         deadline, pause = time.monotonic() + self.outage_s, 0.02
         while True:
             try:
@@ -223,6 +228,20 @@ class Database:
                     raise database_error(self.url, error, self.outage_s) from error
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, 2.0)
+
+    def _require_file(self) -> None:
+        """Check that SQLite's file is the one that was opened: it would be written though its name is gone."""
+        if self._file is None:
+            return
+        try:
+            there = os.path.samestat(self._file, os.stat(redact_url(self.url)))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise StoreError(
+                f"the buffer's file {self} was removed or replaced while it was in use, and its experiences are gone; "
+                "put it back, or start a new run"
+            )
 
 
 def sqlite_url(path: Path) -> URL:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from rollmill import __version__
-from rollmill.errors import RollmillError
+from rollmill.errors import RollmillError, UserExitError
 
 COMMANDS = {
     "run": "rollmill.cli.run:run",
@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         build_app()(args=None if argv is None else list(argv), prog_name="rollmill")
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
+        if isinstance(end.code, int):
+            return end.code
+        return 0 if end.code is None else 1
     raise AssertionError("typer always exits")
 
 
@@ -80,7 +82,10 @@ def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def wrapper(*args: Any, **options: Any) -> Any:
         try:
-            return command(*args, **options)
+            try:
+                return command(*args, **options)
+            except SystemExit as error:  # commands never call sys.exit: a user's code did
+                raise UserExitError.of(error) from error
         except RollmillError as error:
             if os.environ.get("ROLLMILL_TRACEBACK") == "1":
                 traceback.print_exc()

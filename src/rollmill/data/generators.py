@@ -66,7 +66,7 @@ def call_row_function(spec: str, options: dict[str, Any]) -> SourceRows:
         raise TasksetError(f"taskset.function: {spec} is a {type(function).__name__}, not a function")
     try:
         rows = function(**options)
-    except Exception as error:  # a user's code may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise TasksetError(f"taskset.function: {spec} raised {_short(error)}{_place(error)}") from error
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise TasksetError(
@@ -81,14 +81,14 @@ def _rows(spec: str, rows: Iterable[Any]) -> SourceRows:
         for row in rows:
             yield make_record(f"{spec}: row {number}", row)
             number += 1
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TasksetError(f"taskset.function: {spec} raised {_short(error)} at row {number}{_place(error)}") from error
 
 
-def _short(error: Exception) -> str:
+def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f" ({frame.filename}:{frame.lineno})"

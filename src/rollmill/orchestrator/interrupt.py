@@ -1,4 +1,4 @@
-"""Handles Ctrl-C and SIGTERM: the first stops the run cleanly with a checkpoint, the second at once."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP: the first stops the run cleanly with a checkpoint, the second at once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ T = TypeVar("T")
 _ENDING = b"\nending after this step, with a checkpoint; press Ctrl-C again to end at once\n"
 
 
+def _signals() -> list[signal.Signals]:
+    hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
+
+
 class Interrupted(Exception):  # noqa: N818  not an error
     """The user asked the run to stop."""
 
@@ -30,12 +35,15 @@ class Interrupts:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM inside; off the main thread, where Python receives no signals, only requests."""
+        """Handle the signals inside; off the main thread, where Python receives no signals, only requests.
+
+        SIGHUP, which a closed terminal sends, stays ignored under `nohup`.
+        """
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, self._handle) for number in _signals()}
         try:
             yield
         finally:

@@ -105,6 +105,6 @@ class Monitor:
         """Call a tracker. One that fails is not called again, and the run goes on: metrics.jsonl has everything."""
         try:
             call(self._trackers[name])
-        except Exception as error:  # a service may be away, and a user's code may raise anything
+        except (Exception, SystemExit) as error:  # a service may be away, and a user's code may raise anything
             del self._trackers[name]
             self._view.message(f"tracker `{name}` failed and is not used any more: {type(error).__name__}: {error}")

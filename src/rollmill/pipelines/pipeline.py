@@ -58,7 +58,7 @@ class Pipeline:
                     raise TypeError(f"returned a {type(done).__name__}; an operator changes its batch, returns nothing")
             except RollmillError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise PipelineError(
                     f"operator `{name}` failed on experiences of task {current[0].task_id}: "
                     f"{type(error).__name__}: {error}{_place(error)}; correct it, or take it out of `pipeline`"
@@ -117,7 +117,7 @@ def _copied(name: str, operator: Any) -> Any:
         raise PipelineError(f"{text}; give numbers, texts, lists and mappings with text keys") from error
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Location where an error was raised, as ` (FILE:LINE)`."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

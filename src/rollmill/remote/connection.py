@@ -126,19 +126,19 @@ class ConnectedWorker:
                 result.set_exception(WorkerLostError(why))
 
 
-async def serve_calls(reader: StreamReader, writer: StreamWriter, worker: Any) -> Exception | None:
+async def serve_calls(reader: StreamReader, writer: StreamWriter, worker: Any) -> BaseException | None:
     """Serve the trainer's calls of a worker's methods until the connection ends; then cancel those that still run.
 
     Returns the error of `begin`, if it failed: this process cannot do the work of the run.
     """
     running: dict[int, asyncio.Task[None]] = {}
     unnumbered = itertools.count(-1, -1)
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     async def run(number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             reply = _encode((number, None, await getattr(worker, method)(*arguments)))
-        except Exception as raised:  # also of a result that cannot be pickled
+        except (Exception, SystemExit) as raised:  # also of a result that cannot be pickled
             reply = _encode((number, portable_error(raised, "an explorer's process"), None))
             if method == "begin":
                 failures.append(raised)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -175,6 +175,9 @@ def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _signalling(coroutine: Coroutine[Any, Any, Result], ended: Future[None]) -> Result:
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(_retrieve)
     try:
         return await coroutine
     finally:
@@ -240,6 +243,27 @@ class EventLoopThread:
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             loop.close()
+
+
+def start_user_task(work: Awaitable[Result]) -> asyncio.Task[Result]:
+    """Start a task for a user's awaitable. One that calls sys.exit raises RuntimeError: SystemExit would end the event
+    loop and leave every caller waiting."""
+    task = asyncio.ensure_future(_without_exit(work))
+    task.add_done_callback(_retrieve)
+    return task
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Retrieve the error of a task, which nobody does where the caller was cancelled: asyncio would log it."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _without_exit(work: Awaitable[Result]) -> Result:
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

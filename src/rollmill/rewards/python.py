@@ -16,7 +16,7 @@ from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import find_reward
 from rollmill.rewards.base import OK, TIMEOUT, RewardResult, RewardValue, Score, validate_result
-from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
+from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError, start_user_task
 from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
@@ -169,7 +169,7 @@ def _is_async(function: RewardFunction) -> bool:
 
 async def _within(work: Callable[[], Awaitable[Any]], seconds: float) -> Any:
     """Return the awaitable's result, and whether it came in time."""
-    task = asyncio.ensure_future(work())
+    task = start_user_task(work())
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():

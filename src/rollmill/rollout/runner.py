@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.engines.base import RolloutEngine
-from rollmill.errors import ContextLengthError, EpisodeError, RollmillError, WorkflowError
+from rollmill.errors import ContextLengthError, EpisodeError, RollmillError, WorkflowError, user_code_location
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rollout.chat import ChatRenderer
@@ -59,7 +59,7 @@ class RetryingWorkflow:
             self._counted["retries"] += number > 0
             try:
                 answer = await self._in_time(rollout)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 last = number + 1 == self._limits.attempts
                 kind = self._failure(rollout, error)
                 if not last:
@@ -86,7 +86,7 @@ class RetryingWorkflow:
                 raise _RolloutTimeoutError(text) from error.__cause__
             raise
 
-    def _failure(self, rollout: Rollout, error: Exception) -> str:
+    def _failure(self, rollout: Rollout, error: BaseException) -> str:
         """Count a failed attempt and return its reason. Re-raises errors that are not the workflow's."""
         for each in _flatten_errors(error):
             if isinstance(each, RollmillError) and not isinstance(each, WorkflowError | ContextLengthError):
@@ -107,16 +107,15 @@ class RetryingWorkflow:
         self._counted["rejected"] += outcome.rejected is not None
         return outcome
 
-    def _stop(self, rollout: Rollout, error: Exception) -> NoReturn:
+    def _stop(self, rollout: Rollout, error: BaseException) -> NoReturn:
         tries = f" ({self._limits.attempts} tries)" if self._limits.attempts > 1 else ""
         what = (
             str(error)
             if isinstance(error, RollmillError | _RolloutTimeoutError)
             else f"{type(error).__name__}: {error}"
         )
-        raise WorkflowError(
-            f"{self._who(rollout)}{tries}: {_failure_location(error.__cause__ or error)}{what}{_ADVICE}"
-        ) from error
+        place = user_code_location(error.__cause__ or error)
+        raise WorkflowError(f"{self._who(rollout)}{tries}: {place and f'{place}: '}{what}{_ADVICE}") from error
 
     def _who(self, rollout: Rollout) -> str:
         return f"workflow `{self._workflow.name}` failed on task `{rollout.task.id}`, rollout {rollout.index}"
@@ -129,7 +128,7 @@ class _RolloutTimeoutError(Exception):
 _ADVICE = ". Mend it, or set rollout.attempts or rollout.failures: reject"
 
 
-def _kind(error: Exception) -> str:
+def _kind(error: BaseException) -> str:
     kinds: dict[type[Exception], str] = {
         _RolloutTimeoutError: FAILURE_TIMEOUT,
         EpisodeError: FAILURE_ENVIRONMENT,
@@ -145,17 +144,6 @@ def _flatten_errors(error: BaseException) -> list[BaseException]:
         if isinstance(error, BaseExceptionGroup)
         else [error]
     )
-
-
-def _failure_location(error: BaseException) -> str:
-    """FILE:LINE: where the user's code failed: the last frame outside of rollmill and libraries."""
-    found, at = "", error.__traceback__
-    while at is not None:
-        file: Any = at.tb_frame.f_code.co_filename
-        if "site-packages" not in file and "/rollmill/" not in file.replace("\\", "/") and "lib/python" not in file:
-            found = f"{file}:{at.tb_lineno}: "
-        at = at.tb_next
-    return found
 
 
 REPETITION_PENALTY = "rollout/repetition"  #: reward part: the repetition penalty

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -156,7 +157,12 @@ class PlainView:
         """Print `text`."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = printable(text).encode(encoding, "backslashreplace").decode(encoding)
-        print(line, file=self._stream, flush=True)
+        try:
+            print(line, file=self._stream, flush=True)
+        except BrokenPipeError:  # such as `rollmill run ... | head -3`: the reader has gone, the run goes on
+            with open(os.devnull, "w") as nothing:
+                os.dup2(nothing.fileno(), self._stream.fileno())  # for what else the process prints there
+            print("the reader of the output has gone; the run goes on (see `rollmill status`)", file=sys.stderr)
 
     def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
         """Print the line of a step."""

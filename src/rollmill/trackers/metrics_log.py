@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,15 +60,16 @@ class MetricsLog:
     def append(self, metrics: Metrics) -> None:
         """Write the metrics of `metrics["step"]`. A second call for the same step adds its keys to that step's line.
 
-        NaN and infinities are written as null. Raises RollmillError if the file cannot be written.
+        NaN and infinities are written as null. Raises RollmillError if the file cannot be written, or was removed.
         """
         row = to_jsonable(dict(metrics))
         assert isinstance(row.get("step"), int), "metrics need an integer step"
+        self._require_file()
         if self._last.get("step") == row["step"]:
             rows = read_jsonl_rows(self.path)[:-1]
             self._rewrite([*rows, self._last | row])
             return
-        assert self._file is not None, "the log is closed"
+        assert self._file is not None
         with explain_write_errors(self.path):
             self._file.write(_line(row))
             self._file.flush()
@@ -83,6 +85,18 @@ class MetricsLog:
             with explain_write_errors(self.path):
                 self._file.close()
             self._file = None
+
+    def _require_file(self) -> None:
+        assert self._file is not None, "the log is closed"
+        try:
+            there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise RollmillError(
+                f"{self.path} was removed or replaced while the run went on, so nothing would be left of the run; put "
+                "its directory back and resume it, or start again"
+            )
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         self.close()

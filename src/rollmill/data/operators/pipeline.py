@@ -55,7 +55,7 @@ def run_task_pipeline(
             batch.check()
         except RollmillError:
             raise
-        except Exception as error:  # a user's code may raise anything
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
             raise TasksetError(
                 f"taskset {taskset}: operator `{section.name}` raised {type(error).__name__}: {error}; correct it, or "
                 "take it out of taskset.pipeline"

@@ -62,7 +62,7 @@ class CustomSampler(WeightedSampler):
         name = f"taskset.order `{self._order.name}`"
         try:
             weights: Floats = np.asarray(function(view, **options), np.float64)
-        except Exception as error:  # a user's code may raise anything
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
             raise TasksetError(f"{name}: it raised {type(error).__name__}: {error}; correct it") from error
         if weights.shape != (self._size,) or not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
             raise TasksetError(

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError, EpisodeError, RollmillError, WorkflowError
-from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
+from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError, start_user_task
 from rollmill.rollout.environments.base import (
     EnvironmentCrashError,
     EnvironmentTimeoutError,
@@ -83,14 +83,14 @@ class ThreadedEnvironment:
                 work = method if name == "close" else lambda: self._alone(lambda: method(*arguments))
                 found = await self._threads.call(f"{self._section.name}.{name}", work, limit)
             if inspect.isawaitable(found):
-                task = asyncio.ensure_future(found)
+                task = start_user_task(found)
                 found = await _within(task, max(limit - (loop.time() - started), 0.0))
         except RollmillError:
             raise
         except FunctionTimeoutError:
             text = f"{name} took longer than environment.time_limit_s ({limit:g} s)"
             raise EnvironmentTimeoutError(f"{text}; raise it, correct the method, or set `processes`") from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EpisodeError(f"{name} raised {type(error).__name__}: {error}") from error
         return found
 

@@ -82,7 +82,7 @@ class FunctionTool:
                 raise
             except (TimeoutError, FunctionTimeoutError):
                 raise ToolError(f"no result after {time_limit_s:g} s") from None
-            except Exception as error:  # raised by the user's function
+            except (Exception, SystemExit) as error:  # raised by the user's function
                 raise ToolError(f"{type(error).__name__}: {error}") from error
 
         return call

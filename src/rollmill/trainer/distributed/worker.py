@@ -46,7 +46,7 @@ class RankWorker:
             self._heartbeat.set_activity(command)
         try:
             getattr(self, command)(*(_read(each) if isinstance(each, Path) else each for each in details))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             traceback.print_exc()
             what = f"{type(error).__name__}: {error}"
             self.ended(what)
