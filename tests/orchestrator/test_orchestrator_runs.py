@@ -8,10 +8,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from run_factory import experience
 from tiny import GRPO, HELD_OUT, SFT, tiny_run
 
+from rollmill.config.run import StageConfig
+from rollmill.errors import RewardError
 from rollmill.launch import run
+from rollmill.orchestrator.metrics import rewards_without_verdict
 from rollmill.registry import import_file
 from rollmill.trackers import read_metrics
 from rollmill.trackers.console import PlainView
@@ -119,6 +124,36 @@ def test_a_reward_that_is_mostly_too_slow_is_said_once(
     run(tiny_run(tmp_path, **changes), out=tmp_path / "out", view=PlainView(out))
     said = "8 of 8 judgements of reward `mine` took too long and earned its timeout_reward; raise its time_limit_s"
     assert out.getvalue().count(said) == warned
+
+
+@pytest.mark.parametrize("steps_in_a_row", [2, 0])
+def test_a_reward_that_stays_without_verdicts_ends_the_run(tmp_path: Path, steps_in_a_row: int) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import asyncio\nasync def mine(task, completion):\n    await asyncio.sleep(60)\n"
+    )
+    reward = {"name": "python", "function": f"{tmp_path}/mine.py:mine", "time_limit_s": 0.1}
+    judging = {"missing_steps": steps_in_a_row}
+    changes = RL | {"steps": 4, "rewards": [reward, {"name": "exact"}], "judging": judging, "evaluation": None}
+    path = tiny_run(tmp_path, **changes, checkpoint={"every": 1})
+    if steps_in_a_row == 0:
+        assert run(path, out=tmp_path / "out")["status"] == "done"
+        return
+    with pytest.raises(
+        RewardError, match=r"`mine` took too long .* it was so in 2 steps in a row, which judging\.miss"
+    ):
+        run(path, out=tmp_path / "out")
+    assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2]
+    assert checkpoints(tmp_path) == [1]  # the step that was one too many is not learned from
+
+
+@pytest.mark.parametrize(("reward", "missing"), [("code", False), ("math", True)])
+def test_the_timeout_of_a_completions_own_program_is_a_verdict(reward: str, missing: bool) -> None:
+    stage = StageConfig.model_validate({"steps": 1, "algorithm": {"name": "grpo"}, "rewards": [{"name": reward}]})
+    rng = np.random.default_rng(0)
+    batch = [experience(rng, "t", n, "1+1", "2", 0.0) for n in range(4)]
+    for each, outcome in zip(batch, ["timeout", "timeout", "late", "ok"], strict=True):
+        each.info["outcomes"] = {reward: outcome}
+    assert bool(rewards_without_verdict(batch, stage)) is missing
 
 
 def test_a_stage_stops_early_and_the_next_one_begins(tmp_path: Path) -> None:

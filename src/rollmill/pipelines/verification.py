@@ -7,7 +7,6 @@ from hashlib import sha256
 
 from rollmill.config.operators.filters import CheckOperator, VerifyOperator
 from rollmill.config.rewards.base import RewardSection, reward_part_names
-from rollmill.config.rewards.code import CodeReward
 from rollmill.pipelines.batch import Batch, reward_value, to_completion
 from rollmill.pipelines.pipeline import PipelineResources
 from rollmill.pipelines.reward_updates import RAW_REWARD, add_reward, init_reward_part, log_reward_detail, set_reward
@@ -121,11 +120,11 @@ async def score_group(
 
 def is_undecided(result: RewardResult, rewards: Sequence[RewardSection]) -> bool:
     """True if some reward timed out, so that the result is not valid. A timeout of the completion's code is valid."""
-    programs = {
-        name for name, each in zip(reward_part_names(rewards), rewards, strict=True) if isinstance(each, CodeReward)
+    judged_late = {
+        name for name, each in zip(reward_part_names(rewards), rewards, strict=True) if each.timeout_is_verdict
     }
     return any(
-        outcome == LATE or (outcome == TIMEOUT and name not in programs) for name, outcome in result.outcomes.items()
+        outcome == LATE or (outcome == TIMEOUT and name not in judged_late) for name, outcome in result.outcomes.items()
     )
 
 

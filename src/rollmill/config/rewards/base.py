@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -29,6 +29,8 @@ class RewardSection(Section):
     if TYPE_CHECKING:
         name: str  # of every reward of a run file
 
+    timeout_is_verdict: ClassVar[bool] = False
+    """The outcome `timeout` judges the completion, as that of its own program does; else the verdict is missing."""
     weight: float = 1.0
     """Weight of this part in the sum. At 0 it is only logged."""
     clip: tuple[float, float] | None = None
@@ -58,6 +60,11 @@ class RewardManagerConfig(Section):
     reward its `timeout_reward`."""
     clip: tuple[float, float] | None = None
     """Bounds of the weighted sum."""
+    missing_limit: float = Field(0.5, gt=0, le=1)
+    """Largest share of a step's judgements of one reward that may end without a verdict: they took too long, or the
+    reward's model gave none. Above it the run warns."""
+    missing_steps: int = Field(3, ge=0)
+    """Steps in a row above `missing_limit` that end the run with an error; 0: none."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

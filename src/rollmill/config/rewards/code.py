@@ -17,6 +17,7 @@ class CodeReward(RewardSection):
     passed."""
 
     implementation = "rollmill.rewards.code.reward:CodeScorer"
+    timeout_is_verdict = True
     name: Literal["code"]
     credit: Literal["all", "fraction"] = "all"
     """`all`: 1 if every test passes, else 0. `fraction`: the weight of passed tests over the weight of all tests."""
