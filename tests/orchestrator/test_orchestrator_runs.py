@@ -16,7 +16,7 @@ from tiny import GRPO, HELD_OUT, SFT, tiny_run
 from rollmill.config.run import StageConfig
 from rollmill.errors import RewardError
 from rollmill.launch import run
-from rollmill.orchestrator.metrics import rewards_without_verdict
+from rollmill.orchestrator.missing_verdicts import rewards_without_verdict
 from rollmill.registry import import_file
 from rollmill.trackers import read_metrics
 from rollmill.trackers.console import PlainView

@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rollmill.config.rewards.base import reward_part_names
-from rollmill.config.run import StageConfig
 from rollmill.errors import RewardError
 from rollmill.rewards.base import LATE, TIMEOUT
-from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
 from rollmill.trackers.trace import REWARD, Span, max_queue_depth
 from rollmill.types import Experience, ExperienceSource, StopReason, first_per_rollout
 
@@ -101,34 +98,6 @@ def drafting_metrics(before: Mapping[str, float], after: Mapping[str, float], ge
             metrics[f"rollout/{name}/accepted"] = accepted / tested
             metrics[f"rollout/{name}/share"] = accepted / generated
     return metrics
-
-
-def rewards_without_verdict(experiences: list[Experience], stage: StageConfig) -> dict[str, str]:
-    """Rewards of which more than `judging.missing_limit` of a batch have no verdict, each with reason and advice."""
-    sections = dict(zip(reward_part_names(stage.rewards), stage.rewards, strict=True))
-    outcomes: dict[str, list[str]] = {}
-    for experience in experiences:
-        for name, outcome in experience.info.get("outcomes", {}).items():
-            outcomes.setdefault(name, []).append(outcome)
-    found = {}
-    for name, results in outcomes.items():
-        judged_late = name in sections and sections[name].timeout_is_verdict
-        late = sum(outcome == LATE or (outcome == TIMEOUT and not judged_late) for outcome in results)
-        unread = sum(outcome in (UNPARSABLE, REFUSED) for outcome in results)
-        if late + unread <= stage.judging.missing_limit * len(results):
-            continue
-        of = f"of {len(results)} judgements of reward `{name}`"
-        if late >= unread:
-            found[name] = (
-                f"{late} {of} took too long and earned its timeout_reward; raise its time_limit_s (or "
-                "judging.deadline_s), or make it faster"
-            )
-        else:
-            found[name] = (
-                f"{unread} {of} got no verdict from its model and earned its unparsable_reward; raise its max_tokens, "
-                "or take another model"
-            )
-    return found
 
 
 def seconds_of(spans: list[Span], kind: str) -> float:

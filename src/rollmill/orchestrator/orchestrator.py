@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.errors import DeadlineError, RewardError
+from rollmill.errors import DeadlineError
 from rollmill.files import atomic_write, to_jsonable
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.checkpoint import Checkpoints
@@ -20,14 +20,13 @@ from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import EvaluationResult
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.loop import TrainingLoop, TrainingStepResult
-from rollmill.orchestrator.metrics import rewards_without_verdict
+from rollmill.orchestrator.missing_verdicts import MissingVerdicts
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState, StageState
 from rollmill.orchestrator.summary import summarise
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.trackers.rollout_log import RolloutLog
-from rollmill.types import Experience
 
 EVALUATIONS = "evaluations"
 Note = Callable[[], Awaitable[None]]
@@ -62,6 +61,7 @@ class Orchestrator:
         self._evaluations = RolloutLog(context.run_dir / EVALUATIONS)
         self._interrupts = interrupts or Interrupts()
         self._checkpoint_seconds = 0.0
+        self._missing_verdicts = MissingVerdicts()
         self.state = RunState()
 
     async def run(self, resumed: tuple[RunState, dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -71,8 +71,6 @@ class Orchestrator:
             Interrupted: the user asked to stop; a checkpoint of the last step is written.
             RollmillError: whatever stopped the run.
         """
-        self._warned: set[tuple[str, str]] = set()
-        self._missing: dict[tuple[str, str], int] = {}  # (stage, reward) -> steps in a row mostly without a verdict
         trainer: dict[str, Any] = {}
         if resumed is not None:
             self.state, trainer = resumed
@@ -218,25 +216,11 @@ class Orchestrator:
             metrics["seconds/eval"] = time.perf_counter() - began
         # metrics before the checkpoint: a run killed in between repeats the step and drops these metrics
         self._monitor.step(metrics, result.experiences, result.began, result.spans)
-        self._require_verdicts(config, result.experiences)
+        for warning in self._missing_verdicts.check(config, result.experiences):
+            self._monitor.message(warning)
         every = stage.state.step % self._config.checkpoint.every == 0
         if not last and not stage.state.stopped and (every or self._is_best()):
             await self._timed_checkpoint(stage)
-
-    def _require_verdicts(self, config: StageConfig, experiences: list[Experience]) -> None:
-        """Warn about a reward that mostly gives no verdict; raise RewardError if that lasts, before a checkpoint."""
-        missing = rewards_without_verdict(experiences, config)
-        self._missing = {(config.name, each): self._missing.get((config.name, each), 0) + 1 for each in missing}
-        for reward, reason in missing.items():
-            count = self._missing[config.name, reward]
-            if count == config.judging.missing_steps:
-                raise RewardError(
-                    f"stage {config.name}: {reason}; it was so in {count} steps in a row, which judging.missing_limit "
-                    "and judging.missing_steps do not allow. Mend it, then resume the run from its last checkpoint"
-                )
-            if (config.name, reward) not in self._warned:
-                self._monitor.message(f"warning: {reason}")
-            self._warned.add((config.name, reward))
 
     def _is_best(self) -> bool:
         """True if the current weights have the best evaluation so far, and checkpoint.keep_best is set."""

@@ -1,0 +1,64 @@
+"""Rewards that give no verdict for most completions of a step: a warning at first, an error if it lasts."""
+
+from __future__ import annotations
+
+from rollmill.config.rewards.base import reward_part_names
+from rollmill.config.run import StageConfig
+from rollmill.errors import RewardError
+from rollmill.rewards.base import LATE, TIMEOUT
+from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
+from rollmill.types import Experience
+
+
+class MissingVerdicts:
+    """Counts, for each reward of a stage, the steps in a row that mostly lacked its verdicts."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[str, str], int] = {}  # (stage, reward) -> steps in a row
+        self._warned: set[tuple[str, str]] = set()
+
+    def check(self, stage: StageConfig, experiences: list[Experience]) -> list[str]:
+        """Add a step's experiences, and return warnings, one for each reward of a stage in the whole run.
+
+        Raises RewardError after `judging.missing_steps` such steps in a row.
+        """
+        found = {(stage.name, name): reason for name, reason in rewards_without_verdict(experiences, stage).items()}
+        self._steps = {key: self._steps.get(key, 0) + 1 for key in found}
+        for key, reason in found.items():
+            if self._steps[key] == stage.judging.missing_steps:
+                raise RewardError(
+                    f"stage {stage.name}: {reason}; it was so in {self._steps[key]} steps in a row, which "
+                    "judging.missing_limit and judging.missing_steps do not allow. Mend it, then resume the run from "
+                    "its last checkpoint"
+                )
+        warnings = [f"warning: {reason}" for key, reason in found.items() if key not in self._warned]
+        self._warned |= found.keys()
+        return warnings
+
+
+def rewards_without_verdict(experiences: list[Experience], stage: StageConfig) -> dict[str, str]:
+    """Rewards of which more than `judging.missing_limit` of a batch have no verdict, each with reason and advice."""
+    sections = dict(zip(reward_part_names(stage.rewards), stage.rewards, strict=True))
+    outcomes: dict[str, list[str]] = {}
+    for experience in experiences:
+        for name, outcome in experience.info.get("outcomes", {}).items():
+            outcomes.setdefault(name, []).append(outcome)
+    found = {}
+    for name, results in outcomes.items():
+        judged_late = name in sections and sections[name].timeout_is_verdict
+        late = sum(outcome == LATE or (outcome == TIMEOUT and not judged_late) for outcome in results)
+        unread = sum(outcome in (UNPARSABLE, REFUSED) for outcome in results)
+        if late + unread <= stage.judging.missing_limit * len(results):
+            continue
+        of = f"of {len(results)} judgements of reward `{name}`"
+        if late >= unread:
+            found[name] = (
+                f"{late} {of} took too long and earned its timeout_reward; raise its time_limit_s (or "
+                "judging.deadline_s), or make it faster"
+            )
+        else:
+            found[name] = (
+                f"{unread} {of} got no verdict from its model and earned its unparsable_reward; raise its max_tokens, "
+                "or take another model"
+            )
+    return found
