@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
@@ -110,5 +111,7 @@ def user_code_location(error: BaseException) -> str:
     """Return FILE:LINE of the innermost frame outside libraries and rollmill, where a user's code failed; or ""."""
     libraries = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [each for each in frames if "site-packages" not in each[0] and not each[0].startswith(libraries)]
+    own = [
+        each for each in frames if not each[0].startswith(libraries) and not re.search("(site|dist)-packages", each[0])
+    ]
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""

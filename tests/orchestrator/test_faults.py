@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,6 +17,8 @@ import pytest
 from forks import Ended, Forks, ended, send
 from tiny import GRPO, SFT, outcome, tiny_run
 from waiting import wait_until
+
+from rollmill.orchestrator.interrupt import Interrupts
 
 ONLY_RL = {"stages": None, "steps": 6, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}}
 LONGER = ONLY_RL | {"steps": 12}
@@ -83,6 +86,18 @@ def test_interrupted_once_writes_a_checkpoint_and_resumes_exactly(
     assert newest.name == f"step-{steps(tmp_path / 'out'):06d}"
     assert server.run("resume", "out", folder=tmp_path).code == 0
     assert outcome(tmp_path / "out") | {"checkpoints": None} == outcome(whole / "out") | {"checkpoints": None}
+
+
+def test_under_nohup_a_closed_terminal_does_not_end_a_run() -> None:
+    async def handler() -> object:
+        with Interrupts().installed():
+            return signal.getsignal(signal.SIGHUP)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert asyncio.run(handler()) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
@@ -198,7 +213,8 @@ def test_metrics_that_cannot_be_written_end_the_run(server: Forks, tmp_path: Pat
 def test_a_run_whose_files_are_taken_away_is_an_error(
     server: Forks, tmp_path: Path, gone: str, buffer: dict[str, str], says: str
 ) -> None:
-    tiny_run(tmp_path, **ONLY_RL | {"steps": 500}, evaluation=None, buffer=buffer)
+    rare = {"checkpoint": {"every": 1000}, "monitor": {"rollouts_every": 1000, "timeline_every": 1000}}
+    tiny_run(tmp_path, **ONLY_RL | rare | {"steps": 500}, evaluation=None, buffer=buffer)  # writes little else
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert server.reaches(lambda: steps(tmp_path / "out") >= 2)
     (tmp_path / "out" / gone).rename(tmp_path / "elsewhere")

@@ -143,7 +143,7 @@ def test_a_reward_that_stays_without_verdicts_ends_the_run(tmp_path: Path, steps
     ):
         run(path, out=tmp_path / "out")
     assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2]
-    assert checkpoints(tmp_path) == [1]  # the step that was one too many is not learned from
+    assert checkpoints(tmp_path) == [1]  # a resumed run starts before the step that was one too many
 
 
 @pytest.mark.parametrize(("reward", "missing"), [("code", False), ("math", True)])

@@ -90,7 +90,7 @@ class ThreadedEnvironment:
         except FunctionTimeoutError:
             text = f"{name} took longer than environment.time_limit_s ({limit:g} s)"
             raise EnvironmentTimeoutError(f"{text}; raise it, correct the method, or set `processes`") from None
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             raise EpisodeError(f"{name} raised {type(error).__name__}: {error}") from error
         return found
 
