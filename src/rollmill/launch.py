@@ -25,8 +25,8 @@ from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_u
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState
 from rollmill.orchestrator.summary import summarise
-from rollmill.remote.explorers import ExplorerFleet
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
+from rollmill.remote.rollout_backend import ExplorerFleet
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
 from rollmill.trackers.heartbeat import TRAINER_PROCESS, keep_heartbeat

@@ -61,7 +61,7 @@ def read(url: str, run_id: str, folder: Path) -> None:
             assert [one.reward for one in each.experiences] == [float(number), 0.5]
             assert each.oldest_version == number
             each.priority = 1.0 + place
-        store.learned(groups + again, step=step)
+        store.update_priorities(groups + again, step=step)
         state["learned"] += [each.id for each in groups]
         state["replayed"] += [[step, each.id, each.priority] for each in again]
         state["step"] = step

@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
         for place, each in enumerate(batch):
             each.priority = advantage * (place + 1)
         for store in self.stores:
-            store.learned(batch, step=step)
+            store.update_priorities(batch, step=step)
         self.step, self.taken = step, False
 
     @rule(count=st.integers(1, 3))

@@ -75,7 +75,7 @@ def test_numbers_of_numpy_are_numbers(store: ExperienceStore) -> None:
     [found] = store.take(1, step=1, deadline_s=0)
     assert (found.priority, found.experiences[0].reward) == (0.5, float(np.float32(0.1)))
     found.priority = np.float32(0.25)  # type: ignore[assignment]
-    store.learned([found], step=1)
+    store.update_priorities([found], step=1)
     store.mark()
 
 
@@ -252,7 +252,7 @@ def test_noted_priorities_come_back_with_the_group_and_are_undone(store: Experie
     for step, priority in ((1, 3.0), (2, 7.0)):
         found = store.take(2, step=1, deadline_s=0) if step == 1 else store.replay(rule, step=2, version=1, seed=0)
         found[0].priority = priority
-        store.learned(found, step=step)
+        store.update_priorities(found, step=step)
         if step == 1:
             mark = store.mark()
     assert [each.priority for each in store.replay(rule, step=3, version=2, seed=0)] == [7.0, 0.5]

@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
     store.put([expert, group("oops", writer=PIPELINE, kind=ExperienceKind.PREFERENCE)])
     for step in (1, 2, 3):
         taken = store.take(1, step=step, deadline_s=0)
-        store.learned(taken, step=step)
+        store.update_priorities(taken, step=step)
     store.remove(["oops"], by="Bob")
     store.close()
     return folder

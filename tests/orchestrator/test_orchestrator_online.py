@@ -249,7 +249,7 @@ def test_a_session_is_written_down_before_its_commit_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that dies while the pipeline works has lost nothing."""
-    verify = TrafficBatches._verify
+    verify = TrafficBatches._process_group
 
     async def never(self: TrafficBatches, *args: Any) -> bool:
         await asyncio.Event().wait()
@@ -261,7 +261,7 @@ def test_a_session_is_written_down_before_its_commit_is_answered(
         await asyncio.gather(*self._coming, return_exceptions=True)
         await RolloutBatches.close(self)
 
-    monkeypatch.setattr(TrafficBatches, "_verify", never)
+    monkeypatch.setattr(TrafficBatches, "_process_group", never)
     monkeypatch.setattr(TrafficBatches, "close", stop)
 
     def application(address: str) -> None:
@@ -272,7 +272,7 @@ def test_a_session_is_written_down_before_its_commit_is_answered(
     with pytest.raises(KeyboardInterrupt):
         train(run_file(tmp_path, steps=1, rollout={"batch": 2, "max_new_tokens": 4}), application, tmp_path / "out")
     monkeypatch.undo()
-    assert TrafficBatches._verify is verify
+    assert TrafficBatches._process_group is verify
     train(tmp_path / "out", lambda address: None)
     assert sorted(one.info["session"] for one in load_experiences(tmp_path / "out")) == ["a", "b"]
 

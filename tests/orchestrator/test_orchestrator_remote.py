@@ -96,7 +96,7 @@ class Trainer:
             working.cancel()
         assert all(version - each.oldest_version <= self.config.max_staleness for each in taken)
         self.state.step += 1
-        self.batches.learned(self.state.step)
+        self.batches.mark_trained(self.state.step)
         self.batches.mark(self.state)
         return [each.group for each in taken]
 

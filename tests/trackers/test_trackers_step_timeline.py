@@ -34,7 +34,7 @@ SPANS = [
 
 def test_spans_are_taken_once() -> None:
     trace = Trace()
-    with trace.record_span("train"):
+    with trace.enter_phase("train"):
         trace.add("generate", 1.0, 2.0, 3.0)
     generated, trained = trace.take()
     assert generated == Span("generate", 1.0, 2.0, 3.0)
@@ -45,7 +45,7 @@ def test_spans_are_taken_once() -> None:
 
 def test_what_fails_is_noted_too() -> None:
     trace = Trace()
-    with pytest.raises(ZeroDivisionError), trace.record_span("train"):
+    with pytest.raises(ZeroDivisionError), trace.enter_phase("train"):
         _ = 1 / 0
     assert [span.kind for span in trace.take()] == ["train"]
 

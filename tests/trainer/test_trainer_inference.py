@@ -26,7 +26,7 @@ def judged_late(trainer: Trainer, make_batch: Any, step: int) -> tuple[int, dict
     rewards = [each.reward for each in batch]
     for each in batch:
         each.reward = None
-    passes = sum(1 for _ in trainer.ahead(batch, step))
+    passes = sum(1 for _ in trainer.precompute(batch, step))
     for each, reward in zip(batch, rewards, strict=True):
         each.reward = reward
     return passes, trainer.step(batch, step)
@@ -48,14 +48,14 @@ def test_passes_of_another_batch_or_version_are_not_used(toy: Any, make_batch: A
     options = options_of("grpo", kl=KL)
     at_once, ahead = (trainer_of(toy("qwen3"), options, lr=1e-2) for _ in range(2))
     batch = make_batch(seed=0)
-    assert list(ahead.ahead(make_batch(seed=9), 0))
+    assert list(ahead.precompute(make_batch(seed=9), 0))
     assert ahead.step(batch, 0) == at_once.step(make_batch(seed=0), 0)
-    assert list(ahead.ahead(batch, 0))
+    assert list(ahead.precompute(batch, 0))
     assert ahead.step(batch, 1) == at_once.step(make_batch(seed=0), 1)
 
 
 def test_passes_that_were_not_finished_are_not_used(toy: Any, make_batch: Any) -> None:
     at_once, ahead = (trainer_of(toy("qwen3"), options_of("grpo", kl=KL), lr=1e-2) for _ in range(2))
     batch = make_batch(seed=0)
-    next(iter(ahead.ahead(batch, 0)))
+    next(iter(ahead.precompute(batch, 0)))
     assert ahead.step(batch, 0) == at_once.step(make_batch(seed=0), 0)

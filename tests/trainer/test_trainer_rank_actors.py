@@ -103,7 +103,7 @@ def learned(pair: DistributedTrainer, model: Any, steps: list[list[Experience]])
     metrics = [pair.step(batch, 0) for batch in steps[:2]]
     state = copy.deepcopy(pair.state_dict())
     pair.load_state_dict(state)
-    for _ in pair.ahead(steps[2], 2):
+    for _ in pair.precompute(steps[2], 2):
         pass
     weights = flat(model).clone()
     return metrics, weights, state, pair.step(steps[2], 2), flat(model)

@@ -122,7 +122,7 @@ def test_passes_made_ahead_are_used_by_all_ranks(
     model, found = toy("qwen3"), []
     with ranked(model, tmp_path, sharding=sharding) as pair:
         for step, batch in enumerate(steps[:2]):
-            passes = pair.ahead(batch, 0)
+            passes = pair.precompute(batch, 0)
             for _ in range(3 if step else 100):
                 next(passes, None)
             del passes

@@ -125,7 +125,7 @@ class ExperienceStore(Protocol):
         Weights are at `version`. Repeating the call for a step returns the same groups.
         """
 
-    def learned(self, groups: Sequence[Group], *, step: int) -> None:
+    def update_priorities(self, groups: Sequence[Group], *, step: int) -> None:
         """Record the priorities of groups after training step `step`."""
 
     def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:

@@ -228,7 +228,7 @@ class MemoryStore:
             numbers = choose_replayed(ReplayCandidates.of(groups, history), rule, step=step, version=version, seed=seed)
             return self._hand_out([self._entries[number] for number in numbers], step, first=False)
 
-    def learned(self, groups: Sequence[Group], *, step: int) -> None:
+    def update_priorities(self, groups: Sequence[Group], *, step: int) -> None:
         """See ExperienceStore."""
         with self._lock:
             for group in validate_groups(groups):

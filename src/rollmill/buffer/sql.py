@@ -161,7 +161,7 @@ class SqlStore:
 
         return self.groups(self.change(work))
 
-    def learned(self, groups: Sequence[Group], *, step: int) -> None:
+    def update_priorities(self, groups: Sequence[Group], *, step: int) -> None:
         """See ExperienceStore."""
         priorities = {group.id: group.priority for group in validate_groups(groups)}
 

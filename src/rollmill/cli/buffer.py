@@ -42,7 +42,7 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List groups of experiences, the newest first."""
-    from rollmill.buffer.pruning import GroupFilter, list_newest
+    from rollmill.buffer.maintenance import GroupFilter, list_newest
 
     which = GroupFilter(_shelf(shelf), task, author, reward_at_least, reward_at_most)
     with _opened(run) as store:
@@ -62,7 +62,7 @@ def show(
 ) -> None:
     """Print a group: prompt, responses, rewards, and the weight versions of its tokens."""
     from rollmill.buffer.base import version_segments
-    from rollmill.buffer.pruning import find_group
+    from rollmill.buffer.maintenance import find_group
     from rollmill.trackers.rollout_log import encode_experience
 
     with _opened(run) as store:
@@ -90,7 +90,7 @@ def show(
 
 def stats(run: Run, as_json: Json = False) -> None:
     """Count groups by shelf, state, writer and version; show size in bytes and a histogram of rewards."""
-    from rollmill.buffer.pruning import buffer_statistics
+    from rollmill.buffer.maintenance import buffer_statistics
 
     with _opened(run) as store:
         found = buffer_statistics(store)
@@ -171,7 +171,7 @@ def gc(
 ) -> None:
     """Delete groups that were used long ago, expired or removed; groups that a checkpoint may need are kept."""
     from rollmill.buffer import replay_capacity
-    from rollmill.buffer.pruning import prune
+    from rollmill.buffer.maintenance import prune
     from rollmill.orchestrator.checkpoint import Checkpoints
 
     with _opened(run, read_only=dry_run) as store:

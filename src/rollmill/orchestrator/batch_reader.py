@@ -67,13 +67,13 @@ class BatchReader:
         self._taken += fresh
         return [experience for group in fresh for experience in group.experiences]
 
-    def learned(self, version: int) -> None:
+    def mark_trained(self, version: int) -> None:
         """Report that the batch has been trained on, in the step that made `version`."""
         rule = self._config.buffer.replay
         if rule is not None and rule.priority == "advantage":
             for group in self._taken:
                 group.priority = mean_abs_advantage(group)
-            self._store.learned(self._taken, step=version)
+            self._store.update_priorities(self._taken, step=version)
         self._taken = []
 
     def metrics(self) -> dict[str, float]:

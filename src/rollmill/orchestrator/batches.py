@@ -60,7 +60,7 @@ class BatchSource(Protocol):
         """Finished completions of later steps, with or without rewards, batch by batch."""
         ...
 
-    def learned(self, version: int) -> None:
+    def mark_trained(self, version: int) -> None:
         """See BatchReader."""
 
     def metrics(self) -> dict[str, float]:
@@ -85,7 +85,7 @@ class RolloutComponents:
     """The components that groups pass through, from the sampler to the buffer."""
 
     sampler: Sampler
-    rollouts: RolloutScheduler
+    scheduler: RolloutScheduler
     pipeline: Pipeline
     store: ExperienceStore
     trace: Trace
@@ -119,7 +119,7 @@ class RolloutBatches:
         self._config, self._components, self._trace = config, components, components.trace
         self._sampler = components.sampler
         self._pipeline, self._store = components.pipeline, components.store
-        self._rollouts, self._queue = components.rollouts, components.rollouts.queue
+        self._scheduler, self._queue = components.scheduler, components.scheduler.queue
         self._first_version, self._shared = first_version, shared
         self._reader = BatchReader(config, components.store, ratings, first_version=first_version, seed=seed)
         self._observed = any(section.name == "success_rate" for section in config.pipeline)
@@ -129,7 +129,7 @@ class RolloutBatches:
 
     async def roll_out(self, version: int, deadlines: int = 1) -> None:
         """See BatchSource."""
-        await self._rollouts.run(version, lambda: self._waiting(version), deadlines)
+        await self._scheduler.run(version, lambda: self._waiting(version), deadlines)
 
     def replay(self, version: int) -> list[Experience]:
         """See BatchReader."""
@@ -149,17 +149,17 @@ class RolloutBatches:
         """See BatchSource."""
         wasted, before = 0, self._store.expired() if self._shared else 0
         while (missing := self._config.rollout.batch - self._waiting(version)) > 0:
-            if not self._rollouts.ready(missing):
-                with self._trace.record_span("rollout", f"completions of {missing} groups"):
+            if not self._scheduler.ready(missing):
+                with self._trace.enter_phase("rollout", f"completions of {missing} groups"):
                     await self.roll_out(version)
-            with self._trace.record_span("reward", f"rewards of {missing} groups"):
-                wasted += await self._verify_oldest(missing, version)
+            with self._trace.enter_phase("reward", f"rewards of {missing} groups"):
+                wasted += await self._process_oldest(missing, version)
             if wasted > self._config.rollout.refills * self._config.rollout.batch:
                 raise PipelineError(self._nothing_left(wasted))
         experiences = self._reader.take(version, self._oldest(version))
         if self._shared:
             self._late += self._store.expired() - before
-        self._rollouts.end_step()
+        self._scheduler.end_step()
         return experiences
 
     def upcoming(self) -> list[list[Experience]]:
@@ -177,18 +177,18 @@ class RolloutBatches:
         age = self._config.buffer.max_age
         return None if age is None else version - age
 
-    def learned(self, version: int) -> None:
+    def mark_trained(self, version: int) -> None:
         """See BatchReader."""
-        self._reader.learned(version)
+        self._reader.mark_trained(version)
 
-    async def _verify_oldest(self, count: int, version: int) -> int:
+    async def _process_oldest(self, count: int, version: int) -> int:
         """Verify the oldest `count` groups, once they have rewards; return how many were dropped entirely."""
         wasted = 0
         for experiences in await self._queue.get(count, self._config.rollout.deadline_s):
-            wasted += not await self._admit(experiences, version)
+            wasted += not await self._accept_group(experiences, version)
         return wasted
 
-    async def _admit(self, group: Sequence[Experience], version: int) -> bool:
+    async def _accept_group(self, group: Sequence[Experience], version: int) -> bool:
         """Verify a group; return whether any of it is left. A group that is too stale counts as left, not as wasted."""
         experiences = accepted(group)
         if not experiences:
@@ -198,7 +198,7 @@ class RolloutBatches:
         if self._is_late(experiences, version):
             self._late += 1
             return True
-        return await self._verify(experiences, version)
+        return await self._process_group(experiences, version)
 
     def _observe(self, experiences: Sequence[Experience]) -> None:
         """Record the rewards of a group's rollouts."""
@@ -211,7 +211,7 @@ class RolloutBatches:
         """True if a group is staler than the stage allows, because others entered the buffer before it."""
         return 0 <= oldest_version(experiences) < version - self._config.max_staleness
 
-    async def _verify(self, experiences: Sequence[Experience], version: int) -> bool:
+    async def _process_group(self, experiences: Sequence[Experience], version: int) -> bool:
         """Pass one group through the pipeline into the store; return whether anything is left to train on."""
         copies = [_copied(each) for each in experiences] if len(self._pipeline) else experiences
         left = await self._pipeline.process(copies, self._context(version))
@@ -253,7 +253,7 @@ class RolloutBatches:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of rollouts, pipeline and replay since the last call, and of the sampler."""
-        found = dict(self._sampler.metrics()) | self._rollouts.metrics()
+        found = dict(self._sampler.metrics()) | self._scheduler.metrics()
         if self._rejected:
             found["rollout/empty_groups"] = float(len(self._rejected))
         if len(self._pipeline) or self._late:
@@ -269,21 +269,21 @@ class RolloutBatches:
 
     def mark(self, state: StageState) -> None:
         """Record a step boundary in the stage's state."""
-        self._rollouts.mark(state)
+        self._scheduler.mark(state)
         state.pipeline = self._pipeline.state_dict()
 
     async def snapshot(self, state: StageState) -> None:
         """Store the groups of the last boundary in the state; waits for rewards of finished rollouts."""
-        await self._rollouts.snapshot(state)
+        await self._scheduler.snapshot(state)
 
     def restore(self, state: StageState) -> None:
         """Resume from a checkpoint."""
-        self._rollouts.restore(state)
+        self._scheduler.restore(state)
         self._pipeline.load_state_dict(state.pipeline)
 
     async def close(self) -> None:
         """Stop all running work."""
-        await self._rollouts.close()
+        await self._scheduler.close()
         self._pipeline.close()
 
 

@@ -26,7 +26,7 @@ from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.eval_targets import RUN_FILE, CheckpointTarget, EvalTarget, ServedTarget
 from rollmill.orchestrator.evaluation import Evaluator
 from rollmill.orchestrator.evaluation_set import SetResult
-from rollmill.orchestrator.explorers import ExplorerFactory
+from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.setup import MACHINE, choose_device, require_models, stage_overrides
 from rollmill.orchestrator.task_selection import select_held_out
 from rollmill.rewards import build_reward_manager

@@ -29,9 +29,9 @@ from rollmill.trainer.verification import verify_checkpoint
 from rollmill.types import Task
 
 if TYPE_CHECKING:
-    from rollmill.orchestrator.explorers import ExplorerFactory
+    from rollmill.orchestrator.explorer_factory import ExplorerFactory
     from rollmill.orchestrator.stages import Stage
-    from rollmill.remote.explorers import RemoteRollouts
+    from rollmill.remote.rollout_backend import RemoteRollouts
 
 
 def build_stage_rewards(config: StageConfig, policy: PolicyModel, rewards: Sequence[RewardConfig]) -> RewardManager:

@@ -11,7 +11,7 @@ from rollmill.orchestrator.buffers import Buffers
 from rollmill.trackers.heartbeat import HeartbeatWriter
 
 if TYPE_CHECKING:
-    from rollmill.remote.explorers import ExplorerFleet
+    from rollmill.remote.rollout_backend import ExplorerFleet
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ class Learner:
         self.trainer.start()
 
     def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
-        """See Trainer.ahead."""
-        return self.trainer.ahead(experiences, version)
+        """See Trainer.precompute."""
+        return self.trainer.precompute(experiences, version)
 
     def step(
         self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()

@@ -62,8 +62,8 @@ class TrainingLoop:
     async def step(self, before_update: Callable[[], Awaitable[None]] | None = None) -> TrainingStepResult:
         """Make one training step: collect a batch, learn from it, publish the new weights.
 
-        Nothing is awaited between the last optimizer step and `finish_step`, so an interrupted step either counts as
-        made, with its weights published, or leaves the state as it was.
+        An update that has begun is never cancelled, and nothing is awaited between it and `finish_step`. So an
+        interrupted step either counts as made, with its weights published, or leaves the state as it was.
 
         Args:
             before_update: waits for what else needs the weights as they are: an evaluation that shares the engine.
@@ -74,20 +74,20 @@ class TrainingLoop:
             RollmillError: a rollout, the pipeline or the buffer failed.
         """
         stage, started = self.stage, time.perf_counter()
-        tokens_before, engine_before = stage.rollouts.tokens_generated, stage.engine.counters()
+        tokens_before, engine_before = stage.backend.tokens_generated, stage.engine.counters()
 
         batch = await self.collect(shares_engine=before_update is not None)
         if before_update is not None:
             await before_update()
-        generated = stage.rollouts.tokens_generated - tokens_before
+        generated = stage.backend.tokens_generated - tokens_before
         require_rewards(batch, f"stage {stage.config.name}, step {stage.state.step + 1}")
 
         version = stage.version  # of the weights before the update
         if stage.offloader is not None:  # what `collect` has precomputed is not computed again
             await self._precompute(batch)  # in its own phase, before reward models and the engine are offloaded
         await stage.engine.sleep()  # frees its memory, if `engine.sleep` is set; its next request wakes it
-        with stage.during("train"):
-            if stage.rollouts.trains_in_thread:
+        with stage.phase("train"):
+            if stage.backend.trains_in_thread:
                 trained = await self._learn_in_thread(batch)
             else:
                 trained = self.learn(batch)
@@ -104,6 +104,9 @@ class TrainingLoop:
     async def collect(self, *, shares_engine: bool = False) -> list[Experience]:
         """Collect the experiences of the next step; while rewards are awaited, the trainer's inference goes on.
 
+        Rollouts made here, replayed groups and demonstrations. Without rollouts (SFT, DPO) demonstrations alone. Where
+        the pipeline drops groups, `batches.collect` rolls out others in their place.
+
         Args:
             shares_engine: the engine also serves an evaluation, so the deadline of rollouts is twice as long.
         """
@@ -111,7 +114,7 @@ class TrainingLoop:
         algorithm = stage.config.algorithm
         if batches is None:
             return self._demonstrations(algorithm.demonstrations_per_step(0))
-        with stage.during("rollout", f"{stage.rollouts.display_name} to finish its completions"):
+        with stage.phase("rollout", f"{stage.backend.display_name} to finish its completions"):
             await batches.roll_out(stage.version, deadlines=2 if shares_engine else 1)
         completions = stage.config.rollout.batch * stage.config.rollout.group_size
         others = batches.replay(stage.version) + self._demonstrations(algorithm.demonstrations_per_step(completions))
@@ -136,7 +139,10 @@ class TrainingLoop:
         return drawn
 
     async def _unscored_batch(self) -> list[Experience] | None:
-        """Return the experiences of the next batch, some still without rewards; None if others may take their place."""
+        """Return the experiences of the next batch, some still without rewards.
+
+        None if others may take their place: there is a pipeline, which may drop some, or groups wait in the buffer.
+        """
         assert self.stage.batches is not None
         for _ in range(_TURNS):
             await asyncio.sleep(0)
@@ -146,7 +152,7 @@ class TrainingLoop:
 
     async def _precompute(self, batch: list[Experience]) -> None:
         """Make the trainer's passes that need no rewards: reference and old log-probs, values."""
-        with self.stage.during("inference"):
+        with self.stage.phase("inference"):
             for _ in self.stage.learner.precompute(batch, self.stage.version):
                 await asyncio.sleep(0)  # rewards and requests go on in between
 
@@ -188,7 +194,7 @@ class TrainingLoop:
         """
         stage = self.stage
         evaluated = [] if stage.evaluator is None else stage.evaluator.metrics()
-        rewards = Counter(stage.rollouts.reward_counters())
+        rewards = Counter(stage.backend.reward_counters())
         for each in [] if stage.evaluator is None else stage.evaluator.counters():
             rewards.update(each)
         engine = stage.engine.counters()
@@ -197,5 +203,5 @@ class TrainingLoop:
         metrics = {f"judging/{key}": value - before.get(key, 0.0) for key, value in rewards.items()}
         metrics |= drafting_metrics(engine_before, engine, generated) | engine_metrics(engine_last, engine)
         metrics |= {} if stage.batches is None else stage.batches.metrics()
-        metrics |= sum_metrics([stage.rollouts.metrics(), *evaluated])
+        metrics |= sum_metrics([stage.backend.metrics(), *evaluated])
         return metrics | ({} if stage.offloader is None else stage.offloader.metrics())

@@ -104,7 +104,7 @@ class Orchestrator:
             async with nullcontext() if self._serving is None else self._serving(stage):
                 await self._train(config, TrainingLoop(stage))
         except DeadlineError as error:
-            raise stage.rollouts.explain(error) from error
+            raise stage.backend.explain(error) from error
         finally:
             await stage.close()
 
@@ -175,7 +175,7 @@ class Orchestrator:
 
         async def note() -> None:
             nonlocal noted
-            with stage.during("eval", "rewards of the evaluation"):
+            with stage.phase("eval", "rewards of the evaluation"):
                 found = await evaluation.result()
             self._note(config, stage, found)
             self._monitor.evaluation({"step": self.state.step, **found.metrics})
@@ -184,7 +184,7 @@ class Orchestrator:
                 await self._timed_checkpoint(stage)
 
         async def before_update() -> None:
-            with stage.during("eval", "completions of the evaluation"):
+            with stage.phase("eval", "completions of the evaluation"):
                 await evaluation.generated()
             if self._config.checkpoint.keep_best or stage.offloader is not None:
                 await note()

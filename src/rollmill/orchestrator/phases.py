@@ -28,12 +28,12 @@ class PhaseTrace(Trace):
         self.offloader: OffloadManager | None = None
 
     @contextmanager
-    def record_span(self, kind: str, waits_for: str = "") -> Iterator[None]:
+    def enter_phase(self, kind: str, waits_for: str = "") -> Iterator[None]:
         """See Trace. Raises OffloadError if there is no room for offloaded components."""
         self._says(kind, waits_for)
         if kind in _PHASES:
             self.enter(_PHASES[kind])
-        with super().record_span(kind, waits_for):
+        with super().enter_phase(kind, waits_for):
             yield
 
     def enter(self, phase: Phase) -> None:

@@ -1,7 +1,7 @@
 """A running stage: its components, wired as the run file says, and its state between two steps.
 
 The stage's rollout backend says where rollouts are made: in this process (`LocalRollouts`), or by explorers in other
-processes (`remote/explorers.py`).
+processes (`remote/rollout_backend.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.evaluation import EvaluationResult, Evaluator
 from rollmill.orchestrator.experts import build_expert_pool
-from rollmill.orchestrator.explorers import ExplorerFactory
+from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.learner import Learner
 from rollmill.orchestrator.offload import build_offloader
 from rollmill.orchestrator.phases import PhaseTrace
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
-from rollmill.remote.explorers import RemoteRollouts
+from rollmill.remote.rollout_backend import RemoteRollouts
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
 
@@ -186,8 +186,8 @@ class Stage:
             seed=self.seed,
             kept_versions=config.max_staleness if late else 0,
         )
-        self.rollouts = self._choose_backend()
-        self.rollouts.publish(first_version)
+        self.backend = self._choose_backend()
+        self.backend.publish(first_version)
         self.offloader: OffloadManager | None = None
         if config.residency is not None:
             self.offloader = build_offloader(self)
@@ -197,7 +197,7 @@ class Stage:
         if config.algorithm.uses_examples:
             self.experts = build_expert_pool(config, tasks.experts, policy, self.store, context.buffers, seed=self.seed)
         self.drafts = None if config.rollout.reuse is None else DraftCache(config.rollout.reuse)
-        self.batches, self.evaluator = self.rollouts.start(self)
+        self.batches, self.evaluator = self.backend.start(self)
 
     def _choose_backend(self) -> RolloutBackend:
         explorers = self.context.explorers
@@ -213,7 +213,7 @@ class Stage:
     @property
     def engine(self) -> RolloutEngine:
         """The engine of this process."""
-        return self.rollouts.engine
+        return self.backend.engine
 
     def describe(self) -> list[str]:
         """Messages for the start of the stage: its size, where rollouts are made, what moves when, tasks left out."""
@@ -223,7 +223,7 @@ class Stage:
             f"{len(training.rejected)} rejected"
         )
         offload = [] if self.offloader is None else [self.offloader.plan.describe()]
-        return [first, *filter(None, [self.rollouts.location]), *offload, *self.tasks.notes]
+        return [first, *filter(None, [self.backend.location]), *offload, *self.tasks.notes]
 
     # -- between two steps -------------------------------------------------------------------------------------
 
@@ -247,18 +247,18 @@ class Stage:
             self.batches.restore(state)
         own = {key: value for key, value in trainer.items() if key not in (FROZEN, DRAFTS)}
         self.learner.trainer.load_state_dict(own)
-        self.rollouts.load_state_dict(trainer.get(FROZEN))
+        self.backend.load_state_dict(trainer.get(FROZEN))
         if self.drafts is not None:
             self.drafts.load_state_dict(trainer[DRAFTS])
-        self.rollouts.publish(self.version)
+        self.backend.publish(self.version)
         self._mark_boundary()
 
     def finish_step(self) -> None:
         """Count a step whose update was made, and publish its weights."""
         self.state.step += 1
-        self.rollouts.publish(self.version)
+        self.backend.publish(self.version)
         if self.batches is not None:
-            self.batches.learned(self.version)
+            self.batches.mark_trained(self.version)
         self._mark_boundary()
 
     def _rewind(self) -> None:
@@ -284,7 +284,7 @@ class Stage:
     def trainer_state(self) -> dict[str, Any]:
         """Optimizer, schedule and random state; and what is too large for the stage's state: frozen weights, drafts."""
         self.load_for_export()
-        frozen = self.rollouts.state_dict()
+        frozen = self.backend.state_dict()
         drafts = None if self.drafts is None else self.drafts.state_dict()
         others = {key: value for key, value in ((FROZEN, frozen), (DRAFTS, drafts)) if value is not None}
         trainer = self.learner.trainer.state_dict()
@@ -307,9 +307,10 @@ class Stage:
         self._report("eval", "completions of held-out tasks, and their rewards")
         return await self.evaluator.evaluate()
 
-    def during(self, phase: str, waits_for: str = "") -> AbstractContextManager[None]:
-        """Count what happens inside as seconds of a phase of the step."""
-        return self.trace.record_span(phase, waits_for)
+    def phase(self, name: str, waits_for: str = "") -> AbstractContextManager[None]:
+        """Enter a phase of the step: move the components that it needs to the device (section `residency`), and count
+        what happens inside as its seconds."""
+        return self.trace.enter_phase(name, waits_for)
 
     def _report(self, kind: str, waits_for: str) -> None:
         """Tell `rollmill status` what goes on."""
@@ -325,7 +326,7 @@ class Stage:
             await self.batches.close()
         if self.evaluator is not None:
             await self.evaluator.close()
-        await self.rollouts.close()
+        await self.backend.close()
         if self.offloader is not None:
             self.offloader.close()
         if self.rewards is not None:

@@ -21,7 +21,7 @@ from rollmill.data.score_file import ScoreFile
 from rollmill.errors import ConfigError, DeadlineError
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.engine import build_engine, build_publisher
-from rollmill.orchestrator.explorers import ExplorerFactory
+from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.task_selection import select_tasks
 from rollmill.rewards import build_reward_manager

@@ -102,7 +102,7 @@ class TrafficBatches(RolloutBatches):
         try:
             async with self._turn:
                 self._observe(experiences)
-                await self._verify(experiences, self._version)
+                await self._process_group(experiences, self._version)
                 self.forget(sessions)
         except Exception as error:
             self._failure = error

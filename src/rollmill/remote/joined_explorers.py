@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollmill.orchestrator.state import StageState
 from rollmill.remote.connection import LOST, ConnectedWorker, accept_worker
-from rollmill.remote.explorers import WeightTransport
+from rollmill.remote.rollout_backend import WeightTransport
 from rollmill.remote.run_state import EXPLORER, EXPLORERS, TrainerStatus, describe_explorers
 from rollmill.remote.stage_worker import WorkerSetup
 from rollmill.remote.worker_pool import WorkerPool

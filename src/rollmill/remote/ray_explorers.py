@@ -9,8 +9,8 @@ from typing import Any
 from rollmill.config.placement import ExplorerSpec, RayPlacement
 from rollmill.ray_session import host_address, join, ray_module
 from rollmill.remote.explorer_worker import ExplorerWorker
-from rollmill.remote.explorers import WeightTransport
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
+from rollmill.remote.rollout_backend import WeightTransport
 from rollmill.remote.run_state import EXPLORER, WEIGHTS
 from rollmill.remote.stage_worker import WorkerSetup
 from rollmill.remote.worker_pool import WorkerLostError, WorkerPool

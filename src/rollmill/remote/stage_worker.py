@@ -21,7 +21,7 @@ from rollmill.models.load import PolicyModel
 from rollmill.models.lora import has_lora
 from rollmill.orchestrator.components import build_stage_rewards
 from rollmill.orchestrator.engine import build_engine, build_publisher
-from rollmill.orchestrator.explorers import ExplorerFactory
+from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.registry import import_file
 from rollmill.rollout import Explorer

@@ -17,9 +17,9 @@ from rollmill.errors import TrainerRankLostError, TrainingError
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.setup import MACHINE
 from rollmill.ray_session import join, ray_module
-from rollmill.remote.explorers import remove_stale_weights
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
 from rollmill.remote.ray_explorers import explorer_needs, start_explorers
+from rollmill.remote.rollout_backend import remove_stale_weights
 from rollmill.remote.trainer_actor import RunEnded, TrainerActor, ViewCall
 from rollmill.remote.worker_pool import SHUTDOWN_S, START_S
 from rollmill.trackers.console import PlainView, RunView, make_view

@@ -32,7 +32,7 @@ class Trace:
         self._spans.append(Span(kind, requested, started, ended))
 
     @contextmanager
-    def record_span(self, kind: str, waits_for: str = "") -> Iterator[None]:
+    def enter_phase(self, kind: str, waits_for: str = "") -> Iterator[None]:
         """Record the body as a span; `waits_for` is used by subclasses that show the activity."""
         started = time.perf_counter()
         try:

@@ -40,26 +40,26 @@ class Precomputer:
     ) -> None:
         self._model, self._passes, self._recipe = model, passes, passes.recipe
         self._reference, self._critic, self._ready = reference, critic, ready
-        self._ahead: tuple[list[tuple[str, bytes]], int, TokenTable, PrecomputedScores] | None = None
+        self._precomputed: tuple[list[tuple[str, bytes]], int, TokenTable, PrecomputedScores] | None = None
 
-    def ahead(self, experiences: Sequence[Experience], version: int, device: torch.device) -> Generator[None]:
+    def precompute(self, experiences: Sequence[Experience], version: int, device: torch.device) -> Generator[None]:
         """Computes the scores while rewards are pending, with a yield after every pass; `take` returns them.
 
         Does nothing if they are already computed.
         """
-        if self._ahead is not None and self._ahead[:2] == (_names(experiences), version):
+        if self._precomputed is not None and self._precomputed[:2] == (_names(experiences), version):
             return
         table = build_token_table(experiences, device)
         scores = yield from self._scores(experiences, table, version)
-        self._ahead = _names(experiences), version, table, scores
+        self._precomputed = _names(experiences), version, table, scores
 
     def take(
         self, experiences: Sequence[Experience], version: int, device: torch.device
     ) -> tuple[TokenTable, PrecomputedScores]:
-        """Returns token table and scores of a batch, computing them now unless `ahead` did."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[:2] == (_names(experiences), version):
-            return ahead[2:]
+        """Returns token table and scores of a batch, computing them now unless `precompute` did."""
+        precomputed, self._precomputed = self._precomputed, None
+        if precomputed is not None and precomputed[:2] == (_names(experiences), version):
+            return precomputed[2:]
         table = build_token_table(experiences, device)
         return table, _finished(self._scores(experiences, table, version))
 

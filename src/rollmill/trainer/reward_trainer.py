@@ -100,7 +100,7 @@ class RewardTrainer:
     def start(self) -> None:
         """No-op: there are no other processes."""
 
-    def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
+    def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """No-op: pairs need no passes before they are learned from."""
         return iter(())
 

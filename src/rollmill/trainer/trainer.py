@@ -118,7 +118,7 @@ class Trainer:
 
     @property
     def needs_precompute(self) -> bool:
-        """True if a step may need passes that `ahead` can make."""
+        """True if a step may need passes that `precompute` can make."""
         recipe = self.recipe
         compares = self._reference is not None or self._critic is not None
         return compares or recipe.kl_in_reward or recipe.uses_probabilities or recipe.proximal == "recompute"
@@ -126,14 +126,14 @@ class Trainer:
     def start(self) -> None:
         """No-op: there are no other processes."""
 
-    def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
+    def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """Runs the forward passes of `step` that need no rewards, one per iteration; `step` on the same batch reuses
         them.
 
         These are old and reference log-probs and values. There may be none.
         """
         self._refresh_reference()
-        return self._inference.ahead(experiences, version, self.device)
+        return self._inference.precompute(experiences, version, self.device)
 
     def probes(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int

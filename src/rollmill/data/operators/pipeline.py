@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from rollmill.config.section import register_section, section_from_signature
 from rollmill.config.task_operators import TaskOperatorSection
 from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport, TaskReader
-from rollmill.errors import RollmillError, TasksetError
+from rollmill.errors import RollmillError, TasksetError, user_code_location
 from rollmill.registry import build_component
 from rollmill.types import Task
 
@@ -56,9 +56,11 @@ def run_task_pipeline(
         except RollmillError:
             raise
         except (Exception, SystemExit) as error:  # a user's code may raise anything
+            place = user_code_location(error)
+            where = f" at {place}" if place else ""
             raise TasksetError(
-                f"taskset {taskset}: operator `{section.name}` raised {type(error).__name__}: {error}; correct it, or "
-                "take it out of taskset.pipeline"
+                f"taskset {taskset}: operator `{section.name}` raised {type(error).__name__}: {error}{where}; correct "
+                "it, or take it out of taskset.pipeline"
             ) from error
         current = batch.tasks
         reports.append(report)

@@ -110,7 +110,7 @@ class EngineCore:
                 row.stop_reason = StopReason.ABORTED
         group.waiting.clear()
         group.unfinished = 0
-        self._sweep()
+        self._remove_finished()
         self._cache.remove(group.prompts())
 
     def interrupt(self) -> None:
@@ -152,7 +152,7 @@ class EngineCore:
 
     def destroy_cache(self) -> None:
         """Free the KV cache; running completions are recomputed."""
-        self._sweep()
+        self._remove_finished()
         self._cache = KVCache()
         self._runner.reset(self._cache)
         self._stale = self._lost = True
@@ -173,24 +173,24 @@ class EngineCore:
     def step(self) -> None:
         """Prefill, start, decode and return finished completions; called by the driver."""
         if self._stale:
-            self._take_over()
+            self._switch_weights()
         self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
         self._start()
         if drafted := [row for row in self._rows if row.has_draft]:
-            self._check(drafted, self.drafting.drafts)
+            self._verify_drafts(drafted, self.drafting.drafts)
             return
         guessed = [row for row in self._rows if row.propose()]
         others = len(self._rows) - len(guessed)
         if guessed:
-            self._check(guessed, self.drafting.verify_ngram_drafts)
+            self._verify_drafts(guessed, self.drafting.verify_ngram_drafts)
         if others and self._rows:
-            self._absorb(self._rows, self._runner.decode(self._rows))
+            self._append_tokens(self._rows, self._runner.decode(self._rows))
 
-    def _take_over(self) -> None:
+    def _switch_weights(self) -> None:
         """Switch to new weights. Prompts are prefilled again for completions that have not started."""
-        self._sweep()
+        self._remove_finished()
         self.weights.refresh()
-        self._runner.changed()
+        self._runner.invalidate()
         if self._keep and not self._lost:
             self._keep_running()
         else:
@@ -220,23 +220,23 @@ class EngineCore:
         started = self._take_waiting()
         if not started:
             return
-        self._sweep()
+        self._remove_finished()
         first = [row for row in started if not row.tokens and not row.has_draft]
         drafted = [row for row in started if not row.tokens and row.has_draft]
         logits = [row.group.logits_V for row in first if row.group.logits_V is not None]
-        self._runner.enter([row for row in started if not row.tokens])
+        self._runner.allocate([row for row in started if not row.tokens])
         self._runner.restore([row for row in started if row.tokens])
         self._rows.extend(started)
         now = time.perf_counter()
         for row in started:
             row.started_at = now
         if drafted:
-            self._check(drafted, self.drafting.first)
+            self._verify_drafts(drafted, self.drafting.first)
         for group in [group for group in self._queue if not group.waiting]:
             self._queue.remove(group)
             group.logits_V = None
         if first:
-            self._absorb(first, torch.stack(logits))
+            self._append_tokens(first, torch.stack(logits))
 
     def _take_waiting(self) -> list[SequenceState]:
         """Take the waiting completions that fit, until their prefixes reach a step's token budget."""
@@ -248,14 +248,14 @@ class EngineCore:
                 begun += len(taken[-1].tokens)
         return taken
 
-    def _check(self, rows: list[SequenceState], check: Callable[[list[SequenceState], int], None]) -> None:
+    def _verify_drafts(self, rows: list[SequenceState], check: Callable[[list[SequenceState], int], None]) -> None:
         """Extend rows by the accepted part of their drafts; retire finished rows."""
         before = sum(len(row.tokens) for row in rows)
         check(rows, self.version)
         self.tokens_generated += sum(len(row.tokens) for row in rows) - before
         self._retire([row for row in rows if row.stop_reason is not None])
 
-    def _absorb(self, rows: list[SequenceState], logits_BV: Tensor) -> None:
+    def _append_tokens(self, rows: list[SequenceState], logits_BV: Tensor) -> None:
         """Sample a token for each row from its logits; retire finished rows."""
         top = max(row.group.request.record_top for row in rows)
         found = HostSamplerOutput.of(*self._runner.sample(rows, logits_BV, top))
@@ -271,9 +271,9 @@ class EngineCore:
     def _retire(self, finished: list[SequenceState]) -> None:
         for row in finished:
             row.group.hand_out(row)
-        self._sweep(self._runner.slack)
+        self._remove_finished(self._runner.slack)
 
-    def _sweep(self, slack: float = 0.0) -> None:
+    def _remove_finished(self, slack: float = 0.0) -> None:
         """Remove finished rows from the batch, once they are more than `slack` of it, and prompts that no row needs."""
         ended = [row for row in self._rows if row.stop_reason is not None]
         if len(ended) <= slack * len(self._rows):
@@ -284,4 +284,4 @@ class EngineCore:
             if group.unfinished == 0:
                 entries += group.prompts()
         self._cache.remove(entries)
-        self._runner.changed()
+        self._runner.invalidate()

@@ -105,14 +105,14 @@ class DraftVerifier:
         of the first rejected token; the rest becomes guesses. One pass: rows that do not fit wait for the next."""
         batch, counts = next(self._passes(rows))
         self._accept(batch, self._fed(batch, counts), counts, version)
-        self._runner.cut(batch)
+        self._runner.truncate(batch)
 
     def verify_ngram_drafts(self, rows: list[SequenceState], version: int) -> None:
         """Verify guesses for rows that have tokens: append the right ones and, for the first wrong one, the sampled
         token."""
         for batch, counts in self._passes(rows):
             self._compare(batch, self._fed(batch, counts), counts, version)
-            self._runner.cut(batch)
+            self._runner.truncate(batch)
 
     def _passes(self, rows: list[SequenceState]) -> Iterator[tuple[list[SequenceState], list[int]]]:
         """Yield the rows that share a pass, and how many positions of each are verified."""
@@ -134,7 +134,7 @@ class DraftVerifier:
         fed = [[row.tokens[-1], *row.next_draft_tokens(count - 1)] for row, count in zip(rows, counts, strict=True)]
         self.counts.passes += 1
         self.counts.fed += sum(counts)
-        return self._runner.feed(rows, fed)
+        return self._runner.extend(rows, fed)
 
     def _compare(self, rows: list[SequenceState], logits_PV: Tensor, counts: list[int], version: int) -> None:
         """Sample at every position, up to the first wrong guess."""

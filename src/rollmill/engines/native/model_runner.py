@@ -90,10 +90,10 @@ class ModelRunner:
     def reset(self, cache: KVCache) -> None:
         """Switch to another cache; everything in the old one is dropped."""
         self._cache = cache
-        self.changed()
+        self.invalidate()
 
-    def changed(self) -> None:
-        """Report added or removed rows: the decode context must be rebuilt."""
+    def invalidate(self) -> None:
+        """Drop the decode context, since rows were added or removed; the next step builds it again."""
         if self._context is not None:
             self._context.write_back_states()
         self._context = None
@@ -137,7 +137,7 @@ class ModelRunner:
         while any(group.logits_V is None for group in groups):
             self.prefill(groups)
 
-    def enter(self, rows: list[SequenceState]) -> None:
+    def allocate(self, rows: list[SequenceState]) -> None:
         """Add cache entries for rows, below their prompts."""
         parents = []
         for row in rows:
@@ -147,11 +147,11 @@ class ModelRunner:
             row.entry, entry.states = entry, dict(parent.states)
             if row.prompt_routing is None:
                 row.prompt_routing = row.group.routing
-        self.changed()
+        self.invalidate()
 
     def restore(self, rows: list[SequenceState]) -> None:
         """Recompute keys and values of running rows: all their tokens but the last, which the next step feeds."""
-        self.enter(rows)
+        self.allocate(rows)
         pending: list[tuple[SequenceState, PrefillChunk]] = []
         tokens = 0
 
@@ -174,7 +174,7 @@ class ModelRunner:
         if pending:
             extend()
 
-    def feed(self, rows: list[SequenceState], tokens: list[list[int]]) -> Tensor:
+    def extend(self, rows: list[SequenceState], tokens: list[list[int]]) -> Tensor:
         """Append tokens to the rows' entries; return the logits after every one of them, [P, V], row after row."""
         segments = []
         for row, own in zip(rows, tokens, strict=True):
@@ -187,7 +187,7 @@ class ModelRunner:
             row.fed(segment.start, experts)
         return logits
 
-    def cut(self, rows: list[SequenceState]) -> None:
+    def truncate(self, rows: list[SequenceState]) -> None:
         """Cut entries back to the rows' tokens but the last; later positions are overwritten."""
         for row in rows:
             assert row.entry is not None

@@ -100,13 +100,16 @@ class DistributedTrainer:
         with self._on_all_ranks("join"):
             self._own = self._join()
 
-    def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
+    def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """See Trainer. Once started, all passes run even if the caller stops early, since every rank makes them."""
         own = self.own
         if not isinstance(own, Trainer) or not own.needs_precompute:
             return
-        with self._launcher.handed("batch", list(experiences)) as batch, self._on_all_ranks("ahead", batch, version):
-            passes = own.ahead(experiences, version)
+        with (
+            self._launcher.handed("batch", list(experiences)) as batch,
+            self._on_all_ranks("precompute", batch, version),
+        ):
+            passes = own.precompute(experiences, version)
             for _ in passes:
                 try:
                     yield

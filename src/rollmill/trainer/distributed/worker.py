@@ -78,9 +78,9 @@ class RankWorker:
         ranks = RankGroup(self._rank, config.ranks, config.sharding)
         self._trainer = self._plan.trainer(self._policy, self._teacher, self._device, ranks)
 
-    def ahead(self, experiences: Sequence[Experience], version: int) -> None:
+    def precompute(self, experiences: Sequence[Experience], version: int) -> None:
         """Runs the passes over a batch that need no rewards."""
-        for _ in self._trainer.ahead(experiences, version):
+        for _ in self._trainer.precompute(experiences, version):
             pass
 
     def step(self, batch: tuple[list[Experience], list[Experience]], version: int) -> None:
