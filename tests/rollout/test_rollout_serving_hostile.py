@@ -217,6 +217,13 @@ def test_a_body_that_does_not_come_is_not_waited_for(quick: Running) -> None:
         assert b"body_timeout" in answer
 
 
+def test_no_body_is_read_for_those_who_need_no_key(quick: Running) -> None:
+    with closing(
+        opened(quick, "GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{")
+    ) as connection:
+        assert until_closed(connection).startswith(b"HTTP/1.1 200")
+
+
 def test_the_rest_of_a_refused_body_is_not_waited_for(quick: Running) -> None:
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
     with closing(opened(quick, head)) as connection:

@@ -31,7 +31,9 @@ class GuardMiddleware(ABC):
         bodies: longest bodies that are held at the same time.
     """
 
-    unlimited = ("/health", "/metrics")  #: paths that no rate limit stops, so that a server can always be watched
+    unlimited = ("/health", "/metrics")
+    """Paths without rate limits, whose bodies are not read: a server can always be watched, and those without a key
+    cannot use up what others need."""
     holds = False  #: whether the application keeps a body until it has answered
 
     def __init__(
@@ -73,10 +75,11 @@ class GuardMiddleware(ABC):
         try:
             try:
                 client = self.admit(scope, headers)
+                body = b""
                 if scope["path"] not in self.unlimited:
                     self._rates.take_request(client)
-                held = self._hold(headers)
-                body = await self._body(receive)
+                    held = self._hold(headers)
+                    body = await self._body(receive)
             except RequestRefusedError as error:
                 kind, text = self.refusal(scope, error)
                 return await send_response(watched, error.status, error.headers() | {"content-type": kind}, text)
