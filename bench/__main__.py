@@ -24,6 +24,7 @@ NAMES = (
     "grade",
     "corpus",
     "sandbox",
+    "serve",
     "buffer",
     "spec",
     "sync",

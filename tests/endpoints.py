@@ -14,13 +14,17 @@ from toys import CONTEXT, toy_model, toy_tokenizer
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.endpoint.app import EndpointServer
-from rollmill.rollout.endpoint.middleware import AccessRules
+from rollmill.rollout.endpoint.middleware import AccessRules, Caller
+from rollmill.rollout.endpoint.server import EndpointServer
 from rollmill.rollout.endpoint.service import EndpointService, ServiceLimits, build_application_service
 from rollmill.rollout.endpoint.session import FinishedSession
-from rollmill.web import open_listener
+from rollmill.web import ConnectionLimits, open_listener
+from rollmill.web.keys import KeyRing, make_key
 
-KEY = "sk-test"
+KEY, CLIENT = "sk-test", "default"
+OTHER_KEY = "sk-other"
+BOTH = KeyRing([make_key("ann", KEY), make_key("bob", OTHER_KEY)])
+"""Two clients."""
 
 
 @dataclass
@@ -52,6 +56,10 @@ class Running:
     def base_url(self) -> str:
         """What OpenAI's clients take."""
         return f"{self.address}/v1"
+
+    def session(self, name: str, client: str = CLIENT) -> Any:
+        """An open session, or a new one."""
+        return self.service.sessions.of(Caller(client, name))
 
     def call(self, work: Any) -> Any:
         """Run a coroutine in the server's loop."""
@@ -94,6 +102,9 @@ def running(
     *,
     limits: ServiceLimits | None = None,
     key: str | None = KEY,
+    keys: KeyRing | None = None,
+    connections: ConnectionLimits | None = None,
+    body_s: float = 60.0,
     sink: bool = True,
     max_new_tokens: int = 16,
     template: str | None = None,
@@ -103,13 +114,14 @@ def running(
     **model: Any,
 ) -> Iterator[Running]:
     """A server over a toy model that first says the texts of `says`; or over an engine that is `made`, and its
-    tokenizer."""
+    tokenizer. `keys` are those of several clients, in place of `key`."""
     engine, tokenizer = made or toy_engine(**model)
     if template is not None:
         tokenizer.chat_template = template
     if says:
         scripted(engine, tokenizer, says)
     limits, kept = limits or ServiceLimits(), Kept()
+    keys = keys or (None if key is None else KeyRing([make_key(CLIENT, key)]))
     service = build_application_service(
         engine,
         ChatRenderer(tokenizer, frozenset([tokenizer.eos_token_id])),
@@ -118,9 +130,11 @@ def running(
         sampling=SamplingConfig(max_new_tokens=max_new_tokens, repetition=repetition),
         limits=limits,
         sink=kept if sink else None,
+        keys=keys,
     )
     listener = open_listener("127.0.0.1", 0)
-    server = EndpointServer(service, AccessRules(host, key, limits.most_bytes), listener)
+    rules = AccessRules(host, keys, connections or ConnectionLimits(), body_s)
+    server = EndpointServer(service, rules, listener)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -15,13 +15,14 @@ import numpy as np
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.config.model import TokenizerConfig
 from rollmill.feedback import FeedbackService, open_feedback
-from rollmill.feedback.app import build_server
-from rollmill.feedback.guard import RequestGuard
+from rollmill.feedback.guard import TOKEN_CLIENT, RequestGuard
+from rollmill.feedback.server import build_server
 from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Experience, StopReason, Turn
-from rollmill.web import open_listener
+from rollmill.web import ConnectionLimits, open_listener
+from rollmill.web.keys import KeyRing, make_key
 
 TEXTS = ["".join(map(chr, range(32, 127))), "How many apples are 12 and 3? The answer is 15.\n" * 4]
 TOKENIZER = train_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), TEXTS)
@@ -105,11 +106,18 @@ class Served:
 
 
 @contextmanager
-def served(run_dir: Path, host: str = "127.0.0.1", token: str | None = None) -> Iterator[Served]:
+def served(
+    run_dir: Path,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+    keys: KeyRing | None = None,
+    connections: ConnectionLimits | None = None,
+    body_s: float = 60.0,
+) -> Iterator[Served]:
     """A real server for a run, in a thread."""
     desk = open_feedback(run_dir)
-    guard = RequestGuard(host, token)
-    server = build_server(desk, guard, "ann")
+    guard = RequestGuard(host, keys or (KeyRing([make_key(TOKEN_CLIENT, token)]) if token else None))
+    server = build_server(desk, guard, "ann", connections=connections or ConnectionLimits(), body_s=body_s)
     listener = open_listener("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

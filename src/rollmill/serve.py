@@ -27,8 +27,8 @@ from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.traffic import SessionGrouper, TrafficBatches
 from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.endpoint.app import EndpointServer
 from rollmill.rollout.endpoint.middleware import AccessRules
+from rollmill.rollout.endpoint.server import EndpointServer
 from rollmill.rollout.endpoint.service import ServiceLimits, build_application_service
 from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession, SessionSink
 from rollmill.trackers.console import RunView
@@ -134,6 +134,7 @@ async def _served(
         sampling=sampling,
         limits=place.limits,
         sink=sink,
+        keys=place.rules.keys,
     )
     server = EndpointServer(service, place.rules, place.listener)
     await server.start()

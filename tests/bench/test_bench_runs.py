@@ -67,6 +67,14 @@ def test_a_reward_that_is_wrong_in_a_fifth_of_all_cases(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+def test_a_server_that_is_watched_under_load(tmp_path: Path) -> None:
+    line = bench(str(tmp_path), "serve", "--rounds", "1", "--seconds", "1", "--megabytes", "0.3")
+    assert (line["peer_name"], line["unit"]) == ("plain FastAPI", "ms")
+    assert len(json.loads((tmp_path / "serve.json").read_text())["cases"]) == 4
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_sampling(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "sampling", "--rows", "8", "--vocab", "4096", "--rounds", "1")
     assert line["unit"] == "ms"

@@ -106,6 +106,8 @@ def test_label_studio_there_and_back(run_dir: Path, tmp_path: Path, capsys: pyte
     [
         (["--pairs"], 2, "--pairs and --step are honoured only with --export-label-studio"),
         (["--export-label-studio", "a", "--author", "ann"], 2, "honoured only when the page is served"),
+        (["--import-label-studio", "a", "--keys", "b"], 2, "honoured only when the page is served"),
+        (["--keys", "nothing.yaml"], 2, "nothing.yaml: the file of API keys cannot be read"),
         (["--import-label-studio", "a", "--port", "1"], 2, "honoured only when the page is served"),
         (["--export-label-studio", "a", "--import-label-studio", "b"], 2, "exclude each other"),
         (["--import-label-studio", "nothing.json"], 2, "nothing.json: no such file"),
@@ -128,6 +130,27 @@ def test_a_token_that_no_address_can_hold(
     monkeypatch.setenv("ROLLMILL_FEEDBACK_TOKEN", "a&b")
     assert main(["feedback", str(run_dir)]) == 2
     assert "ROLLMILL_FEEDBACK_TOKEN is part of an address" in capsys.readouterr().err
+
+
+def test_a_token_and_keys_exclude_each_other(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLMILL_FEEDBACK_TOKEN", "a")
+    monkeypatch.setenv("ROLLMILL_API_KEYS", "ann=sk-1")
+    assert main(["feedback", str(run_dir)]) == 2
+    assert "the keys of clients exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_each_person_opens_the_page_with_their_own_key(
+    run_dir: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    (tmp_path / "keys.yaml").write_text("zoe: sk-1\nshop: sk-2\n")
+    _, address = start(started, run_dir, "--port", 0, "--keys", tmp_path / "keys.yaml")
+    assert address.endswith("/?token=KEY")
+    with httpx.Client(follow_redirects=True) as client:
+        assert 'value="zoe"' in client.get(address.replace("KEY", "sk-1"), headers={"accept": "text/html"}).text
+    assert httpx.get(address).status_code == 401
 
 
 def test_a_port_in_use(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

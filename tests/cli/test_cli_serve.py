@@ -74,6 +74,9 @@ def test_a_checkpoint_is_served_recorded_and_ends_cleanly(
     [
         (["--no-key", "--host", "0.0.0.0"], 2, "--no-key is for servers that only this machine reaches"),
         (["--no-key", "--key", "x"], 2, "excludes --key"),
+        (["--no-key", "--keys", "x"], 2, "excludes --key and --keys"),
+        (["--key", "x", "--keys", "y"], 2, "--key and --keys exclude each other"),
+        (["--keys", "none.yaml"], 2, "none.yaml: the file of API keys cannot be read"),
         (["--key", "a:b"], 2, "what follows a colon names a session"),
         (["--out", "x"], 2, "--set and --out are honoured only with --train"),
         (["--train", "--record", "x"], 2, "--record, --step, --threads and --device work only without --train"),
@@ -90,6 +93,15 @@ def test_wrong_options_say_what_to_do(
     assert says in capsys.readouterr().err
 
 
+def test_keys_come_from_one_place(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLMILL_API_KEYS", "ann=sk-1")
+    monkeypatch.setenv("ROLLMILL_SERVE_KEY", "sk-2")
+    assert main(["serve", str(model), "--port", "0"]) == 2
+    assert "ROLLMILL_API_KEYS and ROLLMILL_SERVE_KEY are both set; unset one" in capsys.readouterr().err
+
+
 def test_what_holds_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tmp_path / "none"), "--port", "0"]) == 1
     assert "none does not exist; give the folder of a checkpoint" in capsys.readouterr().err
@@ -101,6 +113,25 @@ def test_what_holds_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "a new model is untrained" in capsys.readouterr().err
     assert main(["serve", str(tmp_path / "new.yaml"), "--port", "0", "--step", "3"]) == 2
     assert "new.yaml is not a run directory, so it has no step 3" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_several_clients_are_served_and_no_key_is_printed(
+    model: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    (tmp_path / "keys.yaml").write_text("ann: sk-1\nbob: {key: sk-2, requests_per_minute: 1}\n")
+    process, address, key = start(started, model, "--port", 0, "--keys", tmp_path / "keys.yaml")
+    assert key == ""
+    codes = [
+        httpx.get(f"{address}/models", headers={"authorization": f"Bearer {each}"}).status_code
+        for each in ("sk-1", "sk-1", "sk-2", "sk-2", "sk-3")
+    ]
+    assert codes == [200, 200, 200, 429, 401]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "")
+    assert "chmod 600" in err
+    assert "sk-" not in err
 
 
 @pytest.mark.parametrize("library", ["fastapi", "prometheus_client"])

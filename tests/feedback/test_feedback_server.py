@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from feedback_runs import Served, everything, make_run, served, shelf
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.feedback import open_feedback
 from rollmill.feedback.guard import MAX_BODY, RequestGuard
+from rollmill.web import ConnectionLimits
+from rollmill.web.keys import KeyRing, make_key
 
 RATE = {"author": "env", "completion": "main-000005/1", "rating": 0.5}
 HTML = {"accept": "text/html"}
@@ -100,7 +103,7 @@ def test_an_idempotency_key_makes_retries_harmless(site: Served, client: httpx.C
         ({"content": b"{}", "headers": {"content-type": "text/plain"}}, 415, "Content-Type: application/json"),
         ({"data": RATE}, 415, "Content-Type: application/json"),
         ({"content": iter([b"{}"])}, 411, "send Content-Length"),
-        ({"content": b" " * (MAX_BODY + 1)}, 413, f"at most {MAX_BODY} are allowed"),
+        ({"content": b" " * (MAX_BODY + 1)}, 413, f"more than the {MAX_BODY} bytes"),
     ],
 )
 def test_requests_that_cannot_be_done(
@@ -194,6 +197,39 @@ def test_a_token_is_needed_where_others_can_reach_the_server(made: Path, tmp_pat
         assert client.get("/", headers={"host": "evil.example"}).status_code == 403
 
 
+def test_several_clients_have_names_and_limits(made: Path, tmp_path: Path) -> None:
+    keys = KeyRing([make_key("zoe", "sk-1", requests_per_minute=3), make_key("shop", "sk-2")])
+    with served(shutil.copytree(made, tmp_path / "apples"), keys=keys) as site:
+        with httpx.Client(base_url=site.address, follow_redirects=True) as client:
+            assert 'value="zoe"' in client.get("/?token=sk-1", headers=HTML).text
+            data = form(site, completion="main-000005/1", rating="1")
+            assert client.post("/rate", data=data, follow_redirects=False).status_code == 303
+            assert client.get("/").status_code == 200
+            late = client.get("/")
+            assert (late.status_code, "try again in" in late.text) == (429, True)
+            assert int(late.headers["retry-after"]) > 0
+            assert client.get("/health").status_code == 200
+        assert (
+            httpx.post(f"{site.address}/feedback", json=RATE, headers={"authorization": "Bearer sk-2"}).status_code
+            == 200
+        )
+        assert [group.author for group in shelf(site.desk, ExperienceKind.RATED)] == ["zoe", "env"]
+
+
+def test_half_sent_requests_are_ended_and_keep_nobody_out(made: Path, tmp_path: Path) -> None:
+    limits = ConnectionLimits(connections=16, header_s=0.3, linger_s=0.2)
+    with served(shutil.copytree(made, tmp_path / "apples"), connections=limits) as site, ExitStack() as stack:
+        port = int(site.address.rpartition(":")[2])
+        waiting = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(40)]
+        for each in waiting:
+            with suppress(ConnectionError):
+                each.sendall(b"GET /health HT")
+        assert httpx.get(f"{site.address}/health", timeout=60).status_code == 200
+        for each in waiting:
+            with suppress(ConnectionError):
+                assert each.recv(100)[:12] in (b"", b"HTTP/1.1 408")
+
+
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"authorization": "Bearer wrong"}])
 def test_who_is_refused_learns_nothing(made: Path, tmp_path: Path, headers: dict[str, str]) -> None:
     """Least of all the secret of the forms: an attacker's name that is pointed here may read the answer."""
@@ -208,17 +244,15 @@ def test_who_is_refused_learns_nothing(made: Path, tmp_path: Path, headers: dict
         assert site.guard.form_secret not in answer.text
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(
-    site: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollmill.feedback.guard.BODY_TIMEOUT_S", 0.1)
-    port = int(site.address.rpartition(":")[2])
-    for path, kind in (("/feedback", "application/json"), ("/rate", "application/x-www-form-urlencoded")):
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
-            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 9\r\n\r\n"
-            slow.sendall(head.encode() + b"{")
-            assert slow.recv(100).startswith(b"HTTP/1.1 408")
-    assert client.get("/health").status_code == 200
+def test_a_body_that_does_not_come_is_not_waited_for(made: Path, tmp_path: Path) -> None:
+    with served(shutil.copytree(made, tmp_path / "apples"), body_s=0.1) as site:
+        port = int(site.address.rpartition(":")[2])
+        for path, kind in (("/feedback", "application/json"), ("/rate", "application/x-www-form-urlencoded")):
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
+                head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 9\r\n\r\n"
+                slow.sendall(head.encode() + b"{")
+                assert slow.recv(100).startswith(b"HTTP/1.1 408")
+        assert httpx.get(f"{site.address}/health").status_code == 200
 
 
 def test_many_wrong_keys_make_a_short_answer(client: httpx.Client) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import schemathesis
 import yaml
+from fuzzing import fuzz
 from toys import toy_checkpoint
 
 from rollmill import load_experiences
@@ -29,8 +31,10 @@ from rollmill.rollout.endpoint.service import ServiceLimits
 from rollmill.serve import ServerAddress, serve_training
 from rollmill.trainer import Trainer
 from rollmill.web import open_listener
+from rollmill.web.keys import KeyRing, make_key
 
-KEY = "sk-online"
+KEY, OTHER_KEY = "sk-online", "sk-other"
+KEYS = KeyRing([make_key("owner", KEY), make_key("other", OTHER_KEY)])
 RUN: dict[str, Any] = {
     "name": "online",
     "steps": 8,
@@ -65,7 +69,7 @@ def train(source: Path, application: Callable[[str], None], out: Path | None = N
             failures.append(error)
 
     thread = threading.Thread(target=apply)
-    place = ServerAddress(listener, AccessRules("127.0.0.1", KEY), ServiceLimits(), "toy", thread.start)
+    place = ServerAddress(listener, AccessRules("127.0.0.1", KEYS), ServiceLimits(), "toy", thread.start)
     summary = serve_training(source, place, out=out)
     thread.join()
     if failures:
@@ -141,6 +145,57 @@ def test_reward_rises_from_feedback_and_no_request_is_dropped(tmp_path: Path) ->
 
 def conversation_of(address: str, session: str, reward: float) -> None:
     talk(address, session, lambda _: reward)
+
+
+@pytest.mark.slow
+def test_under_attack_only_the_owners_sessions_are_learned_from(tmp_path: Path) -> None:
+    """Attackers without a key, with a wrong one, and with a key of another client who knows every name and id."""
+    sessions = {f"s{number}": number / 10 for number in range(8)}
+    foreign: list[int] = []
+    outsiders: dict[int, int] = {}
+
+    def attack(address: str, name: str, answer: str) -> None:
+        head = {"authorization": f"Bearer {OTHER_KEY}"}
+        for path, body in (
+            ("/feedback", {"session": name, "reward": 9.0, "commit": True}),
+            ("/feedback", {"completion": answer, "reward": {"feedback": 9.0}, "commit": True}),
+            ("/commit", {"sessions": [name]}),
+            (f"/s/{name}/commit", {}),
+        ):
+            foreign.append(httpx.post(address + path, json=body, headers=head).status_code)
+        assert httpx.post(f"{address}/commit", json={}, headers=head).json()["committed"] == []
+
+    def application(address: str) -> None:
+        schema = schemathesis.openapi.from_url(f"{address}/openapi.json", headers={"authorization": f"Bearer {KEY}"})
+        for session, reward in sessions.items():
+            head = {"authorization": f"Bearer {KEY}"}
+            body = {"messages": [{"role": "user", "content": "how many apples?"}]}
+            made = httpx.post(
+                f"{address}/v1/chat/completions", json=body, headers=head | {"x-session-id": session}, timeout=60
+            )
+            attack(address, session, made.json()["id"])
+            if session == "s1":
+                for wrong in ("sk-guess", ""):
+                    found = fuzz(
+                        schema,
+                        address,
+                        {"authorization": f"Bearer {wrong}"},
+                        4,
+                        secrets=[KEY, OTHER_KEY, made.json()["id"]],
+                    )
+                    outsiders.update(found)
+                fuzz(schema, address, {"authorization": f"Bearer {OTHER_KEY}"}, 4, secrets=[KEY, OTHER_KEY, 's0"'])
+            body = {"session": session, "reward": reward, "commit": True}
+            assert httpx.post(f"{address}/feedback", json=body, headers=head).status_code == 200
+
+    source = run_file(tmp_path, steps=4, rollout={"batch": 2, "max_new_tokens": 4})
+    summary = train(source, application, tmp_path / "out")
+    assert (summary["status"], summary["steps"]) == ("done", 4)
+    assert set(foreign) == {404}
+    assert set(outsiders) <= {200, 401, 405}  # 200: /health
+    learned = {one.info["session"]: one.reward for one in load_experiences(tmp_path / "out")}
+    assert learned == sessions
+    assert {one.info["client"] for one in load_experiences(tmp_path / "out")} == {"owner"}
 
 
 def test_requests_are_taken_while_the_trainer_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +364,7 @@ def test_only_serve_waits_for_applications(tmp_path: Path) -> None:
         yaml.safe_dump({**RUN, "workflow": "single_turn", "max_staleness": 0, "rewards": [{"name": "math"}]})
     )
     listener = open_listener("127.0.0.1", 0)
-    place = ServerAddress(listener, AccessRules("127.0.0.1", KEY), ServiceLimits(), "toy", lambda: None)
+    place = ServerAddress(listener, AccessRules("127.0.0.1", KEYS), ServiceLimits(), "toy", lambda: None)
     with pytest.raises(ConfigError):
         serve_training(source, place)
     listener.close()

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from http.client import HTTPConnection
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_a_conversation_is_one_experience_with_the_tokens_that_were_answered(sit
 
 
 def test_edited_history_forks_and_shared_turns_count_once(site: Running) -> None:
-    ask = client(site, "fork").chat.completions.create
+    ask = partial(client(site, "fork").chat.completions.create, seed=2)  # none of these answers ends early
     first = ask(model="", messages=HI).choices[0].message
     after = [*HI, {"role": "assistant", "content": first.content}]
     ask(model="", messages=[*after, {"role": "user", "content": "a"}])
@@ -385,7 +386,7 @@ def test_sessions_are_bounded_by_their_tokens_together() -> None:
     with running(limits=ServiceLimits(session_tokens=100)) as site:
         for name in "abc":
             client(site, name).chat.completions.create(model="", messages=HI)
-        assert [name for name in "abc" if name in site.service.sessions._held] == ["b", "c"]
+        assert [name for _, name in site.service.sessions._held] == ["b", "c"]
         assert b'sessions_dropped_total{why="tokens"} 1.0' in site.service.gauges.text()
 
 
@@ -393,12 +394,12 @@ def test_a_full_session_that_nobody_can_commit_begins_anew() -> None:
     with running(sink=False) as site:
         ask = client(site, "a").chat.completions.create
         ask(model="", messages=HI)
-        site.service.sessions.of("a")._most_tokens = 1
+        site.session("a")._most_tokens = 1
         assert ask(model="", messages=HI).choices
     with running() as site:
         ask = client(site, "a").chat.completions.create
         ask(model="", messages=HI)
-        site.service.sessions.of("a")._most_tokens = 1
+        site.session("a")._most_tokens = 1
         with pytest.raises(openai.BadRequestError, match="commit it, and begin another"):
             ask(model="", messages=HI)
 
@@ -438,7 +439,7 @@ def test_a_session_has_so_many_rewards(site: Running) -> None:
 
 def test_what_breaks_is_told_in_the_format_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as site:
-        monkeypatch.setattr(site.service.sessions, "of", lambda name: 1 / 0)
+        monkeypatch.setattr(site.service.sessions, "of", lambda caller: 1 / 0)
         with pytest.raises(openai.InternalServerError, match="its log says why"):
             client(site, "a").chat.completions.create(model="", messages=HI)
         assert site.service.gate.under_way == 0

@@ -6,7 +6,7 @@ import asyncio
 
 import agents
 import openai
-from endpoints import KEY, running
+from endpoints import CLIENT, KEY, running
 
 from rollmill.rollout.endpoint.service import ServiceLimits
 
@@ -40,9 +40,9 @@ def test_an_agent_with_a_tool_is_recorded_as_one_trajectory() -> None:
             return [str(first.final_output), str(second.final_output)]
 
         assert asyncio.run(use()) == ["It is 391.", "You are welcome."]
-        session = site.service.sessions.find(name="framework")
+        session = site.service.sessions.find(CLIENT, name="framework")
         session.rewarded(1.0)
-        site.service.sessions.commit([session], site.kept, site.service.chat.decode)
+        site.call(site.service.sessions.commit([session], site.kept, site.service.chat.decode))
         [one] = site.kept.finished[-1].experiences
         assert [turn.role for turn in one.turns] == [
             "prompt", "assistant", "observation", "assistant", "observation", "assistant",

@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from endpoints import KEY, Running, running
-from hypothesis import HealthCheck, Phase, given, settings
+from endpoints import BOTH, KEY, OTHER_KEY, Running, running
+from fuzzing import fuzz
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import (
     content_type_conformance,
@@ -24,34 +25,13 @@ CHECKS: list[Any] = [
 ]  # fmt: skip
 
 
-def fuzz(site: Running, examples: int) -> int:
-    """Try every operation with right and wrong requests; how many were made."""
-    schema = schemathesis.openapi.from_url(f"{site.address}/openapi.json", headers=HEADERS)
-    made = 0
-    for found in schema.get_all_operations():
-        operation = found.ok()
-        for mode in schemathesis.GenerationMode:
-
-            @given(case=operation.as_strategy(generation_mode=mode))
-            @settings(
-                max_examples=examples,
-                deadline=None,
-                database=None,
-                phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-                derandomize=True,
-            )
-            def once(case: Any) -> None:
-                nonlocal made
-                made += 1
-                case.validate_response(case.call(base_url=site.address, headers=HEADERS, timeout=60), checks=CHECKS)
-
-            try:
-                once()
-            except Exception as error:
-                if "Unsatisfiable" not in type(error).__name__:
-                    raise
-    return made
+def described(site: Running, headers: dict[str, str]) -> Any:
+    """The server's description of itself, which names every route."""
+    schema = schemathesis.openapi.from_url(f"{site.address}/openapi.json", headers=headers)
+    app: Any = site.server._server.config.app
+    paths = {route.path.replace(":path}", "}") for route in app.app.routes} - {"/openapi.json"}
+    assert paths == set(schema.raw_schema["paths"])
+    return schema
 
 
 def still_answers(site: Running) -> None:
@@ -66,7 +46,29 @@ def still_answers(site: Running) -> None:
 @pytest.mark.slow
 def test_many_requests_of_every_kind() -> None:
     with running(max_new_tokens=4) as site:
-        assert fuzz(site, 50) > 400
+        statuses = fuzz(described(site, HEADERS), site.address, HEADERS, 50, checks=CHECKS, secrets=[KEY])
+        assert sum(statuses.values()) > 400
+        assert statuses[200] > 10
+        still_answers(site)
+
+
+@pytest.mark.slow
+def test_other_clients_see_and_change_nothing() -> None:
+    """One with a key of its own, one with a wrong key and one with none: an open session stays as it was."""
+    own = "kept-session-of-ann"
+    with running(keys=BOTH, max_new_tokens=4) as site:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        made = httpx.post(f"{site.base_url}/chat/completions", json=body, headers=HEADERS | {"x-session-id": own})
+        session = site.session(own, "ann")
+        schema = described(site, HEADERS)
+        for key in (OTHER_KEY, "sk-wrong", ""):
+            secrets = [own, made.json()["id"], KEY, OTHER_KEY]
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            statuses = fuzz(schema, site.address, headers, 15, secrets=secrets)
+            assert key == OTHER_KEY or set(statuses) <= {200, 401, 405}, statuses  # 200: /health
+        assert site.session(own, "ann") is session
+        assert (session.parts, len(session.recorder.calls)) == ({}, 1)
+        assert not [one for one in site.kept.finished for each in one.experiences if each.info["client"] != "bob"]
         still_answers(site)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from endpoints import KEY, running
+from endpoints import CLIENT, KEY, running
 
 from rollmill.rollout.endpoint.service import ServiceLimits
 
@@ -49,10 +49,10 @@ def test_no_turn_is_lost_or_mixed_up() -> None:
                 return await asyncio.gather(*(converse(client, number) for number in range(CONVERSATIONS)))
 
         answered = asyncio.run(everybody())
-        sessions = [site.service.sessions.find(name=f"talk-{number}") for number in range(CONVERSATIONS)]
+        sessions = [site.service.sessions.find(CLIENT, name=f"talk-{number}") for number in range(CONVERSATIONS)]
         for session in sessions:
             session.rewarded(1.0)
-        site.service.sessions.commit(sessions, site.kept, site.service.chat.decode)
+        site.call(site.service.sessions.commit(sessions, site.kept, site.service.chat.decode))
         decode = site.service.chat.decode
         for number, finished in enumerate(site.kept.finished):
             [one] = finished.experiences

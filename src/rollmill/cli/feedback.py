@@ -28,6 +28,9 @@ def command(
         str | None,
         typer.Option("--author", metavar="NAME", help="Author of feedback on the page (default: your user name)."),
     ] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option("--keys", metavar="FILE", help="Names and keys of clients, one of which is required.")
+    ] = None,
     browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
     export_file: Annotated[
         Path | None,
@@ -49,37 +52,43 @@ def command(
         raise ConfigError("--pairs and --step are honoured only with --export-label-studio")
     if export_file is not None and import_file is not None:
         raise ConfigError("--export-label-studio and --import-label-studio exclude each other")
-    if (export_file or import_file) and (author or browser or (port, host) != (PORT, HOST)):
-        raise ConfigError("--port, --host, --author and --open are honoured only when the page is served")
+    if (export_file or import_file) and (author or browser or keys_file or (port, host) != (PORT, HOST)):
+        raise ConfigError("--port, --host, --author, --keys and --open are honoured only when the page is served")
     if export_file is not None:
         _export(run, export_file, step or [], pairs)
     elif import_file is not None:
         _import(run, import_file)
     else:
-        _serve(run, host, port, author, browser)
+        _serve(run, host, port, author, browser, keys_file)
 
 
-def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -> None:
+def _serve(run: Path, host: str, port: int, author: str | None, browser: bool, keys_file: Path | None) -> None:
     from rollmill.feedback import open_feedback
-    from rollmill.feedback.app import build_server
-    from rollmill.feedback.guard import RequestGuard
+    from rollmill.feedback.guard import TOKEN_CLIENT, RequestGuard
     from rollmill.feedback.requests import parse_author
+    from rollmill.feedback.server import build_server
     from rollmill.web import is_loopback, open_listener, server_url
+    from rollmill.web.keys import KeyRing, given_keys, make_key
 
     name = parse_author(author or _user())
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and not re.fullmatch(r"[A-Za-z0-9._~-]+", token):
         raise ConfigError(f"{TOKEN_VARIABLE} is part of an address: use letters, digits and . _ ~ - only")
+    keys = given_keys(keys_file)
+    if keys is not None and token is not None:
+        raise ConfigError(f"{TOKEN_VARIABLE} and the keys of clients exclude each other; unset one")
     if not is_loopback(host):
-        token = token or secrets.token_urlsafe(16)
+        token = None if keys is not None else token or secrets.token_urlsafe(16)
         print(
             f"warning: other machines can reach {host}, and the traffic is not encrypted; an SSH tunnel to "
             "127.0.0.1 is safer",
             file=sys.stderr,
         )
-    server = build_server(open_feedback(run), RequestGuard(host, token), name)
+    if token is not None:
+        keys = KeyRing([make_key(TOKEN_CLIENT, token)])
+    server = build_server(open_feedback(run), RequestGuard(host, keys), name)
     listener = open_listener(host, port)
-    address = f"{server_url(host, listener)}/" + (f"?token={token}" if token else "")
+    address = f"{server_url(host, listener)}/" + (f"?token={token}" if token else "?token=KEY" if keys else "")
     print(f"feedback on {run}: {address} (Ctrl-C ends)", flush=True)
     if browser:
         import webbrowser

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from rollmill.errors import ConfigError
 
+if TYPE_CHECKING:
+    from rollmill.web.keys import KeyRing
+
 KEY_VARIABLE = "ROLLMILL_SERVE_KEY"
 PORT, HOST = 8770, "127.0.0.1"
+CLIENT = "default"
+"""Name of the client with the only key."""
 
 
 _KEY_HELP = f"The API key (default: ${KEY_VARIABLE}, else a new one, which is printed)."
@@ -23,6 +27,10 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, 
 Port = Annotated[int, typer.Option("--port", help="Port; 0 is any free one.")]
 Host = Annotated[str, typer.Option("--host", help="Address to listen on; a key is required if others can reach it.")]
 Key = Annotated[str | None, typer.Option("--key", help=_KEY_HELP)]
+Keys = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="FILE", help="Names and keys of several clients (default: $ROLLMILL_API_KEYS)."),
+]
 NoKey = Annotated[bool, typer.Option("--no-key", help="Serve without a key, to this machine only.")]
 Name = Annotated[str | None, typer.Option("--name", help="Model name in responses (default: the folder's).")]
 Step = Annotated[int | None, typer.Option("--step", help="Step of a run's checkpoint (default: the newest).")]
@@ -39,7 +47,17 @@ Deadline = Annotated[float, typer.Option("--deadline", min=0.1, help="Timeout of
 Sessions = Annotated[int, typer.Option("--sessions", min=1, help="Maximum number of open sessions.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Maximum tokens of all open sessions together.")]
 Idle = Annotated[float, typer.Option("--idle", min=1, help="Seconds after which an unused session is dropped.")]
-Size = Annotated[int, typer.Option("--body", min=1024, help="Maximum request body in bytes.")]
+Size = Annotated[
+    int | None,
+    typer.Option("--body", min=1024, help="Maximum request body in bytes (default: 64 per token of the context)."),
+]
+Connections = Annotated[int, typer.Option("--connections", min=16, help="Maximum number of open connections.")]
+RequestRate = Annotated[
+    int | None, typer.Option("--requests-per-minute", min=1, help="Limit of each key without one in --keys.")
+]
+TokenRate = Annotated[
+    int | None, typer.Option("--tokens-per-minute", min=1, help="Likewise, of prompts and completions.")
+]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (default: 1); without --train.")]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", help="Device (default: auto); without --train.")
@@ -51,6 +69,7 @@ def command(
     port: Port = PORT,
     host: Host = HOST,
     key: Key = None,
+    keys_file: Keys = None,
     no_key: NoKey = False,
     name: Name = None,
     step: Step = None,
@@ -63,7 +82,10 @@ def command(
     sessions: Sessions = 2000,
     tokens: Tokens = 20_000_000,
     idle: Idle = 3600.0,
-    body: Size = 8 * 2**20,
+    body: Size = None,
+    connections: Connections = 1000,
+    requests_per_minute: RequestRate = None,
+    tokens_per_minute: TokenRate = None,
     threads: Threads = None,
     device: Device = None,
 ) -> None:
@@ -73,21 +95,22 @@ def command(
     from rollmill.rollout.endpoint.service import ServiceLimits
     from rollmill.serve import ServerAddress, serve_checkpoint, serve_training
     from rollmill.serve import set_threads as set_threads
-    from rollmill.web import is_loopback, open_listener, server_url
+    from rollmill.web import ConnectionLimits, is_loopback, open_listener, server_url
 
-    chosen = _key(key, no_key, is_loopback(host))
+    keys, new = _keys(key, keys_file, no_key, is_loopback(host))
     if not is_loopback(host):
         print(f"warning: other machines can reach {host}, and the traffic is not encrypted", file=sys.stderr)
     listener = open_listener(host, port)
 
     def ready() -> None:
-        if chosen is not None and key is None and not os.environ.get(KEY_VARIABLE):
-            print(f"API key, shown once: {chosen}", flush=True)
+        if new is not None:
+            print(f"API key, shown once: {new}", flush=True)
         print(f"serving {model}: {server_url(host, listener)}/v1 (Ctrl-C ends)", flush=True)
 
-    limits = ServiceLimits(requests, deadline, sessions, tokens, idle, body)
+    limits = ServiceLimits(requests, deadline, sessions, tokens, idle, body, requests_per_minute, tokens_per_minute)
     shown = name or model.absolute().name.removesuffix(".yaml")
-    place = ServerAddress(listener, AccessRules(host, chosen, body), limits, shown, ready)
+    rules = AccessRules(host, keys, ConnectionLimits(connections))
+    place = ServerAddress(listener, rules, limits, shown, ready)
     if train:
         serve_training(model, place, overrides=overrides or [], out=out)
         return
@@ -107,13 +130,23 @@ def _check_for_training(train: bool, without: Sequence[object], only: Sequence[o
         raise ConfigError("--set and --out are honoured only with --train")
 
 
-def _key(given: str | None, none: bool, loopback: bool) -> str | None:
-    """Return the API key; None if the server has none."""
-    if none and (given is not None or not loopback):
-        raise ConfigError("--no-key is for servers that only this machine reaches, and excludes --key")
+def _keys(given: str | None, file: Path | None, none: bool, loopback: bool) -> tuple[KeyRing | None, str | None]:
+    """Return the keys of clients, None if the server needs none; and the key that was made here, to be shown."""
+    from rollmill.web.keys import KEYS_VARIABLE, KeyRing, given_keys, make_key
+
+    if none and (given is not None or file is not None or not loopback):
+        raise ConfigError("--no-key is for servers that only this machine reaches, and excludes --key and --keys")
     if none:
-        return None
-    key = given or os.environ.get(KEY_VARIABLE) or f"sk-{secrets.token_urlsafe(24)}"
-    if not re.fullmatch(r"[A-Za-z0-9._~-]+", key):
-        raise ConfigError("an API key has letters, digits and . _ ~ - only; what follows a colon names a session")
-    return key
+        return None, None
+    if given is not None and file is not None:
+        raise ConfigError("--key and --keys exclude each other; name the client in the file")
+    several = None if given is not None else given_keys(file)
+    if several is not None:
+        if file is None and os.environ.get(KEY_VARIABLE):
+            raise ConfigError(f"{KEYS_VARIABLE} and {KEY_VARIABLE} are both set; unset one")
+        if file is not None and file.stat().st_mode & 0o077:
+            print(f"warning: other users can read the keys in {file}; run `chmod 600 {file}`", file=sys.stderr)
+        return several, None
+    known = given or os.environ.get(KEY_VARIABLE)
+    new = None if known else f"sk-{secrets.token_urlsafe(24)}"
+    return KeyRing([make_key(CLIENT, known or new or "")]), new

@@ -3,62 +3,76 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from rollmill.buffer import create_run_store
-from rollmill.errors import ConfigError, RollmillError
-from rollmill.feedback.guard import TOKEN_COOKIE, RequestGuard, add_headers, read_body
+from rollmill.errors import RollmillError
+from rollmill.feedback.guard import CLIENT, MAX_BODY, TOKEN_COOKIE, RequestGuard, security_headers
 from rollmill.feedback.pages import FeedbackPages
 from rollmill.feedback.requests import FeedbackError, parse_author, parse_request
 from rollmill.feedback.requests import FeedbackRequest as Feedback
 from rollmill.feedback.service import FeedbackService
 from rollmill.files import to_jsonable
-from rollmill.trackers.rollout_log import check_run_dir
-
-if TYPE_CHECKING:
-    import uvicorn
-
+from rollmill.web import RequestRefusedError
+from rollmill.web.keys import KeyRateLimiter
+from rollmill.web.middleware import BODY_S, ASGIApp, ASGIMessage, GuardMiddleware, Receive, Scope, Send
 
 _MOST_AT_ONCE, _MOST_LISTED = 1000, 1000
 
 
-def make_app(service: FeedbackService, guard: RequestGuard, author: str) -> FastAPI:
+class FeedbackMiddleware(GuardMiddleware):
+    """Applies the rules of the guard to every request, and adds security headers to every response."""
+
+    holds = True
+
+    def __init__(self, app: ASGIApp, guard: RequestGuard, body_s: float) -> None:
+        super().__init__(app, KeyRateLimiter(guard.keys.keys if guard.keys else ()), MAX_BODY, body_s)
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI. The printed address sets a cookie, so that the key does not stay in the browser's address bar."""
+        if scope["type"] == "http":
+            request = Request(scope)
+            shown = request.query_params.get("token")
+            if shown is not None and request.url.path == "/" and self._guard.is_key(shown):
+                opened = RedirectResponse("/", status_code=303)
+                opened.set_cookie(TOKEN_COOKIE, shown, httponly=True, samesite="strict")
+                opened.raw_headers += security_headers()
+                return await opened(scope, receive, send)
+        await super().__call__(scope, receive, send)
+
+    def admit(self, scope: Scope, headers: dict[str, str]) -> str:
+        """See GuardMiddleware."""
+        scope[CLIENT] = client = self._guard.check(Request(scope))
+        return client
+
+    def refusal(self, scope: Scope, error: RequestRefusedError) -> tuple[str, bytes]:
+        """See GuardMiddleware. Not a page: it would contain the form secret."""
+        if _is_program(Request(scope)):
+            return "application/json", json.dumps({"error": str(error)}).encode()
+        return "text/plain; charset=utf-8", str(error).encode()
+
+    def answered(self, scope: Scope, start: ASGIMessage) -> None:
+        """See GuardMiddleware."""
+        start["headers"] = [*start.get("headers", []), *security_headers()]
+
+
+def make_app(service: FeedbackService, guard: RequestGuard, author: str, body_s: float = BODY_S) -> FeedbackMiddleware:
     """Builds the application for one run. `author` is the default name of the page's user."""
     app = FastAPI(title="rollmill feedback", openapi_url=None)
     pages = FeedbackPages(service, guard, author)
 
-    @app.middleware("http")
-    async def guarded(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        try:
-            shown = request.query_params.get("token")
-            if shown is not None and request.url.path == "/" and guard.is_token(shown):
-                response: Response = RedirectResponse("/", status_code=303)
-                response.set_cookie(TOKEN_COOKIE, shown, httponly=True, samesite="strict")
-            else:
-                guard.check(request)
-                response = await call_next(request)
-        except FeedbackError as error:  # not a page: it would contain the form secret
-            text = str(error)
-            response = (
-                JSONResponse({"error": text}, error.status)
-                if _is_program(request)
-                else PlainTextResponse(text, error.status)
-            )
-        add_headers(response)
-        return response
-
     _add_errors(app, pages)
     _add_api(app, service)
     pages.add_to(app)
-    return app
+    return FeedbackMiddleware(app, guard, body_s)
 
 
 def _add_errors(app: FastAPI, pages: FeedbackPages) -> None:
@@ -87,10 +101,12 @@ def _add_errors(app: FastAPI, pages: FeedbackPages) -> None:
 def _add_api(app: FastAPI, service: FeedbackService) -> None:
     """Registers the JSON API."""
 
+    watching = CapacityLimiter(2)  # threads of its own: others may all be busy with long requests
+
     @app.get("/health")
-    def health() -> dict[str, Any]:
+    async def health() -> dict[str, Any]:
         """Reports that the server works, and its run."""
-        steps = service.stored.steps()
+        steps = await run_sync(service.stored.steps, limiter=watching)
         return {"status": "ok", "run": service.stored.run_dir.name, "steps": len(steps)}
 
     @app.post("/feedback")
@@ -98,7 +114,7 @@ def _add_api(app: FastAPI, service: FeedbackService) -> None:
         """Submits feedback: one JSON object, or a list that is applied as a whole."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise FeedbackError("send Content-Type: application/json", status=415)
-        body, key = await read_body(request), request.headers.get("idempotency-key")
+        body, key = await request.body(), request.headers.get("idempotency-key")
         done = await run_in_threadpool(lambda: service.submit(_requests(body, key)))
         return {"ids": done.ids, "new": done.new}
 
@@ -139,40 +155,3 @@ def _requests(body: bytes, key: str | None) -> list[Feedback]:
             row = {"key": f"{key} {number}" if many else key} | row
         requests.append(parse_request(row, f"request {number + 1} of {len(rows)}: " if many else ""))
     return requests
-
-
-# Server
-
-_LAST_ANSWERS_S = 5
-
-
-def open_feedback(run_dir: Path) -> FeedbackService:
-    """Opens the feedback service of a run. Its database is created if the run has none (a run with its buffer in memory
-    reads feedback there).
-
-    Raises:
-        ConfigError: `run_dir` holds no run.
-        ModelError: the run has no stored tokenizer.
-        StoreError: the database cannot be opened.
-    """
-    return FeedbackService(run_dir, create_run_store(check_run_dir(run_dir)))
-
-
-def build_server(service: FeedbackService, guard: RequestGuard, author: str) -> uvicorn.Server:
-    """Builds the server, with `run(sockets=[...])` until SIGINT or SIGTERM.
-
-    Raises ConfigError if the web libraries are missing.
-    """
-    try:
-        import uvicorn
-
-        from rollmill.feedback.app import make_app
-    except ImportError as error:
-        raise ConfigError(
-            "`rollmill feedback` needs the fastapi and uvicorn libraries: pip install 'rollmill[feedback]'"
-        ) from error
-    app = make_app(service, guard, author)
-    quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-    return uvicorn.Server(
-        uvicorn.Config(app, **quiet, lifespan="off", ws="none", timeout_graceful_shutdown=_LAST_ANSWERS_S)
-    )

@@ -19,11 +19,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
 from rollmill.errors import RollmillError
-from rollmill.feedback.guard import RequestGuard, read_body
+from rollmill.feedback.guard import CLIENT, TOKEN_CLIENT, RequestGuard
 from rollmill.feedback.rendering import CompletionCard, cards, escape_text
 from rollmill.feedback.requests import FeedbackError, parse_author, parse_request
 from rollmill.feedback.rollout_index import RolloutIndex, StoredGroup
 from rollmill.feedback.service import FeedbackService
+from rollmill.web.keys import ANYONE
 
 # Lists of groups: filters, order and neighbours
 
@@ -227,7 +228,7 @@ class FeedbackPages:
 
     def _form(self, act: Callable[[Request, dict[str, str]], Response]) -> Callable[..., Any]:
         async def handle(request: Request) -> Response:
-            body = await read_body(request)
+            body = await request.body()
             return await run_in_threadpool(answer, request, body)
 
         def answer(request: Request, body: bytes) -> Response:
@@ -275,7 +276,9 @@ class FeedbackPages:
     # -- responses ---------------------------------------------------------------------------------------------
 
     def _name(self, request: Request) -> str:
-        return unquote(request.cookies.get(AUTHOR_COOKIE, "")) or self._author
+        client: str = request.scope[CLIENT]
+        own = self._author if client in (ANYONE, TOKEN_CLIENT) else client
+        return unquote(request.cookies.get(AUTHOR_COOKIE, "")) or own
 
     def _render(self, template: str, request: Request, status: int = 200, **context: Any) -> Response:
         here = request.url.path + ("?" + request.url.query).rstrip("?")

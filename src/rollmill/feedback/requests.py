@@ -10,17 +10,16 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from rollmill.errors import RollmillError
 from rollmill.trackers.console import printable
+from rollmill.web import RequestRefusedError
 
 
-class FeedbackError(RollmillError):
+class FeedbackError(RequestRefusedError):
     """Invalid feedback; the message gives the reason. `status` is the HTTP status: 403, 404, 409 or 422, for
     example."""
 
     def __init__(self, message: str, status: int = 422) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(message, status, code="refused")
 
 
 class FeedbackKind(StrEnum):

@@ -8,7 +8,7 @@ history is rendered again: the sample forks there.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -204,15 +204,18 @@ class ChatRenderer:
         *,
         format: ToolFormat = "auto",
         name: str = "a chat",
+        check: Callable[[str], None] | None = None,
     ) -> ChatPrompt:
         """Tokenize a conversation, continuing from the longest recorded reply in `replies` that it begins with.
 
-        Raises EngineError like `render`.
+        Raises EngineError like `render`, and what `check` raises for the rendered text, before it is tokenized.
         """
         known = [each for each in replies if each.tools == tools and _begins(messages, each.messages)]
         known.sort(key=lambda each: len(each.messages), reverse=True)
         raw = (*known[0].raw, *messages[len(known[0].messages) :]) if known else tuple(messages)
         text = self.render(raw, tools, format=format, name=name)
+        if check is not None:
+            check(text)
         for each in known:
             behind = self._behind(each, text)
             if behind is not None:

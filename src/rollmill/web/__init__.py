@@ -1,13 +1,55 @@
-"""Listening sockets and Host checks, shared by the servers of this package."""
+"""Listening sockets, Host checks and refusals, shared by the servers of this package."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from dataclasses import dataclass
 from functools import cache
 from urllib.parse import urlsplit
 
-from rollmill.errors import ConfigError
+from rollmill.errors import ConfigError, RollmillError
+
+
+class RequestRefusedError(RollmillError):
+    """A request that is not answered.
+
+    Args:
+        status: of HTTP.
+        code: identifies the error for programs.
+        param: the field that is wrong.
+        retry_s: seconds after which to retry.
+    """
+
+    def __init__(
+        self, message: str, status: int = 400, *, code: str, param: str | None = None, retry_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_s = status, code, param, retry_s
+
+    def headers(self) -> dict[str, str]:
+        """HTTP headers of the response."""
+        found = {"retry-after": str(self.retry_s)} if self.retry_s is not None else {}
+        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Bounds of a server's connections.
+
+    Attributes:
+        connections: open ones. Beyond it the oldest that waits for a client is closed, so that new clients are served.
+        header_s: seconds until the headers of a request are complete, from the connection or its first byte.
+        write_s: seconds without progress until a client that does not read its answer is given up.
+        linger_s: seconds for a refused client to read the answer.
+        keep_alive_s: seconds that a connection may rest between two requests.
+    """
+
+    connections: int = 1000
+    header_s: float = 10.0
+    write_s: float = 60.0
+    linger_s: float = 5.0
+    keep_alive_s: int = 120
 
 
 def open_listener(host: str, port: int) -> socket.socket:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import AsyncGenerator, Awaitable, Iterator
-from contextlib import aclosing, contextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar, get_type_hints
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from rollmill.errors import ConfigError, EngineError, RollmillError
+from rollmill.errors import RollmillError
 from rollmill.rollout.endpoint import protocol as responses
 from rollmill.rollout.endpoint.chat_completions import ChatCompletionHandler, TextCompletionHandler
-from rollmill.rollout.endpoint.middleware import SESSION_SCOPE_KEY, AccessRules, EndpointMiddleware
+from rollmill.rollout.endpoint.middleware import AccessRules, EndpointMiddleware, caller_of
 from rollmill.rollout.endpoint.protocol import (
     ApiError,
     ChatCompletionRequest,
@@ -26,7 +27,8 @@ from rollmill.rollout.endpoint.protocol import (
     ErrorResponse,
     RewardRequest,
 )
-from rollmill.rollout.endpoint.service import MISSING_LIBRARIES, EndpointService
+from rollmill.rollout.endpoint.service import EndpointService
+from rollmill.web import RequestRefusedError
 
 AnswerT = TypeVar("AnswerT")
 
@@ -44,17 +46,55 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
 def make_app(service: EndpointService, rules: AccessRules) -> EndpointMiddleware:
     """Build the application, behind its access rules."""
     app = FastAPI(title="rollmill serve", description=_ABOUT, docs_url=None, redoc_url=None, responses=_FAILS)
+    app.router.route_class = _threaded_route(service)
     _add_errors(app)
     _add_completions(app, service)
     _add_state(app, service)
     _add_feedback(app, service)
-    return EndpointMiddleware(app, rules, service.gauges)
+    assert service.most_bytes is not None
+    return EndpointMiddleware(app, rules, service.gauges, service.rates, service.most_bytes)
+
+
+def _threaded_route(service: EndpointService) -> type[APIRoute]:
+    """A route that parses and validates a long JSON body in a thread, so that other requests are answered meanwhile."""
+
+    class _ThreadedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            model: type[BaseModel] | None = get_type_hints(self.endpoint).get("body")
+            if model is None:
+                return super().get_route_handler()
+
+            async def handle(request: Request) -> Response:
+                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if kind != "application/json":
+                    raise ApiError("send Content-Type: application/json", code="invalid_request")
+                raw = await request.body()
+                body = await service.converted(len(raw), lambda: _parsed(model, raw))
+                found = await self.endpoint(body=body, request=request)
+                return found if isinstance(found, Response) else JSONResponse(found.model_dump())
+
+            return handle
+
+    return _ThreadedRoute
+
+
+def _parsed(model: type[BaseModel], raw: bytes) -> BaseModel:
+    """Parse a body. Raises ApiError that names up to five wrong fields."""
+    try:
+        return model.model_validate(json.loads(raw))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)[:5]
+        text = "; ".join(f"{_place(each['loc'])}: {each['msg']}" for each in wrong)
+        raise ApiError(text, code="invalid_request", param=_place(wrong[0]["loc"])) from None
+    except (ValueError, RecursionError) as error:
+        text = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(f"the body is not JSON: {text}", code="invalid_request") from None
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body(), error.status, error.headers())
+    @app.exception_handler(RequestRefusedError)
+    async def refused(request: Request, error: RequestRefusedError) -> Response:
+        return JSONResponse(ApiError.of(error).body(), error.status, error.headers())
 
     @app.exception_handler(RollmillError)
     async def failed(request: Request, error: RollmillError) -> Response:
@@ -74,37 +114,47 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        wrong = [f"{_place(each['loc'])}: {each['msg']}" for each in error.errors()[:5]]
-        known = ApiError("; ".join(wrong), code="invalid_request", param=_place(error.errors()[0]["loc"]))
+        first = error.errors()[0]
+        known = ApiError(f"{_place(first['loc'][1:])}: {first['msg']}", code="invalid_request")
         return JSONResponse(known.body(), 400)
 
 
 def _place(at: Any) -> str:
     """Location of an error in the body; names made up by the client are not repeated."""
-    return ".".join(str(each) for each in at[1:] if isinstance(each, int) or str(each).isidentifier())[:100] or "body"
+    return ".".join(str(each) for each in at if isinstance(each, int) or str(each).isidentifier())[:100] or "body"
 
 
 def _add_completions(app: FastAPI, service: EndpointService) -> None:
     @app.post("/v1/chat/completions", response_model=responses.ChatCompletionResponse, responses=_STREAMS)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Generate the next turn of a conversation."""
-        return await _answered(ChatCompletionHandler(service, body, request.scope[SESSION_SCOPE_KEY]), request)
+        size = len(await request.body())
+        return await _answered(ChatCompletionHandler(service, body, caller_of(request.scope), size), request)
 
     @app.post("/v1/completions", response_model=responses.CompletionResponse, responses=_STREAMS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete a text."""
-        return await _answered(TextCompletionHandler(service, body, request.scope[SESSION_SCOPE_KEY]), request)
+        size = len(await request.body())
+        return await _answered(TextCompletionHandler(service, body, caller_of(request.scope), size), request)
 
 
 async def _answered(work: ChatCompletionHandler | TextCompletionHandler, request: Request) -> Response:
     """Respond to an admitted request, at once or as a stream."""
-    if work.body.stream:
-        return _EventStreamResponse(work)
+
+    async def whole() -> Response:
+        await work.begin()
+        return await work.answer()
+
     try:
-        found = await _while_connected(work.answer(), request)
-    finally:
+        if work.body.stream:
+            await _while_connected(work.begin(), request)
+            return _EventStreamResponse(work)
+        found = await _while_connected(whole(), request)
+    except BaseException:
         work.close()
-    return JSONResponse(found.model_dump(exclude_none=False))
+        raise
+    work.close()
+    return found
 
 
 class _EventStreamResponse(StreamingResponse):
@@ -200,12 +250,13 @@ def _add_feedback(app: FastAPI, service: EndpointService) -> None:
             raise ApiError(
                 "nothing is recorded here; start `rollmill serve` with --record or --train", code="no_feedback"
             )
-        name = body.session or (request.scope[SESSION_SCOPE_KEY] if body.completion is None else None)
-        session = service.sessions.find(name=name, answer=body.completion)
+        caller = caller_of(request.scope)
+        name = body.session or (caller.session if body.completion is None else None)
+        session = service.sessions.find(caller.client, name=name, answer=body.completion)
         session.rewarded(body.reward)
         service.gauges.feedback.inc()
         if body.commit:
-            _commit(service, [session])
+            await _commit(service, [session])
         assert session.reward is not None
         return responses.FeedbackResponse(
             session=session.id, reward=session.reward, parts=session.parts, committed=body.commit
@@ -214,69 +265,21 @@ def _add_feedback(app: FastAPI, service: EndpointService) -> None:
     @app.post("/commit", response_model=responses.CommitResponse)
     async def commit(body: CommitRequest, request: Request) -> responses.CommitResponse:
         """Hand over finished sessions, all or none."""
+        caller = caller_of(request.scope)
         single = [body.session] if body.session is not None else []
         names = list(dict.fromkeys([*single, *(body.sessions or [])]))
-        if not names and body.sessions is None and request.scope[SESSION_SCOPE_KEY] is not None:
-            names = [request.scope[SESSION_SCOPE_KEY]]
+        if not names and body.sessions is None and caller.session is not None:
+            names = [caller.session]
         sessions = service.sessions
-        chosen = [sessions.find(name=name) for name in names]
+        chosen = [sessions.find(caller.client, name=name) for name in names]
         if not names and body.sessions is None:
-            chosen = sessions.rewarded()
-        count = _commit(service, chosen)
+            chosen = sessions.rewarded(caller.client)
+        count = await _commit(service, chosen)
         return responses.CommitResponse(committed=[session.id for session in chosen], experiences=count)
 
 
-def _commit(service: EndpointService, sessions: list[Any]) -> int:
+async def _commit(service: EndpointService, sessions: list[Any]) -> int:
     if service.sink is None:
         text = "nothing is committed here: a workflow ends its sessions itself, and a server needs --record or --train"
         raise ApiError(text, code="no_commit")
-    return service.sessions.commit(sessions, service.sink, service.chat.decode)
-
-
-SHUTDOWN_GRACE_S = 30
-
-
-class EndpointServer:
-    """Runs the application in the caller's event loop, from `start` to `stop`. Signals are left to the caller.
-
-    Raises ConfigError if the web libraries are missing.
-    """
-
-    def __init__(self, service: EndpointService, rules: AccessRules, listener: socket.socket) -> None:
-        try:
-            import uvicorn
-
-            from rollmill.rollout.endpoint.app import make_app
-        except ImportError as error:
-            raise ConfigError(MISSING_LIBRARIES) from error
-
-        class _Server(uvicorn.Server):
-            @contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield
-
-        options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-        options |= {"lifespan": "off", "ws": "none", "timeout_keep_alive": 120}
-        config = uvicorn.Config(make_app(service, rules), **options, timeout_graceful_shutdown=SHUTDOWN_GRACE_S)
-        self.service, self._listener = service, listener
-        self._server: Any = _Server(config)
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Start answering requests."""
-        self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
-        while not self._server.started:
-            if self._task.done():
-                raise EngineError("the endpoint did not start") from self._task.exception()
-            await asyncio.sleep(0.005)
-
-    async def stop(self, *, abort: bool = False) -> None:
-        """Refuse new requests, and stop once running ones are answered, or at once with `abort`."""
-        if self._task is None:
-            return
-        self.service.gate.closing = True
-        if abort:
-            await self.service.gate.abort()
-        self._server.should_exit = True
-        await self._task
-        self._task = None
+    return await service.sessions.commit(sessions, service.sink, service.chat.decode)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.rollout.endpoint.handler import ChoiceState, CompletionHandler
-from rollmill.rollout.endpoint.messages import assistant_message
+from rollmill.rollout.endpoint.messages import assistant_message, check_text
+from rollmill.rollout.endpoint.middleware import Caller
 from rollmill.rollout.endpoint.protocol import (
     FINISH_REASONS,
     ApiError,
@@ -44,26 +45,27 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
 
     kind, piece = "chatcmpl", "chat.completion.chunk"
 
-    def __init__(self, service: EndpointService, body: ChatCompletionRequest, name: str | None) -> None:
+    def __init__(self, service: EndpointService, body: ChatCompletionRequest, caller: Caller, size: int) -> None:
         _check_choice(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("`top_logprobs` needs `logprobs`: true", code="invalid_value", param="top_logprobs")
-        super().__init__(service, body, name)
+        super().__init__(service, body, caller, size)
 
-    def _begin(self) -> None:
-        body, session = self.body, self.session
+    async def begin(self) -> None:
+        """See CompletionHandler."""
+        body, session, service = self.body, self.session, self.service
         self._number = session.begin()
-        self.prompt = session.chat_prompt(body)
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        self.sampling = session.settings(body, limit)
-        seed = session.seed(self._number, body.seed, int(self.id[-16:], 16))
-        self._start(self.prompt.token_ids, seed, body.top_logprobs or 0)
+        with service.gate.preparing():
+            self.prompt = await service.tokenized(self.size, lambda: session.chat_prompt(body, service.check_text))
+            limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+            self.sampling = session.settings(body, limit)
+            seed = session.seed(self._number, body.seed, int(self.id[-16:], 16))
+            self._start(self.prompt.token_ids, seed, body.top_logprobs or 0)
         tools, prompt = requested_tools(body) is not None, (self.prompt.text, self.prompt.token_ids)
         self.choices = [ChatChoiceState(i, *prompt, self._stream(tools=tools)) for i in range(self.count)]
 
-    async def answer(self) -> ChatCompletionResponse:
+    def response(self) -> ChatCompletionResponse:
         """See CompletionHandler."""
-        await self._finish()
         return ChatCompletionResponse(
             id=self.id,
             created=self.created,
@@ -149,7 +151,7 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
 
     kind, piece = "cmpl", "text_completion"
 
-    def __init__(self, service: EndpointService, body: CompletionRequest, name: str | None) -> None:
+    def __init__(self, service: EndpointService, body: CompletionRequest, caller: Caller, size: int) -> None:
         if body.max_tokens == 0:
             text = "`max_tokens` 0 asks for nothing: the endpoint gives no log-probs of prompts; ask for 1 token"
             raise ApiError(text, code="invalid_value", param="max_tokens")
@@ -158,30 +160,37 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
                 "`echo` with `logprobs` would need log-probs of the prompt, which are not given; leave one of them out"
             )
             raise ApiError(text, code="unsupported_parameter", param="echo")
-        super().__init__(service, body, name)
+        super().__init__(service, body, caller, size)
 
-    def _begin(self) -> None:
-        body, session = self.body, self.session
+    async def begin(self) -> None:
+        """See CompletionHandler."""
+        body, session, service = self.body, self.session, self.service
         prompts = _prompts(body)
-        self.service.gate.check(len(prompts))
         self.sampling = session.settings(body, body.max_tokens)
-        for number, (ids, text) in enumerate([self._prompt_of(prompt) for prompt in prompts]):
-            seed = session.seed(session.begin(), body.seed, int(self.id[-16:], 16) + number)
-            self._start(ids, seed, body.logprobs or 0)
-            at, first = len(text) if body.echo else 0, len(self.choices)
-            self.choices += [TextChoiceState(first + i, text, ids, self._stream(), at=at) for i in range(self.count)]
+        with service.gate.preparing(len(prompts)):
+            found = await service.tokenized(self.size, lambda: [self._prompt_of(prompt) for prompt in prompts])
+            for number, (ids, text) in enumerate(found):
+                seed = session.seed(session.begin(), body.seed, int(self.id[-16:], 16) + number)
+                self._start(ids, seed, body.logprobs or 0)
+                at, first = len(text) if body.echo else 0, len(self.choices)
+                self.choices += [
+                    TextChoiceState(first + i, text, ids, self._stream(), at=at) for i in range(self.count)
+                ]
 
     def _prompt_of(self, prompt: str | list[int]) -> tuple[list[int], str]:
         most = len(self.service.chat.tokenizer)
         if not isinstance(prompt, str) and any(token >= most for token in prompt):
             raise ApiError(f"token ids are below {most}", code="invalid_value", param="prompt")
+        if isinstance(prompt, str):
+            self.service.check_text(check_text(prompt))
+        else:
+            self.service.check_length(len(prompt))
         ids, text = self.session.text_prompt(prompt)
         self.service.check_length(len(ids))
         return ids, text
 
-    async def answer(self) -> CompletionResponse:
+    def response(self) -> CompletionResponse:
         """See CompletionHandler."""
-        await self._finish()
         return CompletionResponse(
             id=self.id,
             created=self.created,

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
+from starlette.responses import JSONResponse
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest, SampledToken
+from rollmill.rollout.endpoint.middleware import Caller
 from rollmill.rollout.endpoint.protocol import ApiError, BaseCompletionRequest, UsageInfo, check_extra_fields
 from rollmill.rollout.endpoint.service import EndpointService, GenerationTask, new_response_id
 from rollmill.rollout.tools.formats import TOOL_CALL_START
@@ -101,7 +103,10 @@ AnyChoice = TypeVar("AnyChoice", bound=ChoiceState)
 
 
 class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
-    """A running request. Created on admission; `close` ends it.
+    """A running request. `begin` starts its generations; `close` ends it.
+
+    Args:
+        size: bytes of the request.
 
     Raises ApiError if the request cannot be answered.
     """
@@ -110,30 +115,33 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
     piece: ClassVar[str]  #: object name of a stream's chunks
     sampling: SamplingConfig
 
-    def __init__(self, service: EndpointService, body: AnyBody, name: str | None) -> None:
+    def __init__(self, service: EndpointService, body: AnyBody, caller: Caller, size: int) -> None:
         check_extra_fields(body.model_extra)
         if body.stream_options is not None and not body.stream:
             raise ApiError("`stream_options` needs `stream`: true", code="invalid_value", param="stream_options")
+        service.rates.check_tokens(caller.client)
         service.gate.check()
-        self.service, self.body, self.id = service, body, new_response_id(self.kind)
+        self.service, self.body, self.id, self.size = service, body, new_response_id(self.kind), size
         self.created, self.count = int(time.time()), body.n or 1
         self.choices: list[AnyChoice] = []
         self._generations: list[GenerationTask] = []
         self._stack = ExitStack()
-        try:
-            self.session = self._stack.enter_context(service.session(name, self.id))
-            self._begin()
-        except BaseException:
-            self.close()
-            raise
+        self.session = self._stack.enter_context(service.session(caller, self.id))
 
     @abstractmethod
-    def _begin(self) -> None:
-        """Start the generations, and create the choices."""
+    async def begin(self) -> None:
+        """Tokenize the prompts, start the generations, and create the choices."""
 
     @abstractmethod
-    async def answer(self) -> BaseModel:
-        """Return the whole response."""
+    def response(self) -> BaseModel:
+        """The whole response, once all choices are complete."""
+
+    async def answer(self) -> JSONResponse:
+        """Wait until all choices are complete, and return the whole response."""
+        async for _ in self._changes():
+            pass
+        details = sum(1 + len(each.top) for choice in self.choices for each in choice.sampled)
+        return await self.service.converted(details * 32, lambda: JSONResponse(self.response().model_dump()))
 
     @abstractmethod
     def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -164,15 +172,10 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
     def _stream(self, *, tools: bool = False) -> TextStream:
         return TextStream(self.service.chat.tokenizer, self.sampling.stop, tools=tools)
 
-    async def _finish(self) -> None:
-        """Wait until all choices are complete."""
-        async for _ in self._changes():
-            pass
-
     async def _changes(self) -> AsyncGenerator[tuple[AnyChoice, str], None]:
         """Yield choices with new text to show; the last change of each has the completion."""
         for number, generation in enumerate(self._generations):
-            async with aclosing(self.service.watched(generation)) as events:
+            async with aclosing(self.service.watched(generation, self.session)) as events:
                 async for event in events:
                     choice = self.choices[number * self.count + event.index]
                     if isinstance(event, Completion):

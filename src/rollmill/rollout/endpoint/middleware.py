@@ -1,29 +1,20 @@
-"""Checks that every request passes first: access, body size, and the session it belongs to; and metrics of requests."""
+"""Checks that every request passes first: the key, the session it belongs to, rate limits, and size; and metrics."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.rollout.endpoint.protocol import ApiError
-from rollmill.web import is_own_host
+from rollmill.web import ConnectionLimits, RequestRefusedError, is_own_host
+from rollmill.web.keys import ANYONE, KeyRateLimiter, KeyRing
+from rollmill.web.middleware import BODY_S, MOST_BODIES, ASGIApp, ASGIMessage, GuardMiddleware, Scope
 
-Scope = MutableMapping[str, Any]
-ASGIMessage = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[ASGIMessage]]
-Send = Callable[[ASGIMessage], Awaitable[None]]
-ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-SESSION_SCOPE_KEY = "rollmill.session"
-"""Key of the ASGI scope: the name of the request's session, or None."""
+_CALLER = "rollmill.caller"
 _PREFIX = re.compile(r"/s/([^/]*)(/v1/.*|/feedback|/commit)")
 _NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-_BODY_S = 60.0
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _OPEN = ("/health",)
 _ROUTES = frozenset(
@@ -37,13 +28,31 @@ class AccessRules:
 
     Attributes:
         host: the address listened on.
-        key: API key of requests, which may append `:SESSION`; None: not required.
-        most_bytes: longest body.
+        keys: keys of clients, to which a request may append `:SESSION`; None: not required.
+        connections: bounds of connections.
+        body_s: seconds for a whole body to arrive.
+        bodies: bodies of the largest size that are read at the same time.
     """
 
     host: str
-    key: str | None
-    most_bytes: int = 8 * 2**20
+    keys: KeyRing | None
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    body_s: float = BODY_S
+    bodies: int = MOST_BODIES
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client of a request, and the session that it names."""
+
+    client: str  #: name of its key
+    session: str | None
+
+
+def caller_of(scope: Scope) -> Caller:
+    """The caller of an admitted request."""
+    found: Caller = scope[_CALLER]
+    return found
 
 
 class EndpointMetrics:
@@ -57,9 +66,11 @@ class EndpointMetrics:
 
         self.registry = CollectorRegistry()
         options: Any = {"namespace": "rollmill", "registry": self.registry}
-        self.requests = Counter("requests", "Requests by route and HTTP status.", ["route", "status"], **options)
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **options)
-        self.completion_tokens = Counter("completion_tokens", "Tokens of completions.", **options)
+        self.requests = Counter(
+            "requests", "Requests by route, HTTP status and client.", ["route", "status", "key"], **options
+        )
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts by client.", ["key"], **options)
+        self.completion_tokens = Counter("completion_tokens", "Tokens of completions by client.", ["key"], **options)
         self.aborted = Counter("aborted", "Requests whose client went away, or that were ended.", **options)
         self.under_way = Gauge("under_way", "Requests that are being answered or wait.", **options)
         self.sessions = Gauge("sessions", "Sessions that are held.", **options)
@@ -80,34 +91,33 @@ class EndpointMetrics:
         return generate_latest(self.registry)
 
 
-class EndpointMiddleware:
-    """ASGI middleware that applies the rules, reads the body and counts requests."""
+class EndpointMiddleware(GuardMiddleware):
+    """Applies the rules of one endpoint, and counts its requests."""
 
-    def __init__(self, app: ASGIApp, rules: AccessRules, gauges: EndpointMetrics) -> None:
-        self._app, self._rules, self._gauges = app, rules, gauges
+    def __init__(
+        self, app: ASGIApp, rules: AccessRules, gauges: EndpointMetrics, rates: KeyRateLimiter, most_bytes: int
+    ) -> None:
+        super().__init__(app, rates, most_bytes, rules.body_s, rules.bodies)
+        self._rules, self._gauges = rules, gauges
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
+    def admit(self, scope: Scope, headers: dict[str, str]) -> str:
+        """See GuardMiddleware."""
+        self._check_origin(headers)
+        scope[_CALLER] = self._caller(scope, headers)
+        return caller_of(scope).client
 
-        async def counted(message: ASGIMessage) -> None:
-            if message["type"] == "http.response.start":
-                known = scope["path"] if scope["path"] in _ROUTES else "other"
-                self._gauges.requests.labels(known, message["status"]).inc()
-                message["headers"] = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
-                if (session := scope.get(SESSION_SCOPE_KEY)) is not None:
-                    message["headers"].append((b"x-session-id", session.encode()))
-            await send(message)
+    def refusal(self, scope: Scope, error: RequestRefusedError) -> tuple[str, bytes]:
+        """See GuardMiddleware."""
+        return "application/json", json.dumps(ApiError.of(error).body()).encode()
 
-        try:
-            self._check_origin(headers)
-            scope[SESSION_SCOPE_KEY] = self._session(scope, headers)
-            body = await self._body(headers, receive)
-        except ApiError as error:
-            return await _refuse(error, counted)
-        await self._app(scope, _replayed(body, receive), counted)
+    def answered(self, scope: Scope, start: ASGIMessage) -> None:
+        """See GuardMiddleware."""
+        route = scope["path"] if scope["path"] in _ROUTES else "other"
+        caller: Caller | None = scope.get(_CALLER)
+        self._gauges.requests.labels(route, start["status"], "" if caller is None else caller.client).inc()
+        start["headers"] = [*start.get("headers", []), (b"x-content-type-options", b"nosniff")]
+        if caller is not None and caller.session is not None:
+            start["headers"].append((b"x-session-id", caller.session.encode()))
 
     def _check_origin(self, headers: dict[str, str]) -> None:
         """Refuse requests made by web pages in a browser on this machine."""
@@ -117,8 +127,8 @@ class EndpointMiddleware:
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise ApiError("requests of web pages are refused", 403, code="cross_site")
 
-    def _session(self, scope: Scope, headers: dict[str, str]) -> str | None:
-        """The session named by the request's path, header or key."""
+    def _caller(self, scope: Scope, headers: dict[str, str]) -> Caller:
+        """The client, and the session named by the request's path, header or key."""
         named: list[str] = []
         if (match := _PREFIX.fullmatch(scope["path"])) is not None:
             named.append(match[1])
@@ -126,7 +136,8 @@ class EndpointMiddleware:
             scope["raw_path"] = match[2].encode("utf-8", "replace")
         if "x-session-id" in headers:
             named.append(headers["x-session-id"])
-        named += self._of_key(headers.get("authorization", ""), scope["path"])
+        client, of_key = self._of_key(headers.get("authorization", ""), scope["path"])
+        named += of_key
         for name in named:
             if not _NAME.fullmatch(name):
                 text = "a session's name has 1 to 128 letters, digits and . _ ~ -"
@@ -134,58 +145,17 @@ class EndpointMiddleware:
         if len(set(named)) > 1:
             text = f"the request names {len(set(named))} sessions ({', '.join(named)}); name one"
             raise ApiError(text, code="invalid_session", param="X-Session-Id")
-        return named[0] if named else None
+        return Caller(client, named[0] if named else None)
 
-    def _of_key(self, header: str, path: str) -> list[str]:
-        """The session in the API key. Raises ApiError if the key is wrong."""
+    def _of_key(self, header: str, path: str) -> tuple[str, list[str]]:
+        """The client's name, and the session in its API key. Raises ApiError if the key is wrong."""
         scheme, _, shown = header.partition(" ")
         shown = shown.strip() if scheme.lower() == "bearer" else ""
         key, colon, session = shown.partition(":")
-        needed = None if path in _OPEN else self._rules.key
-        if needed is not None and not secrets.compare_digest(key.encode(), needed.encode()):
+        named = [session] if colon else []
+        if self._rules.keys is None or path in _OPEN:
+            return ANYONE, named
+        if (found := self._rules.keys.find(key)) is None:
             text = "the API key is wrong or missing; send `Authorization: Bearer KEY`, or KEY:SESSION"
             raise ApiError(text, 401, code="invalid_api_key")
-        return [session] if colon else []
-
-    async def _body(self, headers: dict[str, str], receive: Receive) -> bytes:
-        most = self._rules.most_bytes
-        length = headers.get("content-length", "0")
-        if not (length.isascii() and length.isdecimal()) or int(length[:20]) > most:
-            raise _too_long(most)
-        parts, size = list[bytes](), 0
-        try:
-            async with asyncio.timeout(_BODY_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError("the body ended too early; send it again", code="incomplete_body")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > most:
-                        raise _too_long(most)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise ApiError(f"the body had not come after {_BODY_S:.0f} s", 408, code="body_timeout") from None
-
-
-def _too_long(most: int) -> ApiError:
-    return ApiError(f"the body is longer than {most} bytes; send less", 413, code="body_too_long")
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the whole body at once, then the server's further messages."""
-    parts: list[ASGIMessage] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def next_one() -> ASGIMessage:
-        return parts.pop() if parts else await receive()
-
-    return next_one
-
-
-async def _refuse(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body()).encode()
-    headers = [(key.encode(), value.encode()) for key, value in error.headers().items()]
-    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        return found.name, named

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import ConfigError
 from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.endpoint.app import EndpointServer
 from rollmill.rollout.endpoint.middleware import AccessRules, EndpointMetrics
+from rollmill.rollout.endpoint.server import EndpointServer
 from rollmill.rollout.endpoint.service import MISSING_LIBRARIES, AdmissionLimiter, EndpointService
-from rollmill.rollout.endpoint.session import EndpointSession, SessionStore
+from rollmill.rollout.endpoint.session import EndpointSession
+from rollmill.rollout.endpoint.session_store import SessionStore
 from rollmill.rollout.workflow import Rollout
-from rollmill.web import open_listener
+from rollmill.web import ConnectionLimits, open_listener
+from rollmill.web.keys import KeyRing, make_key
 
-HOST = "127.0.0.1"
+HOST, CLIENT = "127.0.0.1", "rollouts"
 _MOST = 100_000
 _MOST_TOKENS = 50_000_000
 
@@ -60,6 +62,7 @@ class PolicyEndpoint:
             secrets.token_hex(8),
             self._chat,
             rollout.sampling,
+            owner=CLIENT,
             recorder=rollout.recorder,
             seed=rollout.seed,
             index=rollout.index,
@@ -97,7 +100,9 @@ class PolicyEndpoint:
                 )
                 listener = open_listener(HOST, 0)
                 self._address = f"http://{HOST}:{listener.getsockname()[1]}"
-                server = EndpointServer(service, AccessRules(HOST, self._key), listener)
+                keys = KeyRing([make_key(CLIENT, self._key)])
+                rules = AccessRules(HOST, keys, ConnectionLimits(_MOST), bodies=_MOST)
+                server = EndpointServer(service, rules, listener)
                 await server.start()
                 self._server = server
             return self._server

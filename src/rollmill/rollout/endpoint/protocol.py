@@ -7,12 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollmill.errors import RollmillError
 from rollmill.types import StopReason
+from rollmill.web import RequestRefusedError
 
-MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOP_STRINGS, MAX_REWARD_PARTS = 64, 20, 16, 64
+MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOP_STRINGS, MAX_REWARD_PARTS, MAX_COMMITTED = 64, 20, 16, 64, 10_000
 StopText = Annotated[str, Field(max_length=256, min_length=1)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""A list that names its first wrong item only: a body may hold a million of them."""
+Texts = Annotated[list[str], Field(fail_fast=True)]
 SessionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~-]{1,128}$")]
 """Name of a session, usable in a URL."""
 PartName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -82,9 +85,9 @@ class ChatMessageParam(BaseModel):
     """A chat message. Undeclared fields are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextContentPart] | None = None
+    content: str | Annotated[list[TextContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallParam] | None = None
+    tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
 
@@ -108,8 +111,8 @@ class ToolParam(BaseModel):
 class ChatCompletionRequest(BaseCompletionRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessageParam], Field(min_length=1)]
-    tools: list[ToolParam] | None = None
+    messages: Annotated[list[ChatMessageParam], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[ToolParam], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
     """`auto` or `none`; a call cannot be forced."""
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -121,7 +124,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
 class CompletionRequest(BaseCompletionRequest):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     """A text, tokens, or several of either."""
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     """0 only with `echo`."""
@@ -147,7 +150,7 @@ class CommitRequest(RequestBody):
     all that have a reward and no running call."""
 
     session: SessionName | None = None
-    sessions: list[SessionName] | None = None
+    sessions: Annotated[list[SessionName], Field(max_length=MAX_COMMITTED, fail_fast=True)] | None = None
 
 
 FINISH_REASONS = {
@@ -299,30 +302,19 @@ class ErrorResponse(BaseModel):
     error: ErrorInfo
 
 
-class ApiError(RollmillError):
-    """A refused or failed request. `status` is HTTP's; `code` identifies the error for programs.
+class ApiError(RequestRefusedError):
+    """A refused or failed request, in OpenAI's format."""
 
-    Args:
-        param: the field that is wrong.
-        retry_s: seconds after which to retry.
-    """
-
-    def __init__(
-        self, message: str, status: int = 400, *, code: str, param: str | None = None, retry_s: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.retry_s = status, code, param, retry_s
+    @classmethod
+    def of(cls, error: RequestRefusedError) -> ApiError:
+        """The same refusal in this format."""
+        return cls(str(error), error.status, code=error.code, param=error.param, retry_s=error.retry_s)
 
     def body(self) -> dict[str, Any]:
         """The response body as JSON."""
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         details = ErrorInfo(message=str(self), type=kind, param=self.param, code=self.code)
         return ErrorResponse(error=details).model_dump()
-
-    def headers(self) -> dict[str, str]:
-        """HTTP headers of the response."""
-        found = {"retry-after": str(self.retry_s)} if self.retry_s is not None else {}
-        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
 
 IGNORED_FIELDS = frozenset(

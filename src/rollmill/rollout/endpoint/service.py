@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,10 +16,12 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest, RolloutEngine, SampledToken
 from rollmill.errors import ConfigError, EngineError
 from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.endpoint.middleware import EndpointMetrics
+from rollmill.rollout.endpoint.middleware import Caller, EndpointMetrics
 from rollmill.rollout.endpoint.protocol import ApiError
-from rollmill.rollout.endpoint.session import EndpointSession, SessionSink, SessionStore
+from rollmill.rollout.endpoint.session import EndpointSession, SessionSink
+from rollmill.rollout.endpoint.session_store import MakeSession, SessionStore
 from rollmill.types import Completion
+from rollmill.web.keys import KeyRateLimiter, KeyRing
 
 
 class AdmissionLimiter:
@@ -33,19 +36,32 @@ class AdmissionLimiter:
         self.most, self.deadline_s, self.gauges = most, deadline_s, gauges
         self.closing, self.failure = False, ""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._preparing = 0
 
     @property
     def under_way(self) -> int:
         """Number of running and queued requests."""
-        return len(self._tasks)
+        return len(self._tasks) + self._preparing
+
+    @contextmanager
+    def preparing(self, count: int = 1) -> Iterator[None]:
+        """Count requests as queued until they are admitted. Raises ApiError if there are too many, or the server is
+        stopping."""
+        self.check(count)
+        self._preparing += count
+        self.gauges.under_way.set(self.under_way)
+        try:
+            yield
+        finally:
+            self._preparing -= count
+            self.gauges.under_way.set(self.under_way)
 
     def admit(self, engine: RolloutEngine, request: GenerationRequest) -> GenerationTask:
-        """Start a request. Raises ApiError if there are too many, or the server is stopping."""
-        self.check()
+        """Start a request that was counted by `preparing`; so it is finished even if the server is stopping."""
         generation = GenerationTask(engine, request, self)
         self._tasks.add(generation.task)
         generation.task.add_done_callback(self._left)
-        self.gauges.under_way.set(len(self._tasks))
+        self.gauges.under_way.set(self.under_way)
         return generation
 
     def check(self, more: int = 1) -> None:
@@ -53,8 +69,8 @@ class AdmissionLimiter:
         if self.closing:
             text = "the server is ending and takes no more requests; try again when it is back"
             raise ApiError(text, 503, code="shutting_down", retry_s=5)
-        if len(self._tasks) + more > self.most:
-            text = f"{len(self._tasks)} requests are under way, at most {self.most} are taken; try again in a moment"
+        if self.under_way + more > self.most:
+            text = f"{self.under_way} requests are under way, at most {self.most} are taken; try again in a moment"
             raise ApiError(text, 429, code="too_many_requests", retry_s=1)
 
     async def abort(self) -> None:
@@ -67,7 +83,7 @@ class AdmissionLimiter:
         if task.cancelled():
             self.gauges.aborted.inc()
         self._tasks.discard(task)
-        self.gauges.under_way.set(len(self._tasks))
+        self.gauges.under_way.set(self.under_way)
 
 
 class GenerationTask:
@@ -115,7 +131,12 @@ class GenerationTask:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-Item = TypeVar("Item")
+ResultT = TypeVar("ResultT")
+
+_THREADS = 2
+_INLINE_BYTES = 16 * 1024
+_CHARS_PER_TOKEN = 16
+_LEAST_BODY, _MOST_BODY, _BODY_PER_TOKEN = 2**20, 8 * 2**20, 64
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +149,8 @@ class EndpointService:
         sink: receives committed sessions; None: sessions cannot be committed.
         takes_feedback: whether rewards are used.
         anonymous: creates the session of a call that names none.
+        rates: rate limits of clients.
+        most_bytes: longest body; by default it follows from the context.
     """
 
     engine: RolloutEngine
@@ -137,21 +160,49 @@ class EndpointService:
     sessions: SessionStore
     gate: AdmissionLimiter
     gauges: EndpointMetrics
-    anonymous: Callable[[str], EndpointSession] | None = None
+    anonymous: MakeSession | None = None
     sink: SessionSink | None = None
     takes_feedback: bool = True
+    rates: KeyRateLimiter = field(default_factory=KeyRateLimiter)
+    most_bytes: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "tokenize"))
+    _converting: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "json"))
+    _longest_token: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Encoding here, too: a tokenizer's settings may change with its first text, which threads must not see.
+        self.chat.encode("a")
+        self._longest_token = max(map(len, self.chat.tokenizer.get_vocab()))
+        if self.most_bytes is None:
+            self.most_bytes = min(_MOST_BODY, max(_LEAST_BODY, _BODY_PER_TOKEN * self.context))
+
+    def close(self) -> None:
+        """End the threads."""
+        for threads in (self._tokenizing, self._converting):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def tokenized(self, size: int, work: Callable[[], ResultT]) -> ResultT:
+        """Tokenize prompts of `size` bytes: at once if that is little, else in one of a few threads.
+
+        So a long prompt delays other long ones only. Tokenizers release the interpreter lock while they encode.
+        """
+        return await _in_thread(self._tokenizing, size, work)
+
+    async def converted(self, size: int, work: Callable[[], ResultT]) -> ResultT:
+        """Convert `size` bytes from or to JSON likewise. Prompts that are tokenized do not delay it."""
+        return await _in_thread(self._converting, size, work)
 
     @contextmanager
-    def session(self, name: str | None, answer: str) -> Iterator[EndpointSession]:
+    def session(self, caller: Caller, answer: str) -> Iterator[EndpointSession]:
         """The session of a call, marked as busy inside. Raises ApiError if it takes no calls."""
-        if name is not None:
-            session = self._named(name)
+        if caller.session is not None:
+            session = self._named(caller)
         elif self.anonymous is None:
             text = "name the session: the key is KEY:SESSION, or send X-Session-Id"
             raise ApiError(text, code="session_missing")
         else:
-            session = self.anonymous(answer)
+            session = self.anonymous(answer, owner=caller.client)
             if self.takes_feedback:
                 self.sessions.add(session)
         session.busy += 1
@@ -161,35 +212,59 @@ class EndpointService:
             session.busy -= 1
             self.sessions.released(session)
 
-    def _named(self, name: str) -> EndpointSession:
-        session = self.sessions.of(name)
+    def _named(self, caller: Caller) -> EndpointSession:
+        session = self.sessions.of(caller)
         if self.anonymous is None or self.takes_feedback or not session.full:
             return session
         self.sessions.remove(session)  # it cannot be committed, only continued
-        return self.sessions.of(name)
+        return self.sessions.of(caller)
 
     def start(self, request: GenerationRequest, session: EndpointSession) -> GenerationTask:
-        """Start a generation. Raises ApiError if the prompt does not fit, or there are too many requests."""
+        """Start a generation, within `gate.preparing`. Raises ApiError if the prompt does not fit, or the session has
+        ended."""
         length = len(request.prompt_ids)
         self.check_length(length)
+        session.check_open()  # it may have ended while the prompt was tokenized
         generation = self.gate.admit(self.engine, request)
         session.running.add(generation.task)
         generation.task.add_done_callback(session.running.discard)
-        self.gauges.prompt_tokens.inc(length)
+        self._count(self.gauges.prompt_tokens, session, length)
         return generation
+
+    def check_text(self, text: str) -> None:
+        """Raise ApiError for a text that cannot fit into the context, without tokenizing much of it.
+
+        No text has fewer tokens than its length divided by that of the longest token. Below that bound the beginning is
+        tokenized: if it alone fills the context twice, the whole does not fit.
+        """
+        most = self.context * self._longest_token
+        if len(text) > most:
+            raise self._too_long(f"{len(text)} characters, of which at most {most} can fit")
+        head = text[: self.context * _CHARS_PER_TOKEN]
+        if len(head) < len(text) and (tokens := len(self.chat.encode(head))) > 2 * self.context:
+            raise self._too_long(f"more than {tokens} tokens")
+
+    def _too_long(self, size: str) -> ApiError:
+        text = (
+            f"the prompt has {size}, and the model's context of {self.context} tokens leaves no room for an answer; "
+            "shorten the prompt"
+        )
+        return ApiError(text, code="context_length_exceeded", param="prompt")
+
+    def _count(self, counter: Any, session: EndpointSession, tokens: int) -> None:
+        counter.labels(session.owner).inc(tokens)
+        self.rates.spend_tokens(session.owner, tokens)
 
     def check_length(self, length: int) -> None:
         """Raise ApiError unless a prompt of this length leaves room for an answer."""
         if length >= self.context:
-            text = (
-                f"the prompt has {length} tokens, and the model's context of {self.context} tokens leaves no room for "
-                "an answer; shorten the prompt"
-            )
-            raise ApiError(text, code="context_length_exceeded", param="prompt")
+            raise self._too_long(f"{length} tokens")
         if not length:
             raise ApiError("the prompt has no tokens; send some text", code="invalid_value", param="prompt")
 
-    async def watched(self, generation: GenerationTask) -> AsyncGenerator[SampledToken | Completion, None]:
+    async def watched(
+        self, generation: GenerationTask, session: EndpointSession
+    ) -> AsyncGenerator[SampledToken | Completion, None]:
         """Yield the events of a generation, and record their metrics."""
         began, first = time.perf_counter(), True
         async for event in generation.events():
@@ -197,13 +272,19 @@ class EndpointService:
                 self.gauges.first.observe(time.perf_counter() - began)
                 first = False
             if isinstance(event, Completion):
-                self.gauges.completion_tokens.inc(len(event.token_ids))
+                self._count(self.gauges.completion_tokens, session, len(event.token_ids))
             yield event
         self.gauges.seconds.observe(time.perf_counter() - began)
 
     def token(self, id: int) -> str:
         """A token's text."""
         return self.chat.decode([id])
+
+
+async def _in_thread(threads: ThreadPoolExecutor, size: int, work: Callable[[], ResultT]) -> ResultT:
+    if size <= _INLINE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 def new_response_id(kind: str) -> str:
@@ -238,7 +319,9 @@ class ServiceLimits:
     sessions: int = 2000
     session_tokens: int = 20_000_000  #: tokens of all sessions; some 60 bytes each
     idle_s: float = 3600.0  #: idle time after which a session is dropped
-    most_bytes: int = 8 * 2**20  #: longest body
+    most_bytes: int | None = None  #: longest body; None: it follows from the model's context
+    requests_per_minute: int | None = None  #: of each client without a limit of its own
+    tokens_per_minute: int | None = None  #: likewise, of prompts and completions
 
 
 def build_application_service(
@@ -250,6 +333,7 @@ def build_application_service(
     sampling: SamplingConfig,
     limits: ServiceLimits,
     sink: SessionSink | None = None,
+    keys: KeyRing | None = None,
 ) -> EndpointService:
     """Build the service of a model for applications, where any call may start a session.
 
@@ -273,4 +357,6 @@ def build_application_service(
         anonymous=make,
         sink=sink,
         takes_feedback=sink is not None,
+        rates=KeyRateLimiter(keys.keys if keys else (), limits.requests_per_minute, limits.tokens_per_minute),
+        most_bytes=limits.most_bytes,
     )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +13,6 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.errors import EngineError
 from rollmill.rollout.chat import ChatPrompt, ChatRenderer, RecordedReply
 from rollmill.rollout.endpoint.messages import check_text, normalize_messages, template_error
-from rollmill.rollout.endpoint.middleware import EndpointMetrics
 from rollmill.rollout.endpoint.protocol import (
     MAX_REWARD_PARTS,
     ApiError,
@@ -23,8 +20,7 @@ from rollmill.rollout.endpoint.protocol import (
     ChatCompletionRequest,
     ChatMessageParam,
 )
-from rollmill.rollout.recorder import DecodeTokens, Recorder
-from rollmill.rollout.runner import apply_repetition_penalty
+from rollmill.rollout.recorder import Recorder
 from rollmill.rollout.tools.formats import split_tool_calls
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, Experience, StopReason
@@ -38,6 +34,7 @@ class EndpointSession:
 
     Args:
         sampling: default sampling of completions.
+        owner: name of the client that opened it.
         recorder: records every call.
         seed: seed of all calls, together with their number; None: every request has its own seed.
         index: index of the recorded completions.
@@ -57,13 +54,14 @@ class EndpointSession:
         chat: ChatRenderer,
         sampling: SamplingConfig,
         *,
+        owner: str = "",
         recorder: Recorder | None = None,
         seed: int | None = None,
         index: int = 0,
         forced: bool = False,
         most_tokens: int = 1_000_000,
     ) -> None:
-        self.id, self.sampling, self.recorder = id, sampling, recorder or Recorder()
+        self.id, self.owner, self.sampling, self.recorder = id, owner, sampling, recorder or Recorder()
         self.parts: dict[str, float] = {}
         self.answers: list[str] = []
         self.used_at, self.busy, self.closed = time.monotonic(), 0, False
@@ -89,10 +87,14 @@ class EndpointSession:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
 
-    def begin(self) -> int:
-        """Count a new call and return its number. Raises ApiError if the session takes none."""
+    def check_open(self) -> None:
+        """Raise ApiError if the session has ended."""
         if self.closed:
             raise ApiError(f"session {self.id} has ended; begin another", 404, code="session_ended")
+
+    def begin(self) -> int:
+        """Count a new call and return its number. Raises ApiError if the session takes none."""
+        self.check_open()
         if self.full:
             text = f"session {self.id} holds {self.tokens} tokens, at most {self._most_tokens:g} are kept"
             raise ApiError(f"{text}; commit it, and begin another", code="session_full")
@@ -123,12 +125,16 @@ class EndpointSession:
 
     # -- chats -------------------------------------------------------------------------------------------------
 
-    def chat_prompt(self, body: ChatCompletionRequest) -> ChatPrompt:
-        """Tokenize a conversation. Raises ApiError if it is invalid, or the template refuses it."""
+    def chat_prompt(self, body: ChatCompletionRequest, check: Callable[[str], None] | None = None) -> ChatPrompt:
+        """Tokenize a conversation. Raises ApiError if it is invalid, or the template refuses it.
+
+        Args:
+            check: raises for a text that is too long to be tokenized.
+        """
         try:
             messages, tools = self._seen(body.messages, body)
             check_text(json.dumps([messages, tools], ensure_ascii=False))
-            return self._chat.prompt(messages, self._replies, tools)
+            return self._chat.prompt(messages, self._replies, tools, check=check)
         except EngineError as error:
             raise template_error(error) from error
         except RecursionError:
@@ -222,144 +228,3 @@ class SessionSink(Protocol):
 
     def take(self, finished: FinishedSession) -> int:
         """Take a session; return how many earlier ones are dropped because they waited too long for others."""
-
-
-class SessionStore:
-    """Sessions by name, bounded in number, tokens and age; dropped ones are counted.
-
-    Args:
-        make: creates a session; None: only added sessions exist.
-        most: maximum number; beyond it the least recently used is dropped.
-        most_tokens: maximum tokens of all, prompts and completions; likewise.
-        idle_s: seconds after which an unused one is dropped.
-    """
-
-    def __init__(
-        self,
-        gauges: EndpointMetrics,
-        make: Callable[[str], EndpointSession] | None,
-        *,
-        most: int = 2000,
-        most_tokens: float = float("inf"),
-        idle_s: float = 3600.0,
-    ) -> None:
-        self._make, self._gauges = make, gauges
-        self._most, self._most_tokens, self._idle_s = most, most_tokens, idle_s
-        self._held: OrderedDict[str, EndpointSession] = OrderedDict()  # least recently used first
-        self._by_answer: dict[str, str] = {}
-        self._start, self._count = secrets.token_hex(4), 0
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def of(self, name: str) -> EndpointSession:
-        """The session of that name, or a new one. Raises ApiError if there is none and none is created."""
-        self._drop_old()
-        if name not in self._held:
-            if self._make is None:
-                raise ApiError(f"there is no session {name}; it has ended", 404, code="session_not_found")
-            self.add(self._make(name))
-        return self._used(self._held[name])
-
-    def add(self, session: EndpointSession) -> None:
-        """Add a session."""
-        self._held[session.id] = session
-        self._gauges.sessions.set(len(self._held))
-
-    def released(self, session: EndpointSession) -> None:
-        """Handle the end of a call: drop a session without recorded calls, and others beyond the limits."""
-        if session.id not in self._held or session.busy or self._make is None:
-            return
-        if not session.recorder.calls:
-            self.remove(session)
-            return
-        self._used(session)
-        self._drop_old()
-        tokens = sum(each.tokens for each in self._held.values())
-        for each in [each for each in self._held.values() if not each.busy and each is not session]:
-            if len(self._held) <= self._most and tokens <= self._most_tokens:
-                break
-            self._drop(each, "number" if len(self._held) > self._most else "tokens")
-            tokens -= each.tokens
-
-    def answered(self, session: EndpointSession, answer: str) -> None:
-        """Record the id of a response."""
-        if not session.closed and answer not in self._by_answer:
-            session.answers.append(answer)
-            self._by_answer[answer] = session.id
-
-    def find(self, *, name: str | None = None, answer: str | None = None) -> EndpointSession:
-        """Find a session by its name or by the id of one of its responses. Raises ApiError."""
-        if (name is None) == (answer is None):
-            text = "name either a `session` or a `completion`"
-            raise ApiError(text, code="invalid_value", param="session")
-        self._drop_old()
-        wanted = name or self._by_answer.get(answer or "", "")
-        if wanted not in self._held:
-            what = f"session {name!r}" if answer is None else f"completion {answer[:100]!r}"
-            text = f"{what} is not held: it was never asked for, or was committed or dropped before"
-            raise ApiError(text, 404, code="session_not_found")
-        return self._used(self._held[wanted])
-
-    def rewarded(self) -> list[EndpointSession]:
-        """Sessions that have a reward and no running call."""
-        return [each for each in self._held.values() if each.parts and each.recorder.calls and not each.busy]
-
-    def remove(self, session: EndpointSession) -> None:
-        """Remove a session; it takes no more calls."""
-        session.closed = True
-        self._held.pop(session.id, None)
-        for answer in session.answers:
-            self._by_answer.pop(answer, None)
-        self._gauges.sessions.set(len(self._held))
-
-    def commit(self, sessions: Sequence[EndpointSession], sink: SessionSink, decode: DecodeTokens) -> int:
-        """Hand sessions over, all or none; return the number of experiences. Raises ApiError if one cannot be."""
-        for session in sessions:
-            if session.busy:
-                text = f"session {session.id} is being answered; commit it afterwards"
-                raise ApiError(text, 409, code="session_busy")
-            if not session.recorder.calls:
-                text = f"session {session.id} has recorded no completion; there is nothing to commit"
-                raise ApiError(text, 409, code="session_empty")
-            sink.check(session)
-        count = 0
-        for session in sessions:
-            finished = self._finished(session, decode)
-            if dropped := sink.take(finished):
-                self._gauges.dropped.labels("unmatched").inc(dropped)
-            self.remove(session)
-            count += len(finished.experiences)
-        self._gauges.committed.inc(len(sessions))
-        self._gauges.experiences.inc(count)
-        return count
-
-    def _finished(self, session: EndpointSession, decode: DecodeTokens) -> FinishedSession:
-        id, self._count = f"{self._start}-{self._count:06d}", self._count + 1
-        calls = session.recorder.calls
-        made = session.recorder.experiences(id=id, task_id=session.id, group=id, decode=decode)
-        for experience in made:
-            experience.reward, experience.reward_parts = session.reward, dict(session.parts)
-            experience.info["session"] = session.id
-            if len(made) > 1:
-                experience.info["step_reward"] = (session.reward or 0.0) if experience is made[-1] else 0.0
-        repeated = any(call.learned and call.completion.stop_reason is StopReason.REPETITION for call in calls)
-        apply_repetition_penalty(made, session.sampling, repeated)
-        return FinishedSession(id, calls[0].prompt, made)
-
-    def _drop_old(self) -> None:
-        limit = time.monotonic() - self._idle_s
-        for session in list(self._held.values()):
-            if session.used_at > limit:
-                break  # later ones were used more recently
-            if not session.busy:
-                self._drop(session, "age")
-
-    def _used(self, session: EndpointSession) -> EndpointSession:
-        session.used_at = time.monotonic()
-        self._held.move_to_end(session.id)
-        return session
-
-    def _drop(self, session: EndpointSession, why: str) -> None:
-        self.remove(session)
-        self._gauges.dropped.labels(why).inc()
