@@ -4,7 +4,7 @@
 before each of Python's own operations, and what has changed since the last one (libraries written in Rust, too) is
 found by comparing the folder. `disk_states` says what the disk may hold after each of them:
 
-- a file's content is that of its last fsync; what was written since is there, lost, or half there;
+- a file's content is that of its last fsync; what was written or appended since is there, lost, or half there;
 - a folder's names are those of its last fsync; each later change of names is there or not, in any order.
 """
 
@@ -181,7 +181,12 @@ class Disk:
         contents, and each change of names alone or missing."""
         lost = lambda node: self.synced_contents.get(node, b"")  # noqa: E731
         there = lambda node: self.contents.get(node, b"")  # noqa: E731
-        half = lambda node: there(node)[: len(there(node)) // 2] if lost(node) != there(node) else there(node)  # noqa: E731
+
+        def half(node: int) -> bytes:
+            before, now = lost(node), there(node)
+            kept = len(before) if now.startswith(before) else 0  # what was appended to is not written again
+            return now[: kept + (len(now) - kept) // 2]
+
         changes = [(node, number) for node, some in self.pending.items() for number in range(len(some))]
         for content in (lost, half, there):
             yield self._tree(content, lambda node: self._names(node, lambda _: True))
