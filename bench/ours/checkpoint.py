@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.models import model_dir
 from bench.worker import Channel, serve, versions
-from rollmill.config.model import ModelConfig
-from rollmill.models.load import load_policy
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.manifest import MANIFEST, STATE, THREADS, find_damage, model_files, verifying
 from rollmill.orchestrator.state import RunState
@@ -28,18 +27,19 @@ STEP = 1
 MACHINE = {"threads": 2, "precision": "fp32", "run_id": "bench"}
 
 
-def load(folder: Path) -> Any:
-    """Load a policy."""
-    return load_policy(ModelConfig(path=folder), texts=(), seed=0, device=torch.device("cpu"))
+def load(folder: Path) -> tuple[Any, Any]:
+    """Load model and tokenizer, the model in fp32 as a policy is."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder)
 
 
 def write(checkpoints: Checkpoints, name: str, dtype: torch.dtype) -> float:
     """Write a checkpoint; returns the seconds."""
-    policy = load(model_dir(name))
-    policy.model.to(dtype)
-    moments = {n: [torch.randn(p.shape), torch.rand(p.shape)] for n, p in policy.model.named_parameters()}
+    model, tokenizer = load(model_dir(name))
+    model.to(dtype)
+    moments = {n: [torch.randn(p.shape), torch.rand(p.shape)] for n, p in model.named_parameters()}
     began = time.perf_counter()
-    checkpoints.write(STEP, policy.model, policy.tokenizer, RunState(step=STEP).to_json(), {"adam": moments}, MACHINE)
+    checkpoints.write(STEP, model, tokenizer, RunState(step=STEP).to_json(), {"adam": moments}, MACHINE)
     return time.perf_counter() - began
 
 
@@ -48,9 +48,9 @@ def load_all(checkpoints: Checkpoints) -> float:
     began = time.perf_counter()
     start = checkpoints.read(STEP)
     with verifying(checkpoints.path(STEP), model_files):
-        policy = load(checkpoints.path(STEP))
+        model = load(checkpoints.path(STEP))
     seconds = time.perf_counter() - began
-    del start, policy
+    del start, model
     gc.collect()
     return seconds
 

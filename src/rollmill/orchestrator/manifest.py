@@ -160,14 +160,14 @@ def verifying(folder: Path, which: Named | None = None, *, content: bool = True)
 
         try:
             if not damage:  # else the body's work would be in vain
-                yield
-        except Exception as error:
-            require_whole(error)
-            raise
-        except BaseException:
-            stop.set()
-            raise
-        require_whole(None)
+                try:
+                    yield
+                except Exception as error:
+                    require_whole(error)
+                    raise
+            require_whole(None)
+        finally:
+            stop.set()  # Ctrl-C need not wait for large files
 
 
 def _size_problem(path: Path, record: FileRecord) -> str:

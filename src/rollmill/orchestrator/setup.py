@@ -106,18 +106,19 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
         judge.close()
     tasksets = _load_tasksets(loaded.stages)
     adapted = config.model.lora is not None
-    folder = Checkpoints(run_dir).path(step) if step is not None else config.model.path
-    model = config.model if step is None or adapted else ModelConfig(path=folder)
+    stored = None if step is None else Checkpoints(run_dir).path(step)
+    model = config.model if stored is None or adapted else ModelConfig(path=stored)
+    source = stored or model.path
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
-    with verifying(folder, model_files) if isinstance(folder, Path) else nullcontext():
+    with verifying(source, model_files) if isinstance(source, Path) else nullcontext():
         try:
             policy = load_verified_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
-            if step is not None and adapted:
-                load_adapter(policy.model, folder / ADAPTER_FOLDER)
+            if stored is not None and adapted:
+                load_adapter(policy.model, stored / ADAPTER_FOLDER)
         except ModelError as error:
-            if step is None:
+            if stored is None:
                 raise
-            raise unreadable(folder, error) from error
+            raise unreadable(stored, error) from error
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier_support(policy.model)
     for stage in loaded.stages:
