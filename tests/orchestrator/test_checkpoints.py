@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from rollmill.files import atomic_write, sweep_temporary
 from rollmill.orchestrator import manifest
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.manifest import MANIFEST, find_damage, read_manifest, verifying, write_manifest
+from rollmill.orchestrator.setup import read_run_id
+from rollmill.remote.run_state import read_trainer_status
 
 MACHINE = {"threads": 1, "precision": "fp32", "run_id": "r1"}
 STORES = {"memory": {"store": "memory", "last": 3, "forgotten": 0, "groups": [{"large": 1}]}}
@@ -119,6 +122,31 @@ def test_damage_explains_an_error_of_loading(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     with pytest.raises(KeyboardInterrupt), verifying(folder):
         raise KeyboardInterrupt
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_damaged(tmp_path: Path) -> None:
+    folder = made(tmp_path, 1)
+
+    def read() -> None:
+        with verifying(folder):
+            shutil.rmtree(folder)
+            raise FileNotFoundError
+
+    with pytest.raises(CheckpointError, match="was removed while it was read") as caught:
+        read()
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_empty_files_that_processes_share_are_read_as_missing_ones(tmp_path: Path) -> None:
+    for name in ("machine.json", "trainer.json"):
+        (tmp_path / name).write_text("")
+    assert read_run_id(tmp_path) is None
+    assert read_trainer_status(tmp_path) is None
+
+
+def test_listing_checkpoints_imports_no_torch() -> None:
+    code = "import sys, rollmill.orchestrator.checkpoint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_damaged_ones_are_moved_aside_and_never_overwrite_each_other(tmp_path: Path) -> None:

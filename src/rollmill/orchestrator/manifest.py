@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import rollmill
-from rollmill.errors import CheckpointError, DamagedCheckpointError
-from rollmill.files import sync
+from rollmill.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
+from rollmill.files import read_json_object, sync
 
 FORMAT = 1
 """Format of the checkpoints that this version writes. Those of format 0 have no manifest."""
@@ -89,22 +89,18 @@ def read_manifest(folder: Path) -> Manifest | None:
         DamagedCheckpointError: the manifest is lost or damaged.
         CheckpointError: it is of a later format, or cannot be read.
     """
-    try:
-        content = json.loads((folder / MANIFEST).read_bytes())
-        ours = isinstance(content, dict) and "rollmill" in content
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror}; mend its disk") from error
-        content, ours = None, False
-    except ValueError:
-        content, ours = {}, False
-    if not ours:
-        if _has_format(folder):
-            how = f"{MANIFEST} is missing" if content is None else f"{MANIFEST} has other content than was written"
-            raise DamagedCheckpointError(folder, [how])
-        return None
+    content, how = dict[str, Any](), "has other content than was written"
+    with _explained(folder / MANIFEST):
+        try:
+            content = read_json_object(folder / MANIFEST)
+        except (FileNotFoundError, NotADirectoryError):
+            how = "is missing"
+        except CorruptFileError:
+            pass
+    if "rollmill" not in content and not _has_format(folder):
+        return None  # another program's folder
     if content.pop("sha256", "") != _digest(content):
-        raise DamagedCheckpointError(folder, [f"{MANIFEST} has other content than was written"])
+        raise DamagedCheckpointError(folder, [f"{MANIFEST} {how}"])
     _require_format(folder, content)
     return Manifest(**content | {"files": {name: FileRecord(**record) for name, record in content["files"].items()}})
 
@@ -154,6 +150,11 @@ def verifying(folder: Path, which: Named | None = None, *, content: bool = True)
 
         def require_whole(cause: Exception | None) -> None:
             problems = damage | {name: problem for name, each in found.items() if (problem := each.result())}
+            if (problems or cause) and not folder.is_dir():
+                advice = "a run that goes on keeps its newest and best checkpoints; choose one, or raise "
+                raise CheckpointError(
+                    f"{folder} was removed while it was read: {advice}checkpoint.keep_last"
+                ) from cause
             if problems:
                 text = [f"{name} {problem}" for name, problem in sorted(problems.items())]
                 raise DamagedCheckpointError(folder, text) from cause
@@ -223,9 +224,8 @@ def _digest(content: dict[str, Any]) -> str:
 
 def _has_format(folder: Path) -> bool:
     """True if the state says that there was a manifest."""
-    with suppress(OSError, ValueError):
-        state = json.loads((folder / STATE).read_bytes())
-        return isinstance(state, dict) and bool(state.get("format"))
+    with suppress(OSError, CorruptFileError):
+        return bool(read_json_object(folder / STATE).get("format"))
     return False
 
 
