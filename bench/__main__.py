@@ -26,6 +26,7 @@ NAMES = (
     "sandbox",
     "serve",
     "buffer",
+    "checkpoint",
     "spec",
     "sync",
     "asynchronous",

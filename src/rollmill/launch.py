@@ -18,12 +18,13 @@ from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
+from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.orchestrator import Orchestrator, Serving
+from rollmill.orchestrator.resume import load_start_point
 from rollmill.orchestrator.run_lock import hold_run_lock, is_run_locked
 from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_up_run, stage_overrides
 from rollmill.orchestrator.stages import Stage
-from rollmill.orchestrator.state import RunState
 from rollmill.orchestrator.summary import summarise
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.remote.rollout_backend import ExplorerFleet
@@ -64,7 +65,7 @@ def start(
     run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
     with hold_run_lock(run_dir):
         _require_fresh(run_dir)
-        atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
+        atomic_write(run_dir / CONFIG, loaded.to_yaml().encode(), durable=True)
         return execute(loaded, run_dir, view, resumed=False, serving=serving)
 
 
@@ -101,7 +102,8 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
         raise CheckpointError(f"{folder} has no {what} to evaluate; it has: {have}")
     chosen = steps[-1] if step is None else step
     require_models(loaded.stages[indices[-1]])
-    setup = set_up_run(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
+    with verifying(Checkpoints(folder).path(chosen), model_files):
+        setup = set_up_run(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
     return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
 
 
@@ -148,14 +150,10 @@ def execute(
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
     with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
-        checkpoints = Checkpoints(run_dir)
-        steps = checkpoints.steps() if resumed else []
-        start: tuple[RunState, dict[str, Any]] | None = None
-        if steps:
-            start = checkpoints.read(steps[-1])
+        checkpoints, point = Checkpoints(run_dir), load_start_point(loaded, run_dir, resumed=resumed)
+        setup, start = point.setup, point.start
+        if start is not None:
             adopt_former_state(run_dir, start[0].stage, start[0].current)
-        checkpoints.sweep()
-        setup = set_up_run(loaded, run_dir, steps[-1] if steps else None)
         plan = [(stage.name, stage.steps) for stage in loaded.stages]
         view = view or make_view(loaded.config.monitor.show_completions)
         monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
@@ -176,9 +174,10 @@ def execute(
         )
         try:
             buffers.open_all(loaded.stages)
-            monitor.message(setup.describe(run_dir))
+            for message in (setup.describe(run_dir), *point.messages):
+                monitor.message(message)
             if resumed:
-                monitor.resume_at(steps[-1] if steps else 0)
+                monitor.resume_at(point.step)
             summary = asyncio.run(orchestrator.run(start))
         except Interrupted:
             again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"
