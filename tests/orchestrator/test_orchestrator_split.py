@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -213,6 +214,51 @@ def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Fork
     assert sorted(ends) == [-signal.SIGKILL, 0]
     evaluated = json.loads((tmp_path / "out/summary.json").read_text())["evaluations"]
     assert [each["step"] for each in evaluated] == [0, 2, 4]
+
+
+def stop_one(folder: Path, servers: list[Forks], **changes: Any) -> int:
+    """Start a run with two explorers, and stop one of them while it rolls out; its process id."""
+    (folder / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(folder, **RL | {"steps": 12, "max_staleness": 1, "rewards": [SLOW]} | changes)
+    trainer, stopped, other = servers
+    start(trainer, folder, "train")
+    start(stopped, folder, "explore")
+    start(other, folder, "explore")
+
+    def at_work() -> bool:
+        here = [each for each in read_heartbeats(folder / "out") if each.pid == stopped.pid]
+        return len(steps(folder)) >= 2 and bool(here) and here[0].doing == "roll out"
+
+    wait_until(at_work, trainer)
+    send(stopped.pid, signal.SIGSTOP)
+    return stopped.pid
+
+
+@pytest.mark.timeout(400)
+def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path) -> None:
+    """Its groups go to the other one, whatever it holds; when it goes on, it finds the run done."""
+    pid = stop_one(tmp_path, servers)
+    trainer, stopped, other = servers
+    with ExitStack() as stack:
+        stack.callback(send, pid, signal.SIGCONT)
+        fine(trainer)
+        fine(other)
+    assert "the run is done" in fine(stopped)
+    require_sound(tmp_path, 12, 1)
+
+
+def test_the_error_names_the_stopped_explorer(servers: list[Forks], tmp_path: Path) -> None:
+    pid = stop_one(tmp_path, servers, rollout={"deadline_s": 6})
+    trainer, stopped, other = servers
+    with ExitStack() as stack:
+        stack.callback(send, pid)
+        done = trainer.wait()
+        send(other.pid)
+    assert done.code == 1
+    assert "the orchestrator waited 6 s for explorers to finish their rollouts" in done.err
+    assert f"(process {pid} on {socket.gethostname()}) is stopped; `kill -CONT {pid}` continues it" in done.err
+    stopped.wait()
+    other.wait()
 
 
 def wait_until(happened: Callable[[], bool], server: Forks, limit_s: float = 90.0) -> None:

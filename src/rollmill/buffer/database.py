@@ -18,6 +18,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 
 import rollmill.buffer.schema as schema
 from rollmill.errors import StoreError
+from rollmill.files import lock_holder
 
 WAL_COPY_BYTES = 64 << 20
 """Size of SQLite's write-ahead log from which a thread copies it to the database; writers continue meanwhile."""
@@ -95,7 +96,11 @@ def database_error(url: URL, error: Exception, waited_s: float | None = None) ->
     elif "unable to open" in low:
         advice = "check that the folder exists and may be written"
     elif "locked" in low or "busy" in low:
-        advice = "another program holds it; find and end it (`fuser FILE`)"
+        holder = "another program"
+        if url.get_backend_name() == "sqlite":
+            path = redact_url(url)
+            holder = lock_holder(Path(path), Path(f"{path}-shm"))
+        advice = f"{holder} holds it; let that go on, or end it"
     elif "disk i/o" in low:
         advice = "the disk refuses to read or write; check that it is there, not full, and no network file system"
     elif "password" in low or "authentication" in low or state.startswith("28"):

@@ -37,6 +37,7 @@ from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.seeds import derive_seed
 from rollmill.trackers.rollout_log import decode_experience, encode_experience
 from rollmill.types import Experience, Task
+from rollmill.waiting import patient_timeout
 
 Result = TypeVar("Result")
 
@@ -336,7 +337,7 @@ def _count_tokens(groups: Sequence[Sequence[Experience]]) -> tuple[int, int]:
 async def _wait_with_deadline(work: Awaitable[Result], seconds: float, waiter: str, owner: str) -> Result:
     """Return the result of `work`. Raises DeadlineError after `seconds`, naming the waiter and the work's owner."""
     try:
-        async with asyncio.timeout(seconds):
+        async with patient_timeout(seconds):
             return await work
     except TimeoutError:
         advice = "Raise rollout.deadline_s or lower rollout.max_new_tokens, rollout.batch or rollout.group_size."

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rollmill.errors import ConfigError, DeadlineError
 from rollmill.files import atomic_write, try_lock
-from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_heartbeats
+from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, process_state, read_heartbeats
 
 TRAINER_STATUS, EXPLORERS, WEIGHTS = "trainer.json", "explorers", "weights"
 EXPLORER = "explorer"
@@ -83,6 +83,8 @@ def _describe_heartbeat(beat: HeartbeatRecord) -> str:
     who = f"{beat.name} (process {beat.pid} on {beat.host})"
     if beat.ended:
         return f"{who} has ended: {beat.ended}"
+    if process_state(beat, time.time()) == "stopped":
+        return f"{who} is stopped; `kill -CONT {beat.pid}` continues it"
     waits = f", waits for {beat.waits_for}" if beat.waits_for else ""
     return f"{who} said {max(0.0, time.time() - beat.beat):.0f} s ago: {beat.doing}{waits}"
 
