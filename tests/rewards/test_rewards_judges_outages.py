@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from chat_server import Answer, ChatProcess, ChatServer, chat_server, failing, shown
-from forks import Forks
+from forks import Forks, send
 from reward_helpers import completion, judged, task
 from tiny import metrics, tiny_run
 
@@ -267,3 +267,28 @@ def test_a_run_survives_its_judges_restart(server: Forks, tmp_path: Path, number
     assert sum(row["reward/timeouts"] for row in rows) == 0
     assert sum(row.get("judging/away_seconds", 0) for row in rows) > 12
     assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "done"
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_its_judge_can_be_interrupted_and_goes_on(server: Forks, tmp_path: Path) -> None:
+    """With completions of later steps that wait for their rewards."""
+    with ChatProcess(SEVEN) as judge:
+        section = {"name": "judge", "endpoint": judge.url, "model": "m"}
+        changes: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "evaluation": None}
+        tiny_run(tmp_path, **changes, steps=12, max_staleness=2, rewards=[section])
+        server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+        file = tmp_path / "out/metrics.jsonl"
+        assert server.reaches(lambda: file.is_file() and file.read_text().count("\n") >= 3)
+        judge.send(signal.SIGKILL)
+        assert server.reaches(lambda: any("the judge m at" in e.waits_for for e in read_heartbeats(tmp_path / "out")))
+        send(server.pid, signal.SIGINT)
+        done = server.wait()
+        assert done.code == 130, done.err
+        steps = len(metrics(tmp_path / "out"))
+        assert (tmp_path / f"out/checkpoints/step-{steps:06d}").is_dir()
+        judge.start()
+        resumed = server.run("resume", "out", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    rows = metrics(tmp_path / "out")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert max(row["staleness/max"] for row in rows) <= 2
