@@ -224,21 +224,22 @@ class EndpointChatModel:
 
     def _pause(self, tries: int, longest: float) -> float:
         """Return the exponential backoff, with jitter between half and full."""
-        return min(MIN_BACKOFF_S * 2.0 ** (tries - 1), longest) * self._jitter.uniform(0.5, 1.0)
+        return min(MIN_BACKOFF_S * 2.0 ** min(tries - 1, 30), longest) * self._jitter.uniform(0.5, 1.0)
 
     # -- an endpoint that is away ------------------------------------------------------------------------------
 
     async def _until_there(self, request: _Request) -> bool:
         """Wait while the endpoint is away, and send the probes whose turn it is; True if it was away."""
         was_away = False
-        while (turn := self._breaker.turn()) != GO:
-            was_away = was_away or self._breaker.is_open
+        while True:
             self._require_patience()
+            if (turn := self._breaker.turn()) == GO:
+                return was_away
+            was_away = was_away or self._breaker.is_open
             if turn == PROBE:
                 await self._probe(request)
             else:
                 await asyncio.sleep(_LOOK_S)
-        return was_away
 
     async def _find_out(self, request: _Request, claimed: bool) -> None:
         """Send the probe, if this request has claimed it; else wait until another request has sent one."""
