@@ -291,6 +291,20 @@ def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: 
     assert "rollmill resume out" in done.err
 
 
+def test_an_explorer_whose_trainer_is_stopped_says_so(servers: list[Forks], tmp_path: Path) -> None:
+    tiny_run(tmp_path, **RL | {"steps": 200})
+    pid = start(servers[0], tmp_path, "train")
+    start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
+    wait_until(lambda: len(steps(tmp_path)) >= 2, servers[0])
+    send(pid, signal.SIGSTOP)
+    done = servers[1].wait()
+    send(pid)
+    servers[0].wait()
+    assert done.code == 1
+    assert f"the explorer waited 8 s for the trainer (process {pid} on {socket.gethostname()})." in done.err
+    assert f"It is stopped; `kill -CONT {pid}` continues it." in done.err
+
+
 def test_an_error_of_a_reward_ends_the_run_as_in_one_process(servers: list[Forks], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def mine(task, completion):\n    raise ValueError('no good')\n")
     tiny_run(tmp_path, **RL | {"steps": 2, "rewards": [SLOW]})

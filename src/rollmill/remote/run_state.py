@@ -118,6 +118,10 @@ class TrainerWatch:
             advice = f"Start it by `rollmill run FILE --set mode=train --out {self._run_dir}`. {wait}"
             return DeadlineError(self._who, f"the trainer of {self._run_dir}", self._away_s, advice)
         who = f"the trainer (process {trainer.pid} on {trainer.host})"
+        if process_state(trainer, time.time()) == "stopped":
+            return DeadlineError(
+                self._who, who, self._away_s, f"It is stopped; `kill -CONT {trainer.pid}` continues it. {wait}"
+            )
         ended = f"It ended: {trainer.ended}. " if trainer.ended else ""
         advice = f"{ended}Go on with it by `rollmill resume {self._run_dir}`, and start this explorer again. {wait}"
         return DeadlineError(self._who, who, self._away_s, advice)
