@@ -37,6 +37,12 @@ class ModelError(RollmillError, ValueError):
     """A checkpoint folder, its tokenizer or its configuration cannot be used."""
 
 
+class EndpointLostError(RewardError):
+    """A judge's server no longer answers."""
+
+    recoverable = True
+
+
 class WorkflowError(RollmillError):
     """A workflow or an environment raised, or returned something that is not a reward."""
 
@@ -47,6 +53,12 @@ class EpisodeError(WorkflowError):
 
 class EngineError(RollmillError):
     """A rollout request cannot be served, for example a prompt longer than the context."""
+
+
+class EngineLostError(EngineError):
+    """A process that generates completions has ended, or cannot be restarted."""
+
+    recoverable = True
 
 
 class ContextLengthError(EngineError):
