@@ -18,7 +18,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from rollmill.sandbox.limits import SandboxLimits
+from rollmill.sandbox.limits import OPEN_FILES, SandboxLimits
 
 PROGRAM_NAME = "main.py"
 MEMORY_ERROR = b"MemoryError\n"
@@ -35,7 +35,8 @@ def set_limits(limits: SandboxLimits, tasks: int | None, session: bool) -> None:
     for kind, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, disk),
-        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_SIGPENDING, OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
