@@ -269,7 +269,6 @@ _PROCESS_TABLE = (
     AllowedCall("waitid", 247, 95, "os.waitid"),
     AllowedCall("set_tid_address", 218, 96, "the start of a process"),
     AllowedCall("set_robust_list", 273, 99, "the start of a thread"),
-    AllowedCall("get_robust_list", 274, 100, "tools that look at threads"),
     AllowedCall("rseq", 334, 293, "the start of a thread"),
     AllowedCall("getrandom", 318, 278, "os.urandom, random, hash seeds"),
 )

@@ -145,6 +145,9 @@ DENIED: dict[str, tuple[int, int]] = {
     "vhangup": (153, 58),
 }
 
+UNFILTERED: dict[str, tuple[int, int]] = {"uretprobe": (335, -1), "uprobe": (336, -1)}
+"""Calls that newer kernels pass by every filter. Outside of probes that root has placed, they fail or end a process."""
+
 
 def find_numbers(name: str) -> tuple[int, int]:
     """Return the numbers of a call on x86_64 and aarch64. KeyError for a call that is in no table."""
@@ -157,7 +160,7 @@ def find_name(number: int, machine: str) -> str:
     for call in ALLOWED:
         if call.number(machine) == number:
             return call.name
-    for name, numbers in (DENIED | ABSENT).items():
+    for name, numbers in (DENIED | ABSENT | UNFILTERED).items():
         if numbers[machine == "aarch64"] == number:
             return name
     return f"call {number}"
