@@ -22,8 +22,9 @@ from rollmill.sandbox import kernel
 from rollmill.sandbox.backend import IsolationBackend, build_backend
 from rollmill.sandbox.cgroups import Cgroup, CgroupManager
 from rollmill.sandbox.job_supervisor import serve_job
-from rollmill.sandbox.protocol import CONTROL, JobReply, pack_reply
+from rollmill.sandbox.protocol import CONTROL, EARLY_BINDING, JobReply, pack_reply
 from rollmill.sandbox.root_filesystem import FilesystemView
+from rollmill.sandbox.warm_up import warm_up
 
 PRELOADED = (
     *("abc", "array", "ast", "base64", "bisect", "calendar", "cmath", "collections", "collections.abc", "copy", "csv"),
@@ -47,6 +48,9 @@ def serve(descriptor: int, backend: IsolationBackend) -> NoReturn:
         packages = backend.prepare()
         if os.path.isdir(packages):
             sys.path.append(packages)
+        warm_up()
+        gc.collect()
+        gc.disable()
         gc.freeze()  # children then copy fewer pages
     except OSError as error:
         control.sendall(json.dumps({"error": str(error)}).encode())
@@ -178,5 +182,7 @@ def _refuse(caller: socket.socket, error: OSError) -> None:
 
 def main() -> NoReturn:
     """Run the server process: its arguments are the control socket, the backend and the view."""
+    for name in EARLY_BINDING:
+        del os.environ[name]
     found = json.loads(sys.argv[2])
     serve(int(sys.argv[1]), build_backend(found["backend"], FilesystemView(found["binds"], found["hidden"])))

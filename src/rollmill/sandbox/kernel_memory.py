@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from rollmill.sandbox.limits import INODES, OPEN_FILES, SandboxLimits
@@ -47,6 +48,7 @@ def count_slots(limits: SandboxLimits, slots: int, share: float) -> int:
     return min(slots, max(1, math.ceil(kernel_memory_mb(limits) * slots / (machine_memory_mb() * share))))
 
 
+@cache
 def machine_memory_mb() -> float:
     """Return the memory of this machine, or of the container if that has less, MiB."""
     least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -56,6 +58,7 @@ def machine_memory_mb() -> float:
     return least / (1 << 20)
 
 
+@cache
 def _buffer_bytes() -> int:
     """Return the buffer of a new socket; it is at least Linux's default, which an administrator may raise."""
     try:
