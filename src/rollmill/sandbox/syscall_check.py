@@ -77,7 +77,7 @@ def build_probes(kind: FilterKind, machine: str = "", numbers: Sequence[int] = (
     tested = {call.number(machine): call for call in ALLOWED if kind in call.kinds}
     probes = []
     for number in numbers or NUMBERS:
-        sets = [(0,) * 6, (_EVERY_64,) * 6, (_POINTER,) * 6]
+        sets: list[tuple[int, ...]] = [(0,) * 6, (_EVERY_64,) * 6, (_POINTER,) * 6]
         if number in tested:
             sets += _sets_of(tested[number])
         probes += [probe(kind, machine, number, arguments) for arguments in dict.fromkeys(sets)]
