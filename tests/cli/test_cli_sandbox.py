@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from kernels import lacks
 
 from rollmill.cli import main
-from rollmill.sandbox import isolation_check
+from rollmill.sandbox import isolation_check, seccomp, syscall_check
+from rollmill.sandbox.allowed_syscalls import FilterKind
 from rollmill.sandbox.attacks import ATTACKS, SMALL, Attack
 
 FAILED, USAGE = 1, 2
@@ -17,6 +19,12 @@ QUICK = [hostile for hostile in ATTACKS if hostile.name in ("fork", "read /proc"
 
 MISSING = lacks("namespaces") or lacks("landlock")
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the walk over all system calls to tests/sandbox."""
+    monkeypatch.setattr(syscall_check, "NUMBERS", range(36, 46))
 
 
 @pytest.fixture
@@ -35,6 +43,9 @@ def test_check_says_what_each_backend_is_worth(
     assert "landlock    safe      4 of 4 hostile programs contained" in lines
     assert "    lacks: one process only: limits.processes has to be 1" in lines
     assert "plain       NOT SAFE" in lines
+    assert any(
+        re.fullmatch(r"    (\d+) of \1 system calls answered as the table of allowed calls says", x) for x in lines
+    )
     assert lines[-1] == "in use: namespaces"
 
 
@@ -50,6 +61,21 @@ def test_check_fails_where_a_program_gets_out(
         ("landlock", False, ["a friendly one"]),
         ("plain", False, []),
     ]
+
+
+def test_check_fails_where_a_system_call_is_not_answered_as_the_table_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_a_mistake(kind: FilterKind, machine: str, own_pid: int, number: int, arguments: tuple[int, ...]) -> int:
+        return seccomp.ALLOW if number == 41 else seccomp.answer_of(kind, machine, own_pid, number, arguments)
+
+    monkeypatch.setattr(isolation_check, "ATTACKS", QUICK)
+    monkeypatch.setattr(syscall_check, "answer_of", with_a_mistake)
+    assert main(["sandbox", "check"]) == FAILED
+    out = capsys.readouterr().out
+    assert "    wrong: " in out
+    assert "EPERM; the table says allowed\n" in out
+    assert out.endswith("no backend is safe here\n")
 
 
 def test_check_prefers_what_is_safe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

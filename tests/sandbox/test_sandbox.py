@@ -22,23 +22,6 @@ from rollmill.sandbox.client import ForkServer
 from rollmill.sandbox.job_folders import remove_tree
 from rollmill.sandbox.landlock import landlock_version
 from rollmill.sandbox.limits import ProgramResult
-from rollmill.sandbox.seccomp import AUDIT_ARCH, build_filter
-from rollmill.sandbox.syscalls import (
-    CLONE,
-    CLONE3,
-    CLOSE_RANGE,
-    DENIED,
-    DENIED_ALONE,
-    FCNTL,
-    FORKS,
-    IOCTL,
-    KILL,
-    PRCTL,
-    PRLIMIT64,
-    SCHEDULING,
-    SOCKETPAIR,
-    TGKILL,
-)
 from rollmill.sandbox.visible_files import build_filesystem_view
 
 BACKENDS = ("namespaces", "landlock", "plain")
@@ -413,33 +396,6 @@ def test_landlock_alone_lets_a_process_write_in_one_folder(tmp_path: Path) -> No
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert ended.stdout == "True\nrefused\n", ended.stderr
-
-
-def test_filters_exist_for_both_architectures() -> None:
-    for machine in AUDIT_ARCH:
-        strict, forks, alone = (build_filter(*how) for how in ((False, machine), (True, machine), (False, machine, 77)))
-        assert len(forks) < len(strict) < len(alone) <= 4096 * 8
-        assert AUDIT_ARCH[machine].to_bytes(4, "little") in strict
-
-
-@pytest.mark.parametrize(
-    ("column", "header"),
-    [(0, "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), (1, "/usr/include/asm-generic/unistd.h")],
-)
-def test_call_numbers_are_those_of_the_kernels_headers(column: int, header: str) -> None:
-    if not Path(header).exists():
-        pytest.skip(f"no {header}")
-    words = [line.split() for line in Path(header).read_text().splitlines() if line.startswith("#define __NR")]
-    numbers = {
-        name.removeprefix("__NR_").removeprefix("__NR3264_"): int(number)
-        for _, name, number, *_ in words
-        if number.isdigit()
-    }
-    table = DENIED | DENIED_ALONE | SCHEDULING | FORKS | {"clone": CLONE, "clone3": CLONE3, "prlimit64": PRLIMIT64}
-    table |= {"kill": KILL, "tgkill": TGKILL, "prctl": PRCTL, "fcntl": FCNTL, "ioctl": IOCTL}
-    table |= {"close_range": CLOSE_RANGE, "socketpair": SOCKETPAIR}
-    wrong = {name: pair[column] for name, pair in table.items() if numbers.get(name, -1) != pair[column]}
-    assert wrong == {}
 
 
 def _childless(sandbox: Sandbox) -> bool:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import lacks
 
-from rollmill.sandbox.job_folders import exceeds_disk_limit, remove_tree
+from rollmill.sandbox import Sandbox
+from rollmill.sandbox.job_folders import JobFolders, exceeds_disk_limit, remove_tree
 from rollmill.sandbox.limits import SandboxLimits
+from rollmill.sandbox.root_filesystem import FilesystemView
 
 PATHS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5).map("/".join), max_size=12)
 
@@ -65,3 +69,55 @@ def test_files_count_named_or_not(tmp_path: Path) -> None:
         (tmp_path / "b").unlink()
         assert exceeds_disk_limit(str(tmp_path), os.getpid(), limits)
     assert not exceeds_disk_limit(str(tmp_path), os.getpid(), limits)
+
+
+def _tree(folder: Path, deep: int, wide: int) -> None:
+    program = (
+        f"import os\nfor n in range({wide}): os.mkdir(str(n))\nfor n in range({deep}): os.mkdir('d'); os.chdir('d')"
+    )
+    folder.mkdir()
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True)
+
+
+@pytest.mark.parametrize(("deep", "wide"), [(300, 0), (0, 300)])
+def test_a_large_tree_is_moved_away_and_swept(deep: int, wide: int) -> None:
+    folders = JobFolders(FilesystemView({}, []))
+    _tree(Path(folders.of(7)), deep, wide)
+    folders.remove(7)
+    assert not os.path.exists(folders.of(7))
+    assert folders.has_trash()
+    folders.sweep()
+    assert not folders.has_trash()
+    folders.close()
+    assert not os.path.exists(folders.base)
+
+
+def test_a_small_tree_goes_at_once_and_a_full_backlog_makes_jobs_remove_their_own() -> None:
+    folders = JobFolders(FilesystemView({}, []))
+    _tree(Path(folders.of(1)), 20, 20)
+    folders.remove(1)
+    assert not folders.has_trash()
+    kept = []
+    for number in range(20):
+        _tree(Path(folders.of(number)), 0, 250)
+        folders.remove(number)
+        kept.append(len(os.listdir(os.path.join(folders.base, "trash"))))
+        assert not os.path.exists(folders.of(number))
+    assert max(kept) == 16
+    folders.close()
+    assert not os.path.exists(folders.base)
+
+
+@pytest.mark.skipif(bool(lacks("landlock")), reason="no landlock here")
+@pytest.mark.parametrize("program", ["os.mkdir('d'); os.chdir('d')", "os.mkdir(str(n))"])
+def test_a_large_tree_of_a_program_is_gone_soon(program: str) -> None:
+    with Sandbox(backend="landlock") as sandbox:
+        around = Path(sandbox.run_sync("import os; print(os.getcwd())").stdout.strip()).parent
+        found = sandbox.run_sync(f"import os\nfor n in range(3000): {program}")
+        assert found.outcome in ("ok", "error")
+        assert sandbox.run_sync("print(1)").stdout == "1\n"
+        deadline = time.monotonic() + 60
+        while any(around.joinpath("trash").iterdir()) or len(list(around.iterdir())) > 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not around.exists()

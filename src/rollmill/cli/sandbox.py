@@ -17,7 +17,7 @@ HELP = "Run untrusted Python programs, and check the isolation."
 
 
 def check(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Test every backend with hostile programs. Exits with 0 if one of them is safe, else with 1."""
+    """Test every backend with hostile programs and all system calls. Exits with 0 if one is safe, else with 1."""
     from rollmill.sandbox.backend_selection import SAFE_BACKENDS
     from rollmill.sandbox.isolation_check import check_isolation
 
@@ -32,6 +32,11 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON o
             print(f"{report.backend:<12}{verdict:<10}{contained if report.programs else ''}".rstrip())
             for line in (*report.missing.splitlines(), *(f"not contained: {name}" for name in report.through)):
                 print(f"    {line}")
+            if report.calls:
+                right = report.calls - len(report.wrong_calls)
+                print(f"    {right} of {report.calls} system calls answered as the table of allowed calls says")
+            for line in report.wrong_calls:
+                print(f"    wrong: {line}")
             for line in report.lacks:
                 print(f"    lacks: {line}")
             if report.no_cgroups:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollmill.sandbox.backend import BackendName
 from rollmill.sandbox.limits import ProgramResult, SandboxLimits
-from rollmill.sandbox.syscalls import CLONE, CLONE3, DENIED, PRLIMIT64
+from rollmill.sandbox.syscalls import find_numbers
 from rollmill.sandbox.watchdog import DISK_FULL
 
 SMALL = SandboxLimits(wall_s=20.0, cpu_s=3, memory_mb=128, disk_mb=8, output_bytes=1 << 16)
@@ -68,8 +68,7 @@ def denied_attack(name: str, statements: str, error: str = "EPERM", only: Backen
 
 def _call(name: str, *arguments: str) -> str:
     """Return a system call by its number on this machine."""
-    table = DENIED | {"clone": CLONE, "clone3": CLONE3, "prlimit64": PRLIMIT64}
-    return f"syscall({', '.join((str(table[name][platform.machine() == 'aarch64']), *arguments))})"
+    return f"syscall({', '.join((str(find_numbers(name)[platform.machine() == 'aarch64']), *arguments))})"
 
 
 _INT_80 = """
@@ -99,10 +98,11 @@ def fill():
 %s
 if failed: raise failed[0]"""
 _HIDING = (
-    ("messages", "socket.send_fds(held[0], [b'x'], [file]); os.close(file)", "", "fill()"),
-    ("mappings", "libc.mmap(None, 4096, 1, 1, file, 0); os.close(file)", "", "fill()"),
+    ("messages", "EPERM", "socket.send_fds(held[0], [b'x'], [file]); os.close(file)", "", "fill()"),
+    ("mappings", "ENOSPC", "libc.mmap(None, 4096, 1, 1, file, 0); os.close(file)", "", "fill()"),
     (
         "files of a process whose first thread has ended",
+        "ENOSPC",
         "",
         "os.write(1, errno.errorcode[failed[0].errno].encode() if failed else b'BREACH')",
         f"threading.Thread(target=fill).start(); libc.syscall({_EXIT}, 0)",
@@ -124,6 +124,9 @@ NETWORK = [
 ] + [
     denied_attack("bind an abstract name", "a, b = socket.socketpair()\na.bind('\\0name')"),
     denied_attack("io_uring instead of sockets", _call("io_uring_setup", "8", "0")),
+    denied_attack("a pair of datagram sockets", "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)"),
+    denied_attack("a pair of packet sockets", "socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)"),
+    denied_attack("a message with an address", "socket.socketpair()[0].sendto(b'x', '/run/systemd/notify')"),
     denied_attack("a name server", "socket.create_connection(('127.0.0.1', 53), 1)"),
 ]
 FILES = [
@@ -170,6 +173,9 @@ PROCESSES = [
     denied_attack("clone3", _call("clone3", "0", "0"), "ENOSYS"),
     denied_attack("a thread with files of its own", _call("clone", "0x10900", "0", "0", "0", "0")),
     denied_attack("the same by close_range", "if libc.close_range(99, 99, 2): raise OSError(ctypes.get_errno(), '')"),
+    denied_attack("a queued signal", _call("rt_sigqueueinfo", "os.getppid()", "0", "0")),
+    denied_attack("a child of its parent", _call("clone", "0x8000 | 17", "0", "0", "0", "0")),
+    denied_attack("a child that ends with another signal", _call("clone", "18", "0", "0", "0", "0")),
 ]
 KERNEL = [
     denied_attack("a user namespace", _call("unshare", "0x10000000")),
@@ -216,6 +222,31 @@ KERNEL = [
         "libc.setrlimit(9, (ctypes.c_ulong * 2)(1 << 62, 1 << 62)) and " + _call("prlimit64", "1", "0", "0", "0"),
     ),
 ]
+KERNEL_MEMORY = [
+    denied_attack(
+        "a large send buffer", "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)"
+    ),
+    denied_attack(
+        "a large receive buffer", "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 30)"
+    ),
+    denied_attack("a large pipe", "import fcntl\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETPIPE_SZ, 1 << 20)"),
+    denied_attack("a lock of a file of the machine", "import fcntl\nfcntl.flock(open(os.__file__), fcntl.LOCK_SH)"),
+    denied_attack("a lease of a file", "import fcntl\nfcntl.fcntl(open('x', 'w'), fcntl.F_SETLEASE, fcntl.F_RDLCK)"),
+    denied_attack("notices of a folder", "import fcntl\nfcntl.fcntl(os.open('.', os.O_RDONLY), fcntl.F_NOTIFY, 1)"),
+    denied_attack("an open file's lock", "import fcntl\nfcntl.fcntl(open('x', 'w'), 37, bytes(32))"),
+    denied_attack("watches of files", "if libc.inotify_init() < 0: raise OSError(ctypes.get_errno(), '')"),
+    denied_attack("rules of Landlock", _call("landlock_create_ruleset", "0", "0", "1")),
+    denied_attack("filters on the filter", _call("seccomp", "1", "0", "0")),
+    denied_attack("attributes of files", "open('x', 'w').close()\nos.setxattr('x', 'user.a', bytes(999))"),
+    denied_attack(
+        "pages of files in sockets", "os.sendfile(socket.socketpair()[0].fileno(), open(os.__file__).fileno(), 0, 9)"
+    ),
+    denied_attack("pages of files in pipes", "os.splice(open(os.__file__).fileno(), os.pipe()[1], 9)"),
+    denied_attack("huge pages", "import mmap\nmmap.mmap(-1, 1 << 21, flags=0x40022)"),
+    denied_attack("queues of messages", _call("mq_open", "0", "0", "0", "0")),
+    denied_attack("queues for disks", _call("io_setup", "9", "0")),
+    denied_attack("flush the machine's disks", _call("sync")),
+]
 BOMBS = [
     Attack("memory", "x = []\nwhile True: x.append(bytearray(1 << 20))", "memory"),
     Attack("memory at once", "x = bytearray(1 << 40)", "memory"),
@@ -248,7 +279,7 @@ BOMBS = [
         "    x[-1].write(bytes(1 << 20))\n    x[-1].flush()\n    time.sleep(.001)\ntime.sleep(.2)",
         "ENOSPC",
     ),
-    *(denied_attack(f"disk in {name}", _HIDDEN % tuple(hiding), "ENOSPC") for name, *hiding in _HIDING),
+    *(denied_attack(f"disk in {name}", _HIDDEN % tuple(hiding), error) for name, error, *hiding in _HIDING),
     Attack(
         "empty files",
         TRY % "    for n in range(99999):\n        open(str(n), 'wb').close()",
@@ -308,4 +339,4 @@ BOMBS = [
     ),
     Attack("closed streams", "import os\nfor n in range(3): os.close(n)"),
 ]
-ATTACKS = NETWORK + FILES + PROCESSES + KERNEL + BOMBS
+ATTACKS = NETWORK + FILES + PROCESSES + KERNEL + KERNEL_MEMORY + BOMBS

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from typing import Literal
 
 from rollmill.sandbox.cgroups import Cgroup
+from rollmill.sandbox.job_folders import JobFolders
 from rollmill.sandbox.limits import SandboxLimits
 from rollmill.sandbox.protocol import Job
 from rollmill.sandbox.root_filesystem import FilesystemView
@@ -33,6 +35,8 @@ class IsolationBackend:
 
     def __init__(self, view: FilesystemView) -> None:
         self.view = view
+        self.folders: JobFolders | None = None
+        """The folders of jobs on the machine's disk, if the backend has any."""
         self.group: Cgroup | None = None
         """The job's control group, in its supervisor, if there is one."""
 
@@ -62,9 +66,28 @@ class IsolationBackend:
 
     def leave(self, supervisor: int) -> None:
         """Clean up after a job. Called by its supervisor, and by the server after its end."""
+        if self.folders is not None:
+            self.folders.remove(supervisor)
 
     def close(self) -> None:
         """Clean up after the server; every job has ended."""
+        if self.folders is not None:
+            self.folders.close()
+
+
+def enter_folder(folders: JobFolders, job: Job) -> None:
+    """Create the folder of this supervisor's job, with its files, and move into it."""
+    os.mkdir(folders.of(os.getpid()), 0o700)
+    os.chdir(folders.of(os.getpid()))
+    write_job_files(job)
+
+
+def use_current_folder() -> str:
+    """Make the current folder the program's home and folder for temporary files, and return it."""
+    folder = os.getcwd()
+    os.environ.update(HOME=folder, TMPDIR=folder)
+    tempfile.tempdir = None  # the server's, which is kept after its first use
+    return folder
 
 
 def write_job_files(job: Job) -> None:

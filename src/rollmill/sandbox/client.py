@@ -15,7 +15,7 @@ from typing import Any
 from rollmill.errors import SandboxError
 from rollmill.sandbox.backend import BackendName
 from rollmill.sandbox.cgroups import remove_groups
-from rollmill.sandbox.protocol import CONTROL
+from rollmill.sandbox.protocol import CONTROL, EARLY_BINDING
 from rollmill.sandbox.root_filesystem import FilesystemView
 from rollmill.sandbox.visible_files import find_interpreter
 
@@ -40,7 +40,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                env=program_environment_vars(),
+                env=program_environment_vars() | EARLY_BINDING,
                 cwd="/",
                 start_new_session=True,
             )

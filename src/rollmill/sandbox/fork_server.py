@@ -22,8 +22,9 @@ from rollmill.sandbox import kernel
 from rollmill.sandbox.backend import IsolationBackend, build_backend
 from rollmill.sandbox.cgroups import Cgroup, CgroupManager
 from rollmill.sandbox.job_supervisor import serve_job
-from rollmill.sandbox.protocol import CONTROL, JobReply, pack_reply
+from rollmill.sandbox.protocol import CONTROL, EARLY_BINDING, JobReply, pack_reply
 from rollmill.sandbox.root_filesystem import FilesystemView
+from rollmill.sandbox.warm_up import warm_up
 
 PRELOADED = (
     *("abc", "array", "ast", "base64", "bisect", "calendar", "cmath", "collections", "collections.abc", "copy", "csv"),
@@ -32,6 +33,7 @@ PRELOADED = (
     *("threading", "time", "timeit", "traceback", "types", "typing", "uuid", "encodings.idna"),
 )
 """Common imports of programs, preloaded once for all children."""
+_LESS_URGENT = 10
 
 
 def serve(descriptor: int, backend: IsolationBackend) -> NoReturn:
@@ -46,46 +48,16 @@ def serve(descriptor: int, backend: IsolationBackend) -> NoReturn:
         packages = backend.prepare()
         if os.path.isdir(packages):
             sys.path.append(packages)
+        warm_up()
+        gc.collect()
+        gc.disable()
         gc.freeze()  # children then copy fewer pages
     except OSError as error:
         control.sendall(json.dumps({"error": str(error)}).encode())
         sys.exit(1)
     status = {"landlock": backend.landlock, "cgroups": groups.path if groups else "", "no_cgroups": why_none}
     control.sendall(json.dumps(status).encode())
-    jobs: dict[int, _Running] = {}
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    while True:
-        for ready, _ in poll.poll(1000 if jobs else None):
-            if ready != control.fileno():
-                poll.unregister(ready)
-                _remove_job(jobs.pop(ready), ready, backend, groups)
-                _reap_orphans(jobs)
-                continue
-            message, sockets, _, _ = socket.recv_fds(control, CONTROL.size, 1)
-            if not message:
-                _shut_down(jobs, backend)
-            caller = socket.socket(fileno=sockets[0])
-            try:
-                group = groups.make() if groups else None
-                pid = kernel.clone(backend.clone_flags)
-            except OSError as error:
-                _refuse(caller, error)
-                continue
-            if pid == 0:
-                control.close()
-                backend.group = group
-                serve_job(caller, backend)
-            caller.close()
-            if group is not None:
-                group.close()
-            process = os.pidfd_open(pid)
-            jobs[process] = _Running(pid, time.monotonic() + CONTROL.unpack(message)[0], group)
-            poll.register(process, select.POLLIN)
-        now = time.monotonic()
-        for process, job in jobs.items():
-            if now > job.deadline:  # normally its supervisor enforces the limit
-                signal.pidfd_send_signal(process, signal.SIGKILL)
+    _JobStarter(control, backend, groups).serve()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,22 +67,102 @@ class _Running:
     group: Cgroup | None
 
 
-def _remove_job(job: _Running, process: int, backend: IsolationBackend, groups: CgroupManager | None) -> None:
-    os.close(process)
-    os.waitpid(job.supervisor, 0)
-    with suppress(OSError):  # processes of a killed job may still be ending; `close` cleans up later
-        backend.leave(job.supervisor)
-    if groups is not None and job.group is not None:
-        groups.remove(job.group)
+class _JobStarter:
+    """The loop of the server: starts a supervisor for each job, and clears up after it."""
 
+    def __init__(self, control: socket.socket, backend: IsolationBackend, groups: CgroupManager | None) -> None:
+        self._control, self._backend, self._groups = control, backend, groups
+        self._jobs: dict[int, _Running] = {}  # by the descriptors of the supervisors
+        self._sweeper: tuple[int, int] | None = None
+        """The process that removes large folders, if there is one: its descriptor and its id."""
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
 
-def _reap_orphans(jobs: dict[int, _Running]) -> None:
-    """Reap programs whose supervisor was killed; they are now this process's children (PR_SET_CHILD_SUBREAPER)."""
-    known = {job.supervisor for job in jobs.values()}
-    peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    with suppress(ChildProcessError):
-        while (found := os.waitid(os.P_ALL, 0, peek)) is not None and found.si_pid not in known:
-            os.waitpid(found.si_pid, 0)
+    def serve(self) -> NoReturn:
+        """Serve until the caller's end of the control socket closes."""
+        while True:
+            for ready, _ in self._poll.poll(1000 if self._jobs else None):
+                if ready == self._control.fileno():
+                    self._start_job()
+                    continue
+                self._poll.unregister(ready)
+                os.close(ready)
+                if ready in self._jobs:
+                    self._clear_up(self._jobs.pop(ready))
+                    self._sweep()
+                elif self._sweeper is not None:
+                    _, failed = os.waitpid(self._sweeper[1], 0)
+                    self._sweeper = None
+                    if not failed:
+                        self._sweep()  # what came at its very end
+            now = time.monotonic()
+            for process, job in self._jobs.items():
+                if now > job.deadline:  # normally its supervisor enforces the limit
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+
+    def _start_job(self) -> None:
+        message, sockets, _, _ = socket.recv_fds(self._control, CONTROL.size, 1)
+        if not message:
+            self._shut_down()
+        caller = socket.socket(fileno=sockets[0])
+        try:
+            group = self._groups.make() if self._groups else None
+            pid = kernel.clone(self._backend.clone_flags)
+        except OSError as error:
+            _refuse(caller, error)
+            return
+        if pid == 0:
+            self._control.close()
+            self._backend.group = group
+            serve_job(caller, self._backend)
+        caller.close()
+        if group is not None:
+            group.close()
+        process = os.pidfd_open(pid)
+        self._jobs[process] = _Running(pid, time.monotonic() + CONTROL.unpack(message)[0], group)
+        self._poll.register(process, select.POLLIN)
+
+    def _clear_up(self, job: _Running) -> None:
+        os.waitpid(job.supervisor, 0)
+        with suppress(OSError):  # processes of a killed job may still be ending; `close` cleans up later
+            self._backend.leave(job.supervisor)
+        if self._groups is not None and job.group is not None:
+            self._groups.remove(job.group)
+        self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
+        """Reap programs whose supervisor was killed; they are now this process's children (PR_SET_CHILD_SUBREAPER)."""
+        known = {job.supervisor for job in self._jobs.values()} | ({self._sweeper[1]} if self._sweeper else set())
+        peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, peek)) is not None and found.si_pid not in known:
+                os.waitpid(found.si_pid, 0)
+
+    def _sweep(self) -> None:
+        """Start the process that removes large folders of jobs, so that neither a job nor this server waits for it."""
+        folders = self._backend.folders
+        if self._sweeper is not None or folders is None or not folders.has_trash():
+            return
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                self._control.close()
+                os.nice(_LESS_URGENT)
+                folders.sweep()
+                status = 0
+            finally:
+                os._exit(status)
+        self._sweeper = os.pidfd_open(pid), pid
+        self._poll.register(self._sweeper[0], select.POLLIN)
+
+    def _shut_down(self) -> NoReturn:
+        for process, job in self._jobs.items():
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.waitpid(job.supervisor, 0)
+        self._control.close()  # not for processes that outlive this one
+        self._backend.close()
+        os._exit(0)
 
 
 def _groups(backend: IsolationBackend) -> tuple[CgroupManager | None, str]:
@@ -123,14 +175,6 @@ def _groups(backend: IsolationBackend) -> tuple[CgroupManager | None, str]:
         return None, str(error)
 
 
-def _shut_down(jobs: dict[int, _Running], backend: IsolationBackend) -> NoReturn:
-    for process, job in jobs.items():
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-        os.waitpid(job.supervisor, 0)
-    backend.close()
-    os._exit(0)
-
-
 def _refuse(caller: socket.socket, error: OSError) -> None:
     with caller, suppress(OSError):
         caller.sendall(pack_reply(JobReply("broken", 1, 0.0, 0.0, 0.0, b"", str(error).encode())))
@@ -138,5 +182,7 @@ def _refuse(caller: socket.socket, error: OSError) -> None:
 
 def main() -> NoReturn:
     """Run the server process: its arguments are the control socket, the backend and the view."""
+    for name in EARLY_BINDING:
+        del os.environ[name]
     found = json.loads(sys.argv[2])
     serve(int(sys.argv[1]), build_backend(found["backend"], FilesystemView(found["binds"], found["hidden"])))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollmill.errors import SandboxError
+from rollmill.sandbox import syscall_check
 from rollmill.sandbox.attacks import ATTACKS, Attack
 from rollmill.sandbox.backend import BackendName, build_backend
 from rollmill.sandbox.limits import ProgramResult
@@ -21,11 +22,15 @@ class IsolationReport:
 
     backend: BackendName
     safe: bool
-    """True if it works and every hostile program was contained."""
+    """True if it works, every hostile program was contained, and every system call was answered as the table says."""
     programs: int
     """Number of hostile programs that were run."""
     through: tuple[str, ...]
     """The names of those that were not contained."""
+    calls: int
+    """Number of system calls that were compared with the table of allowed ones."""
+    wrong_calls: tuple[str, ...]
+    """Those that were answered differently, with the answer."""
     missing: str
     """The reason if the backend does not work here; else empty."""
     lacks: tuple[str, ...]
@@ -59,12 +64,19 @@ def check_isolation(backend: BackendName) -> IsolationReport:
     """Attack a backend, except the plain one: nothing would stop the programs."""
     lacks = build_backend(backend, build_filesystem_view([])).lacks
     if backend == "plain":
-        return IsolationReport(backend, False, 0, (), "", lacks, "")
+        return IsolationReport(backend, False, 0, (), 0, (), "", lacks, "")
     try:
         with Sandbox(backend=backend, jobs=_AT_ONCE) as sandbox:
             found = asyncio.run(run_attacks(sandbox))
+            probes = {kind: syscall_check.build_probes(kind) for kind in syscall_check.KINDS[backend]}
+            wrong = [
+                line
+                for kind, calls in probes.items()
+                for line in asyncio.run(syscall_check.check_syscalls(sandbox, kind, calls))
+            ]
             no_cgroups = sandbox.without_cgroups()
     except SandboxError as error:
-        return IsolationReport(backend, False, 0, (), str(error), lacks, "")
+        return IsolationReport(backend, False, 0, (), 0, (), str(error), lacks, "")
     through = tuple(attack.name for attack, result in found if not attack.is_contained(result, backend))
-    return IsolationReport(backend, not through, len(found), through, "", lacks, no_cgroups)
+    safe, count = not through and not wrong, sum(map(len, probes.values()))
+    return IsolationReport(backend, safe, len(found), through, count, tuple(wrong), "", lacks, no_cgroups)

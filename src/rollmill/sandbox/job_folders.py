@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 import tempfile
 from contextlib import suppress
 
-from rollmill.sandbox.limits import SandboxLimits
+from rollmill.sandbox.limits import INODES, SandboxLimits
 from rollmill.sandbox.root_filesystem import PACKAGES, FilesystemView
 
-_MOST_FILES = 16384
+_AT_ONCE = 200
+"""Entries of a job's folder that are removed before the job ends; larger folders are moved away."""
+_BACKLOG = 16
+"""Folders that may wait for their removal. Beyond, jobs remove their own, and so wait for it."""
 
 
 class JobFolders:
@@ -20,7 +24,9 @@ class JobFolders:
     def __init__(self, view: FilesystemView) -> None:
         self.base = tempfile.mkdtemp(prefix="rollmill-sandbox-")
         self.packages = os.path.join(self.base, "packages")
+        self._trash = os.path.join(self.base, "trash")
         os.mkdir(self.packages)
+        os.mkdir(self._trash, 0o700)
         for inside, path in view.binds.items():
             if inside.startswith(PACKAGES + "/"):
                 os.symlink(path, self.packages + inside.removeprefix(PACKAGES))
@@ -30,35 +36,85 @@ class JobFolders:
         return os.path.join(self.base, str(supervisor))
 
     def remove(self, supervisor: int) -> None:
-        """Remove a job's folder, if it exists."""
-        if os.path.isdir(self.of(supervisor)):
-            remove_tree(self.of(supervisor))
+        """Remove a job's folder, if it exists; move a large one away, so that the job need not wait for its removal."""
+        folder = self.of(supervisor)
+        if not os.path.isdir(folder):
+            return
+        if not remove_tree(folder, most=_AT_ONCE):
+            if len(os.listdir(self._trash)) < _BACKLOG:
+                os.rename(folder, os.path.join(self._trash, secrets.token_hex(8)))
+            else:
+                remove_tree(folder)
+
+    def has_trash(self) -> bool:
+        """True if folders wait for their removal."""
+        return bool(os.listdir(self._trash))
+
+    def sweep(self) -> None:
+        """Remove folders that were moved away, also those that come meanwhile."""
+        while names := os.listdir(self._trash):
+            for name in names:
+                remove_tree(os.path.join(self._trash, name))
 
     def close(self) -> None:
-        """Remove all of them."""
-        remove_tree(self.base)
+        """Remove all of them, in a process that outlives this one if that is killed."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                remove_tree(self.base)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
 
 
-def remove_tree(folder: str) -> None:
-    """Remove a folder of any depth, whatever its modes. No process uses it any more."""
-    while True:
-        folders = []
-        for entry in _entries(folder):
-            if entry.is_dir(follow_symlinks=False):
-                folders.append(entry.path)
+def remove_tree(folder: str, most: int = sys.maxsize) -> bool:
+    """Remove a folder of any depth and width, whatever its modes. No process uses it any more.
+
+    Returns False, with something left, if it contains more than `most` files and folders.
+    """
+    os.chmod(folder, 0o700)
+    here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    entered: list[str] = []
+    waiting: list[list[str]] = []  # the folders of each level that are still there
+    try:
+        while True:
+            if len(waiting) == len(entered):  # a folder that was entered just now
+                most -= len(os.listdir(here))
+                if most < 0:
+                    return False
+                waiting.append(_remove_files(here))
+            elif waiting[-1]:
+                entered.append(waiting[-1].pop())
+                os.chmod(entered[-1], 0o700, dir_fd=here)
+                here = _move(here, entered[-1])
+            elif entered:
+                here = _move(here, "..")
+                waiting.pop()
+                os.rmdir(entered.pop(), dir_fd=here)
             else:
-                os.unlink(entry.path)
-        if not folders:
-            os.rmdir(folder)
-            return
-        for path in folders:  # move deep folders up, so that no path gets long
-            for entry in _entries(path):
-                if entry.is_dir(follow_symlinks=False):
-                    os.chmod(entry.path, 0o700)
-                    os.rename(entry.path, os.path.join(folder, secrets.token_hex(16)))
-                else:
-                    os.unlink(entry.path)
-            os.rmdir(path)
+                os.rmdir(folder)
+                return True
+    finally:
+        os.close(here)
+
+
+def _move(here: int, name: str) -> int:
+    """Return a descriptor of a folder beside or above the one of `here`, and close that."""
+    there = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+    os.close(here)
+    return there
+
+
+def _remove_files(here: int) -> list[str]:
+    """Remove all files of a folder, and return the names of its folders."""
+    folders = []
+    with os.scandir(here) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            else:
+                os.unlink(entry.name, dir_fd=here)
+    return folders
 
 
 def exceeds_disk_limit(folder: str, program: int, limits: SandboxLimits) -> bool:
@@ -77,7 +133,7 @@ def exceeds_disk_limit(folder: str, program: int, limits: SandboxLimits) -> bool
                         files += 1
                         if entry.is_dir(follow_symlinks=False):
                             pending.append(entry.path)
-            if size > limits.disk_mb << 20 or files > _MOST_FILES:
+            if size > limits.disk_mb << 20 or files > INODES:
                 return True
         return size + _unnamed(folder, program, limits) > limits.disk_mb << 20
     except (FileNotFoundError, NotADirectoryError):  # a folder that was removed just now
@@ -122,9 +178,3 @@ def _mapped(folder: str, maps: str) -> set[int] | None:
 
 def _is_memory(path: str) -> bool:
     return os.readlink(path).startswith("/memfd:")  # its stdin
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    os.chmod(folder, 0o700)
-    with os.scandir(folder) as entries:
-        return list(entries)

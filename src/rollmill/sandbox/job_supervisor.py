@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # against further seals, shrinking, growing, wri
 
 
 def serve_job(caller: socket.socket, backend: IsolationBackend) -> NoReturn:
-    """Run the single job of this process."""
+    """Run the single job of this process. The server has disabled garbage collection, for a program's supervisor."""
     program: RunningProgram | None = None
     status = 1
     try:
@@ -33,8 +34,9 @@ def serve_job(caller: socket.socket, backend: IsolationBackend) -> NoReturn:
         if backend.group is not None:
             backend.group.join(job.limits)
         backend.enter(job)
-        program, channel = _start(job, backend)
+        program, channel = start_program(job, backend)
         if channel is not None:
+            gc.enable()
             SessionServer(caller, channel, program, job, backend).serve()
         else:
             reply, program = watch_program(program, job.limits, backend, caller.fileno()), None
@@ -55,7 +57,7 @@ def serve_job(caller: socket.socket, backend: IsolationBackend) -> NoReturn:
             os._exit(status)
 
 
-def _start(job: Job, backend: IsolationBackend) -> tuple[RunningProgram, socket.socket | None]:
+def start_program(job: Job, backend: IsolationBackend) -> tuple[RunningProgram, socket.socket | None]:
     """Start the program; for a session also return this side's end of its channel.
 
     Raises OSError if it cannot be confined.
@@ -76,6 +78,7 @@ def _start(job: Job, backend: IsolationBackend) -> tuple[RunningProgram, socket.
             for number, descriptor in enumerate(theirs):
                 os.dup2(descriptor, number, inheritable=number < 3)
             os.closerange(len(theirs), 1 << 16)
+            gc.enable()
             if session:
                 serve_repl(_CHANNEL, job.limits.output_bytes)
             run_program(job.program)

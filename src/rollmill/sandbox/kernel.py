@@ -6,13 +6,14 @@ import ctypes
 import os
 import platform
 import signal
+import sys
 from typing import Any
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x00020000, 0x02000000, 0x04000000
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 3, 4, 22
 _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 24, 36, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL, _SECCOMP_MODE_FILTER = 4, 2
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -22,6 +23,15 @@ _SYS_MOUNT_SETATTR = 442
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _AT_RECURSIVE, _AT_FDCWD = 1, 2, 0x8000, -100
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+if sys.platform == "linux":
+    _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    _libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)  # what the first call builds is then there in every child
+_CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+_NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
 
 def clone(flags: int) -> int:
@@ -77,21 +87,16 @@ def drop_privileges() -> None:
     """Give up every capability and every way to gain one."""
     _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
     _prctl("PR_CAP_AMBIENT_CLEAR_ALL", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
-    capability = 0
-    while _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) == 0:
+    prctl, capability = _libc.prctl, 0
+    while prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _checked("capset", _libc.capset(header, (ctypes.c_uint32 * 6)()))
+    _checked("capset", _libc.capset(_CAPABILITY_HEADER, _NO_CAPABILITIES))
 
 
 def install_filter(code: bytes) -> None:
     """Install a seccomp filter on this process; `code` is an array of struct sock_filter."""
-
-    class Program(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
-
-    program = Program(len(code) // 8, code)
-    _prctl("PR_SET_SECCOMP", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program))
+    program = _FilterProgram(len(code) // 8, code)
+    _prctl("PR_SET_SECCOMP", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))
 
 
 def syscall(name: str, number: int, *arguments: Any) -> int:
@@ -103,10 +108,8 @@ def syscall(name: str, number: int, *arguments: Any) -> int:
     return found
 
 
-def _prctl(name: str, option: int, value: int, pointer: Any = 0) -> None:
-    last = ctypes.c_ulong(0) if pointer == 0 else pointer
-    zero = ctypes.c_ulong(0)
-    _checked(f"prctl({name})", _libc.prctl(option, ctypes.c_ulong(value), last, zero, zero))
+def _prctl(name: str, option: int, value: int, pointer: int = 0) -> None:
+    _checked(f"prctl({name})", _libc.prctl(option, value, pointer, 0, 0))
 
 
 def _checked(name: str, found: int) -> None:

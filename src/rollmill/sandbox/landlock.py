@@ -61,6 +61,10 @@ class LandlockRuleset:
     def restrict(self) -> None:
         """Restrict this process. Requires PR_SET_NO_NEW_PRIVS."""
         syscall("landlock_restrict_self", _RESTRICT, self._rules, 0)
+        self.close()
+
+    def close(self) -> None:
+        """Close the set. A process that it restricts stays restricted."""
         os.close(self._rules)
 
     def _add(self, path: str, rights: int) -> None:
@@ -77,8 +81,13 @@ def restrict_files(version: int, writable: str) -> None:
 
     Requires PR_SET_NO_NEW_PRIVS. `version` is landlock_version(), above 0.
     """
+    build_rules(version, writable).restrict()
+
+
+def build_rules(version: int, writable: str) -> LandlockRuleset:
+    """Return the rules of `restrict_files`."""
     rules = LandlockRuleset(version)
     rules.allow_reading("/")
     rules.allow_writing("/dev")
     rules.allow_all(writable)
-    rules.restrict()
+    return rules

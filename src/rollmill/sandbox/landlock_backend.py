@@ -11,11 +11,11 @@ import time
 from contextlib import suppress
 
 from rollmill.sandbox import kernel
-from rollmill.sandbox.backend import IsolationBackend, write_job_files
+from rollmill.sandbox.backend import IsolationBackend, enter_folder, use_current_folder
 from rollmill.sandbox.job_folders import JobFolders, exceeds_disk_limit
 from rollmill.sandbox.landlock import LandlockRuleset, landlock_version
 from rollmill.sandbox.limits import SandboxLimits
-from rollmill.sandbox.namespace_backend import build_filters
+from rollmill.sandbox.namespace_backend import build_filter_here
 from rollmill.sandbox.program import set_limits
 from rollmill.sandbox.protocol import Job
 from rollmill.sandbox.root_filesystem import DEVICES, NOBODY, FilesystemView, can_become_nobody
@@ -41,7 +41,6 @@ class LandlockBackend(IsolationBackend):
 
     def __init__(self, view: FilesystemView) -> None:
         super().__init__(view)
-        self._folders: JobFolders
         self._readable: LandlockRuleset
         self._next_look = 0.0
         self._suspected = False
@@ -51,18 +50,18 @@ class LandlockBackend(IsolationBackend):
         if self.landlock < LEAST_VERSION:
             has = f"this kernel has version {self.landlock}" if self.landlock else "this kernel has none"
             raise OSError(f"it needs Landlock of version {LEAST_VERSION} (Linux 6.2); {has}")
-        build_filters()
+        build_filter_here("alone")  # also keeps it for all programs
         kernel.become_subreaper()  # adopts programs whose supervisor was killed
         if os.geteuid() == 0 and _nobody_can_read(self.view):
             _become_nobody()
             kernel.set_dumpable(True)
-        self._folders = JobFolders(self.view)
+        folders = self.folders = JobFolders(self.view)
         self._readable = LandlockRuleset(self.landlock, reads_only=True)
-        for path in [*DEVICES, self._folders.base]:
+        for path in [*DEVICES, folders.base]:
             self._readable.allow_reading(path)
         for path in self.view.binds.values():
             _allow(self._readable, path, self.view.hidden)
-        return self._folders.packages
+        return folders.packages
 
     def enter(self, job: Job) -> None:
         if job.limits.processes > 1:
@@ -71,17 +70,16 @@ class LandlockBackend(IsolationBackend):
                 "allow user namespaces"
             )
         kernel.set_dumpable(False)
-        os.mkdir(self._folders.of(os.getpid()), 0o700)
-        os.chdir(self._folders.of(os.getpid()))
-        write_job_files(job)
+        assert self.folders is not None
+        enter_folder(self.folders, job)
 
     def confine(self, limits: SandboxLimits, session: bool) -> None:
         kernel.die_with_parent()
-        folder = os.getcwd()
-        os.environ.update(HOME=folder, TMPDIR=folder)
+        folder = use_current_folder()
         most = _tasks() + 1 + limits.threads
         ruleset = LandlockRuleset(self.landlock)
-        for path in {*self.view.binds.values(), self._folders.packages}:
+        assert self.folders is not None
+        for path in {*self.view.binds.values(), self.folders.packages}:
             ruleset.allow_reading(path)
         for device in DEVICES:
             ruleset.allow_writing(device)
@@ -91,7 +89,7 @@ class LandlockBackend(IsolationBackend):
         self._readable.restrict()
         ruleset.restrict()
         set_limits(limits, most, session)
-        kernel.install_filter(build_filter(False, alone=os.getpid()))
+        kernel.install_filter(build_filter("alone", own_pid=os.getpid()))
 
     def signal_all(self, program: int, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -106,14 +104,11 @@ class LandlockBackend(IsolationBackend):
         before, self._suspected = self._suspected, found
         return found and before  # require two checks: a process that is just ending cannot be inspected either
 
-    def leave(self, supervisor: int) -> None:
-        self._folders.remove(supervisor)
-
     def close(self) -> None:
         with suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-        self._folders.close()
+        super().close()
 
 
 def _allow(rules: LandlockRuleset, path: str, hidden: list[str]) -> None:

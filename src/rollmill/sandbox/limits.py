@@ -17,6 +17,12 @@ Ended = Literal["ended"]
 """The outcome of executions in a session that has ended."""
 
 
+OPEN_FILES = 64
+"""Open files of each process. They bound what the kernel holds for it: a socket may contain 208 KiB."""
+INODES = 16_384
+"""Files and folders of a program."""
+
+
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
     """The limits of one program, or of a session and each of its executions."""

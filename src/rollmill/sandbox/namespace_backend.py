@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import platform
+import selectors
 from contextlib import suppress
 
 from rollmill.sandbox import kernel
+from rollmill.sandbox.allowed_syscalls import FilterKind
 from rollmill.sandbox.backend import IsolationBackend, write_job_files
 from rollmill.sandbox.landlock import landlock_version, restrict_files
-from rollmill.sandbox.limits import SandboxLimits
+from rollmill.sandbox.limits import INODES, SandboxLimits
 from rollmill.sandbox.program import set_limits
 from rollmill.sandbox.protocol import Job
 from rollmill.sandbox.root_filesystem import PACKAGES, FilesystemView, enter_root, map_user
@@ -38,11 +40,12 @@ class NamespaceBackend(IsolationBackend):
 
     def __init__(self, view: FilesystemView) -> None:
         super().__init__(view)
-        self._filters: dict[bool, bytes] = {}
+        self._filters: dict[FilterKind, bytes] = {}
         self._proc = -1
 
     def prepare(self) -> str:
-        self._filters, self.landlock = build_filters(), landlock_version()
+        self._filters = {"one": build_filter_here("one"), "many": build_filter_here("many")}
+        self.landlock = landlock_version()
         self._proc = os.open("/proc", os.O_PATH)
         enter_root(self.view)
         return PACKAGES
@@ -52,7 +55,7 @@ class NamespaceBackend(IsolationBackend):
         os.close(self._proc)
         kernel.set_dumpable(False)
         kernel.set_host_name("sandbox")
-        options = f"mode=700,size={job.limits.disk_mb}m,nr_inodes=16384"
+        options = f"mode=700,size={job.limits.disk_mb}m,nr_inodes={INODES}"
         kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
         os.chdir(FOLDER)
         write_job_files(job)
@@ -62,7 +65,9 @@ class NamespaceBackend(IsolationBackend):
         if self.landlock:
             restrict_files(self.landlock, FOLDER)
         set_limits(limits, 1 + limits.processes + limits.threads, session)
-        kernel.install_filter(self._filters[limits.processes > 1])
+        if limits.processes > 1:
+            selectors.DefaultSelector = selectors.PollSelector  # type: ignore[misc, assignment]  # epoll is refused
+        kernel.install_filter(self._filters["many" if limits.processes > 1 else "one"])
 
     def signal_all(self, program: int, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -72,12 +77,9 @@ class NamespaceBackend(IsolationBackend):
         return _EVERY_CHILD
 
 
-def build_filters() -> dict[bool, bytes]:
-    """Return the filters of programs that may fork, and of those that may not.
-
-    Raises OSError on other architectures.
-    """
+def build_filter_here(kind: FilterKind) -> bytes:
+    """Return the filter of a kind of programs on this machine. Raises OSError on other architectures."""
     try:
-        return {forks: build_filter(forks) for forks in (False, True)}
+        return build_filter(kind)
     except KeyError:
         raise OSError(f"no system call table for {platform.machine()}; there are x86_64 and aarch64") from None

@@ -6,12 +6,11 @@ import os
 from contextlib import suppress
 
 from rollmill.sandbox import kernel
-from rollmill.sandbox.backend import IsolationBackend, write_job_files
+from rollmill.sandbox.backend import IsolationBackend, enter_folder, use_current_folder
 from rollmill.sandbox.job_folders import JobFolders
 from rollmill.sandbox.limits import SandboxLimits
 from rollmill.sandbox.program import set_limits
 from rollmill.sandbox.protocol import Job
-from rollmill.sandbox.root_filesystem import FilesystemView
 
 
 class PlainBackend(IsolationBackend):
@@ -23,23 +22,17 @@ class PlainBackend(IsolationBackend):
     safe = False
     lacks = ("everything: a program can do what this user can",)
 
-    def __init__(self, view: FilesystemView) -> None:
-        super().__init__(view)
-        self._folders: JobFolders
-
     def prepare(self) -> str:
-        self._folders = JobFolders(self.view)
-        return self._folders.packages
+        self.folders = JobFolders(self.view)
+        return self.folders.packages
 
     def enter(self, job: Job) -> None:
-        os.mkdir(self._folders.of(os.getpid()), 0o700)
-        os.chdir(self._folders.of(os.getpid()))
-        write_job_files(job)
+        assert self.folders is not None
+        enter_folder(self.folders, job)
 
     def confine(self, limits: SandboxLimits, session: bool) -> None:
         kernel.die_with_parent()
-        folder = os.getcwd()
-        os.environ.update(HOME=folder, TMPDIR=folder)
+        use_current_folder()
         set_limits(limits, None, session)
 
     def signal_all(self, program: int, number: int) -> None:
@@ -47,8 +40,5 @@ class PlainBackend(IsolationBackend):
             os.killpg(program, number)
 
     def leave(self, supervisor: int) -> None:
-        self._folders.remove(supervisor)
-
-    def close(self) -> None:
         with suppress(OSError):  # a process that has left its program may still write there
-            self._folders.close()
+            super().leave(supervisor)

@@ -18,7 +18,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from rollmill.sandbox.limits import SandboxLimits
+from rollmill.sandbox.limits import OPEN_FILES, SandboxLimits
 
 PROGRAM_NAME = "main.py"
 MEMORY_ERROR = b"MemoryError\n"
@@ -35,7 +35,8 @@ def set_limits(limits: SandboxLimits, tasks: int | None, session: bool) -> None:
     for kind, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, disk),
-        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_SIGPENDING, OPEN_FILES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
@@ -61,7 +62,7 @@ def run_program(text: str) -> NoReturn:
         status = 1
         traceback.print_exc()
     finally:
-        _flush_all()
+        flush_all()
         os._exit(status)
 
 
@@ -82,7 +83,7 @@ def _run(text: str) -> int:
     return 0
 
 
-def _flush_all() -> None:
+def flush_all() -> None:
     """Flush the streams, and files that the program left open in its names, like an interpreter at its end."""
     names = dict(getattr(sys.modules.get("__main__"), "__dict__", {}))
     for each in (sys.stdout, sys.stderr, *names.values(), sys.__stdout__, sys.__stderr__):
@@ -95,7 +96,6 @@ def _flush_all() -> None:
 def start_main(text: str) -> Any:
     """Create a module `__main__` for a program, and set up what the interpreter would."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _open_streams()
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     sys.argv, sys.path[:0] = [PROGRAM_NAME], [os.getcwd()]
@@ -106,8 +106,8 @@ def start_main(text: str) -> Any:
     return module
 
 
-def _open_streams() -> None:
-    """Reopen the standard streams: the server's were /dev/null, and would be treated as files."""
+def open_streams() -> None:
+    """Open Python's standard streams anew on their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
         lines = 1 if old.line_buffering else -1

@@ -20,6 +20,9 @@ HEADER = struct.Struct("!I")
 CONTROL = struct.Struct("!d")
 """The message that passes a job's socket to the server: the seconds after which the server kills the job."""
 
+EARLY_BINDING = {"LD_BIND_NOW": "1"}
+"""Variables of the server alone: symbols of libraries are resolved when it starts, instead of in each program."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

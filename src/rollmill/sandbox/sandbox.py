@@ -19,6 +19,7 @@ from rollmill.sandbox.backend import BackendName
 from rollmill.sandbox.backend_selection import BackendChoice, start_server
 from rollmill.sandbox.client import ForkServer
 from rollmill.sandbox.exchange import submit_job, submit_job_async
+from rollmill.sandbox.kernel_memory import SHARE_OF_PROGRAMS, SHARE_OF_SESSIONS, count_slots
 from rollmill.sandbox.limits import ProgramResult, SandboxLimits
 from rollmill.sandbox.protocol import Job, killed_result, pack_job
 from rollmill.sandbox.semaphore import FairSemaphore
@@ -33,9 +34,11 @@ class Sandbox:
 
     `packages` are the import names they may use besides the standard library. `jobs` programs run at once (0: the
     number of CPU cores), others wait. `sessions` can be open at once; they wait for a slot among `jobs` only while they
-    execute. `backend="auto"` is the first of namespaces and landlock that works here. `plain` isolates nothing, is for
-    trusted programs or disposable machines, and is never chosen automatically. Works on Linux, as root and as an
-    ordinary user.
+    execute. Fewer run, and are open, at once where their limits allow them to take so much memory of the kernel that
+    the worst of them would not fit into this machine, and no control group counts it (`kernel_memory_mb`).
+
+    `backend="auto"` is the first of namespaces and landlock that works here. `plain` isolates nothing, is for trusted
+    programs or disposable machines, and is never chosen automatically. Works on Linux, as root and as an ordinary user.
 
     The first run starts a server process and probes it with hostile attempts. It raises SandboxError with the reason if
     no safe sandbox can be built or an attempt succeeds.
@@ -72,7 +75,7 @@ class Sandbox:
         Raises SandboxError if no sandbox can be built, or for a path in `files` outside of the folder.
         """
         job = self._job(program, stdin, files, limits)
-        async with self._slots.turn_async():
+        async with self._slots.turn_async(self._count_slots(job.limits)):
             for _ in range(_TRIES):
                 started = time.monotonic()
                 server = await self._ready_async()
@@ -90,7 +93,7 @@ class Sandbox:
     ) -> ProgramResult:
         """`run` for callers without an event loop."""
         job = self._job(program, stdin, files, limits)
-        with self._slots.turn():
+        with self._slots.turn(self._count_slots(job.limits)):
             for _ in range(_TRIES):
                 started = time.monotonic()
                 server = self._ready()
@@ -115,7 +118,7 @@ class Sandbox:
         if idle_s <= 0:
             raise ValueError(f"idle_s is {idle_s:g}; it has to be above 0")
         job = replace(self._job("", "", files, limits), idle_s=idle_s)
-        async with self._session_turn():
+        async with self._session_turn(job.limits):
             session = await self._open(job)
             try:
                 yield session
@@ -161,6 +164,13 @@ class Sandbox:
             raise SandboxError(f"the files of a program are larger than its disk limit of {limits.disk_mb} MiB")
         return Job(program, stdin.encode(errors="surrogatepass"), dict(files or {}), limits)
 
+    def _count_slots(self, limits: SandboxLimits) -> int:
+        return 1 if self._counts_kernel_memory() else count_slots(limits, self._slots.count, SHARE_OF_PROGRAMS)
+
+    def _counts_kernel_memory(self) -> bool:
+        """True if control groups limit it; unknown, and False, until the server has started."""
+        return self._server is not None and bool(self._server.cgroups)
+
     def _ready(self) -> ForkServer:
         """Return a live server that has passed the probe."""
         with self._lock:
@@ -178,11 +188,12 @@ class Sandbox:
         return server if server is not None and server.alive else await asyncio.to_thread(self._ready)
 
     @asynccontextmanager
-    async def _session_turn(self) -> AsyncIterator[None]:
+    async def _session_turn(self, limits: SandboxLimits) -> AsyncIterator[None]:
         if self._in_session.get():
             yield
             return
-        async with self._session_slots.turn_async():
+        slots = 1 if self._counts_kernel_memory() else count_slots(limits, self._session_slots.count, SHARE_OF_SESSIONS)
+        async with self._session_slots.turn_async(slots):
             self._in_session.set(True)
             try:
                 yield

@@ -1,103 +1,129 @@
-"""The seccomp filter of a program, in classic BPF (linux/filter.h, linux/seccomp.h)."""
+"""The seccomp filter of a program: the table of allowed system calls, in classic BPF (linux/filter.h, linux/seccomp.h).
+
+The filter is a binary search over ranges of numbers with the same answer, so that few instructions run for a call, and
+few when the kernel works out at its installation which calls are always allowed.
+"""
 
 from __future__ import annotations
 
 import errno
 import platform
 import struct
+from functools import cache
 
-from rollmill.sandbox.syscalls import (
-    CLONE,
-    CLONE3,
-    CLOSE_RANGE,
-    DENIED,
-    DENIED_ALONE,
-    FCNTL,
+from rollmill.sandbox.allowed_syscalls import (
+    ABSENT,
+    ALLOWED,
+    EVERY_BIT,
     FIRST_UNKNOWN,
-    FORKS,
-    IOCTL,
-    KILL,
-    PRCTL,
-    PRLIMIT64,
-    SCHEDULING,
-    SOCKETPAIR,
-    TGKILL,
+    OWN_PID,
+    AllowedCall,
+    ArgumentTest,
+    FilterKind,
 )
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_COLUMN = {"x86_64": 0, "aarch64": 1}
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_LOG = 0x7FFC0000
+_LOAD, _AND, _JUMP, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; both architectures are little endian
-_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_PR_SET_PDEATHSIG = 1
-_OWNERS_BY_FCNTL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel sends the owner of a file any signal
-_OWNERS_BY_IOCTL = (0x8901, 0x8902, 0x5412)  # FIOSETOWN, SIOCSPGRP; TIOCSTI types into a terminal
-_CLONE_THREAD, _CLONE_FILES = 0x00010000, 0x00000400
-_CLOSE_RANGE_UNSHARE = 2
-_AF_UNIX = 1
-_CLONE_NEW = 0x7E020080  # user, pid, net, ipc, uts, cgroup, mount, time
+_FARTHEST = 255
+"""The farthest conditional jump."""
+_REFUSED = ERRNO | errno.EPERM
 
 
-def build_filter(forks: bool, machine: str = "", alone: int = 0) -> bytes:
-    """Return the filter as an array of struct sock_filter. A denied call fails with EPERM, an unknown one with ENOSYS.
+def build_filter(kind: FilterKind, machine: str = "", own_pid: int = 0, log_only: bool = False) -> bytes:
+    """Return the filter as an array of struct sock_filter.
 
-    `forks`: new processes are allowed; threads, which share their open files, always are. `machine` is "x86_64" or
-    "aarch64", by default this machine's; KeyError for another. `clone3` fails with ENOSYS, because a filter cannot read
-    its flags, and the C library then uses `clone`. `alone` is the process id of a program without namespaces: it may
-    send signals only to itself, start nothing, change no users and no file attributes, and not outlive its parent.
+    A call that is not in the table fails with EPERM, one that no table knows with ENOSYS; a call of another
+    architecture kills the process. `machine` is "x86_64" or "aarch64", by default this machine's; KeyError for another.
+    `own_pid` is the process id of a program of the kind "alone". With `log_only`, calls that are not in the table are
+    made and written to the kernel's log (type 1326): for extending the table, never for untrusted programs.
     """
-    machine = machine or platform.machine()
-    column = _COLUMN[machine]
+    code = _compile(kind, machine or platform.machine(), log_only)
+    return code.replace(struct.pack("<I", OWN_PID), struct.pack("<I", own_pid))
+
+
+def answer_of(kind: FilterKind, machine: str, own_pid: int, number: int, arguments: tuple[int, ...]) -> int:
+    """Return what a filter answers to a call: ALLOW, or ERRNO with the number of an error in its lower half.
+
+    Reads the table directly, so that it can be compared with the compiled filter. `arguments` are six, of 64 bits.
+    """
+    if number >= FIRST_UNKNOWN or number in _absent(machine):
+        return ERRNO | errno.ENOSYS
+    call = _calls(kind, machine).get(number)
+    if call is None:
+        return _REFUSED
+    for test, error in call.answered:
+        if test.holds(arguments, own_pid):
+            return ERRNO | error
+    passed = all(test.holds(arguments, own_pid) for test in call.tests)
+    return ALLOW if passed else ERRNO | call.refusal
+
+
+@cache
+def _compile(kind: FilterKind, machine: str, log_only: bool) -> bytes:
+    refused = _LOG if log_only else _REFUSED
+    calls = _calls(kind, machine)
+    ranges: list[tuple[int, list[bytes]]] = []
+    for number in range(FIRST_UNKNOWN + 1):
+        if number == FIRST_UNKNOWN or number in _absent(machine):
+            answer = [_step(_RETURN, ERRNO | errno.ENOSYS)]
+        elif number in calls:
+            answer = _answer_code(calls[number])
+        else:
+            answer = [_step(_RETURN, refused)]
+        if not ranges or ranges[-1][1] != answer:
+            ranges.append((number, answer))
     code = [
         _step(_LOAD, _ARCH),
         _step(_EQUAL, AUDIT_ARCH[machine], 1, 0),
-        _step(_RETURN, _KILL_PROCESS),
+        _step(_RETURN, KILL_PROCESS),
         _step(_LOAD, _NUMBER),
-        *_if(_AT_LEAST, FIRST_UNKNOWN, _ERRNO | errno.ENOSYS),  # the x32 calls too: they start at 2**30
-        *_if(_EQUAL, CLONE3[column], _ERRNO | errno.ENOSYS),
+        *_search(ranges),
     ]
-    denied = DENIED | ({} if forks else FORKS) | (DENIED_ALONE if alone else {})
-    for numbers in denied.values():
-        if numbers[column] >= 0:
-            code += _if(_EQUAL, numbers[column], _ERRNO | errno.EPERM)
-    on_clone = _if(_ANY_BIT, _CLONE_NEW, _ERRNO | errno.EPERM)
-    if not forks:
-        for flag in (_CLONE_THREAD, _CLONE_FILES):
-            on_clone += [_step(_ANY_BIT, flag, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
-        code += _with_argument(
-            CLOSE_RANGE[column], _if(_ANY_BIT, _CLOSE_RANGE_UNSHARE, _ERRNO | errno.EPERM), argument=2
-        )
-    code += _with_argument(CLONE[column], on_clone)
-    code += _with_argument(PRLIMIT64[column], _unless(0))  # its own limits only
-    code += _with_argument(SOCKETPAIR[column], _unless(_AF_UNIX))  # others would load modules of the kernel
-    for call, commands in ((FCNTL, _OWNERS_BY_FCNTL), (IOCTL, _OWNERS_BY_IOCTL)):
-        refusals = [step for command in commands for step in _if(_EQUAL, command, _ERRNO | errno.EPERM)]
-        code += _with_argument(call[column], refusals, argument=1)
-    if alone:
-        for call in (KILL, TGKILL):
-            code += _with_argument(call[column], _unless(alone))
-        for call in SCHEDULING.values():
-            code += _with_argument(call[column], _unless(0))
-        code += _with_argument(PRCTL[column], _if(_EQUAL, _PR_SET_PDEATHSIG, _ERRNO | errno.EPERM))
-    return b"".join([*code, _step(_RETURN, _ALLOW)])
+    return b"".join(code)
 
 
-def _with_argument(number: int, then: list[bytes], argument: int = 0) -> list[bytes]:
-    """Run `then` with the low half of an argument loaded, for one system call; it is allowed if that falls through."""
-    return [
-        _step(_EQUAL, number, 0, len(then) + 2),
-        _step(_LOAD, _FIRST_ARGUMENT + 8 * argument),
-        *then,
-        _step(_RETURN, _ALLOW),
-    ]
+@cache
+def _calls(kind: FilterKind, machine: str) -> dict[int, AllowedCall]:
+    return {call.number(machine): call for call in ALLOWED if kind in call.kinds and call.number(machine) >= 0}
 
 
-def _unless(value: int) -> list[bytes]:
-    return [_step(_EQUAL, value, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
+def _absent(machine: str) -> tuple[int, ...]:
+    return tuple(numbers[machine == "aarch64"] for numbers in ABSENT.values())
 
 
-def _if(test: int, value: int, answer: int) -> list[bytes]:
-    return [_step(test, value, 0, 1), _step(_RETURN, answer)]
+def _search(ranges: list[tuple[int, list[bytes]]]) -> list[bytes]:
+    """Return code that answers by the loaded number. Each range lasts until the next one's first number."""
+    if len(ranges) == 1:
+        return ranges[0][1]
+    middle = len(ranges) // 2
+    below, above = _search(ranges[:middle]), _search(ranges[middle:])
+    first = ranges[middle][0]
+    if len(below) <= _FARTHEST:
+        return [_step(_AT_LEAST, first, len(below), 0), *below, *above]
+    return [_step(_AT_LEAST, first, 0, 1), _step(_JUMP, len(below)), *below, *above]
+
+
+def _answer_code(call: AllowedCall) -> list[bytes]:
+    code = []
+    for test, error in call.answered:
+        code += [*_load(test), *_equal_any(test.values, 0, 1), _step(_RETURN, ERRNO | error)]
+    for test in call.tests:
+        code += [*_load(test), *_equal_any(test.values, 1, 0), _step(_RETURN, ERRNO | call.refusal)]
+    return [*code, _step(_RETURN, ALLOW)]
+
+
+def _load(test: ArgumentTest) -> list[bytes]:
+    load = _step(_LOAD, _FIRST_ARGUMENT + 8 * test.argument + 4 * test.upper)
+    return [load] if test.mask == EVERY_BIT else [load, _step(_AND, test.mask)]
+
+
+def _equal_any(values: tuple[int, ...], if_any: int, if_none: int) -> list[bytes]:
+    """Compare with each value, and skip so many steps behind the comparisons."""
+    last = len(values) - 1
+    return [_step(_EQUAL, v, last - n + if_any, if_none if n == last else 0) for n, v in enumerate(values)]
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -1,19 +1,24 @@
-"""Numbers of the system calls that are denied to a program, and of those allowed with some arguments.
+"""Names and numbers of system calls that no program may make, for reports and attacks.
 
-Columns: x86_64 (arch/x86/entry/syscalls/syscall_64.tbl), aarch64 (include/uapi/asm-generic/unistd.h); -1 if the
-architecture has no such call.
+The filter does not need this table: it refuses every call that `allowed_syscalls` does not list. Columns: x86_64,
+aarch64; -1 if the architecture has no such call.
 """
 
 from __future__ import annotations
 
+from rollmill.sandbox.allowed_syscalls import ABSENT, ALLOWED
+
 DENIED: dict[str, tuple[int, int]] = {
-    # The network. `socketpair` is allowed: asyncio needs it.
+    # The network, and options of sockets: buffers of a socket can be made to hold a gigabyte.
     "socket": (41, 198),
     "bind": (49, 200),
     "connect": (42, 203),
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
+    "setsockopt": (54, 208),
+    "sendmmsg": (307, 269),
+    "recvmmsg": (299, 243),
     # Other processes.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -24,6 +29,13 @@ DENIED: dict[str, tuple[int, int]] = {
     "pidfd_getfd": (438, 438),
     "pidfd_send_signal": (424, 424),
     "kcmp": (312, 272),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "execveat": (322, 281),
     # Namespaces and mounts.
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -43,6 +55,14 @@ DENIED: dict[str, tuple[int, int]] = {
     "mknod": (133, -1),
     "mknodat": (259, 33),
     "fanotify_init": (300, 262),
+    # Files of the machine: locks and watches of files that programs may only read, and flushing its disks.
+    "flock": (73, 32),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    "readahead": (187, 213),
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
     "sethostname": (170, 161),
@@ -51,19 +71,44 @@ DENIED: dict[str, tuple[int, int]] = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "vmsplice": (278, 75),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "sendfile": (40, 71),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "mlock": (149, 228),
+    "mlock2": (325, 284),
+    "mlockall": (151, 230),
+    "remap_file_pages": (216, 234),
+    "io_setup": (206, 0),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+    "seccomp": (317, 277),
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
     "semget": (64, 190),
     "semctl": (66, 191),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
     "msgget": (68, 186),
     "msgctl": (71, 187),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "shmdt": (67, 197),
     "mq_open": (240, 180),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
     # Delayed signals: SIGCONT would resume a paused session.
     "timer_create": (222, 107),
+    "signalfd": (282, -1),
+    "signalfd4": (289, 74),
     # Large parts of the kernel that no program needs.
     "bpf": (321, 280),
     "io_uring_setup": (425, 425),
@@ -99,67 +144,23 @@ DENIED: dict[str, tuple[int, int]] = {
     "syslog": (103, 116),
     "vhangup": (153, 58),
 }
-DENIED_ALONE: dict[str, tuple[int, int]] = {
-    # Harmless inside namespaces: other processes, and user ids.
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "setuid": (105, 146),
-    "setgid": (106, 144),
-    "setreuid": (113, 145),
-    "setregid": (114, 143),
-    "setresuid": (117, 147),
-    "setresgid": (119, 149),
-    "setgroups": (116, 159),
-    "setfsuid": (122, 151),
-    "setfsgid": (123, 152),
-    # Not covered by Landlock: modes, owners, times, attributes and watches of files.
-    "chmod": (90, -1),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "chown": (92, -1),
-    "fchown": (93, 55),
-    "lchown": (94, -1),
-    "fchownat": (260, 54),
-    "utime": (132, -1),
-    "utimes": (235, -1),
-    "futimesat": (261, -1),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "inotify_init": (253, -1),
-    "inotify_init1": (294, 26),
-    "inotify_add_watch": (254, 27),
-    # Descriptors in messages: files in flight are in no process's list of open files.
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-    # Objects of other processes.
-    "semop": (65, 193),
-    "semtimedop": (220, 192),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-}
-"""Calls that are denied, in addition, to programs that share the machine's namespaces."""
-KILL, TGKILL, PRCTL, FCNTL, IOCTL = (62, 129), (234, 131), (157, 167), (72, 25), (16, 29)
-SCHEDULING: dict[str, tuple[int, int]] = {
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
-}
-FORKS: dict[str, tuple[int, int]] = {"fork": (57, -1), "vfork": (58, -1)}
-CLONE = (56, 220)
-CLONE3 = (435, 435)
-PRLIMIT64 = (302, 261)
-CLOSE_RANGE = (436, 436)
-SOCKETPAIR = (53, 199)
-FIRST_UNKNOWN = 451
-"""Calls from this number on are not in the tables, and are all denied."""
+
+UNFILTERED: dict[str, tuple[int, int]] = {"uretprobe": (335, -1), "uprobe": (336, -1)}
+"""Calls that newer kernels pass by every filter. Outside of probes that root has placed, they fail or end a process."""
+
+
+def find_numbers(name: str) -> tuple[int, int]:
+    """Return the numbers of a call on x86_64 and aarch64. KeyError for a call that is in no table."""
+    allowed = {call.name: (call.x86_64, call.aarch64) for call in ALLOWED}
+    return (allowed | ABSENT | DENIED)[name]
+
+
+def find_name(number: int, machine: str) -> str:
+    """Return the name of a call, or its number if it is in no table."""
+    for call in ALLOWED:
+        if call.number(machine) == number:
+            return call.name
+    for name, numbers in (DENIED | ABSENT | UNFILTERED).items():
+        if numbers[machine == "aarch64"] == number:
+            return name
+    return f"call {number}"
