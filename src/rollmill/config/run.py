@@ -22,6 +22,7 @@ from rollmill.config.rewards.base import RewardManagerConfig, reward_part_names
 from rollmill.config.rewards.judges import JudgeSection
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import FolderName, PlainName, Section
+from rollmill.config.supervision import SupervisionConfig
 from rollmill.config.taskset import TasksetConfig, fill_decontamination_sets
 from rollmill.config.tools import ToolConfig
 from rollmill.config.trackers import MonitorConfig
@@ -185,6 +186,7 @@ class RunConfig(StageConfig):
     `@rollmill.loss`, `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,
     `@rollmill.order`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    supervise: SupervisionConfig = SupervisionConfig()
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []
     """Stages to run one after the other; each starts from the previous stage's weights, with a fresh optimizer."""

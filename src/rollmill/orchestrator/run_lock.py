@@ -11,22 +11,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from rollmill.errors import ConfigError
 from rollmill.files import explain_write_errors, is_locked, try_lock
 
 LOCK, TRAINER_LOCK = "run.lock", "trainer.lock"
 """The second is for a trainer in another process than the command; it may outlive the command briefly."""
-_LOOK_S = 0.05
+_LOOK_S, _ENDING_S = 0.05, 10.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def hold_run_lock(run_dir: Path, lock: str = LOCK, wait_s: float = 0.0) -> Iterator[None]:
+def hold_run_lock(run_dir: Path, lock: str = LOCK, wait_s: float = 0.0, owner: int | None = None) -> Iterator[None]:
     """Inside, no other process runs or resumes the run in this directory; on a disk without locks this is not checked.
 
     Args:
         lock: TRAINER_LOCK: no other process trains.
-        wait_s: how long to wait for the lock.
+        wait_s: how long to wait for the lock; longer if its owner is gone, whose other processes are ending then.
+        owner: the process that others should name; default: this one.
 
     Raises:
         ConfigError: another process holds the lock; names it.
@@ -35,14 +38,17 @@ def hold_run_lock(run_dir: Path, lock: str = LOCK, wait_s: float = 0.0) -> Itera
     path = run_dir / lock
     with explain_write_errors(path):
         run_dir.mkdir(parents=True, exist_ok=True)
-        ends = time.monotonic() + wait_s
-        while (held := _locked(path)) is None and time.monotonic() < ends:
+        began = time.monotonic()
+        while (held := _locked(path)) is None:
+            waited = time.monotonic() - began
+            if waited >= wait_s and (waited >= _ENDING_S or not _owner_is_gone(path)):
+                break
             time.sleep(_LOOK_S)
         if held is None:
             who = path.read_text().strip() or "another process"
             raise ConfigError(f"{run_dir} is in use by {who}; wait until it ends, or choose another folder with --out")
         held.truncate(0)
-        held.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        held.write(f"process {owner or os.getpid()} on {socket.gethostname()}\n")
         held.flush()
     with held:
         yield
@@ -51,6 +57,17 @@ def hold_run_lock(run_dir: Path, lock: str = LOCK, wait_s: float = 0.0) -> Itera
 def is_run_locked(run_dir: Path) -> bool:
     """True if a process runs or resumes the run in this directory."""
     return is_locked(run_dir / LOCK)
+
+
+def _owner_is_gone(path: Path) -> bool:
+    """True if the process that a lock names was one of this host, and has ended."""
+    words = path.read_text().split()
+    if len(words) != 4 or words[3] != socket.gethostname():
+        return False
+    try:
+        return psutil.Process(int(words[1])).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _locked(path: Path) -> IO[str] | None:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import openai
 
 from rollmill.config.rewards.judges import JudgeSection
-from rollmill.errors import ConfigError, RewardError
+from rollmill.errors import ConfigError, EndpointLostError, RewardError
 from rollmill.rewards.base import TIMEOUT
 from rollmill.rewards.function_threads import EventLoopThread, gather_or_cancel
 from rollmill.rewards.judges.chat import (
@@ -325,7 +325,8 @@ class EndpointChatModel:
         if failure.cause is RequestFailureCause.KEY:
             name = self._config.api_key_env
             advice = f"correct the variable {name} (api_key_env)" if name else "name the key's variable: api_key_env"
-        self._fatal_error = RewardError(f"{message}; {advice}")
+        lost = failure.cause is RequestFailureCause.WAIT
+        self._fatal_error = (EndpointLostError if lost else RewardError)(f"{message}; {advice}")
         raise self._fatal_error
 
     def _body(self, sampling: ChatSamplingParams, index: int) -> dict[str, Any]:
