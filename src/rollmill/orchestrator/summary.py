@@ -38,6 +38,15 @@ def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, stat
     }
 
 
+def summarise_complete_run(checkpoints: Checkpoints, stages: list[str]) -> dict[str, Any] | None:
+    """Build the summary from the newest checkpoint, if all stages were done then; else None."""
+    steps = checkpoints.steps()
+    if not steps:
+        return None
+    state, _ = checkpoints.read(steps[-1])
+    return summarise(state, stages, checkpoints) if state.stage >= len(stages) else None
+
+
 def _accuracy(record: dict[str, Any]) -> float | None:
     for key, value in record.items():  # set by set, greedy before sampled
         if key.startswith("eval/") and key.endswith(("/greedy", "/sampled")):

@@ -25,7 +25,7 @@ from rollmill.supervision.budget import RestartBudget, RunFailedError
 from rollmill.supervision.memory import MemoryReduction, count_oom_kills
 from rollmill.supervision.watchdog import StallWatchdog, blocked_in, dump_stacks, read_stacks, write_stacks
 from rollmill.trackers.event_log import RESTART, record_event
-from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_heartbeats
+from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_heartbeats, trainer_activity
 
 Train = Callable[[Attempt], dict[str, Any]]
 """Trains in the process that calls it, and returns the run's summary. `attempt.run_dir` says what to resume."""
@@ -208,8 +208,7 @@ class RunSupervisor:
         if wait_s is None:
             raise RunFailedError(f"{failure.reason}\n{self._budget.describe()}; {resume}", failure.exit_code)
         if failure.out_of_memory:
-            beat = self._heartbeat()
-            self._reduction = self._reduction.further("" if beat is None else beat.doing)
+            self._reduction = self._reduction.further("" if self._run_dir is None else trainer_activity(self._run_dir))
         if self._begun and self._run_dir is not None:
             record_event(self._run_dir, RESTART, step=self._budget.furthest, reason=failure.reason)
         count = f"restart {self._budget.used} of {self._budget.allowed}"

@@ -122,6 +122,11 @@ def read_heartbeats(run_dir: Path) -> list[HeartbeatRecord]:
     return found
 
 
+def trainer_activity(run_dir: Path) -> str:
+    """The last activity of the process that trains, whether it lives or not; empty before the first."""
+    return next((beat.doing for beat in read_heartbeats(run_dir) if beat.name == TRAINER_PROCESS), "")
+
+
 # Status of a run
 
 CONFIG, _RUN_LOCK = "config.yaml", "run.lock"
