@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from forks import Ended, Forks, ended, send
-from tiny import metrics, outcome, tiny_run
+from tiny import metrics, outcome, tiny_run, trainer
 from waiting import wait_until
 
 AGAIN = {"restarts": 2, "backoff_s": 0.0}
@@ -29,11 +29,6 @@ OPERATOR = "@rollmill.operator\ndef mine(batch):\n    global calls\n    calls +=
 ALWAYS = "    if calls == 9:\n        pathlib.Path('failed').touch()\n    if pathlib.Path('failed').exists():\n        "
 ONCE = "    if calls == 9 and not pathlib.Path('failed').exists():\n        pathlib.Path('failed').touch()\n        "
 OPERATES: dict[str, Any] = {"plugins": ["user.py"], "pipeline": [{"name": "mine"}]}
-
-
-def trainer(run: Path) -> int:
-    """Process id of the process that trains."""
-    return int(json.loads((run / "processes/trainer.json").read_text())["pid"])
 
 
 def steps(run: Path) -> int:
@@ -135,6 +130,7 @@ def test_a_stalled_run_is_started_again_and_ends_with_the_place(server: Forks, t
 # -- what does not ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_once_too_often_is_a_failure(server: Forks, tmp_path: Path) -> None:
     end = operated(server, tmp_path, ALWAYS + "os.kill(os.getpid(), signal.SIGKILL)")
     assert end.code == 1
