@@ -291,6 +291,22 @@ def test_a_run_that_is_complete_when_ray_dies_is_done(server: Forks, tmp_path: P
     assert (tmp_path / "out/report.html").exists()
 
 
+def test_a_trainer_that_stalls_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "stall.py").write_text(
+        "import time\nfrom pathlib import Path\n\nimport rollmill\n\n\n@rollmill.operator\ndef stall(batch):\n"
+        f"    mark = Path('{tmp_path}/stalled')\n    if not mark.exists():\n        mark.touch()\n"
+        "        time.sleep(1000)\n"
+    )
+    more = {"plugins": [f"{tmp_path}/stall.py"], "pipeline": ["stall"], "evaluation": None, "steps": 3}
+    view = Hurting(tmp_path / "out", 1)
+    supervise = {"stall_s": 6.0, "backoff_s": 0.0}
+    rollmill.run(written(tmp_path, placement=ON_RAY, supervise=supervise, **more), out=tmp_path / "out", view=view)
+    [told] = [text for text in view.messages if "made no progress" in text]
+    assert "stall.py:" in told
+    assert "stall.py" in (tmp_path / "out/stall-1.txt").read_text()
+    assert json.loads((tmp_path / "out/summary.json").read_text())["restarts"] == 1
+
+
 @pytest.mark.thorough
 def test_a_trainer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "die.py").write_text(

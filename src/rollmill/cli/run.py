@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollmill.cli.printing import print_summary, progress_view
+from rollmill.cli.printing import print_or_drop, print_summary, progress_view
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _supervised(
 
     if not can_supervise(config):
         return None
-    return RunSupervisor(config, train, partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)).run()
+    return RunSupervisor(config, train, partial(print_or_drop, stream=sys.stderr if as_json else sys.stdout)).run()
 
 
 def _explore(loaded: LoadedRun, as_json: bool) -> None:

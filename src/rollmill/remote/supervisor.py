@@ -62,9 +62,7 @@ class Supervisor:
         group: the placement group with a bundle for each explorer and for each of the trainer's ranks.
     """
 
-    def __init__(
-        self, loaded: LoadedRun, run_dir: Path, group: PlacementGroup, view: RunView, address: str
-    ) -> None:
+    def __init__(self, loaded: LoadedRun, run_dir: Path, group: PlacementGroup, view: RunView, address: str) -> None:
         self._address = address  # of Ray's control service
         placement = loaded.config.placement
         assert isinstance(placement, RayPlacement)

@@ -211,16 +211,16 @@ class RunSupervisor:
             self._reduction = self._reduction.further("" if self._run_dir is None else trainer_activity(self._run_dir))
         if self._begun and self._run_dir is not None:
             record_event(self._run_dir, RESTART, step=self._budget.furthest, reason=failure.reason)
+        if self._begun and self._run_dir is not None and not self._holds_lock:
+            # later attempts inherit it, so that no other process takes the run between two
+            self._lock.enter_context(hold_run_lock(self._run_dir, wait_s=_LOCK_S))
+            self._holds_lock = True
         count = f"restart {self._budget.used} of {self._budget.allowed}"
         start = "from its newest checkpoint" if self._begun else "from the beginning"
         self._say(f"{failure.reason}\nit starts again {start} in {wait_s:g} s ({count})")
         if signal.sigtimedwait([each for each in self._waited if each != signal.SIGCHLD], wait_s) is not None:
             self._say(f"interrupted; {resume}")
             raise KeyboardInterrupt
-        if self._begun and self._run_dir is not None and not self._holds_lock:
-            # later attempts inherit it, so that no other process takes the run between two
-            self._lock.enter_context(hold_run_lock(self._run_dir, wait_s=_LOCK_S))
-            self._holds_lock = True
 
     def _heartbeat(self) -> HeartbeatRecord | None:
         """The last heartbeat of the process that trains."""

@@ -55,7 +55,7 @@ class StallWatchdog:
         if self.quiet_s < self._limit_s / 2 or not does_uncounted_work():
             return self.quiet_s >= self._limit_s
         if self._used is None:
-            self._used = _use_of_resources(self._pid)
+            self._used, self.quiet_s = _use_of_resources(self._pid), self._limit_s / 2
         if self.quiet_s < self._limit_s:
             return False
         before, self._used = self._used, _use_of_resources(self._pid)
