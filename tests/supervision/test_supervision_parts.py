@@ -188,7 +188,7 @@ def test_while_loading_use_of_the_processor_is_progress() -> None:
 
 STACKS = """\
 Thread 0x00007f (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "{library}/threading.py", line 320 in wait
 
 Current thread 0x00007e (most recent call first):
   File "/somewhere/site-packages/lib.py", line 3 in call
@@ -199,6 +199,7 @@ Current thread 0x00007e (most recent call first):
 
 
 def test_stacks_name_users_code_that_rollmill_called() -> None:
-    stacks = STACKS.replace("{rollmill}", str(Path(__file__).resolve().parents[2] / "src/rollmill"))
+    library = sysconfig.get_path("stdlib")
+    stacks = STACKS.format(rollmill=Path(__file__).resolve().parents[2] / "src/rollmill", library=library)
     assert blocked_in(stacks) == "/home/me/user.py:12 (mine)"
-    assert blocked_in(stacks.replace("/home/me/user.py", f"{sysconfig.get_path('stdlib')}/other.py")) == ""
+    assert blocked_in(stacks.replace("/home/me/user.py", f"{library}/other.py")) == ""
