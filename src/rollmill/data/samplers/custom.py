@@ -13,7 +13,7 @@ from rollmill.config.section import register_section, section_from_signature
 from rollmill.data.samplers.base import Floats, Ints
 from rollmill.data.samplers.batch_sampler import WeightedSampler
 from rollmill.data.taskset import Taskset
-from rollmill.errors import TasksetError
+from rollmill.errors import TasksetError, user_code_location
 from rollmill.types import Task
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -63,7 +63,9 @@ class CustomSampler(WeightedSampler):
         try:
             weights: Floats = np.asarray(function(view, **options), np.float64)
         except (Exception, SystemExit) as error:  # a user's code may raise anything
-            raise TasksetError(f"{name}: it raised {type(error).__name__}: {error}; correct it") from error
+            place = user_code_location(error)
+            text = f"{name}: it raised {type(error).__name__}: {error}{place and f' ({place})'}; correct it"
+            raise TasksetError(text) from error
         if weights.shape != (self._size,) or not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
             raise TasksetError(
                 f"{name}: expected {self._size} weights of at least 0, one per task and not all 0, found an array of "
