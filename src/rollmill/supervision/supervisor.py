@@ -67,13 +67,11 @@ class RunSupervisor:
     Args:
         train: called in each child.
         say: prints a message.
-        run_dir: of a run to resume; None: the first attempt starts one.
     """
 
-    def __init__(
-        self, config: SupervisionConfig, train: Train, say: Callable[[str], None], run_dir: Path | None = None
-    ) -> None:
-        self._train, self._say, self._run_dir = train, say, run_dir
+    def __init__(self, config: SupervisionConfig, train: Train, say: Callable[[str], None]) -> None:
+        self._train, self._say = train, say
+        self._run_dir: Path | None = None  # as the process that trains reports it
         self._config, self._budget = config, RestartBudget(config)
         self._grace_s = _GRACE_S if config.stall_s == "auto" else min(_GRACE_S, config.stall_s)
         self._reduction = MemoryReduction()
