@@ -26,14 +26,14 @@ SOURCE = ROOT / "src" / "rollmill"
 LOOP = "orchestrator"  #: the package of the training loop
 #: Packages from the bottom up: imports should point downwards.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "types", "seeds", "files", "python_source", "waiting", "ray_session"),
+    ("errors", "types", "seeds", "files", "python_source", "waiting", "progress", "ray_session"),
     ("config", "registry", "former_names"),
     ("web", "sandbox", "models"),
     ("algorithms", "engines", "data", "weights"),
     ("buffer", "rewards", "trackers", "report"),
     ("pipelines", "rollout", "trainer", "offload"),
     ("audit", "feedback"),
-    ("orchestrator", "remote"),
+    ("orchestrator", "remote", "supervision"),
     ("launch", "planning"),
     ("quickstart", "serve", "cli"),
 )

@@ -69,6 +69,7 @@ PAGES = {
     "early_stop": ("early_stop",),
     "placement": ("placement", "placement.explorers"),
     "checkpoint": ("checkpoint",),
+    "supervise": ("supervise",),
     "monitor": ("monitor", "monitor.trackers"),
 }
 """Page -> the sections on it, in the order of the index."""

@@ -54,6 +54,11 @@ def ran(base: dict[str, Any], folder: Path, name: str, view: RunView | None = No
     return folder / "out"
 
 
+def trainer(run: Path) -> int:
+    """Process id of the process that trains; the command is another one, which supervises it."""
+    return int(json.loads((run / "processes/trainer.json").read_text())["pid"])
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -83,7 +83,10 @@ def main() -> None:
         file = ROOT / "examples" / "minimal.yaml"
         sys.setprofile(crossing)
         code = rollmill.cli.main(
-            ["run", str(file), "--out", f"{folder}/run", "--set", "steps=3", "--set", "evaluation=null"]
+            [
+                *("run", str(file), "--out", f"{folder}/run", "--set", "steps=3", "--set", "evaluation=null"),
+                *("--set", "supervise.restarts=0"),  # in this process
+            ]
         )
         sys.setprofile(None)
     assert code == 0, f"the run ended with exit code {code}"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 
 class RollmillError(Exception):
     """Base of every error that a user can cause or fix. `exit_code` is the exit code of the command line."""
 
     exit_code = 1
+    recoverable: ClassVar[bool] = False
+    """True if something outside the run failed (a process, a server, a wait), so that the same run may succeed when it
+    starts again from its newest checkpoint. False if it would fail again: wrong settings, errors of users' code."""
 
 
 class ConfigError(RollmillError, ValueError):
@@ -35,6 +40,12 @@ class RewardError(RollmillError):
 
 class ModelError(RollmillError, ValueError):
     """A checkpoint folder, its tokenizer or its configuration cannot be used."""
+
+
+class GraderLostError(RewardError):
+    """A process that scores completions has died, again and again."""
+
+    recoverable = True
 
 
 class EndpointLostError(RewardError):
@@ -72,9 +83,17 @@ class TrainingError(RollmillError):
 class TrainerRankLostError(TrainingError):
     """A trainer process has ended. Resuming from the newest checkpoint may be enough."""
 
+    recoverable = True
+
 
 class StoreError(RollmillError):
     """A buffer's database cannot be reached, read or written."""
+
+
+class StoreLostError(StoreError):
+    """A buffer's database was not reachable for longer than its outage may last."""
+
+    recoverable = True
 
 
 class PipelineError(RollmillError):
@@ -83,6 +102,8 @@ class PipelineError(RollmillError):
 
 class WeightSyncError(RollmillError):
     """Weights cannot be sent, arrived damaged, or do not fit the receiver."""
+
+    recoverable = True
 
 
 class OffloadError(RollmillError):
@@ -112,6 +133,8 @@ class DamagedCheckpointError(CheckpointError):
 class DeadlineError(RollmillError):
     """A wait timed out. The message names who waited, for whom, for how long and what to do."""
 
+    recoverable = True
+
     def __init__(self, waiter: str, owner: str, seconds: float, advice: str) -> None:
         super().__init__(f"{waiter} waited {seconds:.0f} s for {owner}. {advice}")
         self.waiter, self.owner, self.seconds, self.advice = waiter, owner, seconds, advice
@@ -138,9 +161,56 @@ class SandboxError(RollmillError):
 
 def user_code_location(error: BaseException) -> str:
     """Return FILE:LINE of the innermost frame outside libraries and rollmill, where a user's code failed; or ""."""
-    libraries = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [
-        each for each in frames if not each[0].startswith(libraries) and not re.search("(site|dist)-packages", each[0])
-    ]
+    own = [each for each in frames if user_code_frame(each[0])]
     return f"{own[-1][0]}:{own[-1][1]}" if own else ""
+
+
+def user_code_frame(filename: str) -> bool:
+    """True if a frame of this file is outside of libraries and of rollmill."""
+    libraries = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+    return not filename.startswith(libraries) and not re.search("(site|dist)-packages", filename)
+
+
+def explain_path_error(error: OSError) -> str | None:
+    """Return the message for an operating system error about a path that the user gave; None for any other error."""
+    if error.errno not in _OF_PATHS or error.filename is None:
+        return None
+    return f"{error.filename}: {error.strerror}; correct the path, or fix its permissions"
+
+
+_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+# Failures after which a run may start again
+
+
+def is_recoverable(error: BaseException) -> bool:
+    """True if an error, or one that it was raised from, is recoverable (see RollmillError), or is out of memory."""
+    return not isinstance(error, ConfigError | UserExitError) and any(
+        is_memory_error(each) or (isinstance(each, RollmillError) and each.recoverable) for each in _with_causes(error)
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an error, or one that it was raised from, says that host or device have no memory left."""
+    return any(map(is_memory_error, _with_causes(error)))
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """True if this error itself says that memory ran out. Torch, which this module does not import, has its own."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text or "CUDA out of memory" in text
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for each in error.exceptions:
+                yield from _with_causes(each)
+        error = error.__cause__

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ from rollmill.orchestrator.run_lock import hold_run_lock, is_run_locked
 from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_up_run, stage_overrides
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.summary import summarise
+from rollmill.progress import ends_for_restart, uncounted_work
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.remote.rollout_backend import ExplorerFleet
+from rollmill.supervision.attempt import Attempt
 from rollmill.trackers.console import RunView, make_view
+from rollmill.trackers.event_log import EVENTS_FILE
 from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
 from rollmill.trackers.heartbeat import TRAINER_PROCESS, keep_heartbeat
 from rollmill.trackers.metrics_log import read_metrics
@@ -59,23 +63,37 @@ def run(
 
 
 def start(
-    loaded: LoadedRun, out: str | Path | None, view: RunView | None, serving: Serving | None = None
+    loaded: LoadedRun,
+    out: str | Path | None,
+    view: RunView | None,
+    serving: Serving | None = None,
+    attempt: Attempt | None = None,
 ) -> dict[str, Any]:
-    """Start a loaded run in a new directory; see `run`."""
+    """Start a loaded run in a new directory; see `run`. `attempt` is given in the child of a supervisor."""
     run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
-    with hold_run_lock(run_dir):
+    with hold_run_lock(run_dir, owner=None if attempt is None else attempt.supervisor):
         _require_fresh(run_dir)
         atomic_write(run_dir / CONFIG, loaded.to_yaml().encode(), durable=True)
-        return execute(loaded, run_dir, view, resumed=False, serving=serving)
+        loaded, notes = (loaded, []) if attempt is None else attempt.begin(loaded, run_dir)
+        return execute(loaded, run_dir, view, resumed=False, serving=serving, notes=notes)
 
 
-def resume(run_dir: str | Path, view: RunView | None = None, serving: Serving | None = None) -> dict[str, Any]:
-    """Resume an interrupted or killed run from its newest checkpoint; see `run`."""
+def resume(
+    run_dir: str | Path,
+    view: RunView | None = None,
+    serving: Serving | None = None,
+    attempt: Attempt | None = None,
+) -> dict[str, Any]:
+    """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`."""
     folder = Path(run_dir)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
-    with hold_run_lock(folder):
-        return execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True, serving=serving)
+    if attempt is None:
+        with hold_run_lock(folder):
+            return execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True, serving=serving)
+    with nullcontext() if attempt.locked else hold_run_lock(folder, owner=attempt.supervisor):
+        loaded, notes = attempt.begin(load_run(folder / CONFIG, out=folder), folder)
+        return execute(loaded, folder, view, resumed=True, serving=serving, notes=notes)
 
 
 def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -132,6 +150,7 @@ def execute(
     explorers: ExplorerFleet | None = None,
     ranks: Sequence[dict[str, Any]] = (),
     interrupts: Interrupts | None = None,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run the remaining steps of a run and return the summary; see `run`.
 
@@ -139,6 +158,7 @@ def execute(
         explorers: the explorers of a run on Ray, in the process that trains; without, that process is started.
         ranks: how Ray starts the trainer's ranks, from rank 1.
         interrupts: further ways to end the run besides signals.
+        notes: messages to show at the start.
     """
     if isinstance(loaded.config.placement, RayPlacement) and explorers is None:
         from rollmill.remote.supervisor import supervise  # starts a process that calls this function again
@@ -150,7 +170,9 @@ def execute(
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
     with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
-        checkpoints, point = Checkpoints(run_dir), load_start_point(loaded, run_dir, resumed=resumed)
+        checkpoints = Checkpoints(run_dir)
+        with uncounted_work():
+            point = load_start_point(loaded, run_dir, resumed=resumed)
         setup, start = point.setup, point.start
         if start is not None:
             adopt_former_state(run_dir, start[0].stage, start[0].current)
@@ -174,12 +196,15 @@ def execute(
         )
         try:
             buffers.open_all(loaded.stages)
-            for message in (setup.describe(run_dir), *point.messages):
+            for message in (setup.describe(run_dir), *point.messages, *notes):
                 monitor.message(message)
             if resumed:
                 monitor.resume_at(point.step)
             summary = asyncio.run(orchestrator.run(start))
         except Interrupted:
+            if ends_for_restart():
+                monitor.close(None)
+                raise KeyboardInterrupt from None
             again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"
             summary = summarise(orchestrator.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
             monitor.message(f"interrupted after step {orchestrator.state.step}; go on with: rollmill {again}")
@@ -212,7 +237,8 @@ def _require_fresh(folder: Path) -> None:
         raise ConfigError(
             f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"
         )
-    (folder / MACHINE).unlink(missing_ok=True)
+    for left in (folder / MACHINE, folder / EVENTS_FILE, *folder.glob("stall-*.txt"), *folder.glob("crash-*.txt")):
+        left.unlink(missing_ok=True)
     shutil.rmtree(folder / PROCESSES, ignore_errors=True)
 
 

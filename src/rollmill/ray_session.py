@@ -65,6 +65,12 @@ def _joined(ray: Any, address: str, options: dict[str, Any]) -> Any:
     )
 
 
+def abandon_ray() -> None:
+    """Leave a Ray that has died, and end what is left of one that this process has started."""
+    ray_module().shutdown()
+    _joined_address.clear()
+
+
 def host_address() -> str:
     """The address of this host in the cluster."""
     return str(ray_module().util.get_node_ip_address())

@@ -246,6 +246,7 @@ REWARDS = [
         "4 of 4 groups",
         "rollout.deadline_s",
         rollout={"deadline_s": 5},
+        supervise={"restarts": 0},
     ),
     reward_case(
         "reward that outlasts the deadline of an evaluation",
@@ -255,6 +256,7 @@ REWARDS = [
         rollout={"deadline_s": 1},
         evaluation={"taskset": HELD_OUT},
         early_stop={"patience": 1},
+        supervise={"restarts": 0},
     ),
     reward_case(
         "evaluation whose reward never applies",

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from forks import Ended, Forks, ended, send
-from tiny import GRPO, SFT, outcome, tiny_run
+from tiny import GRPO, SFT, outcome, tiny_run, trainer
 from waiting import wait_until
 
 from rollmill.orchestrator.interrupt import Interrupts
@@ -180,10 +180,10 @@ def test_a_full_disk_loses_no_checkpoint_and_the_run_resumes(server: Forks, tmp_
     assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
     server.start("run", "run.yaml", "--out", "disk/out", folder=tmp_path)
     assert server.reaches(lambda: (disk / "out/checkpoints/step-000002").exists())
-    send(server.pid, signal.SIGSTOP)
+    send(trainer(disk / "out"), signal.SIGSTOP)
     newest = max((disk / "out/checkpoints").glob("step-*"))
     filler = fill(disk, 500_000)  # enough for metrics, too little for a checkpoint
-    send(server.pid, signal.SIGCONT)
+    send(trainer(disk / "out"), signal.SIGCONT)
     clean(
         server.wait(), 1, "cannot write the checkpoint disk/out", "No space left", "free some space", "rollmill resume"
     )
@@ -198,9 +198,9 @@ def test_metrics_that_cannot_be_written_end_the_run(server: Forks, tmp_path: Pat
     tiny_run(tmp_path, **LONGER, monitor={"report": False})
     server.start("run", "run.yaml", "--out", "disk/out", folder=tmp_path)
     assert server.reaches(lambda: (disk / "out/checkpoints/step-000002").exists())
-    send(server.pid, signal.SIGSTOP)
+    send(trainer(disk / "out"), signal.SIGSTOP)
     filler = fill(disk, 0)
-    send(server.pid, signal.SIGCONT)
+    send(trainer(disk / "out"), signal.SIGCONT)
     clean(server.wait(), 1, "cannot write", "No space left", "ree some space")
     filler.unlink()
     clean(server.run("resume", "disk/out", folder=tmp_path), 0)
@@ -492,13 +492,15 @@ def test_no_grader_outlives_its_run(server: Forks, tmp_path: Path, end_it: str) 
     tiny_run(
         tmp_path, **ONLY_RL | {"steps": 40 if end_it in ("kill", "interrupt") else 3}, rewards=rewards, evaluation=None
     )
-    pid = server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches((tmp_path / "out/processes/trainer.json").exists)
+    pid = trainer(tmp_path / "out")
     assert server.reaches(lambda: bool(graders(pid)))
     if end_it == "kill":
-        send(pid)
+        send(server.pid)
     elif end_it == "interrupt":
         assert server.reaches(lambda: steps(tmp_path / "out") >= 1)
-        send(pid, signal.SIGINT)
+        send(server.pid, signal.SIGINT)
     (tmp_path / "go").touch()
     code = server.wait().code
     assert code == {"kill": -9, "interrupt": 130, "fail": 1, "finish": 0}[end_it]

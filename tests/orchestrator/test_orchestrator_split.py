@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from forks import Forks, ended, forks, send
 from postgres import Postgres
-from tiny import outcome, tiny_run
+from tiny import outcome, tiny_run, trainer
 
 from rollmill.buffer import ExperienceKind, open_run_store
 from rollmill.buffer.base import EXPLORER
@@ -188,6 +188,20 @@ def test_whoever_is_killed_goes_on(servers: list[Forks], tmp_path: Path, seed: i
     writers = {group.writer for _, group in store.read(ExperienceKind.ROLLOUT)}
     store.close()
     assert writers == {EXPLORER}
+
+
+def test_a_killed_trainer_is_started_again_by_its_command(servers: list[Forks], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 8, "max_staleness": 2, "rewards": [SLOW], "trainer_away_s": 60})
+    command, explorer, _ = servers
+    start(command, tmp_path, "train")
+    start(explorer, tmp_path, "explore")
+    wait_until(lambda: len(steps(tmp_path)) >= 3, command)
+    assert send(trainer(tmp_path / "out"))
+    fine(command)
+    fine(explorer)
+    require_sound(tmp_path, 8, 2)
+    assert json.loads((tmp_path / "out/summary.json").read_text())["restarts"] == 1
 
 
 def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Forks], tmp_path: Path) -> None:

@@ -265,7 +265,46 @@ def test_a_ray_that_dies_ends_the_run(server: Forks, tmp_path: Path) -> None:
             child.kill()
     found = server.wait()
     assert found.code == 1, found.err
-    assert "Ray has died; go on with: rollmill resume" in found.err
+    assert "Ray has died after step " in found.err
+    assert " of 1000; go on with: rollmill resume" in found.err
+
+
+def test_a_run_that_is_complete_when_ray_dies_is_done(server: Forks, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\n\nimport rollmill\n\n\n@rollmill.tracker\nclass slow:\n"
+        "    def __init__(self, run):\n        self.folder = run.folder\n\n"
+        "    def write(self, metrics, experiences=()): ...\n\n"
+        "    def close(self):  # called after the last step\n        (self.folder / 'closing').touch()\n"
+        "        time.sleep(600)\n"
+    )
+    more = {"plugins": ["slow.py"], "monitor": {"trackers": ["slow"]}, "steps": 2}
+    written(tmp_path, placement=ON_RAY, **more)
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches(lambda: (tmp_path / "out/closing").exists())
+    [service] = [each for each in psutil.Process(server.pid).children(recursive=True) if each.name() == "gcs_server"]
+    service.kill()
+    found = server.wait()
+    assert found.code == 0, found.err
+    assert "Ray has died after the last step; the run is complete" in found.out
+    assert "done: 2 steps" in found.out
+    assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "done"
+    assert (tmp_path / "out/report.html").exists()
+
+
+def test_a_trainer_that_stalls_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "stall.py").write_text(
+        "import time\nfrom pathlib import Path\n\nimport rollmill\n\n\n@rollmill.operator\ndef stall(batch):\n"
+        f"    mark = Path('{tmp_path}/stalled')\n    if not mark.exists():\n        mark.touch()\n"
+        "        time.sleep(1000)\n"
+    )
+    more = {"plugins": [f"{tmp_path}/stall.py"], "pipeline": ["stall"], "evaluation": None, "steps": 3}
+    view = Hurting(tmp_path / "out", 1)
+    supervise = {"stall_s": 6.0, "backoff_s": 0.0}
+    rollmill.run(written(tmp_path, placement=ON_RAY, supervise=supervise, **more), out=tmp_path / "out", view=view)
+    [told] = [text for text in view.messages if "made no progress" in text]
+    assert "stall.py:" in told
+    assert "stall.py" in (tmp_path / "out/stall-1.txt").read_text()
+    assert json.loads((tmp_path / "out/summary.json").read_text())["restarts"] == 1
 
 
 @pytest.mark.thorough
@@ -274,8 +313,8 @@ def test_a_trainer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> Non
         "import os\n\nimport rollmill\n\n\n@rollmill.operator\ndef die(experience):\n    os.kill(os.getpid(), 9)\n"
     )
     more = {"plugins": [f"{tmp_path}/die.py"], "pipeline": ["die"], "evaluation": None}
-    path = written(tmp_path, placement=ON_RAY | {"restarts": 1}, **more)
+    path = written(tmp_path, placement=ON_RAY, supervise={"restarts": 1, "backoff_s": 0.0}, **more)
     with pytest.raises(
-        TrainingError, match=r"the trainer died 2 times after step 0\..* or go on with: rollmill resume"
+        TrainingError, match=r"the trainer died\. It failed 2 times after step 0 .* or go on with: rollmill resume"
     ):
         rollmill.run(path, out=tmp_path / "out")

@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 
 import rollmill.buffer.schema as schema
 from rollmill.buffer.connection_watch import ConnectionWatch
-from rollmill.errors import StoreError
+from rollmill.errors import StoreError, StoreLostError
 from rollmill.files import lock_holder
 
 WAL_COPY_BYTES = 64 << 20
@@ -80,7 +80,7 @@ def redact_url(url: URL) -> str:
 
 
 def database_error(url: URL, error: Exception, waited_s: float | None = None) -> StoreError:
-    """Build a StoreError with advice from an error of the database."""
+    """Build a StoreError with advice from an error of the database; a StoreLostError if it may pass."""
     cause = getattr(error, "orig", None) or error
     reason = " ".join(str(cause).split())
     state = getattr(cause, "sqlstate", None) or ""
@@ -113,7 +113,8 @@ def database_error(url: URL, error: Exception, waited_s: float | None = None) ->
     else:
         advice = "check buffer.url and the server's log"
     waited = f" for {waited_s:.0f} s" if waited_s is not None else ""
-    return StoreError(f"the buffer's database {redact_url(url)} failed{waited}: {reason}; {advice}")
+    kind = StoreLostError if is_transient(error) else StoreError
+    return kind(f"the buffer's database {redact_url(url)} failed{waited}: {reason}; {advice}")
 
 
 def is_transient(error: Exception) -> bool:

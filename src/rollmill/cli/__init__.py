@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import sys
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rollmill import __version__
-from rollmill.errors import RollmillError, UserExitError
+from rollmill.errors import RollmillError, UserExitError, explain_path_error
 
 COMMANDS = {
     "run": "rollmill.cli.run:run",
@@ -40,9 +39,6 @@ COMMANDS = {
 """Command name -> module:function."""
 GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "tasks": "rollmill.cli.tasks"}
 """Name of a group of commands -> module with HELP and COMMANDS."""
-
-_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
-"""Operating system errors about paths given by the user."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,9 +90,9 @@ def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
                 print(error, file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
-            if error.errno not in _OF_PATHS or error.filename is None or os.environ.get("ROLLMILL_TRACEBACK") == "1":
+            if (text := explain_path_error(error)) is None or os.environ.get("ROLLMILL_TRACEBACK") == "1":
                 raise
-            print(f"{error.filename}: {error.strerror}; correct the path, or fix its permissions", file=sys.stderr)
+            print(text, file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)

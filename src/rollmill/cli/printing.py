@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -71,8 +72,18 @@ def progress_view(as_json: bool) -> PlainView | None:
 def print_summary(summary: dict[str, Any], as_json: bool) -> None:
     """Print the summary of a run as JSON, or its final line."""
     if as_json:
-        print(json.dumps(summary))
+        print_or_drop(json.dumps(summary), sys.stdout)
         return
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     accuracy = "" if after is None else f"; accuracy {before:.3f} -> {after:.3f}"
-    print(f"done: {summary['steps']} steps in {summary['seconds']:.1f} s{accuracy}; {summary['checkpoint']}")
+    done = f"done: {summary['steps']} steps in {summary['seconds']:.1f} s{accuracy}; {summary['checkpoint']}"
+    print_or_drop(done, sys.stdout)
+
+
+def print_or_drop(text: str, stream: TextIO) -> None:
+    """Print a line about a run, if somebody still reads the output: the run does not depend on it."""
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), stream.fileno())  # for what Python flushes at the end

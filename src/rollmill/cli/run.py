@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollmill.cli.printing import print_summary, progress_view
+from rollmill.cli.printing import print_or_drop, print_summary, progress_view
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.config.loader import LoadedRun
+    from rollmill.config.supervision import SupervisionConfig
+    from rollmill.supervision.attempt import Attempt
 
 
 def run(
@@ -27,8 +30,18 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
     """Run a run file: roll out, score, train, evaluate and report, or as its `mode` says."""
-    from rollmill.config.loader import load_run
+    from rollmill.config.loader import load_run, load_supervision
 
+    def train(attempt: Attempt) -> dict[str, Any]:
+        from rollmill import launch
+
+        if attempt.run_dir is not None:
+            return launch.resume(attempt.run_dir, progress_view(as_json), attempt=attempt)
+        return launch.start(load_run(config, overrides or [], out), out, progress_view(as_json), attempt=attempt)
+
+    if (summary := _supervised(load_supervision(config, overrides or []), train, as_json)) is not None:
+        print_summary(summary, as_json)
+        return
     loaded = load_run(config, overrides or [], out)
     match loaded.config.mode:
         case "bench":
@@ -48,9 +61,15 @@ def resume(
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
     """Resume an interrupted or killed run from its newest checkpoint."""
-    from rollmill import launch
+    from rollmill.config.loader import load_supervision
 
-    print_summary(launch.resume(run_dir, progress_view(as_json)), as_json)
+    def train(attempt: Attempt | None) -> dict[str, Any]:
+        from rollmill import launch
+
+        return launch.resume(run_dir, progress_view(as_json), attempt=attempt)
+
+    summary = _supervised(load_supervision(run_dir / "config.yaml"), train, as_json)
+    print_summary(train(None) if summary is None else summary, as_json)
 
 
 def evaluate(
@@ -71,6 +90,19 @@ def evaluate(
         return
     for name, value in metrics.items():
         print(f"{name:20} {value:.4f}" if isinstance(value, float) else f"{name:20} {value}")
+
+
+def _supervised(
+    config: SupervisionConfig | None, train: Callable[[Attempt], dict[str, Any]], as_json: bool
+) -> dict[str, Any] | None:
+    """Train in child processes, and return the summary; None if this process has to train itself."""
+    if config is None:
+        return None
+    from rollmill.supervision.supervisor import RunSupervisor, can_supervise
+
+    if not can_supervise(config):
+        return None
+    return RunSupervisor(config, train, partial(print_or_drop, stream=sys.stderr if as_json else sys.stdout)).run()
 
 
 def _explore(loaded: LoadedRun, as_json: bool) -> None:

@@ -29,6 +29,8 @@ def command(
         return
     print_line(f"run {run}: {status.state}")
     print_line(_where(status))
+    for line in _restarts(status):
+        print_line(line)
     if not status.processes:
         print_line("no process has reported yet: none has started, or an older version made the run")
         return
@@ -47,6 +49,15 @@ def _where(status: RunStatus) -> str:
     if status.state == "running" and status.seconds_left is not None:
         parts.append(f"about {duration(status.seconds_left)} left")
     return ", ".join(parts)
+
+
+def _restarts(status: RunStatus) -> list[str]:
+    """Describe the restarts of the process that trains."""
+    if not status.restarts:
+        return []
+    last = status.restarts[-1]
+    reason = str(last["reason"]).partition("\n")[0]
+    return [f"restarts: {len(status.restarts)}, the last one {duration(status.now - last['time'])} ago: {reason}"]
 
 
 def _row(heartbeat: HeartbeatRecord, state: str, now: float) -> list[object]:
@@ -88,5 +99,6 @@ def _as_json(run: Path, status: RunStatus) -> dict[str, object]:
         "state": status.state,
         **asdict(status.position),
         "seconds_left": status.seconds_left,
+        "restarts": status.restarts,
         "processes": [asdict(heartbeat) | {"state": state} for heartbeat, state in status.processes],
     }

@@ -16,6 +16,8 @@ from rollmill.config.model import AuxiliaryModelConfig
 from rollmill.config.paths import resolve_paths
 from rollmill.config.resolve import RUN_KEYS, STAGE_KEYS, resolve
 from rollmill.config.run import RunConfig, StageConfig
+from rollmill.config.section import expand_name
+from rollmill.config.supervision import SupervisionConfig
 from rollmill.config.tree import (
     ConfigProblem,
     Key,
@@ -175,6 +177,28 @@ def load_run(
     stages = [StageConfig.model_validate(_stage_dump(stage)) for stage in resolved.stages]
     first = {key: getattr(stages[0], key) for key in STAGE_KEYS}
     return LoadedRun(resolved.config.model_copy(update=first), stages, path, out or Path("runs") / resolved.config.name)
+
+
+def load_supervision(path: Path, overrides: Sequence[str] = ()) -> SupervisionConfig | None:
+    """Loads only `supervise` of a run file, without its plugins, for a process that supervises the run.
+
+    None if there is nothing to supervise: in modes that do not train, on Ray (whose supervisor is another one), and if
+    the file is wrong, so that `load_run` will say how.
+    """
+    problems: list[ConfigProblem] = []
+    try:
+        root = _with_includes(path, problems, (), [])
+        for assignment in overrides:
+            root = apply_override(root, assignment, path.parent, problems)
+        raise_problems(problems)
+        values = to_plain_data(root)
+        placement = expand_name(values.get("placement"))
+        on_ray = isinstance(placement, dict) and placement.get("name") == "ray"
+        if on_ray or values.get("mode", "both") not in ("both", "train"):
+            return None
+        return SupervisionConfig.model_validate(values.get("supervise") or {})
+    except (ConfigError, ValidationError):
+        return None
 
 
 def load_taskset_run(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:

@@ -75,8 +75,8 @@ class RayPlacement(Section):
     may take a second to respond."""
     replacements: int = Field(3, ge=0)
     """Maximum explorers replaced between two steps before the run ends with an error."""
-    restarts: int = Field(3, ge=0)
-    """Maximum trainer restarts from the newest checkpoint without new progress."""
+    restarts: int | None = Field(None, ge=0)
+    """Former name of `supervise.restarts`."""
 
     @property
     def every_explorer(self) -> list[ExplorerSpec]:

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TypeVar
 
+from rollmill.progress import ends_for_restart, note_signal
+
 T = TypeVar("T")
 
 _ENDING = b"\nending after this step, with a checkpoint; press Ctrl-C again to end at once\n"
@@ -51,9 +53,11 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        note_signal()
         if self.requested:
             raise KeyboardInterrupt
-        os.write(2, _ENDING)  # a signal may come in the middle of a print, which cannot be entered twice
+        if not ends_for_restart():
+            os.write(2, _ENDING)  # a signal may come in the middle of a print, which cannot be entered twice
         self.request()
 
     def request(self) -> bool:

@@ -57,6 +57,7 @@ class TrainingLoop:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
+        self.updates = False  #: an update has begun and is not counted as a step yet: the weights belong to no version
         self._reward_counters: Counter[str] = Counter()  # at the end of the last step, as are the engine's
         self._engine_counters: dict[str, float] = {}
         self._away_seconds = OUTAGES.seconds()
@@ -162,8 +163,10 @@ class TrainingLoop:
 
     def learn(self, batch: list[Experience]) -> dict[str, float]:
         """Make the optimizer steps, publish the weights (`finish_step`), and return the trainer's metrics."""
+        self.updates = True
         metrics = self.stage.learner.step(batch, self.stage.version, self._upcoming())
         self.stage.finish_step()
+        self.updates = False
         return metrics
 
     async def _learn_in_thread(self, batch: list[Experience]) -> dict[str, float]:
@@ -175,8 +178,10 @@ class TrainingLoop:
         engine.pause()
         try:
             await engine.drain()
+            self.updates = True
             metrics = await self.stage.learner.step_in_thread(batch, self.stage.version, self._upcoming())
             self.stage.finish_step()
+            self.updates = False
             return metrics
         finally:
             engine.resume()

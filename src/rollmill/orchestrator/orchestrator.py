@@ -5,13 +5,14 @@ Components never call the orchestrator.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.errors import DeadlineError
+from rollmill.errors import DeadlineError, is_recoverable
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.context import RunContext
@@ -24,9 +25,11 @@ from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState, StageState
 from rollmill.orchestrator.summary import summarise
 from rollmill.orchestrator.task_selection import StageTasks
+from rollmill.progress import reach_step, uncounted_work
 from rollmill.trackers.rollout_log import RolloutLog
 
 EVALUATIONS = "evaluations"
+_LAST_CHECKPOINT_S = 60.0
 Note = Callable[[], Awaitable[None]]
 """Waits for a running evaluation and records it."""
 Serving = Callable[[Stage], AbstractAsyncContextManager[None]]
@@ -72,6 +75,7 @@ class Orchestrator:
         trainer: dict[str, Any] = {}
         if resumed is not None:
             self.state, trainer = resumed
+            reach_step(self.state.step)
             self._prune()
         self._evaluations.drop_after(self.state.step)
         explorers = self._context.explorers
@@ -121,32 +125,34 @@ class Orchestrator:
             while state.step < config.steps and not state.stopped:
                 await self._one_step(config, loop)
                 started = self._clock(config.name, started)
-        except Interrupted:
-            self._clock(config.name, started)
-            if self.state.step not in self._checkpoints.steps():
-                await self._checkpoint(stage)
+        except Exception as error:
+            if isinstance(error, Interrupted) or (is_recoverable(error) and not loop.updates):
+                self._clock(config.name, started)
+                await self._save_last_step(stage, error)
             raise
         self.state.stage += 1
         self.state.current = StageState(stores=state.stores)
         self._write({}, stage)  # the next stage starts from these weights, with a fresh optimizer
 
+    async def _save_last_step(self, stage: Stage, error: Exception) -> None:
+        """Write the checkpoint of the last step, if it has none: after a failure only if that is possible."""
+        if self.state.step in self._checkpoints.steps():
+            return
+        try:
+            async with asyncio.timeout(None if isinstance(error, Interrupted) else _LAST_CHECKPOINT_S):
+                await self._checkpoint(stage)
+        except Exception as failure:
+            if isinstance(error, Interrupted):
+                raise
+            error.add_note(f"no checkpoint of step {self.state.step} could be written: {failure}")
+
     async def _evaluate_at_start(self, config: StageConfig, stage: Stage) -> None:
         """Evaluate before the first step, unless the stage before has just run the same evaluation."""
         done = [(each["step"], each["stage"]) for each in self.state.evaluations]
-        if (self.state.step, config.name) in done or self._already_evaluated(config):
+        if (self.state.step, config.name) in done or _already_evaluated(self.state, self._stages, config):
             return  # also if the run was interrupted between the evaluation and the first step
         metrics = await self._interrupts.guard(self._evaluate(config, stage))
         self._monitor.evaluation({"step": self.state.step, **metrics})
-
-    def _already_evaluated(self, config: StageConfig) -> bool:
-        """True if the previous stage's last evaluation was the same; it is then recorded for this stage, too."""
-        before = self._stages[self.state.stage - 1] if self.state.stage else None
-        if before is None or _evaluation_key(before) != _evaluation_key(config):
-            return False
-        done = [each for each in self.state.evaluations if each["step"] == self.state.step]
-        if done and all(each["stage"] != config.name for each in done):
-            self.state.evaluations.append(done[-1] | {"stage": config.name})
-        return bool(done)
 
     def _is_due(self, config: StageConfig, stage: Stage) -> bool:
         """True to evaluate the current weights while the next step rolls out.
@@ -157,7 +163,7 @@ class Orchestrator:
         if config.evaluation is None or config.evaluates_exclusively:
             return False
         if stage.state.step == 0:
-            return config.evaluation.at_start and not self._already_evaluated(config)
+            return config.evaluation.at_start and not _already_evaluated(self.state, self._stages, config)
         return stage.state.step % config.evaluation.every == 0
 
     async def _step(self, config: StageConfig, loop: TrainingLoop) -> tuple[TrainingStepResult, Note | None]:
@@ -215,6 +221,7 @@ class Orchestrator:
             metrics["seconds/eval"] = time.perf_counter() - began
         # metrics before the checkpoint: a run killed in between repeats the step and drops these metrics
         self._monitor.step(metrics, result.experiences, result.began, result.spans)
+        reach_step(self.state.step)
         for warning in self._missing_verdicts.check(config, result.experiences):
             self._monitor.message(warning)
         every = stage.state.step % self._config.checkpoint.every == 0
@@ -259,6 +266,7 @@ class Orchestrator:
         self.state.current = await stage.snapshot()
         self._write(stage.trainer_state(), stage)
 
+    @uncounted_work()
     def _write(self, trainer: dict[str, Any], stage: Stage) -> None:
         self._context.set_activity(f"write the checkpoint of step {self.state.step}")
         stage.load_for_export()
@@ -273,6 +281,17 @@ class Orchestrator:
         config = self._config.checkpoint
         best = self.state.best_step if config.keep_best else None
         self._checkpoints.prune(config.keep_last, [] if best is None else [best])
+
+
+def _already_evaluated(state: RunState, stages: list[StageConfig], config: StageConfig) -> bool:
+    """True if the previous stage's last evaluation was the same; it is then recorded for this stage, too."""
+    before = stages[state.stage - 1] if state.stage else None
+    if before is None or _evaluation_key(before) != _evaluation_key(config):
+        return False
+    done = [each for each in state.evaluations if each["step"] == state.step]
+    if done and all(each["stage"] != config.name for each in done):
+        state.evaluations.append(done[-1] | {"stage": config.name})
+    return bool(done)
 
 
 def _evaluation_key(stage: StageConfig) -> Any:

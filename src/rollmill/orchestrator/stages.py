@@ -28,6 +28,7 @@ from rollmill.orchestrator.offload import build_offloader
 from rollmill.orchestrator.phases import PhaseTrace
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
+from rollmill.progress import uncounted_work
 from rollmill.remote.rollout_backend import RemoteRollouts
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
@@ -158,6 +159,7 @@ class Stage:
         first_version: version of the weights when the stage began.
     """
 
+    @uncounted_work()
     def __init__(
         self,
         config: StageConfig,

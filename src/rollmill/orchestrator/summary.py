@@ -6,6 +6,7 @@ from typing import Any
 
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.state import RunState
+from rollmill.trackers.event_log import RESTART, read_events
 from rollmill.trackers.metrics_log import peak_rss_mb
 
 
@@ -30,10 +31,20 @@ def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, stat
         "generated_tokens": state.generated_tokens,
         "tokens_per_second": state.generated_tokens / state.generation_seconds if state.generation_seconds else None,
         "peak_rss_mb": peak_rss_mb(),
+        "restarts": len(read_events(checkpoints.folder.parent, RESTART)),
         "checkpoint": str(checkpoints.path(steps[-1])) if steps else None,
         "best_step": state.best_step,
         "best_checkpoint": str(checkpoints.path(state.best_step)) if state.best_step in steps else None,
     }
+
+
+def summarise_complete_run(checkpoints: Checkpoints, stages: list[str]) -> dict[str, Any] | None:
+    """Build the summary from the newest checkpoint, if all stages were done then; else None."""
+    steps = checkpoints.steps()
+    if not steps:
+        return None
+    state, _ = checkpoints.read(steps[-1])
+    return summarise(state, stages, checkpoints) if state.stage >= len(stages) else None
 
 
 def _accuracy(record: dict[str, Any]) -> float | None:

@@ -16,6 +16,7 @@ from rollmill.config.rewards import RewardConfig
 from rollmill.config.section import register_section, section_from_signature, source_location
 from rollmill.errors import ConfigError, DeadlineError, PipelineError, RollmillError
 from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
+from rollmill.progress import Progress, count_progress
 from rollmill.registry import build_component
 from rollmill.rewards import RewardManager
 from rollmill.types import Experience
@@ -65,6 +66,7 @@ class Pipeline:
                     f"{type(error).__name__}: {error}{_place(error)}; correct it, or take it out of `pipeline`"
                 ) from error
             self._reports[name].add(batch.report)
+            count_progress(Progress.GROUPS)
             current = batch.experiences
         return current
 

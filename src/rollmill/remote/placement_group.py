@@ -79,9 +79,9 @@ class PlacementGroup:
         """Release the resources."""
         from ray.util.placement_group import remove_placement_group
 
-        if self._group is not None:
+        if self._group is not None and ray_module().is_initialized():
             remove_placement_group(self._group)
-            self._group = None
+        self._group = None
 
 
 def _require(bundles: Sequence[dict[str, float]]) -> None:

@@ -25,6 +25,7 @@ from rollmill.orchestrator.components import build_rollouts
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_native_engine, shared_checksum
 from rollmill.orchestrator.metrics import sum_metrics
+from rollmill.progress import Progress, count_progress
 from rollmill.remote.run_state import WEIGHTS
 from rollmill.remote.stage_worker import RolloutReply, RolloutRequest, WorkerSetup, shift_spans, trainable_parameters
 from rollmill.remote.worker_pool import WorkerPool
@@ -137,6 +138,7 @@ class RemoteRollouts:
         await asyncio.shield(self._started)
         name, reply = await self._pool.call("rollout", self._name, request)
         assert isinstance(reply, RolloutReply)
+        count_progress(Progress.TOKENS)
         self.tokens_generated += reply.tokens
         self._metrics += reply.metrics
         self._counters[name] = reply.counters

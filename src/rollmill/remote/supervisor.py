@@ -6,6 +6,8 @@ Ray restarts explorers.
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -13,30 +15,38 @@ from typing import Any
 from rollmill.config.loader import LoadedRun
 from rollmill.config.placement import RayPlacement
 from rollmill.errors import TrainerRankLostError, TrainingError
+from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.setup import read_run_id
-from rollmill.ray_session import join, ray_module
+from rollmill.orchestrator.summary import summarise_complete_run
+from rollmill.ray_session import abandon_ray, join, ray_module
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
 from rollmill.remote.ray_explorers import explorer_needs, start_explorers
 from rollmill.remote.rollout_backend import remove_stale_weights
-from rollmill.remote.trainer_actor import RunEnded, TrainerActor, ViewCall
+from rollmill.remote.trainer_actor import RunEnded, RunStalled, TrainerActor, ViewCall
 from rollmill.remote.worker_pool import SHUTDOWN_S, START_S
+from rollmill.report.run_report import write_report
+from rollmill.supervision.budget import RestartBudget
+from rollmill.supervision.memory import MemoryReduction
 from rollmill.trackers.console import PlainView, RunView, make_view
+from rollmill.trackers.event_log import RESTART, record_event
+from rollmill.trackers.heartbeat import trainer_activity
+from rollmill.trackers.metrics_log import write_summary
 from rollmill.waiting import wait_with_grace
 
-_POLL_S = 5.0
+_POLL_S, _TRIES = 5.0, 5
 
 
 def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed: bool) -> dict[str, Any]:
     """Run the remaining steps of a run on Ray and return the summary; see `run`."""
     placement = loaded.config.placement
     assert isinstance(placement, RayPlacement)
-    join(placement.address)
+    address = join(placement.address)
     ranks = max(stage.trainer.ranks for stage in loaded.stages)
     needs = [*explorer_needs(placement), *[ResourceRequest(placement.trainer_cpus, placement.trainer_gpus)] * ranks]
     view = view or make_view(loaded.config.monitor.show_completions)
     with closing(PlacementGroup(needs, one_host=placement.weights == "memory")) as group:
-        supervisor = Supervisor(placement, run_dir.absolute(), group, view)
+        supervisor = Supervisor(loaded, run_dir.absolute(), group, view, address)
         try:
             return asyncio.run(supervisor.run(resumed))
         finally:
@@ -51,12 +61,16 @@ class Supervisor:
         group: the placement group with a bundle for each explorer and for each of the trainer's ranks.
     """
 
-    def __init__(self, placement: RayPlacement, run_dir: Path, group: PlacementGroup, view: RunView) -> None:
-        self._placement, self._run_dir, self._group, self._view = placement, run_dir, group, view
+    def __init__(self, loaded: LoadedRun, run_dir: Path, group: PlacementGroup, view: RunView, address: str) -> None:
+        self._address = address  # of Ray's control service
+        placement = loaded.config.placement
+        assert isinstance(placement, RayPlacement)
+        self._loaded, self._placement = loaded, placement
+        self._run_dir, self._group, self._view = run_dir, group, view
         self._explorers = start_explorers(placement, group, run_dir)
         self._trainer: Any = None
         self._started = False  # the trainer's process
-        self._left, self._furthest = placement.restarts, 0
+        self._budget, self._reduction = RestartBudget(loaded.config.supervision), MemoryReduction()
         self._interrupts = Interrupts()
 
     async def run(self, resumed: bool) -> dict[str, Any]:
@@ -73,7 +87,8 @@ class Supervisor:
             finally:
                 self._view.close()
                 task = asyncio.current_task()
-                if task is not None and not task.cancelling():  # a second signal stops at once
+                # a second signal stops at once
+                if task is not None and not task.cancelling() and ray_module().is_initialized():
                     await self._close()
 
     async def _lives(self, resumed: bool) -> dict[str, Any]:
@@ -81,7 +96,7 @@ class Supervisor:
             try:
                 return await self._run_trainer(resumed)
             except _TrainerLostError as gone:
-                self._clear_up(gone)
+                await self._clear_up(gone)
                 resumed = True
 
     async def _run_trainer(self, resumed: bool) -> dict[str, Any]:
@@ -90,15 +105,21 @@ class Supervisor:
         options, *ranks = map(self._group.options, range(len(self._explorers), len(self._group)))
         shows = not isinstance(self._view, PlainView)
         self._trainer = made.options(max_restarts=0, max_concurrency=100, **options).remote(
-            self._run_dir, self._explorers, ranks, resumed=resumed, shows_rollouts=shows
+            self._run_dir,
+            self._explorers,
+            ranks,
+            resumed=resumed,
+            shows_rollouts=shows,
+            reduction=self._reduction,
         )
         followed = asyncio.ensure_future(self._follow())
         signalled = asyncio.ensure_future(self._interrupts.wait())
-        hosts_gone = asyncio.ensure_future(_no_host_is_left())
+        hosts_gone = asyncio.ensure_future(_ray_has_died(self._address))
         try:
             await asyncio.wait([followed, signalled, hosts_gone], return_when=asyncio.FIRST_COMPLETED)
             if hosts_gone.done() and not followed.done():
-                raise TrainingError(f"Ray has died; go on with: rollmill resume {self._run_dir}")
+                abandon_ray()  # what is left of it answers no call, and would end this process after a minute
+                return self._finish_without_ray()
             if not followed.done() and not await self._end_requested():
                 raise KeyboardInterrupt
             return _outcome(await followed)
@@ -115,6 +136,8 @@ class Supervisor:
             for event in await self._answer(self._trainer.events.remote(), self._placement.health_s):
                 if isinstance(event, RunEnded):
                     return event
+                if isinstance(event, RunStalled):
+                    raise _TrainerLostError(event.reason)
                 self._show(event)
 
     async def _end_requested(self) -> bool:
@@ -135,10 +158,27 @@ class Supervisor:
 
     def _show(self, event: ViewCall) -> None:
         getattr(self._view, event.method)(*event.arguments)
-        if event.method == "step" and (step := int(event.arguments[0]["step"])) > self._furthest:
-            self._left, self._furthest = self._placement.restarts, step
+        if event.method == "step":
+            self._budget.reach(int(event.arguments[0]["step"]))
 
-    def _clear_up(self, gone: _TrainerLostError) -> None:
+    def _finish_without_ray(self) -> dict[str, Any]:
+        """Return the summary of a run whose steps were all made when Ray died: its last checkpoint has everything.
+
+        Raises TrainingError if something is left to do.
+        """
+        stages = self._loaded.stages
+        summary = summarise_complete_run(Checkpoints(self._run_dir), [stage.name for stage in stages])
+        if summary is None:
+            total = sum(stage.steps for stage in stages)
+            reached = f"Ray has died after step {self._budget.furthest} of {total}"
+            raise TrainingError(f"{reached}; go on with: rollmill resume {self._run_dir}")
+        self._view.message("Ray has died after the last step; the run is complete")
+        write_summary(self._run_dir, summary)
+        if self._loaded.config.monitor.report:
+            write_report(self._run_dir)
+        return summary
+
+    async def _clear_up(self, gone: _TrainerLostError) -> None:
         """Clean up after a lost trainer, before its restart. Raises TrainingError if it may not be restarted."""
         self._kill_trainer()
         how = str(gone)
@@ -146,12 +186,19 @@ class Supervisor:
         if self._interrupts.requested:
             self._view.message(f"interrupted, but the trainer {how} before it had written a checkpoint; {again}")
             raise KeyboardInterrupt
-        if self._left == 0:
-            text = f"the trainer {how} {self._placement.restarts + 1} times after step {self._furthest}"
-            advice = "Its log is in Ray's session folder; raise placement.restarts to try more often"
+        wait_s = self._budget.spend()
+        if wait_s is None:
+            text = f"the trainer {how}. {self._budget.describe()}"
+            advice = "Its log is in Ray's session folder; raise supervise.restarts to try more often"
             raise TrainingError(". ".join(filter(None, [text, gone.why.rstrip("."), f"{advice}, or {again}"])))
-        self._left -= 1
+        if gone.out_of_memory:
+            self._reduction = self._reduction.further(trainer_activity(self._run_dir))
+        reason = ": ".join(filter(None, [f"the trainer {how}", gone.why]))
+        record_event(self._run_dir, RESTART, step=self._budget.furthest, reason=reason)
         self._view.message(f"the trainer {how}; it is started again from the newest checkpoint, explorers go on")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._interrupts.wait(), wait_s)
+            raise KeyboardInterrupt
         for explorer in self._explorers.values():
             explorer.end.remote("")  # drop the dead trainer's requests
 
@@ -169,9 +216,10 @@ class Supervisor:
 
     def end(self) -> None:
         """Kill all actors."""
-        self._kill_trainer()
-        for explorer in self._explorers.values():
-            ray_module().kill(explorer)
+        if ray_module().is_initialized():
+            self._kill_trainer()
+            for explorer in self._explorers.values():
+                ray_module().kill(explorer)
         if (run_id := read_run_id(self._run_dir)) is not None:  # a killed trainer leaves its weights
             remove_stale_weights(run_id)
 
@@ -180,6 +228,8 @@ def _outcome(ended: RunEnded) -> dict[str, Any]:
     """Return the summary; else raise what the run raised."""
     if isinstance(ended.error, TrainerRankLostError):
         raise _TrainerLostError("lost a rank", str(ended.error))
+    if ended.error is not None and ended.may_pass:
+        raise _TrainerLostError("failed", str(ended.error), out_of_memory=ended.out_of_memory)
     if ended.error is not None:
         raise ended.error
     if ended.summary is None:
@@ -190,15 +240,31 @@ def _outcome(ended: RunEnded) -> dict[str, Any]:
 class _TrainerLostError(Exception):
     """The trainer is gone; `why`, as far as Ray knows."""
 
-    def __init__(self, how: str, why: str = "") -> None:
+    def __init__(self, how: str, why: str = "", *, out_of_memory: bool = False) -> None:
         super().__init__(how)
-        self.why = why
+        self.why, self.out_of_memory = why, out_of_memory
 
 
-async def _no_host_is_left() -> None:
-    """Wait until all hosts of Ray are dead, so that nothing could be restarted."""
-    while any(node["Alive"] for node in await asyncio.to_thread(ray_module().nodes)):
+async def _ray_has_died(address: str) -> None:
+    """Wait until Ray's control service at `address` is gone, or all hosts are, so that nothing could be restarted."""
+    while await asyncio.to_thread(_answers, address):
+        if not any(node["Alive"] for node in await asyncio.to_thread(ray_module().nodes)):
+            return
         await asyncio.sleep(_POLL_S)
+
+
+def _answers(address: str) -> bool:
+    """True unless a service refuses connections several times; a call to one that is dead would wait for a minute."""
+    host, _, port = address.rpartition(":")
+    for _ in range(_TRIES):
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_POLL_S).close()
+            return True
+        except TimeoutError:
+            return True
+        except OSError:
+            time.sleep(_POLL_S / _TRIES)
+    return False
 
 
 async def _awaited(reference: Any) -> Any:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from rollmill.config.loader import load_run
 from rollmill.config.placement import RayPlacement
+from rollmill.errors import is_out_of_memory, is_recoverable
 from rollmill.launch import CONFIG, execute
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock
+from rollmill.progress import has_worked
 from rollmill.remote.connection import portable_error
 from rollmill.remote.ray_explorers import RayExplorers
+from rollmill.supervision.memory import MemoryReduction
+from rollmill.supervision.watchdog import StallWatchdog, blocked_in, read_stacks, write_stacks
 from rollmill.trackers.console import Stages
 from rollmill.trackers.metrics_log import Metrics
 from rollmill.types import Experience
 
-_POLL_S, _LEAVING_S = 1.0, 60.0
+_POLL_S, _LEAVING_S, _LONGEST_LOOK_S = 1.0, 60.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,18 @@ class RunEnded:
 
     summary: dict[str, Any] | None = None
     error: BaseException | None = None
+    may_pass: bool = False  #: the same run may succeed when it starts again
+    out_of_memory: bool = False
 
 
-Event = ViewCall | RunEnded
+@dataclass(frozen=True)
+class RunStalled:
+    """A run makes no progress, though its process answers."""
+
+    reason: str
+
+
+Event = ViewCall | RunEnded | RunStalled
 
 
 class TrainerActor:
@@ -52,6 +67,7 @@ class TrainerActor:
         ranks: how Ray starts the trainer's other ranks, which end with it.
         resumed: continue from the newest checkpoint, if there is one.
         shows_rollouts: the view needs experiences, too.
+        reduction: smaller settings, after running out of memory.
     """
 
     def __init__(
@@ -62,7 +78,10 @@ class TrainerActor:
         *,
         resumed: bool,
         shows_rollouts: bool,
+        reduction: MemoryReduction,
     ) -> None:
+        self._reduction = reduction
+        self._watchdog: StallWatchdog | None = None
         self._run_dir, self._explorers, self._ranks, self._resumed = run_dir, explorers, ranks, resumed
         self._view = _ForwardingView(shows_rollouts, self._put)
         self._interrupts = Interrupts()
@@ -84,12 +103,25 @@ class TrainerActor:
             async with asyncio.timeout(_POLL_S):
                 await self._news.wait()
         self._news.clear()
+        if self._watchdog is not None and self._watchdog.is_stalled():
+            self._events.append(RunStalled(self._describe_stall(self._watchdog.quiet_s)))
+            self._watchdog = None
         events, self._events = self._events, []
         return events
 
     async def interrupt(self) -> bool:
         """Stop with a checkpoint; False while it still loads and there is nothing to keep."""
         return self._interrupts.request()
+
+    def _describe_stall(self, quiet_s: float) -> str:
+        """Write the stacks of all threads to a file, and name it and users' code in it."""
+        with TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            stacks = read_stacks(file)
+        where = blocked_in(stacks)
+        reason = f"made no progress for {quiet_s:.0f} s" + (f"; it is in {where}" if where else "")
+        path = write_stacks(self._run_dir, "stall", f"the trainer {reason}", stacks)
+        return f"{reason}; the stacks of its threads are in {path}"
 
     def _run(self) -> None:
         self._put(self._ended())
@@ -99,6 +131,9 @@ class TrainerActor:
             loaded = load_run(self._run_dir / CONFIG, out=self._run_dir)
             assert isinstance(loaded.config.placement, RayPlacement)
             explorers = RayExplorers(loaded.config.placement, self._run_dir, self._explorers)
+            limit_s = loaded.config.supervision.stall_limit(loaded.stages)
+            loaded, changes = self._reduction.apply(loaded)
+            self._watchdog = StallWatchdog(os.getpid(), limit_s, _LONGEST_LOOK_S)
             # the trainer of a killed command may still be ending
             with hold_run_lock(self._run_dir, TRAINER_LOCK, _LEAVING_S):
                 return RunEnded(
@@ -110,12 +145,15 @@ class TrainerActor:
                         explorers=explorers,
                         ranks=self._ranks,
                         interrupts=self._interrupts,
+                        notes=[f"after running out of memory: {change}" for change in changes],
                     )
                 )
         except KeyboardInterrupt:
             return RunEnded()
         except BaseException as error:
-            return RunEnded(error=portable_error(error, "the process that trains"))
+            passes = is_recoverable(error) and (has_worked() or is_out_of_memory(error))
+            raised = portable_error(error, "the process that trains")
+            return RunEnded(error=raised, may_pass=passes, out_of_memory=is_out_of_memory(error))
 
     def _put(self, event: Event) -> None:
         self._loop.call_soon_threadsafe(self._add, event)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollmill.errors import DeadlineError, EngineError
+from rollmill.errors import DeadlineError, EngineError, EngineLostError
 from rollmill.waiting import OUTAGES, Outage, wait_with_grace
 
 _RETRY_S = 0.2
@@ -215,7 +215,7 @@ class WorkerPool:
         if self._left == 0:
             text = f"{self._allowed + 1} {self._what}s died within one step, the last one ({worker.name}): {why}"
             advice = "its log is in Ray's session folder; raise placement.replacements to go on longer"
-            raise EngineError(f"{text}; {advice}")
+            raise EngineLostError(f"{text}; {advice}")
         self._left -= 1
         self.replaced += 1
         assert self._arguments is not None
@@ -243,7 +243,7 @@ class WorkerPool:
                 return
             except WorkerLostError as lost:
                 if lost.forever or not worker.handle.restartable:
-                    raise EngineError(f"{worker.name} cannot be started: {lost}") from lost
+                    raise EngineLostError(f"{worker.name} cannot be started: {lost}") from lost
             await asyncio.sleep(_RETRY_S)
 
     def _look_after(self) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from rollmill.report.step_timeline import (
 )
 from rollmill.trackers.console import format_duration, format_metric
 from rollmill.trackers.eval_metrics import eval_sets_in, evaluation_charts, first_accuracy, has_evaluation
+from rollmill.trackers.event_log import read_events
 from rollmill.trackers.metrics_log import read_metrics, read_summary
 from rollmill.trackers.rollout_log import check_run_dir, load_experiences, stored_steps
 from rollmill.types import Experience
@@ -143,6 +145,7 @@ def _context(run: Path) -> dict[str, Any]:
     return {
         "name": str(settings.get("name") or run.resolve().name),
         "settings": _settings(settings),
+        "events": [_event(row) for row in read_events(run)],
         "summary": summary,
         "stage_seconds": summary.get("seconds_by_stage") or seconds_by_stage(steps),
         "steps": steps,
@@ -174,6 +177,14 @@ def _settings(settings: dict[str, Any]) -> list[str]:
     algorithms = [str((stage.get("algorithm") or settings.get("algorithm") or {}).get("name", "")) for stage in stages]
     model = str((settings.get("model") or {}).get("path", ""))
     return [part for part in (model and f"model {model}", " then ".join(filter(None, algorithms))) if part]
+
+
+def _event(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Time, kind, step and details of an event."""
+    when = datetime.fromtimestamp(row["time"]).isoformat(" ", "seconds")
+    details = {key: value for key, value in row.items() if key not in ("time", "event", "step")}
+    texts = [", ".join(map(str, value)) if isinstance(value, list) else str(value) for value in details.values()]
+    return when, str(row["event"]), str(row.get("step", "")), "; ".join(texts)
 
 
 def _accuracy(rows: Sequence[MetricsRow], summary: dict[str, Any]) -> tuple[float, float] | None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rollmill.errors import RewardError
+from rollmill.errors import GraderLostError, RewardError
 
 # A process that handles one request at a time and can be killed by its parent: graders, and environments.
 #
@@ -295,7 +295,9 @@ class _GraderThread:
                 died = death
                 if self.closing:
                     raise RewardError("the grader processes were closed while this answer was scored") from None
-        raise RewardError(f"the {job.kind} grader died twice on this answer ({died}); is the machine out of memory?")
+        raise GraderLostError(
+            f"the {job.kind} grader died twice on this answer ({died}); is the machine out of memory?"
+        )
 
     def _run_job(self, job: _Job) -> GraderResult:
         if self.process is None:

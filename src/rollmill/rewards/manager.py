@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig, RewardSection, reward_part_names
 from rollmill.errors import ConfigError, EndpointLostError, RewardError
+from rollmill.progress import Progress, count_progress
 from rollmill.registry import build_component
 from rollmill.rewards.base import (
     GATED,
@@ -277,6 +278,7 @@ class RewardManager:
 
 
 def _timed(score: Score, queued_at: float) -> _Timed:
+    count_progress(Progress.VERDICTS)
     now = time.perf_counter()  # later than the end of the work if something else blocked the event loop
     started = min(queued_at + score.queue_s, now)
     return score, RewardTiming(queued_at, started, now if score.run_s is None else min(started + score.run_s, now))

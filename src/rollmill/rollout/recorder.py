@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from rollmill.progress import Progress, count_progress
 from rollmill.types import Completion, Experience, IntArray, RoutingArray, StopReason, Turn
 
 DecodeTokens = Callable[[Sequence[int]], str]
@@ -55,6 +56,7 @@ class Recorder:
 
     def add(self, completion: Completion, prompt: str, temperature: float, *, learned: bool = True) -> RecordedCall:
         """Record a completion."""
+        count_progress(Progress.TOKENS)
         call = RecordedCall(completion, prompt, temperature or 1.0, learned, len(self.steps))
         self.calls.append(call)
         return call

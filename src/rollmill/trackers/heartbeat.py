@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ import psutil
 
 from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import ConfigError, RollmillError
-from rollmill.files import atomic_write
+from rollmill.files import atomic_write, is_locked
+from rollmill.trackers.event_log import RESTART, read_events
 from rollmill.trackers.metrics_log import read_metrics, read_summary
 from rollmill.waiting import OUTAGES
 
@@ -123,9 +124,14 @@ def read_heartbeats(run_dir: Path) -> list[HeartbeatRecord]:
     return found
 
 
+def trainer_activity(run_dir: Path) -> str:
+    """The last activity of the process that trains, whether it lives or not; empty before the first."""
+    return next((beat.doing for beat in read_heartbeats(run_dir) if beat.name == TRAINER_PROCESS), "")
+
+
 # Status of a run
 
-CONFIG = "config.yaml"
+CONFIG, _RUN_LOCK = "config.yaml", "run.lock"
 LATE_BEATS = 3
 """Number of missed heartbeats after which a process is late."""
 _RECENT = 5
@@ -151,12 +157,13 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """Status of a run. `state` is running, late, stopped, done, interrupted, failed, killed, or unknown."""
+    """Status of a run. `state` is running, restarting, late, stopped, done, interrupted, failed, killed, or unknown."""
 
     state: str
     position: RunPosition
     processes: list[tuple[HeartbeatRecord, ProcessState]]
     now: float  #: seconds since the epoch, when this was read
+    restarts: list[dict[str, Any]] = field(default_factory=list)  #: events, see RESTART
 
     @property
     def seconds_left(self) -> float | None:
@@ -177,7 +184,10 @@ def read_status(run_dir: Path) -> RunStatus:
     now = time.time()
     processes = [(beat, process_state(beat, now)) for beat in read_heartbeats(run_dir)]
     position = _position(_planned(read_plain_yaml(config)), read_metrics(run_dir))
-    return RunStatus(_run_state(processes, read_summary(run_dir)), position, processes, now)
+    restarts, state = read_events(run_dir, RESTART), _run_state(processes, read_summary(run_dir))
+    if state in ("killed", "failed") and restarts and is_locked(run_dir / _RUN_LOCK):
+        state = "restarting"  # the supervisor has the lock while it waits
+    return RunStatus(state, position, processes, now, restarts)
 
 
 def process_state(beat: HeartbeatRecord, now: float) -> ProcessState:

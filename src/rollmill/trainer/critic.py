@@ -19,6 +19,7 @@ from rollmill.algorithms.aggregation import token_mean
 from rollmill.algorithms.losses import value_loss
 from rollmill.config.algorithms.base import CriticOptions
 from rollmill.models.attention import use_attention_context
+from rollmill.progress import Progress, count_progress
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.distributed.fsdp import load_full_weights
 from rollmill.trainer.logprobs import ForwardPasses
@@ -64,6 +65,7 @@ class ValueModel(nn.Module):
 
     def forward(self, micro: MicroBatch, *, bf16: bool) -> Tensor:
         """Values [M] of a micro-batch's action tokens; call it inside `use_attention_context`."""
+        count_progress(Progress.MICRO_BATCHES)
         autocast = torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext()
         with autocast, torch.set_grad_enabled(self._own and torch.is_grad_enabled()):
             output = self.network(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)

@@ -21,6 +21,7 @@ from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.models.attention import base_network, build_forward_inputs, use_attention_context
 from rollmill.models.routing import replay_routing
+from rollmill.progress import Progress, count_progress
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.types import Experience
@@ -284,6 +285,7 @@ class ForwardPasses:
 
     def hidden(self, model: nn.Module, micro: MicroBatch) -> Tensor:
         """Last hidden states of a row [T, d]; call it inside `use_packed_attention`."""
+        count_progress(Progress.MICRO_BATCHES)
         return compute_hidden_states(model, micro, bf16=self.precision == "bf16")
 
     def predict(

@@ -24,6 +24,7 @@ from rollmill.models.attention import use_attention_context
 from rollmill.models.classifier import REWARD_MODEL_FOLDER, save_classifier
 from rollmill.models.load import PolicyModel
 from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
+from rollmill.progress import Progress, count_progress
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches, build_token_table
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.model_setup import (
@@ -59,6 +60,7 @@ class ScoringNetwork(nn.Module):
 
     def forward(self, micro: MicroBatch, *, bf16: bool) -> Tensor:
         """Scores [n] of a micro-batch of `append_end_token` experiences; call it inside `use_attention_context`."""
+        count_progress(Progress.MICRO_BATCHES)
         with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
             output = self.network(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
         hidden_nd = output.last_hidden_state[0].index_select(0, micro.rows[_last(micro)])

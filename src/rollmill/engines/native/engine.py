@@ -14,6 +14,7 @@ from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native.core import EngineCore
 from rollmill.engines.native.sequence import SequenceGroup, build_sequence_group
 from rollmill.errors import EngineError
+from rollmill.progress import Progress, count_progress
 from rollmill.types import Completion
 
 
@@ -149,6 +150,7 @@ class NativeEngine:
         try:
             while self.core.has_work and not self._paused:
                 self.core.step()
+                count_progress(Progress.TOKENS)
                 await asyncio.sleep(0)
         except Exception as error:
             self._failure = error

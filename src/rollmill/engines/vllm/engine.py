@@ -20,6 +20,7 @@ from rollmill.engines.base import GenerationRequest
 from rollmill.engines.vllm.process import VLLMLaunchConfig, VLLMProcess
 from rollmill.engines.vllm.sequence import VLLMSequence, build_vllm_sequence_group
 from rollmill.errors import DeadlineError, EngineError, EngineLostError, RollmillError
+from rollmill.progress import Progress, count_progress
 from rollmill.types import Completion
 
 
@@ -167,7 +168,9 @@ class VLLMEngine:
 
     def _told(self, message: dict[str, Any]) -> None:
         """Handle a message of the process about a completion."""
-        self.tokens_generated += len(message.get("tokens", ()))
+        if tokens := len(message.get("tokens", ())):
+            self.tokens_generated += tokens
+            count_progress(Progress.TOKENS)
         sample = self._running.get(message["id"])
         if sample is None:
             return  # aborted

@@ -1,0 +1,115 @@
+"""Counts what a run gets done, in memory that survives a fork, so that another process can tell work from a heartbeat.
+
+A supervisor (`supervision/`) forks the process that trains and looks at these counters. They grow where something was
+finished: tokens, verdicts, micro-batches, steps. Lost updates of two threads do no harm: only changes count.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+_BYTES = 8
+
+
+class Progress(IntEnum):
+    """Kinds of finished work."""
+
+    TOKENS = 0  #: engine steps, or messages with tokens
+    VERDICTS = 1  #: scores of completions
+    MICRO_BATCHES = 2  #: forward passes of the trainer, with or without backward pass
+    GROUPS = 3  #: groups that left the pipeline, or came from another process
+    PHASES = 4  #: parts of the set-up, checkpoints, evaluations
+
+
+class _State(IntEnum):
+    """What is shared besides: values that are set, and do not count as progress."""
+
+    STEP = 5  #: training steps made
+    UNCOUNTED = 6  #: depth of `uncounted_work`
+    SIGNALS = 7  #: signals that the process has handled
+    ENDING = 8  #: 1: a supervisor ends the process to start it again
+
+
+_numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+
+
+def count_progress(kind: Progress, count: int = 1) -> None:
+    """Note that some work is done."""
+    _numbers[kind] += count
+
+
+def progress_counters() -> tuple[int, ...]:
+    """The counters, by kind."""
+    return tuple(_numbers[kind] for kind in Progress)
+
+
+def has_worked() -> bool:
+    """True once tokens, verdicts or micro-batches were made since `reset_progress`."""
+    return any(_numbers[kind] for kind in (Progress.TOKENS, Progress.VERDICTS, Progress.MICRO_BATCHES))
+
+
+def reset_progress() -> None:
+    """Set everything to 0, before a process that trains is started."""
+    for index in [*Progress, *_State]:
+        _numbers[index] = 0
+
+
+def reach_step(step: int) -> None:
+    """Note how many training steps are made."""
+    _numbers[_State.STEP] = step
+    count_progress(Progress.PHASES)
+
+
+def step_reached() -> int:
+    """Training steps made."""
+    return _numbers[_State.STEP]
+
+
+@contextmanager
+def uncounted_work() -> Iterator[None]:
+    """Inside is work without counters, such as loading a model or writing a checkpoint: there, use of the processor and
+    of disks counts as progress, too."""
+    begin_uncounted_work()
+    try:
+        yield
+    finally:
+        end_uncounted_work()
+
+
+def begin_uncounted_work() -> None:
+    """Enter `uncounted_work`."""
+    _numbers[_State.UNCOUNTED] += 1
+
+
+def end_uncounted_work() -> None:
+    """Leave `uncounted_work`."""
+    _numbers[_State.UNCOUNTED] -= 1
+    count_progress(Progress.PHASES)
+
+
+def does_uncounted_work() -> bool:
+    """True inside `uncounted_work`."""
+    return _numbers[_State.UNCOUNTED] > 0
+
+
+def note_signal() -> None:
+    """Note that this process has handled a signal of the user."""
+    _numbers[_State.SIGNALS] += 1
+
+
+def signals_handled() -> int:
+    """Signals that the process has handled."""
+    return _numbers[_State.SIGNALS]
+
+
+def end_for_restart() -> None:
+    """Note that the process is ended in order to start it again, not by the user."""
+    _numbers[_State.ENDING] = 1
+
+
+def ends_for_restart() -> bool:
+    """True after `end_for_restart`."""
+    return _numbers[_State.ENDING] == 1

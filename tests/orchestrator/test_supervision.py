@@ -1,0 +1,202 @@
+"""Failures that may pass: `rollmill run` and `rollmill resume` start the process that trains again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import Ended, Forks, ended, send
+from tiny import metrics, outcome, tiny_run, trainer
+from waiting import wait_until
+
+AGAIN = {"restarts": 2, "backoff_s": 0.0}
+RL: dict[str, Any] = {
+    "stages": None,
+    "steps": 6,
+    "algorithm": {"name": "grpo"},
+    "trainer": {"lr": 1e-3},
+    "evaluation": None,
+    "supervise": AGAIN,
+}
+HEADER = "import os, pathlib, signal, time\nimport rollmill\nfrom rollmill import errors\ncalls = 0\n"
+OPERATOR = "@rollmill.operator\ndef mine(batch):\n    global calls\n    calls += 1\n"
+ALWAYS = "    if calls == 9:\n        pathlib.Path('failed').touch()\n    if pathlib.Path('failed').exists():\n        "
+ONCE = "    if calls == 9 and not pathlib.Path('failed').exists():\n        pathlib.Path('failed').touch()\n        "
+OPERATES: dict[str, Any] = {"plugins": ["user.py"], "pipeline": [{"name": "mine"}]}
+
+
+def steps(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count('"version"') if path.exists() else 0
+
+
+def events(run: Path, kind: str = "restart") -> list[dict[str, Any]]:
+    path = run / "events.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["event"] == kind]
+
+
+def operated(server: Forks, folder: Path, body: str, **changes: Any) -> Ended:
+    """A run with an operator, which is called four times a step."""
+    (folder / "user.py").write_text(HEADER + OPERATOR + body + "\n")
+    tiny_run(folder, **RL | OPERATES | changes)
+    return server.run("run", "run.yaml", "--out", "out", folder=folder)
+
+
+@pytest.fixture(scope="module")
+def whole(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert operated(server, folder, "    pass").code == 0
+    return folder / "out"
+
+
+# -- what starts again --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_process_starts_again_and_the_run_is_that_of_before(
+    server: Forks, whole: Path, tmp_path: Path
+) -> None:
+    end = operated(server, tmp_path, ONCE + "os.kill(os.getpid(), signal.SIGKILL)")
+    assert end.code == 0, end.err
+    run = tmp_path / "out"
+    assert outcome(run) == outcome(whole)
+    assert "killed by SIGKILL" in end.out
+    assert "restart 1 of 2" in end.out
+    assert "resumed after step 2" in end.out
+    [restart] = events(run)
+    assert (restart["step"], "SIGKILL" in restart["reason"]) == (2, True)
+    assert json.loads((run / "summary.json").read_text())["restarts"] == 1
+    assert "<td>restart</td>" in (run / "report.html").read_text()
+    shown = server.run("status", "out", folder=tmp_path)
+    assert "restarts: 1, the last one" in shown.out
+    assert json.loads(server.run("status", "out", "--json", folder=tmp_path).out)["restarts"] == [restart]
+
+
+def test_a_lost_store_leaves_a_checkpoint_of_the_last_step(server: Forks, whole: Path, tmp_path: Path) -> None:
+    end = operated(
+        server, tmp_path, ONCE + "raise errors.StoreLostError('the database is away')", checkpoint={"every": 50}
+    )
+    assert end.code == 0, end.err
+    assert "the database is away" in end.out
+    assert "resumed after step 2" in end.out, "though no checkpoint was due"
+    assert outcome(tmp_path / "out") | {"checkpoints": None} == outcome(whole) | {"checkpoints": None}
+
+
+@pytest.mark.slow
+def test_after_running_out_of_memory_micro_batches_are_smaller(server: Forks, tmp_path: Path) -> None:
+    loss = "@rollmill.loss\ndef mine(logprob, advantage):\n    global calls\n    calls += 1\n"
+    raises = ONCE.replace("== 9", "== 5") + "import torch\n        raise torch.OutOfMemoryError('no memory')\n"
+    (tmp_path / "user.py").write_text(HEADER + loss + raises + "    return -advantage * logprob\n")
+    own = {"plugins": ["user.py"], "algorithm": {"name": "grpo", "loss": {"name": "mine"}}}
+    tiny_run(tmp_path, **RL | own | {"trainer": {"lr": 1e-3, "micro_batch_tokens": 128}})
+    end = server.run("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert end.code == 0, end.err
+    assert "after running out of memory: trainer.micro_batch_tokens 64 instead of 128" in end.out
+    assert events(tmp_path / "out", "reduced")[0]["changes"] == ["trainer.micro_batch_tokens 64 instead of 128"]
+    assert "micro_batch_tokens: 128" in (tmp_path / "out/config.yaml").read_text(), "the run file stays"
+    assert server.run("run", "run.yaml", "--out", "again", folder=tmp_path).code == 0
+    assert not events(tmp_path / "again")
+    keys = ("loss", "grad_norm", "reward/mean")
+    rows, wanted = ([{key: row[key] for key in keys} for row in metrics(tmp_path / name)] for name in ("out", "again"))
+    assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in wanted]
+    for row, other in zip(rows, wanted, strict=True):
+        assert row == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_stalled_run_is_started_again_and_ends_with_the_place(server: Forks, tmp_path: Path) -> None:
+    block = "while True:\n            time.sleep(0.05)"
+    end = operated(server, tmp_path, ALWAYS + block, supervise={"restarts": 1, "backoff_s": 0.0, "stall_s": 2.0})
+    assert end.code == 1, end.out
+    assert "made no progress" in end.err
+    assert "user.py:" in end.err
+    assert "(mine)" in end.err
+    assert "failed 2 times" in end.err
+    assert "Traceback" not in end.err
+    for number in (1, 2):
+        text = (tmp_path / f"out/stall-{number}.txt").read_text()
+        assert "user.py" in text
+        assert "orchestrator" in text
+    assert len(events(tmp_path / "out")) == 1
+
+
+# -- what does not ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_killed_once_too_often_is_a_failure(server: Forks, tmp_path: Path) -> None:
+    end = operated(server, tmp_path, ALWAYS + "os.kill(os.getpid(), signal.SIGKILL)")
+    assert end.code == 1
+    assert "was killed by SIGKILL" in end.err
+    assert "It failed 3 times after step 2 (supervise.restarts); go on with: rollmill resume out" in end.err
+    assert end.err.count("SIGKILL") == 1, "the last message stands once"
+    assert len(events(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("    raise ValueError('wrong data')", "wrong data"),
+        ("    os._exit(0)", "without a result: users' code has ended it"),
+    ],
+)
+def test_errors_of_users_code_are_not_repeated(server: Forks, tmp_path: Path, body: str, says: str) -> None:
+    end = operated(server, tmp_path, body)
+    assert end.code == 1
+    assert end.err.count(says) == 1
+    assert not events(tmp_path / "out")
+
+
+def test_a_failure_before_any_work_is_not_repeated(server: Forks, tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        "from rollmill.errors import StoreLostError\ndef rows():\n    raise StoreLostError('nobody is there')\n"
+    )
+    tiny_run(tmp_path, **RL | {"taskset": {"function": "rows.py:rows", "options": None}})
+    end = server.run("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert end.code == 1
+    assert "nobody is there" in end.err
+    assert "restart" not in end.out
+
+
+def test_without_restarts_the_command_trains_itself(server: Forks, tmp_path: Path) -> None:
+    body = "    pathlib.Path('pid').write_text(str(os.getpid()))\n    raise errors.StoreLostError('nobody is there')"
+    end = operated(server, tmp_path, body, supervise={"restarts": 0})
+    assert end.code == 1
+    assert end.err.strip() == "nobody is there"
+    assert int((tmp_path / "pid").read_text()) == server.pid
+
+
+# -- signals ------------------------------------------------------------------------------------------------------
+
+
+def test_the_process_that_trains_ends_with_the_command(server: Forks, tmp_path: Path) -> None:
+    tiny_run(tmp_path, **RL | {"steps": 2000})
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches(lambda: steps(tmp_path / "out") >= 1)
+    pid = trainer(tmp_path / "out")
+    assert pid != server.pid
+    assert send(server.pid)
+    server.wait()
+    wait_until(lambda: ended(pid))
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_whole_group_counts_once(tmp_path: Path) -> None:
+    tiny_run(tmp_path, **RL | {"steps": 2000, "checkpoint": {"every": 1000}})
+    command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out"]
+    run = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_until(lambda: steps(tmp_path / "out") >= 1)
+    os.killpg(run.pid, signal.SIGTERM)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert list((tmp_path / "out/checkpoints").glob("step-*")), "the second signal would end it at once"
+    assert said.count("ending after this step") == 1
