@@ -25,6 +25,7 @@ NAMES = (
     "corpus",
     "sandbox",
     "buffer",
+    "checkpoint",
     "spec",
     "sync",
     "asynchronous",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -78,6 +79,22 @@ class OffloadError(RollmillError):
 
 class CheckpointError(RollmillError):
     """A checkpoint cannot be written or read."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Files of a checkpoint are missing or changed. `damage` has a sentence for each."""
+
+    def __init__(self, folder: Path, damage: Sequence[str]) -> None:
+        super().__init__(
+            f"the checkpoint {folder} is damaged: {'; '.join(damage)}. Choose another one (`rollmill checkpoints RUN "
+            "--verify` lists them), or put its files back. Changed on purpose? Then use a copy of the folder without "
+            "manifest.json and state.json."
+        )
+        self.folder, self.damage = folder, list(damage)
+
+    def __reduce__(self) -> tuple[type[DamagedCheckpointError], tuple[Path, list[str]]]:
+        """Support pickling, because it may be raised in another process than it is caught in."""
+        return type(self), (self.folder, self.damage)
 
 
 class DeadlineError(RollmillError):

@@ -6,7 +6,11 @@ import fcntl
 import json
 import math
 import os
+import re
+import shutil
+import socket
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,21 +32,89 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def atomic_write(path: Path, data: bytes, *, private: bool = False) -> None:
+def atomic_write(path: Path, data: bytes, *, private: bool = False, durable: bool = False) -> None:
     """Write `data` to `path` atomically; creates the folder if missing. Raises RollmillError if that fails.
 
     Args:
         private: only this user may read the file.
+        durable: also if the power fails: the old content, or the new one once this returns. For files that a resumed
+            run needs; it costs some milliseconds.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.touch(0o600 if private else 0o666)
             temporary.write_bytes(data)
+            if durable:
+                sync(temporary)
             os.replace(temporary, path)
+            if durable:
+                sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a folder's names, to the disk. A file is not found after a power failure before both
+    were flushed. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_durable_folder(folder: Path) -> None:
+    """Create a folder and missing parents, and flush their names to the disk. Raises OSError."""
+    if not folder.is_dir():
+        make_durable_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+_TEMPORARY = re.compile(r"\..+\.(\d+)(?:@(.*))?\.tmp")
+_LEFT_S = 3600.0
+"""Age from which a temporary file is a leftover of a process that cannot be looked up, or whose number is reused."""
+
+
+def temporary_path(path: Path) -> Path:
+    """The path beside `path` under which this process writes it before it is renamed."""
+    return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
+
+
+def sweep_temporary(folder: Path) -> list[Path]:
+    """Remove what dead processes left at temporary paths in a folder and the folders in it; returns what was removed.
+
+    Processes on other hosts cannot be looked up: what they wrote is removed an hour later.
+    """
+    found = [path for inside in (".*.tmp", "*/.*.tmp") for path in folder.glob(inside) if _is_left(path)]
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return found
+
+
+def _is_left(path: Path) -> bool:
+    if (match := _TEMPORARY.fullmatch(path.name)) is None:
+        return False
+    if match[2] == socket.gethostname() and not _is_running(int(match[1])):
+        return True
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime > _LEFT_S
+    return False
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
 
 
 def try_lock(path: Path) -> IO[str] | None:

@@ -20,10 +20,10 @@ from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.orchestrator import Orchestrator, Serving
+from rollmill.orchestrator.resume import load_start_point
 from rollmill.orchestrator.run_lock import hold_run_lock, is_run_locked
 from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_up_run, stage_overrides
 from rollmill.orchestrator.stages import Stage
-from rollmill.orchestrator.state import RunState
 from rollmill.orchestrator.summary import summarise
 from rollmill.remote.explorers import ExplorerFleet
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
@@ -64,7 +64,7 @@ def start(
     run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
     with hold_run_lock(run_dir):
         _require_fresh(run_dir)
-        atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
+        atomic_write(run_dir / CONFIG, loaded.to_yaml().encode(), durable=True)
         return execute(loaded, run_dir, view, resumed=False, serving=serving)
 
 
@@ -148,14 +148,10 @@ def execute(
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
     with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
-        checkpoints = Checkpoints(run_dir)
-        steps = checkpoints.steps() if resumed else []
-        start: tuple[RunState, dict[str, Any]] | None = None
-        if steps:
-            start = checkpoints.read(steps[-1])
+        checkpoints, point = Checkpoints(run_dir), load_start_point(loaded, run_dir, resumed=resumed)
+        setup, start = point.setup, point.start
+        if start is not None:
             adopt_former_state(run_dir, start[0].stage, start[0].current)
-        checkpoints.sweep()
-        setup = set_up_run(loaded, run_dir, steps[-1] if steps else None)
         plan = [(stage.name, stage.steps) for stage in loaded.stages]
         view = view or make_view(loaded.config.monitor.show_completions)
         monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
@@ -176,9 +172,10 @@ def execute(
         )
         try:
             buffers.open_all(loaded.stages)
-            monitor.message(setup.describe(run_dir))
+            for message in (setup.describe(run_dir), *point.messages):
+                monitor.message(message)
             if resumed:
-                monitor.resume_at(steps[-1] if steps else 0)
+                monitor.resume_at(point.step)
             summary = asyncio.run(orchestrator.run(start))
         except Interrupted:
             again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"

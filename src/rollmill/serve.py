@@ -23,6 +23,7 @@ from rollmill.launch import CONFIG, resume, start
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.engine import build_native_engine
+from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.traffic import SessionGrouper, TrafficBatches
@@ -79,12 +80,13 @@ def serve_checkpoint(
 
     Raises:
         ConfigError: there is no model at `source`.
-        CheckpointError: the run has no checkpoint of that step.
+        CheckpointError: the run has no checkpoint of that step, or it is damaged.
         ModelError: the checkpoint cannot be used.
     """
     folder = find_checkpoint(source, step)
     where = choose_device(device)
-    policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
+    with verifying(folder, model_files):
+        policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
     engine = build_native_engine(policy, RolloutConfig(), choose_precision(policy.model, where))
     sampling = SamplingConfig(max_new_tokens=policy.context)
     asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFileSink(record)))

@@ -198,3 +198,13 @@ def test_two_ranks_against_ddp(tmp_path: Path) -> None:
     cases = json.loads((tmp_path / "ranks.json").read_text())["cases"]
     assert [case["case"] for case in cases] == ["tiny, 1 rank", "tiny, 2 ranks, none"]
     assert cases[0]["speedup"] == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_checkpoint_against_loading_unverified(tmp_path: Path) -> None:
+    line = bench(str(tmp_path), "checkpoint", "--model", "tiny", "--rounds", "1")
+    assert (line["peer_name"], line["unit"]) == ("unverified", "s")
+    cases = {case["case"]: case for case in json.loads((tmp_path / "checkpoint.json").read_text())["cases"]}
+    assert set(cases) == {"bfloat16", "float32"}
+    assert "sha256, 2 threads" in cases["float32"]["hash_gb_per_s"]

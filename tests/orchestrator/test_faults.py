@@ -7,13 +7,17 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from forks import Ended, Forks, ended, send
 from tiny import GRPO, SFT, outcome, tiny_run
 from waiting import wait_until
@@ -245,22 +249,140 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("name", ["trainer.pt", "state.json", "model.safetensors", "tokenizer.json"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(
-    server: Forks, whole: Path, copy: Path, name: str
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def zero_half(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def without_aside(run: dict[str, Any]) -> dict[str, Any]:
+    return run | {"checkpoints": [name for name in run["checkpoints"] if name.startswith("step-")]}
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    return sorted((folder / "out/checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        ("model.safetensors", flip, "model.safetensors has other content"),
+        ("trainer.pt", zero_half, "trainer.pt has other content"),
+        ("model.safetensors", cut, "model.safetensors has "),
+        ("tokenizer.json", Path.unlink, "tokenizer.json is missing"),
+        pytest.param("state.json", empty, "state.json has 0 bytes", marks=pytest.mark.slow),
+        pytest.param("trainer.pt", cut, "trainer.pt has ", marks=pytest.mark.slow),
+        pytest.param("manifest.json", empty, "manifest.json has other content", marks=pytest.mark.slow),
+        pytest.param("manifest.json", Path.unlink, "manifest.json is missing", marks=pytest.mark.slow),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_run_goes_on_from_the_one_before(
+    server: Forks, whole: Path, copy: Path, name: str, damage: Callable[[Path], object], says: str
 ) -> None:
-    newest = max((copy / "out/checkpoints").glob("step-*"))
-    cut(newest / name)
-    clean(server.run("resume", "out", folder=copy), 1, newest.name, "cannot read", "Remove that folder")
-    shutil.rmtree(newest)
+    *_, before, newest = checkpoints_of(copy)
+    damage(newest / name)
+    (copy / "out/evaluations/step-000099.json").write_text("{}")
+    (copy / "out/evaluations/step-000099.jsonl").write_text("")
+    end = server.run("resume", "out", folder=copy)
+    clean(end, 0)
+    assert f"the checkpoint of step 14 is damaged ({says}" in end.out
+    assert "kept as out/checkpoints/damaged-000014" in end.out
+    assert f"the run goes on from the checkpoint of step {int(before.name[5:])}, the newest one" in end.out
+    assert (copy / "out/checkpoints/damaged-000014").is_dir()
+    assert without_aside(outcome(copy / "out")) == outcome(whole / "out")
+    assert not (copy / "out/evaluations/step-000099.json").exists()
+
+
+def test_with_no_whole_checkpoint_left_a_run_says_so_and_does_not_begin_again(
+    server: Forks, whole: Path, copy: Path
+) -> None:
+    found = checkpoints_of(copy)
+    for path in found:
+        flip(path / "model.safetensors")
+    says = ["no whole checkpoint left", *(f"damaged-{path.name[5:]}" for path in found)]
+    clean(server.run("resume", "out", folder=copy), 1, *says, "model.safetensors has other content")
+    before = (copy / "out/metrics.jsonl").read_bytes()
+    clean(server.run("resume", "out", folder=copy), 1, *says)
+    assert (copy / "out/metrics.jsonl").read_bytes() == before == (whole / "out/metrics.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["memory", "sql"])
+def test_two_damaged_checkpoints_cost_their_steps_and_no_more(server: Forks, tmp_path: Path, store: str) -> None:
+    replay = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses": 3, "decay": 0.8}
+    changes = ONLY_RL | {"max_staleness": 1, "pipeline": [{"name": "group_variance"}], "checkpoint": {"keep_last": 9}}
+    tiny_run(tmp_path, **changes, buffer={"store": store, "replay": replay}, taskset={"order": "prioritised"})
+    assert server.run("run", "run.yaml", "--out", "out", folder=tmp_path).code == 0
+    expected, found = outcome(tmp_path / "out"), checkpoints_of(tmp_path)
+    assert len(found) >= 3
+    flip(found[-1] / "trainer.pt")
+    cut(found[-2] / "model.safetensors")
+    end = server.run("resume", "out", folder=tmp_path)
+    clean(end, 0)
+    assert f"goes on from the checkpoint of step {int(found[-3].name[5:])}" in end.out
+    assert without_aside(outcome(tmp_path / "out")) == expected
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_and_left_in_place(server: Forks, copy: Path) -> None:
+    newest = checkpoints_of(copy)[-1]
+    content = json.loads((newest / "manifest.json").read_text()) | {"format": 2, "rollmill": "7.8.9"}
+    content.pop("sha256")
+    content["sha256"] = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (newest / "manifest.json").write_text(json.dumps(content))
+    clean(server.run("resume", "out", folder=copy), 1, newest.name, "format 2", "rollmill 7.8.9", "up to 1")
+    assert newest.is_dir()
+
+
+@pytest.mark.parametrize("damage", [empty, Path.unlink])
+def test_lost_settings_of_the_machine_are_made_again_from_a_checkpoint(
+    server: Forks, copy: Path, damage: Callable[[Path], object]
+) -> None:
+    before = (copy / "out/machine.json").read_bytes()
+    damage(copy / "out/machine.json")
     clean(server.run("resume", "out", folder=copy), 0)
-    assert outcome(copy / "out") == outcome(whole / "out")
+    assert (copy / "out/machine.json").read_bytes() == before
 
 
-def test_a_checkpoint_of_another_program_is_refused(server: Forks, copy: Path) -> None:
-    newest = max((copy / "out/checkpoints").glob("step-*"))
-    (newest / "state.json").write_text('{"colour": 1}')
-    clean(server.run("resume", "out", folder=copy), 1, newest.name, "Remove that folder")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("eval", "out"),
+        ("bench", "out"),
+        ("merge", "out", "out/checkpoints/step-000012", "--out", "merged"),
+        ("serve", "out", "--no-key"),
+        ("run", "again.yaml", "--out", "again"),
+    ],
+)
+def test_whoever_reads_a_damaged_checkpoint_names_the_damage(server: Forks, copy: Path, argv: tuple[str, ...]) -> None:
+    newest = checkpoints_of(copy)[-1]
+    flip(newest / "model.safetensors")
+    run = yaml.safe_load((copy / "run.yaml").read_text()) | {"model": {"path": str(newest)}}
+    (copy / "again.yaml").write_text(yaml.safe_dump(run))
+    clean(server.run(*argv, folder=copy), 1, f"{newest.name} is damaged: model.safetensors has other content")
+    assert newest.is_dir()
+
+
+def test_leftovers_of_killed_processes_are_swept(server: Forks, copy: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = copy / f"out/rollouts/.step-000001.jsonl.{ended.pid}@{socket.gethostname()}.tmp"
+    alive = copy / f"out/.metrics.jsonl.{os.getpid()}@{socket.gethostname()}.tmp"
+    for path in (left, alive):
+        path.write_text("half")
+    (copy / f"out/checkpoints/.writing-000002-{ended.pid}").mkdir()
+    clean(server.run("resume", "out", folder=copy), 0)
+    assert not left.exists()
+    assert alive.exists()
+    assert not list((copy / "out/checkpoints").glob(".writing-*"))
 
 
 def test_damaged_metrics_are_named(server: Forks, copy: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_gone_or_broken_is_named(
         gone.load(0, torch.device("cpu"))
     (copied / "checkpoints/step-000002/model.safetensors").write_bytes(b"broken")
     assert main(["bench", str(copied), "--step", "2", "--out", str(tmp_path / "out")]) == 1
-    assert "copied@2 cannot be evaluated" in capsys.readouterr().err
+    assert "step-000002 is damaged: model.safetensors has 6 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

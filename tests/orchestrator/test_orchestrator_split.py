@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -336,6 +337,21 @@ def test_the_trainer_is_interrupted_and_resumed_with_the_same_explorer(servers: 
     require_sound(tmp_path, 10, 2)
 
 
+def test_a_run_goes_on_though_the_folder_of_weights_is_removed(servers: list[Forks], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 6, "max_staleness": 1, "rewards": [SLOW]})
+    trainer, explorer, other = servers
+    start(trainer, tmp_path, "train")
+    start(explorer, tmp_path, "explore")
+    wait_until(lambda: len(steps(tmp_path)) >= 2, trainer)
+    shutil.rmtree(tmp_path / "out/weights", ignore_errors=True)
+    start(other, tmp_path, "explore")  # needs the weights, too
+    fine(trainer)
+    fine(explorer)
+    fine(other)
+    require_sound(tmp_path, 6, 1)
+
+
 def test_a_run_of_the_version_before_goes_on(servers: list[Forks], tmp_path: Path) -> None:
     """Its checkpoints have no order of tasks: explorers had one each, in files of their own."""
     (tmp_path / "mine.py").write_text(SLOW_REWARD)
@@ -349,6 +365,8 @@ def test_a_run_of_the_version_before_goes_on(servers: list[Forks], tmp_path: Pat
         server.wait()
     newest = max((tmp_path / "out/checkpoints").iterdir()) / "state.json"
     state = json.loads(newest.read_text())
+    del state["format"]
+    newest.with_name("manifest.json").unlink()
     current = state["current"]
     former = {key: current[key] for key in ("submitted", "tasks", "pipeline")} | {"unfinished": []}
     folder = tmp_path / "out/explorers/stage-0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,22 @@ def test_an_older_version_can_be_asked_for_and_news_are_told(tmp_path: Path) -> 
     again = FolderSender(tmp_path, weights)  # a trainer that has gone back to version 4
     again.send(4, weights)
     assert receiver.has_newer()
+
+
+def test_weights_whose_folder_was_removed_are_published_again(tmp_path: Path) -> None:
+    sender, receiver = FolderSender(tmp_path / "weights", made()), FolderReceiver(tmp_path / "weights", deadline_s=0.2)
+    for version in range(3):
+        sender.send(version, last := moved(made(), 0.01, version))
+    read(receiver)
+    shutil.rmtree(tmp_path / "weights")
+    sender.restore()
+    assert [(each.version, each.kind) for each in list_versions(tmp_path / "weights")] == [(2, "whole")]
+    for one in (receiver, FolderReceiver(tmp_path / "weights", deadline_s=0.2)):
+        version, into = read(one)
+        assert version == 2
+        assert all(torch.equal(into[name], last[name]) for name in last)
+    sender.restore()
+    shutil.rmtree(tmp_path / "weights")
+    sender.send(3, last := moved(made(), 0.01, 9))
+    assert [(each.version, each.kind) for each in list_versions(tmp_path / "weights")] == [(3, "whole")]
+    assert torch.equal(read(receiver)[1]["w"], last["w"])

@@ -20,7 +20,7 @@ from rollmill.buffer.row_codec import (
     escape_for_database,
 )
 from rollmill.errors import ConfigError, StoreError
-from rollmill.files import explain_write_errors
+from rollmill.files import explain_write_errors, temporary_path
 from rollmill.types import IMPORTED_FROM, Experience
 
 FORMAT = b"1"
@@ -49,7 +49,7 @@ def write_parquet(groups: Iterable[Group], path: Path, *, run_id: str, tokenizer
     import pyarrow.parquet as pq
 
     schema = _schema(run_id, tokenizer)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     count = 0
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

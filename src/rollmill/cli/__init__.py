@@ -32,6 +32,7 @@ COMMANDS = {
     "testcases": "rollmill.cli.testcases:command",
     "algorithms": "rollmill.cli.algorithms:command",
     "explain": "rollmill.cli.explain:command",
+    "checkpoints": "rollmill.cli.checkpoints:command",
     "merge": "rollmill.cli.merge:command",
     "feedback": "rollmill.cli.feedback:command",
     "serve": "rollmill.cli.serve:command",

@@ -41,8 +41,11 @@ def command(
         raise ConfigError(f"--dtype is {', '.join(DTYPES)}, not {dtype!r}")
     shares = parse_weights(",".join("1" * len(checkpoints)) if weights is None else weights, len(checkpoints))
     from rollmill.models.merge import merge_checkpoints
+    from rollmill.orchestrator.manifest import require_whole
 
     folders = [checkpoint_folder(path) for path in checkpoints]
+    for folder in folders:
+        require_whole(folder)
     summary = merge_checkpoints(folders, out, shares, method=method, dtype=dtype)
     if as_json:
         print(json.dumps(summary))

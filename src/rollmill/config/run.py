@@ -35,7 +35,7 @@ class CheckpointConfig(Section):
     every: int = Field(10, ge=1)
     """Write a checkpoint every N steps, and at the end of each stage."""
     keep_last: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep. From 2 on a run can go on from an older one if the newest is damaged."""
     keep_best: bool | str = True
     """Also keep the checkpoint with the best evaluation: by the first set's sampled accuracy, else its greedy accuracy;
     or by the metric named here, such as eval/NAME/pass@4."""

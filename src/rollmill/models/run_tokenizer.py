@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollmill.errors import CorruptFileError, ModelError
-from rollmill.files import explain_write_errors, read_json_object
+from rollmill.files import explain_write_errors, read_json_object, sync, temporary_path
 
 TOKENIZER_FOLDER, TOKENIZER_INFO_FILE = "tokenizer", "run.json"
 _PROBE = "Ünï 12+34=46?\n\n  def f(x): return 'a'\t<b> 你好 🙂"
@@ -43,13 +44,16 @@ def save_run_tokenizer(run_dir: Path, tokenizer: Any, end_id: int) -> None:
     """
     folder, mark = run_dir / TOKENIZER_FOLDER, compute_fingerprint(tokenizer)
     about = {"end_id": end_id, "fingerprint": mark, "probe": _encoded(tokenizer)}
-    if (folder / TOKENIZER_INFO_FILE).is_file() and read_json_object(folder / TOKENIZER_INFO_FILE) == about:
-        return
-    temporary = run_dir / f".{TOKENIZER_FOLDER}.{os.getpid()}.tmp"
+    with suppress(CorruptFileError):  # it is written again
+        if (folder / TOKENIZER_INFO_FILE).is_file() and read_json_object(folder / TOKENIZER_INFO_FILE) == about:
+            return
+    temporary = temporary_path(folder)
     with explain_write_errors(folder):
         try:
             tokenizer.save_pretrained(temporary)
             (temporary / TOKENIZER_INFO_FILE).write_text(json.dumps(about))
+            for path in (*temporary.rglob("*"), temporary):
+                sync(path)
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(temporary, folder)
         finally:

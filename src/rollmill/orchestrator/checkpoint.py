@@ -1,8 +1,9 @@
-"""Checkpoints: atomic, complete, retained by policy.
+"""Checkpoints: atomic, complete, verified, retained by policy.
 
-`RUN/checkpoints/step-000012/` is a Hugging Face checkpoint directory (any program loads it) with two more files:
-`state.json` (the run's progress) and `trainer.pt` (optimizer, schedule, random state). It is written under another name
-and renamed, so a directory named step-N is complete, even if the process was killed.
+`RUN/checkpoints/step-000012/` is a Hugging Face checkpoint directory (any program loads it) with three more files:
+`state.json` (the run's progress), `trainer.pt` (optimizer, schedule, random state) and `manifest.json` (hashes of all
+files). It is written under another name, flushed to the disk and renamed, so a directory named step-N is complete, even
+if the process was killed or the power failed. Damaged ones are kept as `damaged-N`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollmill.errors import CheckpointError
-from rollmill.models.from_scratch import save_policy
+from rollmill.files import make_durable_folder, sync
+from rollmill.orchestrator.manifest import FORMAT, STATE, TRAINER, model_files, read_manifest, verifying, write_manifest
 from rollmill.orchestrator.state import RunState
 
 FOLDER = "checkpoints"
-STATE = "state.json"
-TRAINER = "trainer.pt"
 _NAME = re.compile(r"step-(\d{6,})")
+_ASIDE = re.compile(r"damaged-(\d{6,})(?:-\d+)?")
 
 
 class Checkpoints:
@@ -39,6 +38,10 @@ class Checkpoints:
             return []
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
+    def set_aside(self) -> list[Path]:
+        """Folders of damaged checkpoints that were moved aside, in order."""
+        return sorted(path for path in self.folder.glob("damaged-*") if _ASIDE.fullmatch(path.name))
+
     def path(self, step: int) -> Path:
         """Directory of a step's checkpoint."""
         return self.folder / f"step-{step:06d}"
@@ -50,31 +53,37 @@ class Checkpoints:
         tokenizer: Any,
         state: dict[str, Any],
         trainer: dict[str, Any],
+        machine: dict[str, Any],
         export: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write the checkpoint of a step that has none.
 
         Args:
+            machine: contents of machine.json, which are lost with that file otherwise.
             export: writes what a stage produces besides the policy into the folder.
 
         Raises:
             CheckpointError: the disk is full or not writable; older checkpoints are untouched.
         """
+        import torch  # commands that only list checkpoints do not need it
+
+        from rollmill.models.from_scratch import save_policy
+
         final = self.path(step)
         assert not final.exists(), "replacing a checkpoint would leave a moment without any"
         temporary = self.folder / f".writing-{step:06d}-{os.getpid()}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_durable_folder(self.folder)
             shutil.rmtree(temporary, ignore_errors=True)
             save_policy(model, tokenizer, temporary)
             if export is not None:
                 export(temporary)
             with (temporary / TRAINER).open("wb") as file:  # Python's files report why a write fails
                 torch.save(trainer, file)
-            (temporary / STATE).write_text(json.dumps(state, allow_nan=False) + "\n")
-            _flush(temporary)
+            (temporary / STATE).write_text(json.dumps({"format": FORMAT, **state}, allow_nan=False) + "\n")
+            write_manifest(temporary, step=step, machine=machine, stores=state["current"]["stores"])
             temporary.rename(final)
-            _flush_directory(self.folder)
+            sync(self.folder)
         except Exception as error:  # libraries wrap the operating system's error
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
@@ -84,24 +93,53 @@ class Checkpoints:
         return final
 
     def read(self, step: int) -> tuple[RunState, dict[str, Any]]:
-        """Read state and trainer state.
+        """Read state and trainer state, and verify their files meanwhile.
 
         Raises:
-            CheckpointError: a file is missing or damaged.
+            DamagedCheckpointError: one of them is missing or was changed.
+            CheckpointError: they cannot be read, or are of a later format.
         """
+        import torch
+
         path = self.path(step)
-        try:
-            state = RunState.from_json(json.loads((path / STATE).read_text()))
-            trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise unreadable(path, error) from error
+        with verifying(path, lambda name: not model_files(name)):
+            try:
+                content = json.loads((path / STATE).read_text())
+                content.pop("format", None)
+                state = RunState.from_json(content)
+                trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise unreadable(path, error) from error
         return state, trainer
+
+    def machine(self) -> dict[str, Any] | None:
+        """Contents of machine.json as the newest checkpoint that can say them has them; None if none can."""
+        for step in reversed(self.steps()):
+            try:
+                manifest = read_manifest(self.path(step))
+            except CheckpointError:
+                continue
+            if manifest is not None:
+                return manifest.machine
+        return None
+
+    def move_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it is no longer one of the run's; returns its new path."""
+        base, number = self.folder / f"damaged-{step:06d}", 2
+        target = base
+        while target.exists():
+            target, number = base.with_name(f"{base.name}-{number}"), number + 1
+        self.path(step).rename(target)
+        sync(self.folder)
+        return target
 
     def prune(self, keep_last: int, also: Iterable[int]) -> None:
         """Remove all but the newest `keep_last` and the steps in `also`, and leftovers of killed writers."""
         steps = self.steps()
-        for step in set(steps[:-keep_last]) - set(also):
-            self.path(step).rename(self.folder / f".removing-{step:06d}")  # half of a checkpoint must not look whole
+        if surplus := set(steps[:-keep_last]) - set(also):
+            for step in surplus:
+                self.path(step).rename(self.folder / f".removing-{step:06d}")  # half of one must not look whole
+            sync(self.folder)  # nor after a power failure
         self.sweep()
 
     def sweep(self) -> None:
@@ -123,21 +161,3 @@ def _reason(error: BaseException) -> str:
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
     return str(error) if found is None else str(found)
-
-
-def _flush(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            _flush(path)
-            continue
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    _flush_directory(folder)
-
-
-def _flush_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,6 +29,11 @@ class RunContext:
     explorers: ExplorerFleet | None = None  #: in other processes; None: rollouts are made in this one
     ranks: Sequence[dict[str, Any]] = ()  #: how Ray starts the other ranks; empty: child processes
 
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The contents of machine.json."""
+        return {"threads": self.threads, "precision": self.precision, "run_id": self.run_id}
+
     def set_activity(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
         """Set what this process is doing and waiting for, as shown by `rollmill status`."""
         if self.heartbeat is not None:

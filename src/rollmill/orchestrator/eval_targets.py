@@ -15,7 +15,8 @@ from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.errors import CheckpointError, ConfigError, ModelError
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
-from rollmill.orchestrator.checkpoint import STATE, Checkpoints
+from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.manifest import STATE, model_files, verifying
 from rollmill.trackers.metrics_log import read_summary
 from rollmill.trainer.verification import load_verified_policy
 
@@ -33,12 +34,13 @@ class CheckpointTarget:
     step: int | None = None
 
     def load(self, seed: int, device: torch.device) -> PolicyModel:
-        """Load the model. Raises CheckpointError or ModelError if it is missing or incomplete."""
+        """Load the model. Raises CheckpointError or ModelError if it is missing, incomplete or damaged."""
         if not self.folder.is_dir():
             advice = "a run that goes on keeps its newest and best ones; name one that is there, or raise checkpoint."
             raise CheckpointError(f"{self.label}: {self.folder} is not there any more; {advice}keep_last")
         try:
-            return self._load(seed, device)
+            with verifying(self.folder, model_files):
+                return self._load(seed, device)
         except ModelError as error:
             raise ModelError(f"{self.label} cannot be evaluated: {error}") from error
 

@@ -9,9 +9,10 @@ from typing import Any
 import rollmill.trackers.metrics_log as metrics_file
 import rollmill.trackers.rollout_log as rollouts
 from rollmill.config.trackers import MonitorConfig, TensorBoardSection
+from rollmill.files import explain_write_errors, sync
 from rollmill.registry import build_component
 from rollmill.report.run_report import write_report
-from rollmill.report.step_timeline import drop_steps_after, write_step_timeline
+from rollmill.report.step_timeline import TIMELINE_FILE, drop_steps_after, write_step_timeline
 from rollmill.trackers.console import RunView, Stages
 from rollmill.trackers.metrics_log import Metrics, MetricsLog, TrackedRun, Tracker, read_metrics, write_summary
 from rollmill.trackers.rollout_log import RolloutLog
@@ -44,6 +45,15 @@ class Monitor:
         self._close_trackers()
         self._trackers = self._open_trackers(step)
         self._view.resume(read_metrics(self._run_dir))
+
+    def sync(self) -> None:
+        """Flush the records of all steps so far to the disk, so that they survive a power failure."""
+        self._log.sync()
+        self._store.sync()
+        with explain_write_errors(self._run_dir):
+            for path in (self._run_dir / TIMELINE_FILE, self._run_dir):
+                if path.exists():
+                    sync(path)
 
     def message(self, text: str) -> None:
         """Show the user a message."""

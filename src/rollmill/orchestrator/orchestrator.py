@@ -5,7 +5,6 @@ Components never call the orchestrator.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -13,7 +12,6 @@ from typing import Any
 
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.errors import DeadlineError
-from rollmill.files import atomic_write, to_jsonable
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.context import RunContext
@@ -75,6 +73,7 @@ class Orchestrator:
         if resumed is not None:
             self.state, trainer = resumed
             self._prune()
+        self._evaluations.drop_after(self.state.step)
         explorers = self._context.explorers
         async with nullcontext() if explorers is None else explorers.serving():
             with self._interrupts.installed():
@@ -242,8 +241,7 @@ class Orchestrator:
         """Store an evaluation, update the best one, decide on early stopping. A resumed run may record it again."""
         step, metrics, earlier = self.state.step, found.metrics, self.state.evaluations
         self._evaluations.write(step, found.experiences)
-        results = json.dumps(to_jsonable(dict(found.to_json(step=step, stage=config.name))), allow_nan=False) + "\n"
-        atomic_write(self._evaluations.folder / f"step-{step:06d}.json", results.encode())
+        self._evaluations.write_results(step, dict(found.to_json(step=step, stage=config.name)))
         known = [each for each in earlier if (each["step"], each["stage"]) != (step, config.name)]
         self.state.evaluations = [*known, {"step": step, "stage": config.name, **metrics}]
         value = metrics.get(_best_metric(self._config, config))
@@ -264,8 +262,10 @@ class Orchestrator:
     def _write(self, trainer: dict[str, Any], stage: Stage) -> None:
         self._context.set_activity(f"write the checkpoint of step {self.state.step}")
         stage.load_for_export()
-        model, tokenizer = self._policy.model, self._policy.tokenizer
-        self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, stage.export)
+        self._monitor.sync()  # a checkpoint that survives a power failure needs the records of its steps
+        self._evaluations.sync()
+        model, tokenizer, machine = self._policy.model, self._policy.tokenizer, self._context.machine
+        self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, machine, stage.export)
         self._prune()
 
     def _prune(self) -> None:

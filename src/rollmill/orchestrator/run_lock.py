@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from rollmill.errors import ConfigError
-from rollmill.files import explain_write_errors, is_locked, try_lock
+from rollmill.files import explain_write_errors, is_locked, make_durable_folder, try_lock
 
 LOCK, TRAINER_LOCK = "run.lock", "trainer.lock"
 """The second is for a trainer in another process than the command; it may outlive the command briefly."""
@@ -34,7 +34,7 @@ def hold_run_lock(run_dir: Path, lock: str = LOCK, wait_s: float = 0.0) -> Itera
     """
     path = run_dir / lock
     with explain_write_errors(path):
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_durable_folder(run_dir)
         ends = time.monotonic() + wait_s
         while (held := _locked(path)) is None and time.monotonic() < ends:
             time.sleep(_LOOK_S)

@@ -6,6 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints, unreadable
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import replays_routing
+from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
@@ -104,16 +106,19 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
         judge.close()
     tasksets = _load_tasksets(loaded.stages)
     adapted = config.model.lora is not None
-    model = config.model if step is None or adapted else ModelConfig(path=Checkpoints(run_dir).path(step))
+    stored = None if step is None else Checkpoints(run_dir).path(step)
+    model = config.model if stored is None or adapted else ModelConfig(path=stored)
+    source = stored or model.path
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
-    try:
-        policy = load_verified_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
-        if step is not None and adapted:
-            load_adapter(policy.model, Checkpoints(run_dir).path(step) / ADAPTER_FOLDER)
-    except ModelError as error:
-        if step is None:
-            raise
-        raise unreadable(Checkpoints(run_dir).path(step), error) from error
+    with verifying(source, model_files) if isinstance(source, Path) else nullcontext():
+        try:
+            policy = load_verified_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
+            if stored is not None and adapted:
+                load_adapter(policy.model, stored / ADAPTER_FOLDER)
+        except ModelError as error:
+            if stored is None:
+                raise
+            raise unreadable(stored, error) from error
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier_support(policy.model)
     for stage in loaded.stages:
@@ -165,15 +170,16 @@ def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset
 
 
 def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> dict[str, Any]:
-    """Thread count, precision and run id, chosen once per run and stored, so that a resumed run computes the same."""
+    """Thread count, precision and run id, chosen once per run and stored, so that a resumed run computes the same.
+
+    A file that is lost or damaged is made again from the newest checkpoint that has a manifest.
+    """
     path = run_dir / MACHINE
-    if path.is_file():
-        stored = read_json_object(path)
-        if missing := [key for key in ("threads", "precision") if key not in stored]:
-            raise CorruptFileError(f"{path} is damaged: it has no {missing[0]}; put the file back")
+    stored = _stored_settings(run_dir)
+    if stored is not None:
         if "run_id" not in stored:  # made by an older version
             stored["run_id"] = uuid.uuid4().hex
-            atomic_write(path, (json.dumps(stored) + "\n").encode())
+            _store(path, stored)
         return stored
     wanted = {stage.trainer.precision for stage in loaded.stages}
     if len(wanted) > 1:
@@ -185,8 +191,43 @@ def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> 
     if precision == "auto":
         precision = choose_precision(policy.model, policy.device)
     machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
-    atomic_write(path, (json.dumps(machine) + "\n").encode())
+    _store(path, machine)
     return machine
+
+
+def _stored_settings(run_dir: Path) -> dict[str, Any] | None:
+    """The settings of a run that has begun; None for a new one. Raises CorruptFileError if they are lost."""
+    path, checkpoints, damage = run_dir / MACHINE, Checkpoints(run_dir), "missing"
+    if path.is_file():
+        try:
+            stored = read_json_object(path)
+            missing = [key for key in ("threads", "precision") if key not in stored]
+            if not missing:
+                return stored
+            damage = f"damaged (it has no {missing[0]})"
+        except CorruptFileError:
+            damage = "damaged (it holds no JSON object)"
+    elif not checkpoints.steps():
+        return None
+    if (found := checkpoints.machine()) is None:
+        raise CorruptFileError(
+            f"{path} is {damage}, and no checkpoint of the run says what was in it: thread count, precision and the "
+            "run's id. So put the file back, or start a new run."
+        )
+    _store(path, found)
+    return found
+
+
+def _store(path: Path, machine: dict[str, Any]) -> None:
+    atomic_write(path, (json.dumps(machine) + "\n").encode(), durable=True)
+
+
+def read_run_id(run_dir: Path) -> str | None:
+    """The run's id; None if its file is missing or damaged, which a trainer mends when it resumes the run."""
+    try:
+        return str(read_json_object(run_dir / MACHINE)["run_id"])
+    except (OSError, CorruptFileError, KeyError):
+        return None
 
 
 def _load_tasksets(stages: list[StageConfig]) -> dict[str, Taskset]:

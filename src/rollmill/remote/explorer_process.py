@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import ExplorerSpec
 from rollmill.errors import ConfigError
-from rollmill.orchestrator.setup import MACHINE, set_up_run
+from rollmill.orchestrator.setup import read_run_id, set_up_run
 from rollmill.remote.connection import LOST, join_trainer, serve_calls
 from rollmill.remote.explorer_worker import ExplorerWorker
 from rollmill.remote.run_state import EXPLORER, TrainerStatus, TrainerWatch, acquire_worker_number, read_trainer_status
@@ -109,9 +108,9 @@ async def _serve_trainer(trainer: TrainerStatus, number: int, worker: ExplorerWo
 def _find_run(run_dir: Path) -> TrainerStatus | None:
     """The trainer's status, once it is one of the run in this directory."""
     status = read_trainer_status(run_dir)
-    if status is None or not (run_dir / CONFIG).is_file() or not (run_dir / MACHINE).is_file():
+    if status is None or not (run_dir / CONFIG).is_file():
         return None
-    return status if status.run_id == json.loads((run_dir / MACHINE).read_text())["run_id"] else None
+    return status if status.run_id == read_run_id(run_dir) else None
 
 
 def _read_status(run_dir: Path, run_id: str) -> TrainerStatus:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -19,7 +19,7 @@ from rollmill.config.engines import EngineConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
-from rollmill.errors import DeadlineError
+from rollmill.errors import DeadlineError, RollmillError
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.components import build_rollouts
 from rollmill.orchestrator.context import RunContext
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from rollmill.orchestrator.batches import BatchSource
     from rollmill.orchestrator.evaluation import Evaluator
     from rollmill.orchestrator.stages import Stage
+
+
+_KEEP_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class RemoteRollouts:
             )
         )
         self._started: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
 
     def publish(self, version: int) -> None:
         """See InPlacePublisher: the trainer's parameters are now those of `version`."""
@@ -129,6 +133,7 @@ class RemoteRollouts:
         """Have a group rolled out. Raises like Explorer.rollout; EngineError if explorers keep dying."""
         if self._started is None:
             self._started = asyncio.ensure_future(self._pool.begin(self._name, self._setup))
+            self._keeper = asyncio.ensure_future(self._keep_weights())
         await asyncio.shield(self._started)
         name, reply = await self._pool.call("rollout", self._name, request)
         assert isinstance(reply, RolloutReply)
@@ -136,6 +141,13 @@ class RemoteRollouts:
         self._metrics += reply.metrics
         self._counters[name] = reply.counters
         return reply
+
+    async def _keep_weights(self) -> None:
+        """Publish the weights again if somebody removes their folder: explorers may still need them."""
+        while True:
+            await asyncio.sleep(_KEEP_S)
+            with suppress(RollmillError):  # `publish` will raise it
+                self._sender.restore()
 
     def explain(self, error: DeadlineError) -> DeadlineError:
         """See RolloutBackend."""
@@ -160,8 +172,9 @@ class RemoteRollouts:
 
     async def close(self) -> None:
         """Stop work at the end of the stage; may be called twice."""
-        if self._started is not None:
-            self._started.cancel()
+        for task in (self._started, self._keeper):
+            if task is not None:
+                task.cancel()
         await self._pool.end(self._name)
         await self.engine.close()
         self._sender.close()

@@ -51,6 +51,8 @@ def read_trainer_status(run_dir: Path) -> TrainerStatus | None:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         return None
+    except ValueError:  # empty after a power failure; a trainer that starts writes it again
+        return None
     except PermissionError:
         raise ConfigError(f"{path} belongs to another user; start explorers as the user of the trainer") from None
     if "addresses" not in found:

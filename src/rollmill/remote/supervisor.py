@@ -6,7 +6,6 @@ Ray restarts explorers.
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rollmill.config.loader import LoadedRun
 from rollmill.config.placement import RayPlacement
 from rollmill.errors import TrainerRankLostError, TrainingError
 from rollmill.orchestrator.interrupt import Interrupts
-from rollmill.orchestrator.setup import MACHINE
+from rollmill.orchestrator.setup import read_run_id
 from rollmill.ray_session import join, ray_module
 from rollmill.remote.explorers import remove_stale_weights
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
@@ -173,9 +172,7 @@ class Supervisor:
         self._kill_trainer()
         for explorer in self._explorers.values():
             ray_module().kill(explorer)
-        machine = self._run_dir / MACHINE
-        run_id = json.loads(machine.read_text()).get("run_id") if machine.is_file() else None
-        if run_id is not None:  # a killed trainer leaves its weights
+        if (run_id := read_run_id(self._run_dir)) is not None:  # a killed trainer leaves its weights
             remove_stale_weights(run_id)
 
 

@@ -77,7 +77,7 @@ def drop_steps_after(run_dir: Path, step: int) -> None:
     path = run_dir / TIMELINE_FILE
     if path.is_file():
         rows = [row for row in read_jsonl_rows(path) if row["step"] <= step]
-        atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows).encode(), durable=True)
 
 
 def draw_step_timeline(row: dict[str, Any], phases: Sequence[str]) -> StepTimeline:

@@ -79,6 +79,12 @@ class MetricsLog:
         """Remove the lines of later steps, atomically."""
         self._rewrite([row for row in read_jsonl_rows(self.path) if row["step"] <= step])
 
+    def sync(self) -> None:
+        """Flush the lines to the disk, so that they survive a power failure."""
+        assert self._file is not None, "the log is closed"
+        with explain_write_errors(self.path):
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
         if self._file is not None:
@@ -100,7 +106,7 @@ class MetricsLog:
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         self.close()
-        atomic_write(self.path, b"".join(map(_line, rows)))
+        atomic_write(self.path, b"".join(map(_line, rows)), durable=True)
         with explain_write_errors(self.path):
             self._file = self.path.open("ab")
         self._last = rows[-1] if rows else {}
@@ -158,7 +164,9 @@ SUMMARY_FILE = "summary.json"
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     """Write RUN/summary.json atomically; NaN and infinities become null. Returns its path."""
     path = run_dir / SUMMARY_FILE
-    atomic_write(path, (json.dumps(to_jsonable(dict(summary)), indent=2, allow_nan=False) + "\n").encode())
+    atomic_write(
+        path, (json.dumps(to_jsonable(dict(summary)), indent=2, allow_nan=False) + "\n").encode(), durable=True
+    )
     return path
 
 

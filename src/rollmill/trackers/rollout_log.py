@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.errors import ConfigError, RollmillError
-from rollmill.files import atomic_write, explain_write_errors, to_jsonable
+from rollmill.files import atomic_write, explain_write_errors, sync, to_jsonable
 from rollmill.types import STORED_FIELDS, Experience, ExperienceSource, FloatArray, RoutingArray, StopReason, Turn
 
 
@@ -98,19 +98,35 @@ class RolloutLog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._unsynced: list[Path] = []
 
     def write(self, step: int, experiences: Sequence[Experience]) -> Path:
         """Store a step's experiences, replacing earlier ones of the step. Raises RollmillError if that fails."""
         lines = [json.dumps({"step": step, **encode_experience(one)}, allow_nan=False) for one in experiences]
         path = self.folder / f"step-{step:06d}.jsonl"
         atomic_write(path, "".join(line + "\n" for line in lines).encode())
+        self._unsynced.append(path)
         return path
+
+    def write_results(self, step: int, results: dict[str, Any]) -> None:
+        """Store results beside a step's experiences, as step-000012.json. Raises RollmillError if that fails."""
+        path = self.folder / f"step-{step:06d}.json"
+        atomic_write(path, (json.dumps(to_jsonable(results), allow_nan=False) + "\n").encode())
+        self._unsynced.append(path)
+
+    def sync(self) -> None:
+        """Flush what was written since the last call to the disk, so that it survives a power failure."""
+        with explain_write_errors(self.folder):
+            for path in (*self._unsynced, *([self.folder] if self._unsynced else [])):
+                sync(path)
+        self._unsynced.clear()
 
     def drop_after(self, step: int) -> None:
         """Remove the files of later steps, which a resumed run writes again."""
         for later, path in _stored(self.folder).items():
             if later > step:
                 with explain_write_errors(path):
+                    path.with_suffix(".json").unlink(missing_ok=True)
                     path.unlink()
 
 

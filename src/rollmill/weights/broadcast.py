@@ -99,6 +99,9 @@ class BroadcastSender:
         with self._changed:
             self._newest = packed
 
+    def restore(self) -> None:
+        """No-op: there are no files."""
+
     def close(self) -> None:
         """Ends the thread; receivers keep their weights."""
         self._closed = True

@@ -106,21 +106,35 @@ class FolderSender:
         if not self._began:
             self._forget(version)
             self._began = True
-        if self._last is None or self._since_whole + 1 >= self._every:
+        if not self._is_there() or self._since_whole + 1 >= self._every:
             kind, tensors = "whole", self.layout.tensors(self._block)
             self._since_whole = 0
         else:
             kind, tensors = "delta", compute_delta(self.layout, self._old, self._block)
             metadata["base"] = str(self._last)
             self._since_whole += 1
+        self._write(version, kind, tensors, metadata)
+        self._remove_old()
+
+    def restore(self) -> None:
+        """See WeightSender. The version is written whole, since files that a delta is relative to are gone, too."""
+        if self._last is not None and not self._is_there():
+            tensors, self._since_whole = self.layout.tensors(self._block), 0
+            metadata = {"checksum": str(compute_checksum(self.layout, self._block)), "layout": self.layout.to_json()}
+            self._write(self._last, "whole", tensors, metadata)
+
+    def _is_there(self) -> bool:
+        known = list_versions(self._folder)
+        return bool(known) and known[-1].version == self._last
+
+    def _write(self, version: int, kind: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         from rollmill.files import atomic_write  # engines' environments import this package but lack its dependencies
 
-        data = save(tensors, metadata)
+        data = save(dict(tensors), metadata)
         self._last = None  # after a failure the next version is whole
         atomic_write(self._folder / f"{version:06d}.{kind}.safetensors", data)
         self.bytes_sent += len(data)
         self._last = version
-        self._remove_old()
 
     def close(self) -> None:
         """Keeps the files: a receiver may come later."""

@@ -36,6 +36,9 @@ class WeightSender(Protocol):
             DeadlineError: a receiver still holds what would be overwritten.
         """
 
+    def restore(self) -> None:
+        """Makes the last version available again if its files were removed."""
+
     def close(self) -> None:
         """Releases allocated resources."""
 

@@ -87,6 +87,9 @@ class SharedMemorySender:
             slot.unlock()
         self._next = 1 - self._next
 
+    def restore(self) -> None:
+        """No-op: the memory stays mapped."""
+
     def close(self) -> None:
         """Removes the files; receivers keep what they have mapped."""
         for slot in self._slots:
