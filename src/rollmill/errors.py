@@ -33,6 +33,12 @@ class RewardError(RollmillError):
     """A reward raised, or returned something that is not a reward."""
 
 
+class EndpointAwayError(RewardError):
+    """A model behind an endpoint did not answer for longer than allowed. It may be back when the run goes on later."""
+
+    recoverable = True
+
+
 class ModelError(RollmillError, ValueError):
     """A checkpoint folder, its tokenizer or its configuration cannot be used."""
 
@@ -47,6 +53,12 @@ class EpisodeError(WorkflowError):
 
 class EngineError(RollmillError):
     """A rollout request cannot be served, for example a prompt longer than the context."""
+
+
+class EngineLostError(EngineError):
+    """An engine's process has ended, and was started again as often as allowed. A resumed run starts it anew."""
+
+    recoverable = True
 
 
 class ContextLengthError(EngineError):

@@ -117,15 +117,54 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+# Locks. The system frees those of a process that ends. Waits for them have a deadline, and errors name the holder.
+
+
 def try_lock(path: Path) -> IO[str] | None:
-    """Return the file, locked until it is closed or the process ends; None if another process has locked it."""
+    """Return the file, locked until it is closed or the process ends; None if another process has locked it.
+
+    The file then says which process on which host holds the lock, for `lock_holder`.
+    """
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
     except BlockingIOError:
         file.close()
         return None
     return file
+
+
+def lock_holder(*paths: Path) -> str:
+    """Describe who holds a lock of any kind on one of the files: `process 12 on host (python train.py; it is stopped)`.
+
+    On this host the system knows, on others the file itself says it, if it was locked by `try_lock`.
+    """
+    files = [(path, path.stat().st_ino) for path in paths if path.is_file()]
+    try:
+        rows = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" not in line]
+    except OSError:
+        rows = []
+    found = {int(row[4]) for row in rows if int(row[5].rpartition(":")[2]) in {inode for _, inode in files}}
+    here = [describe_process(pid) for pid in sorted(found - {os.getpid()}) if pid > 0]
+    for path, _ in [] if here else files:
+        with suppress(OSError, UnicodeDecodeError), path.open() as file:
+            if match := re.match(r"process \d+ on [^\n]{1,255}", file.read(300)):
+                return match[0]
+    return " and ".join(here) or "another process"
+
+
+def describe_process(pid: int) -> str:
+    """Describe a process of this host: its id, its command, and whether it is stopped."""
+    about = []
+    with suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        about = [command[:80]] if command else []
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+            about.append(f"it is stopped: `kill -CONT {pid}` continues it")
+    return f"process {pid} on {socket.gethostname()}" + (f" ({'; '.join(about)})" if about else "")
 
 
 def is_locked(path: Path) -> bool:

@@ -1,14 +1,21 @@
-"""Waits with deadlines that are fair to a process that was held up; for the clients of other processes."""
+"""Waits with deadlines that are fair: to a process that was held up, and while a service of others is away."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 Result = TypeVar("Result")
 
 _GRACE_S = 1.0
+_LOOK_S = 0.05
+_log = logging.getLogger(__name__)
 
 
 async def wait_with_grace(answer: Awaitable[Result], seconds: float) -> Result:
@@ -27,3 +34,104 @@ async def wait_with_grace(answer: Awaitable[Result], seconds: float) -> Result:
         return task.result()
     finally:
         task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """A service that does not answer. `since` is in seconds of time.monotonic."""
+
+    name: str  #: such as `the judge m at http://localhost:8000/v1`
+    reason: str
+    since: float
+
+
+class OutageLog:
+    """Services of others that this process needs and that are away at present; may be used from any thread.
+
+    Whoever notices that one is away bounds how long. Until then the deadlines of waits that may depend on it stand
+    still: see `patient_timeout`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._outages: dict[str, Outage] = {}
+        self._ended_s = 0.0  # of earlier times when any was away
+        self._began = 0.0  # start of the present one
+        self._listeners: list[Callable[[str], None]] = []
+
+    def begin(self, name: str, reason: str, text: str = "") -> None:
+        """Record that a service is away, unless that is known. `text` tells the user."""
+        with self._lock:
+            if name in self._outages:
+                return
+            if not self._outages:
+                self._began = self._clock()
+            self._outages[name] = Outage(name, reason, self._clock())
+        self._tell(text)
+
+    def end(self, name: str, text: str = "") -> None:
+        """Record that it answers again, or is no longer needed. `text` tells the user."""
+        with self._lock:
+            if self._outages.pop(name, None) is None:
+                return
+            if not self._outages:
+                self._ended_s += self._clock() - self._began
+        self._tell(text)
+
+    def seconds(self) -> float:
+        """Seconds so far in which at least one service was away."""
+        with self._lock:
+            return self._ended_s + (self._clock() - self._began if self._outages else 0.0)
+
+    def current(self) -> list[Outage]:
+        """The services that are away, in the order in which they left."""
+        with self._lock:
+            return list(self._outages.values())
+
+    def describe(self) -> str:
+        """Describe what is away, as in `waits for ...`; empty if nothing is."""
+        now = self._clock()
+        return ", ".join(f"{each.name} ({each.reason}; for {now - each.since:.0f} s)" for each in self.current())
+
+    @contextmanager
+    def listening(self, listener: Callable[[str], None]) -> Iterator[None]:
+        """Inside, `listener` is called with each text for the user, from any thread; else it is logged."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def _tell(self, text: str) -> None:
+        if text and not self._listeners:
+            _log.warning("%s", text)
+        for listener in self._listeners if text else ():
+            listener(text)
+
+
+OUTAGES = OutageLog()
+"""The outages of this process."""
+
+
+@asynccontextmanager
+async def patient_timeout(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """asyncio.timeout, whose clock stands still while a service is away. Raises TimeoutError."""
+    loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
+    timers: list[asyncio.TimerHandle] = []  # the next one
+
+    def check() -> None:
+        assert seconds is not None
+        if (left := began + seconds + OUTAGES.seconds() - away - loop.time()) > 0:
+            timers[:] = [loop.call_later(max(left, _LOOK_S), check)]
+        else:
+            limit.reschedule(loop.time())
+
+    async with limit:
+        began, away = loop.time(), OUTAGES.seconds()
+        if seconds is not None:
+            timers.append(loop.call_later(seconds, check))
+        try:
+            yield limit
+        finally:
+            for timer in timers:
+                timer.cancel()

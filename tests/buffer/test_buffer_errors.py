@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from buffer_groups import group, ids, same_groups
 from postgres import Postgres
@@ -196,7 +197,7 @@ def test_a_locked_file_is_waited_for_then_an_error(tmp_path: Path, monkeypatch: 
     store = sqlite(path, outage_s=0.3)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match="database is locked; another program holds it"):
+    with pytest.raises(StoreError, match="database is locked; another process holds it"):
         store.put([group("g0")])
     holder.execute("ROLLBACK")
     holder.close()
@@ -228,6 +229,25 @@ def test_a_restart_of_the_server_is_ridden_out(pg: Postgres) -> None:
     pg.start()
     assert store.put([group("g2")]) == 1
     assert store.waiting() == 2
+    store.close()
+
+
+@pytest.mark.service
+def test_a_server_that_is_stopped_is_an_error(pg: Postgres) -> None:
+    """Its connections stay open, and nothing comes through them."""
+    store = SqlStore(Database(pg.url, outage_s=1), "stopped")
+    store.put([group("g0")])
+    server = psutil.Process(int((pg.folder / "data/postmaster.pid").read_text().split()[0]))
+    processes = [server, *server.children(recursive=True)]
+    for each in processes:
+        each.suspend()
+    try:
+        with pytest.raises(StoreError, match=r"failed for 1 s: .*; check that the server runs"):
+            store.put([group("g1")])
+    finally:
+        for each in processes:
+            each.resume()
+    assert store.put([group("g2")]) == 1
     store.close()
 
 

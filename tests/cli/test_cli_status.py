@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from rollmill.launch import run
 from rollmill.trackers import heartbeat
 from rollmill.trackers.console import PlainView
 from rollmill.trackers.heartbeat import HeartbeatWriter
+from rollmill.waiting import OUTAGES
 
 SHORT = {"stages": None, "algorithm": {"name": "grpo"}, "steps": 2, "evaluation": {"every": 1}}
 
@@ -83,3 +86,39 @@ def test_what_is_no_run_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_durations() -> None:
     assert [duration(each) for each in (-1, 4.4, 200, 9000)] == ["0 s", "4 s", "3 min", "2.5 h"]
+
+
+def test_a_stopped_process_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    if (child := os.fork()) == 0:
+        HeartbeatWriter(tmp_path, "trainer")
+        signal.pause()
+        os._exit(0)
+    try:
+        while not (tmp_path / "processes/trainer.json").exists():
+            time.sleep(0.01)
+        os.kill(child, signal.SIGSTOP)
+        os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
+        assert main(["status", str(tmp_path)]) == 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    printed = capsys.readouterr().out
+    assert ": stopped" in printed
+    assert f"STOPPED: `kill -CONT {child}` continues it" in " ".join(printed.split())
+
+
+def test_an_endpoint_that_is_away_is_what_a_process_waits_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    OUTAGES.begin("the judge m at http://x/v1", "does not answer: status 503")
+    try:
+        beat = HeartbeatWriter(tmp_path, "trainer")
+        beat.set_activity("reward, step 2 of 3", "rewards of 4 groups")
+        assert main(["status", str(tmp_path), "--json"]) == 0
+    finally:
+        OUTAGES.end("the judge m at http://x/v1")
+    [process] = json.loads(capsys.readouterr().out)["processes"]
+    assert process["waits_for"] == "the judge m at http://x/v1 (does not answer: status 503; for 0 s)"
+    beat.close("done")

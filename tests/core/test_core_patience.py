@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rollmill.waiting import wait_with_grace
+from rollmill.waiting import OUTAGES, OutageLog, patient_timeout, wait_with_grace
 
 
 def test_an_answer_that_came_while_the_loop_was_held_up_counts() -> None:
@@ -63,3 +63,58 @@ def test_errors_are_raised() -> None:
 
     with pytest.raises(LookupError, match="gone"):
         asyncio.run(wait_with_grace(failing(), 60))
+
+
+def test_a_deadline_stands_still_while_a_service_is_away() -> None:
+    async def work() -> str:
+        async with patient_timeout(0.3):
+            OUTAGES.begin("x", "gone")
+            await asyncio.sleep(0.6)
+            OUTAGES.end("x")
+        return "in time"
+
+    assert asyncio.run(work()) == "in time"
+
+
+def test_a_deadline_ends_a_wait_once_all_services_are_back() -> None:
+    async def work() -> bool:
+        OUTAGES.begin("x", "gone")
+        asyncio.get_running_loop().call_later(0.1, OUTAGES.end, "x")
+        try:
+            async with patient_timeout(0.05) as limit:
+                await asyncio.sleep(60)
+        except TimeoutError:
+            return limit.expired()
+        return False
+
+    assert asyncio.run(work())
+
+
+def test_a_timeout_of_the_work_itself_is_told_apart() -> None:
+    async def work() -> bool:
+        try:
+            async with patient_timeout(60) as limit:
+                raise TimeoutError
+        except TimeoutError:
+            return limit.expired()
+
+    assert not asyncio.run(work())
+
+
+def test_outages_that_overlap_count_once() -> None:
+    now, told = 0.0, []
+    log = OutageLog(lambda: now)
+    with log.listening(told.append):
+        log.begin("a", "503", "a is away")
+        now = 2.0
+        log.begin("b", "504", "b is away")
+        log.begin("b", "503", "not said twice")
+        now = 5.0
+        assert (log.seconds(), log.describe()) == (5.0, "a (503; for 5 s), b (504; for 3 s)")
+        log.end("a", "a is back")
+        now = 6.0
+        log.end("b", "b is back")
+        log.end("b", "not said twice")
+    now = 9.0
+    assert (log.seconds(), log.describe()) == (6.0, "")
+    assert told == ["a is away", "b is away", "a is back", "b is back"]

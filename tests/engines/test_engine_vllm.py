@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from toys import toy_checkpoint
@@ -24,7 +25,7 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import GenerationRequest, SampledToken
 from rollmill.engines.vllm.engine import VLLMEngine
-from rollmill.errors import ConfigError, ContextLengthError, EngineError
+from rollmill.errors import ConfigError, ContextLengthError, EngineError, EngineLostError
 from rollmill.models.load import PolicyModel, load_policy
 from rollmill.orchestrator.engine import build_engine, build_native_engine, build_publisher
 from rollmill.types import Completion, StopReason
@@ -93,7 +94,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    made = Running(tmp_path_factory.mktemp("vllm"), restarts=1)
+    made = Running(tmp_path_factory.mktemp("vllm"), restarts=3)
     yield made
     made.close()
     assert not made.engine.weights_path.parent.exists()
@@ -327,7 +328,52 @@ def test_requests_that_cannot_be_served(
         running.generate(prompt, **sampling)
 
 
-def test_a_process_that_dies_is_started_again_and_at_last_is_an_error(running: Running) -> None:
+def _stop_core(running: Running) -> psutil.Process:
+    """Stop the process that computes, so that what it is asked now is under way when it is killed."""
+    children = psutil.Process(running.engine.pid).children(recursive=True)
+    [core] = [each for each in children if each.cmdline()[0].startswith("VLLM::EngineCore")]
+    core.suspend()
+    return core
+
+
+def test_a_subprocess_that_is_killed_with_requests_under_way_costs_a_restart(running: Running) -> None:
+    async def killed() -> list[Completion]:
+        core = _stop_core(running)
+        work = asyncio.ensure_future(
+            running.engine.generate(GenerationRequest(PROMPTS[0], SamplingConfig(), n=4, seed=1))
+        )
+        await asyncio.sleep(0.1)
+        core.kill()
+        return await work
+
+    undisturbed = running.generate(PROMPTS[0], n=4, seed=1, max_new_tokens=256)
+    restarts = running.engine.counters().get("restarts", 0)
+    found = running.run(killed())
+    assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in undisturbed]
+    assert running.engine.counters()["restarts"] == restarts + 1
+
+
+def test_a_subprocess_that_is_killed_while_it_loads_weights_costs_a_restart(running: Running) -> None:
+    """vLLM never answers the call that loads them, so the run would be silent for engine.deadline_s."""
+
+    async def killed() -> None:
+        core = _stop_core(running)
+        running.publish(noise=0.02)
+        await asyncio.sleep(0.1)
+        core.kill()
+        await running.engine.drain()
+
+    restarts = running.engine.counters().get("restarts", 0)
+    running.run(killed())
+    [found] = running.generate(PROMPTS[0], temperature=0)
+    assert set(found.versions.tolist()) == {running.version}
+    np.testing.assert_allclose(found.logprobs, expected(running.policy, found), atol=1e-4)
+    assert running.engine.counters()["restarts"] == restarts + 1
+
+
+def test_a_process_that_dies_is_started_again_and_at_last_is_an_error(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last test of this process."""
 
     async def killed() -> list[Completion]:
@@ -342,10 +388,12 @@ def test_a_process_that_dies_is_started_again_and_at_last_is_an_error(running: R
         return await work
 
     undisturbed = running.generate(PROMPTS[0], n=4, seed=1, max_new_tokens=256)
+    restarts = running.engine.counters().get("restarts", 0)
     found = running.run(killed())
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in undisturbed]
-    assert running.engine.counters()["restarts"] == 1
-    with pytest.raises(EngineError, match=r"vLLM's process has ended \(by signal 9\). The end of its log:"):
+    assert running.engine.counters()["restarts"] == restarts + 1
+    monkeypatch.setattr(running.engine, "_restarts_left", 0)
+    with pytest.raises(EngineLostError, match=r"lost \d times in this stage .* has ended \(by signal 9\). The end of"):
         running.run(killed())
     with pytest.raises(EngineError, match="has failed and takes no more requests"):
         running.generate(PROMPTS[0])

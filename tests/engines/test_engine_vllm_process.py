@@ -1,10 +1,15 @@
-"""vLLM's process where it does not start: nobody waits for ever, and the error says why. Needs no vLLM."""
+"""vLLM's process where it does not start, or loses a process: nobody waits for ever, and the error says why.
+
+Needs no vLLM.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import pytest
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest
+from rollmill.engines.vllm import process_tree
 from rollmill.engines.vllm.engine import VLLMEngine
 from rollmill.engines.vllm.process import VLLMLaunchConfig, VLLMProcess, probe_python
 from rollmill.errors import ConfigError, DeadlineError, EngineError, RollmillError
@@ -88,3 +94,66 @@ def test_a_python_of_no_use_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot import vllm; give a Python that has vLLM"):
         probe_python(plain)
     assert os.access(plain, os.X_OK)
+
+
+STUCK = """
+import json, os, socket, subprocess, sys, time
+connection = socket.socket(fileno=int(sys.argv[1]))
+json.loads(connection.makefile("rb").readline())
+core = subprocess.Popen(["VLLM::EngineCore", "600"], executable="/bin/sleep")
+other = subprocess.Popen(["compiles", "600"], executable="/bin/sleep")
+with open(sys.argv[2], "w") as file:
+    file.write(f"{core.pid} {other.pid}")
+connection.sendall(b'{"id": 0, "value": 1}\\n')
+print("something in the log", flush=True)
+time.sleep(600)
+"""
+"""A process that has started, as vLLM with its subprocesses, and then answers nothing."""
+
+
+def lost(folder: Path, act: Callable[[int, int, int], None]) -> RollmillError:
+    """The error of a pending call after `act` on the ids of process, core and another subprocess."""
+    (folder / "stuck.py").write_text(STUCK)
+    python = script(folder / "python", f'exec {sys.executable} {folder}/stuck.py "$4" {folder}/pids')
+
+    async def pending() -> RollmillError:
+        died = asyncio.Event()
+        process, _ = await VLLMProcess.start(launch(folder / "f", python), lambda message: None, died.set)
+        core, other = map(int, (folder / "pids").read_text().split())
+        call = asyncio.ensure_future(process.request("load"))
+        await asyncio.sleep(0.3)
+        act(process.pid, core, other)
+        with pytest.raises(RollmillError) as caught:
+            await call
+        await died.wait()
+        await process.close()
+        psutil.wait_procs([psutil.Process(pid) for pid in (core, other) if psutil.pid_exists(pid)], timeout=30)
+        assert not any(psutil.pid_exists(pid) for pid in (process.pid, core, other))
+        return caught.value
+
+    return asyncio.run(pending())
+
+
+@pytest.mark.slow
+def test_a_lost_subprocess_ends_calls_that_wait_for_it(tmp_path: Path) -> None:
+    """vLLM itself answers them never."""
+    pids: list[int] = []
+
+    def kill(main: int, core: int, other: int) -> None:
+        pids.append(core)
+        os.kill(core, signal.SIGKILL)
+
+    error = lost(tmp_path, kill)
+    assert isinstance(error, EngineError)
+    assert f"was ended, because its EngineCore (process {pids[0]}) has ended. The end of its log:" in str(error)
+    assert "something in the log" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_stopped_process_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    monkeypatch.setattr(process_tree, "STOPPED_S", 0.2)
+    monkeypatch.setattr(process_tree, "_LOOK_S", 0.1)
+    error = lost(tmp_path, lambda *pids: os.kill(pids[which], signal.SIGSTOP))
+    assert f"because its {['main process', 'EngineCore'][which]} (process" in str(error)
+    assert "is stopped" in str(error)

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -216,6 +217,51 @@ def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Fork
     assert [each["step"] for each in evaluated] == [0, 2, 4]
 
 
+def stop_one(folder: Path, servers: list[Forks], **changes: Any) -> int:
+    """Start a run with two explorers, and stop one of them while it rolls out; its process id."""
+    (folder / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(folder, **RL | {"steps": 12, "max_staleness": 1, "rewards": [SLOW]} | changes)
+    trainer, stopped, other = servers
+    start(trainer, folder, "train")
+    start(stopped, folder, "explore")
+    start(other, folder, "explore")
+
+    def at_work() -> bool:
+        here = [each for each in read_heartbeats(folder / "out") if each.pid == stopped.pid]
+        return len(steps(folder)) >= 2 and bool(here) and here[0].doing == "roll out"
+
+    wait_until(at_work, trainer)
+    send(stopped.pid, signal.SIGSTOP)
+    return stopped.pid
+
+
+@pytest.mark.timeout(400)
+def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path) -> None:
+    """Its groups go to the other one, whatever it holds; when it goes on, it finds the run done."""
+    pid = stop_one(tmp_path, servers)
+    trainer, stopped, other = servers
+    with ExitStack() as stack:
+        stack.callback(send, pid, signal.SIGCONT)
+        fine(trainer)
+        fine(other)
+    assert "the run is done" in fine(stopped)
+    require_sound(tmp_path, 12, 1)
+
+
+def test_the_error_names_the_stopped_explorer(servers: list[Forks], tmp_path: Path) -> None:
+    pid = stop_one(tmp_path, servers, rollout={"deadline_s": 6})
+    trainer, stopped, other = servers
+    with ExitStack() as stack:
+        stack.callback(send, pid)
+        done = trainer.wait()
+        send(other.pid)
+    assert done.code == 1
+    assert "the orchestrator waited 6 s for explorers to finish their rollouts" in done.err
+    assert f"(process {pid} on {socket.gethostname()}) is stopped; `kill -CONT {pid}` continues it" in done.err
+    stopped.wait()
+    other.wait()
+
+
 def wait_until(happened: Callable[[], bool], server: Forks, limit_s: float = 90.0) -> None:
     deadline = time.monotonic() + limit_s
     while not happened():
@@ -244,6 +290,20 @@ def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: 
     assert done.code == 1
     assert "the explorer waited 8 s for the trainer (process" in done.err
     assert "rollmill resume out" in done.err
+
+
+def test_an_explorer_whose_trainer_is_stopped_says_so(servers: list[Forks], tmp_path: Path) -> None:
+    tiny_run(tmp_path, **RL | {"steps": 200})
+    pid = start(servers[0], tmp_path, "train")
+    start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
+    wait_until(lambda: len(steps(tmp_path)) >= 2, servers[0])
+    send(pid, signal.SIGSTOP)
+    done = servers[1].wait()
+    send(pid)
+    servers[0].wait()
+    assert done.code == 1
+    assert f"the explorer waited 8 s for the trainer (process {pid} on {socket.gethostname()})." in done.err
+    assert f"It is stopped; `kill -CONT {pid}` continues it." in done.err
 
 
 def test_an_error_of_a_reward_ends_the_run_as_in_one_process(servers: list[Forks], tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pickle
 import stat
 from collections.abc import AsyncIterator, Callable
@@ -29,6 +28,7 @@ from rollmill.remote.run_state import (
 )
 from rollmill.remote.worker_pool import WorkerLostError, WorkerNotReadyError, WorkerPool
 from rollmill.trackers.heartbeat import HeartbeatWriter
+from rollmill.waiting import OUTAGES, Outage
 
 
 class Held:
@@ -106,11 +106,12 @@ class Worker:
     uses: list[str] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    outages: list[Outage] = field(default_factory=list)
 
-    async def ready(self) -> int:
+    async def ready(self) -> list[Outage]:
         if self.uses:
             self.health()
-        return os.getpid()
+        return self.outages
 
     async def begin(self, use: str) -> None:
         if use == "impossible":
@@ -224,6 +225,27 @@ def test_an_explorer_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytes
                 assert hangs.stopped.is_set()
                 assert [each.name for each in explorers.pool.workers] == ["explorer 1"]
                 call.cancel()
+
+    asyncio.run(work())
+
+
+def test_deadlines_stand_still_while_a_judge_is_away_for_an_explorer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined_explorers, "HEALTH_S", 0.2)
+
+    async def work() -> None:
+        explorers, worker = JoinedExplorers(tmp_path, "id"), Worker(outages=[Outage("the judge", "503", 0.0)])
+        async with explorers.serving(), joined(tmp_path, 0, worker):
+            await until(lambda: bool(explorers.pool.workers))
+            await explorers.pool.begin("stage")
+            await until(lambda: bool(OUTAGES.current()))
+            assert OUTAGES.describe().startswith("the judge, for explorer 0 (503; for ")
+            worker.outages = []
+            await until(lambda: not OUTAGES.current())
+            worker.outages = [Outage("the judge", "503", 0.0)]
+            await until(lambda: bool(OUTAGES.current()))
+        await until(lambda: not OUTAGES.current())
 
     asyncio.run(work())
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from rollmill.rewards.function_threads import EventLoopThread
@@ -51,7 +56,7 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def chat_server(script: Script | Sequence[Answer | str]) -> Iterator[ChatServer]:
+def chat_server(script: Script | Sequence[Answer | str], port: int = 0) -> Iterator[ChatServer]:
     """A server that answers by a function of the request's body, or with the entries of a list (the last forever)."""
     lock = threading.Lock()
 
@@ -86,7 +91,7 @@ def chat_server(script: Script | Sequence[Answer | str]) -> Iterator[ChatServer]
         def log_message(self, *args: Any) -> None:
             pass
 
-    httpd = _Server(("127.0.0.1", 0), Handler)
+    httpd = _Server(("127.0.0.1", port), Handler)
     httpd.daemon_threads = True
     httpd.block_on_close = False
     server = ChatServer(f"http://127.0.0.1:{httpd.server_port}/v1", script if callable(script) else lambda body: "")
@@ -136,3 +141,45 @@ def _completion(answer: Answer) -> dict[str, Any]:
         "choices": [{"index": 0, "message": message, "finish_reason": answer.finish}],
         "usage": {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120},
     }
+
+
+class ChatProcess:
+    """A chat server in a process of its own, which can be killed, stopped and started again at the same address.
+
+    It gives the same answer to all.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._popen: subprocess.Popen[str] | None = None
+        self.url = ""
+        self.start()
+
+    def start(self) -> None:
+        """Start it, at the address that it had."""
+        port = self.url.rpartition(":")[2].partition("/")[0] or "0"
+        command = [sys.executable, __file__, port, self._text]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+        self._popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self._popen.stdout is not None
+        self.url = self._popen.stdout.readline().strip()
+        assert self.url
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        assert self._popen is not None
+        self._popen.send_signal(number)
+        if number is signal.SIGKILL:
+            self._popen.wait()
+
+    def __enter__(self) -> ChatProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    with chat_server([sys.argv[2]], int(sys.argv[1])) as serving:
+        print(serving.url, flush=True)
+        threading.Event().wait()

@@ -135,3 +135,15 @@ def test_closing_while_others_take_jobs_ends() -> None:
         closing.start()
         closing.join(20)
         assert not closing.is_alive()
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_read_its_answer_is_replaced(pool: GraderPool) -> None:
+    """An answer larger than a pipe, to a process that is stopped."""
+    assert pool.submit("math", EASY, 10).result(30).value == 1.0
+    [first] = pool.pids()
+    os.kill(first, signal.SIGSTOP)
+    large = {"gold": "1", "answer": "9" * 1_000_000}
+    assert pool.submit("math", large, 0.5).result(30).outcome == "timeout"
+    assert pool.submit("math", EASY, 10).result(30).value == 1.0
+    assert not psutil.pid_exists(first)

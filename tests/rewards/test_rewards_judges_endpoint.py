@@ -24,7 +24,7 @@ from rollmill.errors import ConfigError, RewardError
 from rollmill.launch import run
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 from rollmill.rewards.judges import endpoint as endpoint_module
-from rollmill.rewards.judges.endpoint import retry_after
+from rollmill.rewards.judges.failures import retry_after
 from rollmill.trackers.console import PlainView
 
 SEVEN = 'It is fine.\n{"score": 7}'

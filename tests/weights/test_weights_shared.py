@@ -53,18 +53,52 @@ def test_the_newest_version_is_received_and_cast(tmp_path: Path) -> None:
 
 
 def test_a_held_version_is_not_overwritten(tmp_path: Path) -> None:
+    """A receiver that does not release one keeps its memory; newer versions go to a new file."""
     sender = SharedMemorySender(tmp_path / "w", weights(0), deadline_s=0.05)
-    receiver = SharedMemoryReceiver(tmp_path / "w")
+    receiver, other = (SharedMemoryReceiver(tmp_path / "w") for _ in range(2))
     sender.send(1, weights(1))
     version, views = receiver.hold()
-    sender.send(2, weights(2))
-    with pytest.raises(DeadlineError, match=r"the trainer waited .* for the receiver of its shared weights"):
-        sender.send(3, weights(3))
+    for newer in (2, 3, 4):
+        sender.send(newer, weights(newer))
+        assert other.receive(empty()) == newer
     assert version == 1
     assert torch.equal(views["a"], weights(1)["a"])
-    assert receiver.hold()[0] == 2
-    sender.send(3, weights(3))
-    assert receiver.receive(empty()) == 3
+    version, views = receiver.hold()
+    assert version == 4
+    assert torch.equal(views["a"], weights(4)["a"])
+    receiver.release()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["w.0", "w.1", "w.owner"]
+
+
+def test_a_held_version_is_an_error_where_there_is_no_room_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = SharedMemorySender(tmp_path / "w", weights(0), deadline_s=0.05)
+    sender.send(1, weights(1))
+    sender.send(2, weights(2))
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        SharedMemoryReceiver(tmp_path / "w").hold()
+        os.write(writer, b".")
+        signal.pause()
+        os._exit(0)
+    os.read(reader, 1)
+    sender.send(3, weights(3))  # the child holds version 2
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    os.kill(child, signal.SIGSTOP)
+    os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOWAIT)
+    try:
+        with pytest.raises(DeadlineError, match=rf"the trainer waited .* for process {child} on .*it is stopped") as e:
+            sender.send(4, weights(4))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert "No space left on device" in str(e.value)
+    sender.send(4, weights(4))
 
 
 def test_a_damaged_version_is_an_error(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
@@ -17,7 +17,9 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 import rollmill.buffer.schema as schema
+from rollmill.buffer.connection_watch import ConnectionWatch
 from rollmill.errors import StoreError
+from rollmill.files import lock_holder
 
 WAL_COPY_BYTES = 64 << 20
 """Size of SQLite's write-ahead log from which a thread copies it to the database; writers continue meanwhile."""
@@ -95,7 +97,11 @@ def database_error(url: URL, error: Exception, waited_s: float | None = None) ->
     elif "unable to open" in low:
         advice = "check that the folder exists and may be written"
     elif "locked" in low or "busy" in low:
-        advice = "another program holds it; find and end it (`fuser FILE`)"
+        holder = "another program"
+        if url.get_backend_name() == "sqlite":
+            path = redact_url(url)
+            holder = lock_holder(Path(path), Path(f"{path}-shm"))
+        advice = f"{holder} holds it; let that go on, or end it"
     elif "disk i/o" in low:
         advice = "the disk refuses to read or write; check that it is there, not full, and no network file system"
     elif "password" in low or "authentication" in low or state.startswith("28"):
@@ -132,6 +138,8 @@ PAGE_BYTES = 32768
 """Large pages, because rows are about 100 KB: fewer pages to write and to check."""
 BUSY_S = 30.0
 _LOCK = 0x726F6C6C  # "roll": PostgreSQL's advisory lock while tables are created
+_PATIENCE = 5.0
+"""Longest transaction on a server, as a multiple of `outage_s`."""
 _TIMEOUTS = {"connect_timeout": 10, "keepalives_idle": 20, "keepalives_interval": 5, "keepalives_count": 4}
 """Timeouts and keep-alives in seconds, which detect a server that no longer responds."""
 
@@ -142,7 +150,8 @@ class Database:
     Args:
         url: SQLAlchemy URL.
         read_only: create no tables and change nothing.
-        outage_s: seconds for which the database may be unreachable before an error is raised.
+        outage_s: seconds for which the database may be unreachable before an error is raised. A transaction without an
+            answer of the server counts as lost after five times as long.
     """
 
     def __init__(self, url: str | URL, *, read_only: bool = False, outage_s: float = 60.0) -> None:
@@ -151,6 +160,7 @@ class Database:
         self.read_only = read_only
         self.engine = _engine(self.url, read_only)
         self._log = WriteAheadLog(self.engine) if self.is_sqlite and not read_only else None
+        self._watch = None if self.is_sqlite else ConnectionWatch(_PATIENCE * outage_s)
         self._file: os.stat_result | None = None
         try:
             if not read_only:
@@ -160,7 +170,7 @@ class Database:
                 with suppress(FileNotFoundError):  # an address that only SQLite can read
                     self._file = os.stat(redact_url(self.url))
         except BaseException:
-            self.engine.dispose()
+            self.close()
             raise
 
     @property
@@ -207,6 +217,8 @@ class Database:
         """Close all connections."""
         if self._log is not None:
             self._log.close()
+        if self._watch is not None:
+            self._watch.close()
         self.engine.dispose()
 
     def _persist(self, work: Callable[[Connection], Result], *, write: bool, synced: bool = False) -> Result:
@@ -216,7 +228,7 @@ class Database:
             try:
                 with self.engine.connect() as connection:
                     connection = connection.execution_options(rollmill_write=write, rollmill_synced=synced)
-                    with connection.begin():
+                    with self._watch.watching(connection) if self._watch else nullcontext(), connection.begin():
                         result = work(connection)
                 if write and self._log is not None:
                     self._log.written()

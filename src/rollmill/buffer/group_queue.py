@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rollmill.errors import DeadlineError
 from rollmill.types import Experience
+from rollmill.waiting import patient_timeout
 
 GroupPredicate = Callable[[Sequence[Experience]], bool]
 """Predicate on the experiences of a group."""
@@ -196,10 +197,13 @@ class GroupQueue:
         if not wanted:
             return
         futures = [group.future for group in wanted]
-        done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
-        for future in done:
-            future.result()  # raises what the group raised
-        if pending:
+        with suppress(TimeoutError):
+            async with patient_timeout(deadline_s):
+                await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        for future in futures:
+            if future.done():
+                future.result()  # raises what the group raised
+        if not all(future.done() for future in futures):
             late = [group.name for group in wanted if not group.future.done()]
             raise DeadlineError(
                 "the trainer",

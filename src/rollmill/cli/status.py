@@ -50,7 +50,13 @@ def _where(status: RunStatus) -> str:
 
 
 def _row(heartbeat: HeartbeatRecord, state: str, now: float) -> list[object]:
-    marks = {"alive": "alive", "late": "LATE: silent", "gone": "GONE: no such process", "ended": heartbeat.ended}
+    marks = {
+        "alive": "alive",
+        "late": "LATE: silent",
+        "stopped": f"STOPPED: `kill -CONT {heartbeat.pid}` continues it",
+        "gone": "GONE: no such process",
+        "ended": heartbeat.ended,
+    }
     silent = f"{duration(now - heartbeat.beat)} ago"
     version = None if heartbeat.version < 0 else heartbeat.version
     doing = f"last: {heartbeat.doing}" if state in ("gone", "ended") else heartbeat.doing

@@ -95,7 +95,17 @@ class ModelConfig(Section):
 
 # Auxiliary models
 
-_ENDPOINT_KEYS = ("model", "api_key_env", "completes", "options", "max_in_flight", "tries", "try_s", "deadline_s")
+_ENDPOINT_KEYS = (
+    "model",
+    "api_key_env",
+    "completes",
+    "options",
+    "max_in_flight",
+    "tries",
+    "try_s",
+    "deadline_s",
+    "away_s",
+)
 
 
 class AuxiliaryModelConfig(Section):
@@ -123,12 +133,14 @@ class AuxiliaryModelConfig(Section):
     """Additional fields of the request body."""
     max_in_flight: int = Field(32, ge=1)
     """Maximum number of concurrent requests to the endpoint."""
-    tries: int = Field(8, ge=1)
-    """Maximum number of attempts per request."""
+    tries: int | None = Field(None, ge=1)
+    """Maximum number of attempts per request; null: as many as fit into `deadline_s`."""
     try_s: float = Field(60.0, gt=0)
     """Timeout of one attempt."""
     deadline_s: float = Field(180.0, gt=0)
-    """Timeout of a request over all attempts."""
+    """Timeout of a request over all attempts. The time in which the endpoint is away is not counted."""
+    away_s: float = Field(1800.0, gt=0)
+    """Longest outage of an endpoint that has answered before. Requests wait until it is back."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

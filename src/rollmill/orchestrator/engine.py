@@ -107,7 +107,6 @@ def build_publisher(policy: PolicyModel, engine: RolloutEngine, precision: str) 
         weights(),
         dtype=_torch_dtype(precision),
         checksum=engine.checksum,
-        deadline_s=engine.deadline_s,
     )
     return TransferPublisher(sender, weights, engine)
 

@@ -6,7 +6,6 @@ before the next update; its rewards may come later.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from rollmill.orchestrator.metrics import require_rewards
 from rollmill.rewards import RewardManager
 from rollmill.rollout.base import ExplorerSource
 from rollmill.types import Experience, Task
+from rollmill.waiting import patient_timeout
 
 BuildRewards = Callable[[Sequence[RewardConfig]], RewardManager]
 HeldOut = Mapping[str, Sequence[Task]]
@@ -82,7 +82,7 @@ class Evaluation:
 
     async def _in_time(self, work: Awaitable[Any]) -> Any:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with patient_timeout(self._deadline_s):
                 return await work
         except TimeoutError:
             raise DeadlineError(

@@ -33,6 +33,7 @@ from rollmill.orchestrator.phases import MOVE
 from rollmill.orchestrator.stages import Stage
 from rollmill.trackers.trace import Span
 from rollmill.types import Experience
+from rollmill.waiting import OUTAGES
 
 _TURNS = 5
 """Turns of the event loop after which the scheduler has seen that its completions have ended: the engine wakes the
@@ -58,6 +59,7 @@ class TrainingLoop:
         self.stage = stage
         self._reward_counters: Counter[str] = Counter()  # at the end of the last step, as are the engine's
         self._engine_counters: dict[str, float] = {}
+        self._away_seconds = OUTAGES.seconds()
 
     async def step(self, before_update: Callable[[], Awaitable[None]] | None = None) -> TrainingStepResult:
         """Make one training step: collect a batch, learn from it, publish the new weights.
@@ -195,6 +197,9 @@ class TrainingLoop:
         before, self._reward_counters = self._reward_counters, rewards
         engine_last, self._engine_counters = self._engine_counters, engine
         metrics = {f"judging/{key}": value - before.get(key, 0.0) for key, value in rewards.items()}
+        away_before, self._away_seconds = self._away_seconds, OUTAGES.seconds()
+        if self._away_seconds > away_before:
+            metrics["judging/away_seconds"] = self._away_seconds - away_before
         metrics |= drafting_metrics(engine_before, engine, generated) | engine_metrics(engine_last, engine)
         metrics |= {} if stage.batches is None else stage.batches.metrics()
         metrics |= sum_metrics([stage.rollouts.metrics(), *evaluated])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rollmill.trackers.metrics_log import Metrics, MetricsLog, TrackedRun, Track
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.trackers.trace import Span
 from rollmill.types import Experience
+from rollmill.waiting import OUTAGES
 
 
 class Monitor:
@@ -58,6 +61,16 @@ class Monitor:
     def message(self, text: str) -> None:
         """Show the user a message."""
         self._view.message(text)
+
+    def showing_outages(self) -> AbstractContextManager[None]:
+        """Inside, show when an endpoint is away and when it is back; called in the event loop."""
+        loop = asyncio.get_running_loop()
+
+        def show(text: str) -> None:
+            with suppress(RuntimeError):  # the loop has just been closed
+                loop.call_soon_threadsafe(self.message, text)
+
+        return OUTAGES.listening(show)
 
     def step(
         self, metrics: Metrics, experiences: Sequence[Experience], began: float = 0.0, spans: Sequence[Span] = ()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from rollmill.errors import ConfigError
-from rollmill.files import explain_write_errors, is_locked, make_durable_folder, try_lock
+from rollmill.files import explain_write_errors, is_locked, lock_holder, make_durable_folder, try_lock
 
 LOCK, TRAINER_LOCK = "run.lock", "trainer.lock"
 """The second is for a trainer in another process than the command; it may outlive the command briefly."""
@@ -39,11 +37,8 @@ def hold_run_lock(run_dir: Path, lock: str = LOCK, wait_s: float = 0.0) -> Itera
         while (held := _locked(path)) is None and time.monotonic() < ends:
             time.sleep(_LOOK_S)
         if held is None:
-            who = path.read_text().strip() or "another process"
-            raise ConfigError(f"{run_dir} is in use by {who}; wait until it ends, or choose another folder with --out")
-        held.truncate(0)
-        held.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        held.flush()
+            text = f"{run_dir} is in use by {lock_holder(path)}; wait until it ends"
+            raise ConfigError(f"{text}, or choose another folder with --out")
     with held:
         yield
 

@@ -37,6 +37,7 @@ from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.seeds import derive_seed
 from rollmill.trackers.rollout_log import decode_experience, encode_experience
 from rollmill.types import Experience, Task
+from rollmill.waiting import OUTAGES, patient_timeout
 
 Result = TypeVar("Result")
 
@@ -283,10 +284,11 @@ class RolloutScheduler:
     async def snapshot(self, state: StageState) -> None:
         """Store the groups of the last boundary in the state; waits for rewards of finished rollouts.
 
-        Groups that explorers in other processes have not finished are rolled out again by a resumed run.
+        Groups that explorers in other processes have not finished, or that wait for an endpoint that is away, are
+        rolled out again by a resumed run.
         """
         waiting, running = self._at_boundary, self._unfinished_at_boundary
-        if self._explorer.is_remote:
+        if self._explorer.is_remote or OUTAGES.current():
             waiting = [group for group in waiting if group.future.done() and not group.failed]
             running = [*running, *((group.number, group.task) for group in self._at_boundary if group not in waiting)]
         state.unfinished = sorted(running)
@@ -336,7 +338,7 @@ def _count_tokens(groups: Sequence[Sequence[Experience]]) -> tuple[int, int]:
 async def _wait_with_deadline(work: Awaitable[Result], seconds: float, waiter: str, owner: str) -> Result:
     """Return the result of `work`. Raises DeadlineError after `seconds`, naming the waiter and the work's owner."""
     try:
-        async with asyncio.timeout(seconds):
+        async with patient_timeout(seconds):
             return await work
     except TimeoutError:
         advice = "Raise rollout.deadline_s or lower rollout.max_new_tokens, rollout.batch or rollout.group_size."

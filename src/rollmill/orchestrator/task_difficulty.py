@@ -31,6 +31,7 @@ from rollmill.seeds import derive_seed
 from rollmill.trainer import choose_precision
 from rollmill.trainer.verification import load_verified_policy
 from rollmill.types import Task, first_per_rollout
+from rollmill.waiting import patient_timeout
 
 SCORING_STREAM = 0x5C04
 _AT_ONCE = 64
@@ -176,7 +177,7 @@ async def in_waves(
     for start in range(0, len(tasks), size):
         wave = tasks[start : start + size]
         try:
-            async with asyncio.timeout(deadline_s):
+            async with patient_timeout(deadline_s):
                 found = await asyncio.gather(*(rate(number, task) for number, task in wave))
         except TimeoutError:
             advice = "Raise rollout.deadline_s, or lower --samples or rollout.max_new_tokens."

@@ -19,6 +19,7 @@ from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
 from rollmill.registry import build_component
 from rollmill.rewards import RewardManager
 from rollmill.types import Experience
+from rollmill.waiting import patient_timeout
 
 Operator = Callable[[Batch], Any]
 """Changes a batch, reports to it and returns None or an awaitable. An operator with state has `state_dict` and
@@ -98,12 +99,12 @@ class Pipeline:
 
 async def _in_time(work: Awaitable[Any], operator: str, task: str, deadline_s: float) -> Any:
     """Await an operator. Raises DeadlineError."""
-    limit = asyncio.timeout(deadline_s)
+    limit: asyncio.Timeout | None = None
     try:
-        async with limit:
+        async with patient_timeout(deadline_s) as limit:
             return await work
     except TimeoutError:
-        if not limit.expired():  # the operator's own
+        if limit is None or not limit.expired():  # the operator's own
             raise
         advice = "Look for what the operator waits for, or raise rollout.deadline_s."
         raise DeadlineError("the pipeline", f"operator `{operator}` on task {task}", deadline_s, advice) from None

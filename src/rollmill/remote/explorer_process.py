@@ -22,7 +22,7 @@ from rollmill.trackers.heartbeat import CONFIG, HeartbeatWriter, keep_heartbeat
 WAIT_S = 0.2
 KEYS_OF_EXPLORERS = ("mode", "device", "threads", "trainer_away_s")
 """Keys that may differ between explorers and the trainer."""
-_CONNECT_S = 5.0
+_CONNECT_S, _HANDSHAKE_S = 5.0, 60.0
 Report = Callable[[str], None]
 Found = TypeVar("Found")
 
@@ -94,7 +94,8 @@ async def _serve_trainer(trainer: TrainerStatus, number: int, worker: ExplorerWo
         except OSError:  # TimeoutError, too
             continue
         try:
-            await join_trainer(reader, writer, bytes.fromhex(trainer.key), number)
+            async with asyncio.timeout(_HANDSHAKE_S):
+                await join_trainer(reader, writer, bytes.fromhex(trainer.key), number)
             failure = await serve_calls(reader, writer, worker)
         except LOST:
             continue

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 
 from rollmill.config.placement import ExplorerSpec
 from rollmill.remote.stage_worker import RolloutReply, RolloutRequest, StageWorker, WorkerSetup
 from rollmill.remote.worker_pool import WorkerNotReadyError
 from rollmill.trackers.heartbeat import HeartbeatWriter
+from rollmill.waiting import OUTAGES, Outage
 
 _IDLE = "nothing", "the trainer"
 
@@ -36,9 +36,9 @@ class ExplorerWorker:
         self._lock = asyncio.Lock()
         self.groups = 0  #: number of groups rolled out
 
-    async def ready(self) -> int:
-        """Return the process id; answers while rollouts are running."""
-        return os.getpid()
+    async def ready(self) -> list[Outage]:
+        """Return the endpoints that are away for this process; answers while rollouts are running."""
+        return OUTAGES.current()
 
     async def begin(self, use: str, setup: WorkerSetup) -> None:
         """Start another stage, or serve another trainer; rollouts requested before are dropped."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rollmill.errors import ConfigError, DeadlineError
 from rollmill.files import atomic_write, try_lock
-from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_heartbeats
+from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, process_state, read_heartbeats
 
 TRAINER_STATUS, EXPLORERS, WEIGHTS = "trainer.json", "explorers", "weights"
 EXPLORER = "explorer"
@@ -85,6 +85,8 @@ def _describe_heartbeat(beat: HeartbeatRecord) -> str:
     who = f"{beat.name} (process {beat.pid} on {beat.host})"
     if beat.ended:
         return f"{who} has ended: {beat.ended}"
+    if process_state(beat, time.time()) == "stopped":
+        return f"{who} is stopped; `kill -CONT {beat.pid}` continues it"
     waits = f", waits for {beat.waits_for}" if beat.waits_for else ""
     return f"{who} said {max(0.0, time.time() - beat.beat):.0f} s ago: {beat.doing}{waits}"
 
@@ -118,6 +120,10 @@ class TrainerWatch:
             advice = f"Start it by `rollmill run FILE --set mode=train --out {self._run_dir}`. {wait}"
             return DeadlineError(self._who, f"the trainer of {self._run_dir}", self._away_s, advice)
         who = f"the trainer (process {trainer.pid} on {trainer.host})"
+        if process_state(trainer, time.time()) == "stopped":
+            return DeadlineError(
+                self._who, who, self._away_s, f"It is stopped; `kill -CONT {trainer.pid}` continues it. {wait}"
+            )
         ended = f"It ended: {trainer.ended}. " if trainer.ended else ""
         advice = f"{ended}Go on with it by `rollmill resume {self._run_dir}`, and start this explorer again. {wait}"
         return DeadlineError(self._who, who, self._away_s, advice)

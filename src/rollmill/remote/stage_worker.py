@@ -158,10 +158,10 @@ class StageWorker:
         self._receiver.close()
 
     async def _update(self, version: int) -> None:
-        if isinstance(self._receiver, BroadcastReceiver):
-            await asyncio.to_thread(self._receiver.fetch)  # rollouts continue meanwhile
-        elif isinstance(self._receiver, FolderReceiver):
+        if isinstance(self._receiver, FolderReceiver):
             await self._until_published(version)
+        if not self._reads_itself:
+            await asyncio.to_thread(self._receiver.fetch)  # rollouts continue, and the trainer's questions are answered
         here = version if self._reads_itself else self._receiver.receive(trainable_parameters(self._policy))
         self._publisher.publish(here)
         self._version = here

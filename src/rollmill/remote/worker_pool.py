@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollmill.errors import DeadlineError, EngineError
-from rollmill.waiting import wait_with_grace
+from rollmill.waiting import OUTAGES, Outage, wait_with_grace
 
 _RETRY_S = 0.2
 SHUTDOWN_S = 30.0
@@ -39,8 +39,8 @@ class WorkerLostError(Exception):
 class WorkerHandle(Protocol):
     """Calls the methods of one worker.
 
-    It has the methods `ready`, `begin` (sets what it works on) and `end`. One that was restarted and has not begun
-    raises WorkerNotReadyError.
+    It has the methods `ready` (returns its outages), `begin` (sets what it works on) and `end`. One that was restarted
+    and has not begun raises WorkerNotReadyError.
     """
 
     restartable: bool
@@ -69,11 +69,21 @@ class PooledWorker:
     life: int = 0  #: identifies its start among those of all workers
     begun: asyncio.Task[None] | None = None  #: its call of `begin`
     gone: asyncio.Event = field(default_factory=asyncio.Event)  #: set when it hung and was killed
+    outages: set[str] = field(default_factory=set)  #: names of services that are away for it
 
     @property
     def ready(self) -> bool:
         """True if `begin` has succeeded."""
         return self.begun is not None and self.begun.done() and not _failed(self.begun)
+
+    def note_outages(self, found: Sequence[Outage]) -> None:
+        """Let this process's deadlines stand still, too, while a service is away for the worker."""
+        outages = {f"{each.name}, for {self.name}": each.reason for each in found}
+        for name in self.outages - outages.keys():
+            OUTAGES.end(name)
+        for name, reason in outages.items():
+            OUTAGES.begin(name, reason)
+        self.outages = set(outages)
 
 
 class WorkerPool:
@@ -162,6 +172,8 @@ class WorkerPool:
         self._arguments = None
         if self._watch is not None:
             self._watch.cancel()
+        for worker in self.workers:
+            worker.note_outages([])
         calls = [self._call(each, "end", *arguments) for each in self.workers if each.ready]
         for worker in self.workers:
             if worker.begun is not None:
@@ -191,6 +203,7 @@ class WorkerPool:
         """Begin again with a worker that is restarted, or let it leave. Later failures of the same life are ignored."""
         if worker.life != life or worker not in self.workers:
             return
+        worker.note_outages([])
         if not worker.handle.restartable:
             self.replaced += worker.ready
             self.workers.remove(worker)
@@ -251,7 +264,7 @@ class WorkerPool:
     async def _check(self, worker: PooledWorker) -> None:
         life = worker.life
         try:
-            await wait_with_grace(self._call(worker, "ready"), self._health_s)
+            worker.note_outages(await wait_with_grace(self._call(worker, "ready"), self._health_s))
         except TimeoutError:
             if worker.life == life and worker.handle.restartable:
                 worker.handle.kill()

@@ -64,6 +64,8 @@ class WorkerProcess:
             env=environment,
             start_new_session=True,
         )
+        assert self._popen.stdin is not None
+        os.set_blocking(self._popen.stdin.fileno(), False)  # see `_send`
         self._ended = False  # killed, or known to have ended
         self.loaded: set[tuple[str, str]] = set()  #: (kind, setup) pairs that it has loaded
 
@@ -79,7 +81,7 @@ class WorkerProcess:
     def ask(
         self, kind: str, payload: Any, time_limit_s: float, watch: Callable[[], str | None] | None = None
     ) -> dict[str, Any] | None:
-        """Send a request and return the process's reply; None at the time limit.
+        """Send a request and return the process's reply; None at the time limit, also if it does not read the request.
 
         Args:
             watch: called twice a second while waiting; a text that it returns is the reason to stop waiting.
@@ -91,17 +93,14 @@ class WorkerProcess:
         assert self._popen.stdout is not None
         body = pickle.dumps((kind, payload))
         deadline = time.monotonic() + time_limit_s
-        try:
-            self._popen.stdin.write(struct.pack("!I", len(body)) + body)
-            self._popen.stdin.flush()
-        except BrokenPipeError:
-            raise WorkerDiedError(self._ending()) from None
+        if not self._send(struct.pack("!I", len(body)) + body, deadline):
+            return None
         received = b""
         while len(received) < 4 or len(received) < 4 + struct.unpack("!I", received[:4])[0]:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            if not _readable(self._popen.stdout.fileno(), left if watch is None else min(left, _WATCH_S)):
+            if not _ready(self._popen.stdout.fileno(), select.POLLIN, left if watch is None else min(left, _WATCH_S)):
                 if watch is not None and (reason := watch()) is not None:
                     raise WorkerDiedError(reason)
                 continue
@@ -114,6 +113,20 @@ class WorkerProcess:
         except ValueError:
             raise WorkerDiedError("it sent an invalid reply") from None
         return found
+
+    def _send(self, data: bytes, deadline: float) -> bool:
+        """Write to the process, which may be stopped and not read; False at the deadline."""
+        assert self._popen.stdin is not None
+        pipe, rest = self._popen.stdin.fileno(), memoryview(data)
+        while rest:
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            try:
+                if _ready(pipe, select.POLLOUT, left):
+                    rest = rest[os.write(pipe, rest) :]
+            except BrokenPipeError:
+                raise WorkerDiedError(self._ending()) from None
+        return True
 
     def kill(self) -> None:
         """Kill it and its child processes."""
@@ -135,9 +148,9 @@ class WorkerProcess:
         return f"exit status {self._popen.wait()}"
 
 
-def _readable(descriptor: int, seconds: float) -> bool:
+def _ready(descriptor: int, event: int, seconds: float) -> bool:
     poll = select.poll()
-    poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    poll.register(descriptor, event | select.POLLHUP)
     return bool(poll.poll(min(seconds * 1000, _LONGEST_POLL_MS)))
 
 

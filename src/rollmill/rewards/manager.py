@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig, RewardSection, reward_part_names
-from rollmill.errors import ConfigError, RewardError
+from rollmill.errors import ConfigError, EndpointAwayError, RewardError
 from rollmill.registry import build_component
 from rollmill.rewards.base import (
     GATED,
@@ -31,6 +32,7 @@ from rollmill.rewards.base import (
 )
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
+from rollmill.waiting import patient_timeout
 
 Result = TypeVar("Result")
 _GRACE_S = 0.05
@@ -168,14 +170,15 @@ class RewardManager:
         return [_timed(score, queued_at) for score in scores]
 
     async def _in_time(self, work: Awaitable[Result]) -> Result | None:
-        """Return the result of `work`; at the deadline cancel it and return None."""
+        """Return the result of `work`; at the deadline cancel it and return None. Outages do not count."""
         pending = asyncio.ensure_future(work)
         try:
-            for seconds in (self._judging.deadline_s, _GRACE_S):
-                await asyncio.wait({pending}, timeout=seconds)
-                if pending.done():
-                    return pending.result()
-            return None
+            with suppress(TimeoutError):
+                async with patient_timeout(self._judging.deadline_s):
+                    await asyncio.wait({pending})
+            if not pending.done():
+                await asyncio.wait({pending}, timeout=_GRACE_S)
+            return pending.result() if pending.done() else None
         finally:
             if not pending.done():
                 pending.cancel()
@@ -291,7 +294,8 @@ def _policy_version(completion: Completion) -> int:
 def _reward_error(name: str, task: Task, which: str, text: str, error: Exception) -> RewardError:
     what = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
     excerpt = text if len(text) <= 120 else f"{text[:50]} ... {text[-65:]}"
-    return RewardError(f"reward `{name}` failed on task `{task.id}`: {what}\n  {which}: {excerpt!r}")
+    kind = EndpointAwayError if isinstance(error, EndpointAwayError) else RewardError
+    return kind(f"reward `{name}` failed on task `{task.id}`: {what}\n  {which}: {excerpt!r}")
 
 
 async def _gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

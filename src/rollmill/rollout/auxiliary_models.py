@@ -157,7 +157,7 @@ class EndpointModel:
 
 def connect_endpoint(name: str, section: AuxiliaryModelConfig) -> EndpointChatModel:
     """Connect to the endpoint of a section. Raises ConfigError: the key is not set, or the library missing."""
-    keys = ("endpoint", "model", "api_key_env", "options", "max_in_flight", "tries", "try_s", "deadline_s")
+    keys = ("endpoint", "model", "api_key_env", "options", "max_in_flight", "tries", "try_s", "deadline_s", "away_s")
     try:
         from rollmill.rewards.judges.endpoint import EndpointChatModel
 

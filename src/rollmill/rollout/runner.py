@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from rollmill.rollout.workflow import Rollout, RolloutResult, Workflow
 from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import REWARD, Trace
 from rollmill.types import Experience, Task
+from rollmill.waiting import patient_timeout
 
 FAILURE_TIMEOUT, FAILURE_ENVIRONMENT, FAILURE_CONTEXT, FAILURE_WORKFLOW = "late", "environment", "context", "workflow"
 """Reasons of a failed attempt: timeout, environment, prompt longer than the model's context, anything else."""
@@ -78,7 +78,7 @@ class RetryingWorkflow:
     async def _in_time(self, rollout: Rollout) -> Any:
         """Run the workflow. Raises TimeoutError past the limit; its engine calls are aborted then."""
         try:
-            async with asyncio.timeout(self._limits.time_limit_s) as limit:
+            async with patient_timeout(self._limits.time_limit_s) as limit:
                 return await self._workflow.answer(rollout)
         except TimeoutError as error:
             if limit.expired():

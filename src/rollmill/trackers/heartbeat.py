@@ -24,6 +24,7 @@ from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import atomic_write
 from rollmill.trackers.metrics_log import read_metrics, read_summary
+from rollmill.waiting import OUTAGES
 
 HEARTBEAT_FOLDER, TRAINER_PROCESS = "processes", "trainer"
 HEARTBEAT_INTERVAL_S = 2.0
@@ -39,7 +40,7 @@ class HeartbeatRecord:
     began: float
     beat: float
     doing: str  #: such as `train, step 12`
-    waits_for: str = ""  #: such as `4 groups of explorers`; empty while it computes
+    waits_for: str = ""  #: such as `4 groups of explorers`, or an endpoint that is away; empty while it computes
     since: float = 0.0  #: start of the activity or of the wait
     version: int = -1  #: version of its weights
     ended: str = ""  #: `done`, `interrupted`, or an error; empty while it runs
@@ -88,7 +89,8 @@ class HeartbeatWriter:
     def _write(self) -> None:
         with self._lock:
             self._now = replace(self._now, beat=time.time())
-            text = json.dumps(asdict(self._now)) + "\n"
+            away = "" if self._ended.is_set() else OUTAGES.describe()
+            text = json.dumps(asdict(self._now) | ({"waits_for": away} if away else {})) + "\n"
             try:
                 atomic_write(self._path, text.encode())
             except RollmillError:
@@ -131,7 +133,7 @@ _SAME_PROCESS_S = (
     5.0  # a process that started this much later than the first heartbeat is another one with the same pid
 )
 
-ProcessState = Literal["alive", "late", "gone", "ended"]
+ProcessState = Literal["alive", "late", "stopped", "gone", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """Status of a run. `state` is running, late, done, interrupted, failed, killed, or unknown."""
+    """Status of a run. `state` is running, late, stopped, done, interrupted, failed, killed, or unknown."""
 
     state: str
     position: RunPosition
@@ -182,17 +184,20 @@ def process_state(beat: HeartbeatRecord, now: float) -> ProcessState:
     """State of a process: on this host by its pid, on others by the age of its heartbeat."""
     if beat.ended:
         return "ended"
-    if beat.host == socket.gethostname() and not _lives(beat):
-        return "gone"
+    if beat.host == socket.gethostname() and (found := _state_here(beat)) != "alive":
+        return found
     return "late" if now - beat.beat > LATE_BEATS * HEARTBEAT_INTERVAL_S else "alive"
 
 
-def _lives(beat: HeartbeatRecord) -> bool:
+def _state_here(beat: HeartbeatRecord) -> ProcessState:
     try:
         process = psutil.Process(beat.pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < beat.began + _SAME_PROCESS_S
+        status, same = process.status(), process.create_time() < beat.began + _SAME_PROCESS_S
     except psutil.NoSuchProcess:
-        return False
+        return "gone"
+    if status == psutil.STATUS_ZOMBIE or not same:
+        return "gone"
+    return "stopped" if status == psutil.STATUS_STOPPED else "alive"
 
 
 def _run_state(processes: Sequence[tuple[HeartbeatRecord, ProcessState]], summary: dict[str, Any]) -> str:
@@ -202,7 +207,7 @@ def _run_state(processes: Sequence[tuple[HeartbeatRecord, ProcessState]], summar
         return str(summary.get("status", "unknown"))
     [(beat, state)] = trainer
     if state != "ended":
-        return {"alive": "running", "late": "late", "gone": "killed"}[state]
+        return {"alive": "running", "late": "late", "stopped": "stopped", "gone": "killed"}[state]
     return "failed" if beat.ended.startswith("failed") else str(summary.get("status", beat.ended))
 
 

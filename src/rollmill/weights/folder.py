@@ -170,6 +170,7 @@ class FolderReceiver:
         self._block = torch.zeros(0, dtype=torch.uint8)
         self._version: int | None = None
         self._read_last: tuple[int, ...] | None = None
+        self._fetched: int | None = None  # version in the block, until it is received
 
     def newest(self) -> int | None:
         """See WeightReceiver."""
@@ -184,15 +185,23 @@ class FolderReceiver:
             return bool(known) and _file_identity(known[-1]) != self._read_last
         return False  # removed meanwhile; the next call finds its successor
 
-    def receive(self, into: Mapping[str, Tensor], version: int | None = None) -> int:
-        """See WeightReceiver. With `version`, receives that one, which may be older than the current one."""
+    def fetch(self, version: int | None = None) -> None:
+        """See WeightReceiver. With `version`, fetches that one, which may be older than the current one."""
         ends = time.monotonic() + self._deadline_s
         while (newest := self.newest() if version is None else version) is None or not self._catch_up(newest):
             if time.monotonic() > ends:
                 advice = "Is the trainer running, and does it write to the same folder?"
                 raise DeadlineError("an engine", f"weights in {self._folder}", self._deadline_s, advice)
             time.sleep(_POLL_S)
+        self._fetched = newest
+
+    def receive(self, into: Mapping[str, Tensor], version: int | None = None) -> int:
+        """See WeightReceiver; takes the fetched version, or else fetches like `fetch`."""
+        if self._fetched is None:
+            self.fetch(version)
+        newest, self._fetched = self._fetched, None
         assert self._layout is not None
+        assert newest is not None
         self._layout.require(into, "the engine's model")
         with torch.no_grad():
             for name, view in self._layout.tensors(self._block).items():

@@ -33,7 +33,7 @@ class WeightSender(Protocol):
 
         Raises:
             WeightSyncError: they do not match the announced layout, or cannot be written.
-            DeadlineError: a receiver still holds what would be overwritten.
+            DeadlineError: a receiver holds what would be overwritten, and there is no room beside it.
         """
 
     def restore(self) -> None:
@@ -48,6 +48,14 @@ class WeightReceiver(Protocol):
 
     def newest(self) -> int | None:
         """The newest complete version; None before the first."""
+
+    def fetch(self) -> None:
+        """Brings the newest version into this process, for `receive`, in a thread while the engine goes on.
+
+        Raises:
+            WeightSyncError: the weights are damaged, or the sender is gone.
+            DeadlineError: none arrived in time.
+        """
 
     def receive(self, into: Mapping[str, Tensor]) -> int:
         """Copies the newest version into tensors and returns its number.

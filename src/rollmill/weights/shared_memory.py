@@ -12,6 +12,7 @@ on this host removes the leftovers.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import shutil
@@ -33,6 +34,7 @@ _PAGE = 4096
 _EMPTY = -1
 _OWNER = ".owner"
 _POLL_S = 0.001
+_log = logging.getLogger(__name__)
 
 
 def shared_memory_folder() -> Path:
@@ -49,7 +51,8 @@ class SharedMemorySender:
     Args:
         dtype: type to send floating-point tensors as; None keeps their types.
         checksum: xxh3, or crc32 if the receiver's Python has no xxhash.
-        deadline_s: timeout for a receiver to release a version that is to be overwritten.
+        deadline_s: how long a receiver may hold a version that is to be overwritten; then it keeps the memory, and
+            the version is written to a new file, so that one that is stopped holds up nobody.
     """
 
     def __init__(
@@ -59,10 +62,10 @@ class SharedMemorySender:
         *,
         dtype: torch.dtype | None = None,
         checksum: str = XXH3,
-        deadline_s: float = 60.0,
+        deadline_s: float = 10.0,
     ) -> None:
         self.layout = BlockLayout.of(weights, dtype)
-        self._deadline_s, self._next = deadline_s, 0
+        self._deadline_s, self._checksum, self._next = deadline_s, checksum, 0
         remove_stale_files(shared_memory_folder())
         self._slots: list[_Slot] = []
         self._owner = _Owner(path)
@@ -74,12 +77,11 @@ class SharedMemorySender:
             raise
 
     def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """See WeightSender."""
+        """See WeightSender. Waits for a receiver that reads what is to be overwritten, for `deadline_s` at most."""
         self.layout.require(weights, "the trainer's model")
         slot = self._slots[self._next]
         if not slot.lock(fcntl.LOCK_EX, self._deadline_s):
-            advice = "It decodes with older weights than it should; see what it is doing, or start it again."
-            raise DeadlineError("the trainer", "the receiver of its shared weights", self._deadline_s, advice)
+            slot = self._replace(slot)
         try:
             slot.write_version(_EMPTY, 0)
             slot.write_version(version, pack_block(weights, self.layout, slot.block, slot.checksum))
@@ -89,6 +91,22 @@ class SharedMemorySender:
 
     def restore(self) -> None:
         """No-op: the memory stays mapped."""
+
+    def _replace(self, held: _Slot) -> _Slot:
+        """Replaces a file that a receiver does not release. Raises DeadlineError if there is no room for another."""
+        from rollmill.files import lock_holder  # engines' environments import this module but may lack its dependencies
+
+        who = f"{lock_holder(held.path)}, which reads its shared weights"
+        try:
+            made = _Slot.made(held.path, self.layout, self._checksum)
+        except WeightSyncError as error:
+            advice = f"A new file cannot be made instead: {error}. End that process, or let it continue."
+            raise DeadlineError("the trainer", who, self._deadline_s, advice) from error
+        _log.warning("the trainer does not wait any longer for %s; newer weights are in a new file", who)
+        made.lock(fcntl.LOCK_EX, self._deadline_s)
+        self._slots[self._next] = made
+        held.close()
+        return made
 
     def close(self) -> None:
         """Removes the files; receivers keep what they have mapped."""
@@ -132,9 +150,12 @@ class SharedMemoryReceiver:
             if found is not None:
                 return found, self._views()
             if time.monotonic() > ends:
-                advice = "Is the trainer running, and does it send to the same path?"
-                raise DeadlineError("an engine", f"weights at {self._path}", self._deadline_s, advice)
+                raise self._late()
             time.sleep(_POLL_S)
+
+    def fetch(self) -> None:
+        """See WeightReceiver. Raises like `hold`."""
+        self.hold()
 
     def receive(self, into: Mapping[str, Tensor]) -> int:
         """See WeightReceiver."""
@@ -159,6 +180,14 @@ class SharedMemoryReceiver:
         for slot in self._slots:
             slot.close()
         self._slots = []
+
+    def _late(self) -> DeadlineError:
+        from rollmill.files import lock_holder
+
+        writers = [file for file in slot_files(self._path) if file.is_file()]
+        who = f", which {lock_holder(*writers)} writes" if writers else ""
+        advice = "Is the trainer running, and does it send to the same path?"
+        return DeadlineError("an engine", f"weights at {self._path}{who}", self._deadline_s, advice)
 
     def _take_newest(self) -> int | None:
         version = self.newest()
@@ -218,7 +247,7 @@ class _Owner:
         self._path = path.with_name(path.name + _OWNER)
         temporary = path.with_name(f".{self._path.name}.{os.getpid()}")
         self._file = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else knows this file yet
         os.replace(temporary, self._path)
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ _ENDPOINT_KEYS = (
     "tries",
     "try_s",
     "deadline_s",
+    "away_s",
     "prompt_price",
     "completion_price",
 )
@@ -74,13 +75,17 @@ class JudgeSection(RewardSection):
     """Maximum tokens in any 60 seconds: estimated prompt tokens (one per 3 bytes) plus `max_tokens` per reply."""
     max_in_flight: int = Field(32, ge=1)
     """Maximum number of concurrent requests."""
-    tries: int = Field(8, ge=1)
-    """Maximum attempts per request: retried with growing pauses after statuses 408, 409, 425 and 5xx, timeouts and lost
-    connections. After status 429 (too many requests) only `deadline_s` counts."""
+    tries: int | None = Field(None, ge=1)
+    """Maximum attempts per request; null: as many as fit into `deadline_s`. Retried with growing pauses are statuses
+    408, 409, 425 and 5xx, timeouts and lost connections. Status 429 (too many requests) is no attempt."""
     try_s: float = Field(60.0, gt=0)
     """Timeout of one attempt."""
     deadline_s: float = Field(180.0, gt=0)
-    """Timeout of a request over all attempts and pauses; waiting for a free slot is not counted."""
+    """Timeout of a request over all attempts and pauses. Waiting for a free slot is not counted, nor is the time in
+    which the endpoint is away."""
+    away_s: float = Field(1800.0, gt=0)
+    """Longest outage of an endpoint that has answered before: it answers nothing, not even a one-word request. Judging
+    pauses until it is back, and so do the deadlines of what waits for it. After that the run ends."""
     cache: Path | None = None
     """SQLite file that caches replies, so that no question is paid for twice. Several runs may share it."""
     prompt_price: float = Field(0.0, ge=0)

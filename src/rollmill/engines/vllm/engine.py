@@ -19,7 +19,7 @@ from typing import Any
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.vllm.process import VLLMLaunchConfig, VLLMProcess
 from rollmill.engines.vllm.sequence import VLLMSequence, build_vllm_sequence_group
-from rollmill.errors import EngineError, RollmillError
+from rollmill.errors import DeadlineError, EngineError, EngineLostError, RollmillError
 from rollmill.types import Completion
 
 
@@ -216,7 +216,8 @@ class VLLMEngine:
         self._ended.append(asyncio.ensure_future(process.close()))
         error = process.gone()
         if self._failure is not None or self._restarts_left == 0:
-            self._give_up(error)
+            times = f"{self._counts['restarts'] + 1} times in this stage" if self._counts["restarts"] else "once"
+            self._give_up(EngineLostError(f"vLLM was lost {times} (engine.restarts); the last time {error}"))
             return
         self._restarts_left -= 1
         self._counts["restarts"] += 1
@@ -236,9 +237,13 @@ class VLLMEngine:
         self._counts["update_seconds"] += time.perf_counter() - began  # type: ignore[assignment]
 
     async def _answer(self, process: VLLMProcess, reply: Coroutine[Any, Any, Any]) -> Any:
-        """Await a reply. Returns None on an error, which stops the engine, unless the process has died: see `_died`."""
+        """Await a reply. Returns None on an error, which stops the engine; one of a process that has died, or does not
+        answer and is killed, is for `_died`."""
         try:
             return await reply
+        except DeadlineError as error:
+            process.kill(str(error))
+            return None
         except RollmillError as error:
             if process is self._process:
                 self._give_up(error)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import rollmill
+from rollmill.engines.vllm.process_tree import wait_for_loss
 from rollmill.engines.vllm.worker import MAX_LINE_BYTES
 from rollmill.errors import ConfigError, DeadlineError, EngineError
 from rollmill.waiting import wait_with_grace
@@ -95,9 +96,11 @@ class VLLMProcess:
         self._told, self._ended = told, ended
         self._numbers = itertools.count(-1, -1)  # requests have positive ones
         self._awaited: dict[int, asyncio.Future[Any]] = {}
-        self._closing = False
+        self._closing, self._why_lost = False, ""
+        self._log_start = 0  # the log is continued by each process
         self._listening = asyncio.ensure_future(self._listen())
         self._watching = asyncio.ensure_future(self._watch())
+        self._guarding: asyncio.Task[None] | None = None  # its subprocesses, once it has started
 
     @classmethod
     async def start(
@@ -111,6 +114,7 @@ class VLLMProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs, launch.log.open("ab") as log:
+            log_start = log.tell()
             process = await asyncio.create_subprocess_exec(
                 str(launch.python),
                 *("-P", "-m", _PROGRAM, str(theirs.fileno())),
@@ -122,10 +126,13 @@ class VLLMProcess:
                 start_new_session=True,
             )
         made = cls(launch, process, await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES), told, ended)
+        made._log_start = log_start
         try:
             first = made._await(0)
             made._write(launch.settings)
-            return made, int(await made._answer(0, first, "start"))
+            version = int(await made._answer(0, first, "start"))
+            made._guarding = asyncio.ensure_future(made._guard())
+            return made, version
         except BaseException:
             made.kill()
             await made.close()
@@ -160,11 +167,15 @@ class VLLMProcess:
     async def close(self) -> None:
         """Stop it, gracefully at first; may be called twice."""
         self._closing = True
+        if self._guarding is not None:
+            self._guarding.cancel()
         self._writer.close()
         await asyncio.gather(self._watching, self._listening, return_exceptions=True)
 
-    def kill(self) -> None:
-        """Kill it. Not by asyncio's own method, which polls the process and so takes the exit code from its waiter."""
+    def kill(self, why: str = "") -> None:
+        """Kill it; `why` is for `gone`. Not by asyncio's own method, which polls the process and so takes the exit code
+        from its waiter."""
+        self._why_lost = self._why_lost or why
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -172,10 +183,12 @@ class VLLMProcess:
     def gone(self) -> EngineError:
         """Build the EngineError for its end, with the exit code and the end of the log."""
         log = self._launch.log
-        shown = log.read_bytes()[-_SHOWN:].decode("utf-8", "replace").strip() if log.is_file() else ""
+        written = log.read_bytes()[self._log_start :] if log.is_file() else b""
+        shown = written[-_SHOWN:].decode("utf-8", "replace").strip()
         code = self._process.returncode
         how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
-        return EngineError(f"vLLM's process has ended ({how}). The end of its log:\n{shown or '(it is empty)'}")
+        what = f"was ended, because {self._why_lost}" if self._why_lost else f"has ended ({how})"
+        return EngineError(f"vLLM's process {what}. The end of its log:\n{shown or '(it is empty)'}")
 
     def _await(self, number: int) -> asyncio.Future[Any]:
         self._awaited[number] = future = asyncio.get_running_loop().create_future()
@@ -224,13 +237,20 @@ class VLLMProcess:
         elif not future.done():
             future.set_result(message["value"])
 
+    async def _guard(self) -> None:
+        """End it if it loses a subprocess: it would not answer any more."""
+        self.kill(await wait_for_loss(self.pid))
+
     async def _watch(self) -> None:
         """Wait for its end, then stop its subprocesses. They hold the socket open, too, and get time to free shared
         memory."""
         await self._process.wait()
+        if self._guarding is not None:
+            self._guarding.cancel()
         self._writer.transport.abort()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGTERM)
+            os.killpg(self.pid, signal.SIGCONT)  # one that is stopped would not notice
             for _ in range(int(_LEAVING_S / _LOOK_S)):
                 await asyncio.sleep(_LOOK_S)
                 os.killpg(self.pid, 0)

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollmill.errors import ConfigError
+from rollmill.errors import ConfigError, RewardError
+from rollmill.files import lock_holder
 from rollmill.rewards.function_threads import EventLoopThread
 
 ChatMessage = dict[str, Any]
@@ -126,8 +127,12 @@ class ChatReplyStore:
                     return self._connection.execute(statement, values).fetchone()
             except sqlite3.OperationalError as error:
                 busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-                if not busy or time.monotonic() - started > BUSY_TIMEOUT_S:
+                if not busy:
                     raise
+                if time.monotonic() - started > BUSY_TIMEOUT_S:
+                    holder = lock_holder(self._path, Path(f"{self._path}-shm"))
+                    text = f"cache {self._path} was locked for {BUSY_TIMEOUT_S:.0f} s by {holder}"
+                    raise RewardError(f"{text}; let that go on, or end it") from error
             time.sleep(_PAUSE_S)
 
 

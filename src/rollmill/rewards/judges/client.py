@@ -77,6 +77,7 @@ _CONNECTION = {
     "tries",
     "try_s",
     "deadline_s",
+    "away_s",
 }
 
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+try:
+    import openai
+except ImportError as error:
+    from rollmill.errors import ConfigError
+
+    raise ConfigError(
+        "a model behind an `endpoint` needs the openai library; install it: pip install 'rollmill[judge]'"
+    ) from error
+
 import asyncio
 import hashlib
 import json
@@ -12,127 +21,15 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
-from enum import Enum
-from typing import Any, NoReturn
-
-import openai
+from typing import Any
 
 from rollmill.config.rewards.judges import JudgeSection
-from rollmill.errors import ConfigError, RewardError
+from rollmill.errors import ConfigError, EndpointAwayError, RewardError
 from rollmill.rewards.base import TIMEOUT
 from rollmill.rewards.function_threads import EventLoopThread, gather_or_cancel
-from rollmill.rewards.judges.chat import (
-    REFUSED,
-    STOP,
-    TOO_LONG,
-    TOO_LONG_ADVICE,
-    ChatMessage,
-    ChatModelReply,
-    ChatSamplingParams,
-    NoReplyError,
-)
-
-# Classifies failures of requests to an endpoint: message, cause, and whether to retry.
-
-_PASSING = (408, 409, 425, 429)
-
-
-class RequestFailureCause(Enum):
-    """The cause of a failed request."""
-
-    WAIT = "wait"  #: the server, perhaps temporarily
-    USER = "user"  #: the run file or the account: no request will succeed
-    KEY = "key"  #: the API key: no request will succeed
-    TEXT = "text"  #: these messages; with `advice`, perhaps any message
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFailure:
-    """A failed request.
-
-    `message` names the status or the error. `wait_s` is the server's retry delay in seconds; `rate_limited`: it
-    has too many requests. `outcome` is the outcome of a request that is given up while others succeed.
-    """
-
-    cause: RequestFailureCause
-    message: str
-    advice: str = ""
-    wait_s: float = 0.0
-    rate_limited: bool = False
-    outcome: str = TIMEOUT
-
-
-def classify_error(error: Exception) -> RequestFailure:
-    """Classify an error of the openai library. Its other errors and unreadable replies are worth a retry."""
-    if isinstance(error, openai.APITimeoutError):
-        return RequestFailure(RequestFailureCause.WAIT, "no answer in time")
-    if isinstance(error, openai.APIStatusError):
-        return _status(error)
-    if isinstance(error, openai.APIConnectionError):
-        return RequestFailure(RequestFailureCause.WAIT, f"no connection ({_short(str(error.__cause__ or error))})")
-    return RequestFailure(RequestFailureCause.WAIT, f"an answer that is not a chat completion ({_short(str(error))})")
-
-
-def _status(error: openai.APIStatusError) -> RequestFailure:
-    status, code = error.status_code, str(error.code or "")
-    text = _message(error)
-    message = f"status {status} ({text})" if text else f"status {status}"
-    if status in (400, 413, 422):
-        if code == "context_length_exceeded" or "context length" in text.lower() or status == 413:
-            return RequestFailure(RequestFailureCause.TEXT, message, TOO_LONG_ADVICE, outcome=TOO_LONG)
-        if code in ("content_filter", "invalid_prompt"):
-            return RequestFailure(RequestFailureCause.TEXT, message, outcome=REFUSED)
-        advice = "it does not take the request; see `options`, `structured`, `images` and the account"
-        return RequestFailure(RequestFailureCause.TEXT, message, advice, outcome=REFUSED)
-    if status == 403:  # a key without rights, or a filter in front of the model
-        return RequestFailure(
-            RequestFailureCause.TEXT, message, "is the key (api_key_env) allowed to use the model?", outcome=REFUSED
-        )
-    if status == 401:
-        return RequestFailure(RequestFailureCause.KEY, f"{message}, the key is refused")
-    if status == 404:
-        return RequestFailure(
-            RequestFailureCause.USER, message, "correct `model`, or `endpoint`, which mostly ends in /v1"
-        )
-    if code == "insufficient_quota":
-        return RequestFailure(RequestFailureCause.USER, message, "the account has no quota left")
-    if status in _PASSING or status >= 500:
-        wait_s = retry_after(error.response.headers, time.time())
-        return RequestFailure(
-            RequestFailureCause.WAIT,
-            f"{message}, wait {wait_s:.0f} s" if wait_s else message,
-            wait_s=wait_s,
-            rate_limited=status == 429,
-        )
-    return RequestFailure(
-        RequestFailureCause.USER, message, "is `endpoint` the base URL of an OpenAI-compatible server?"
-    )
-
-
-def retry_after(headers: Mapping[str, str], now: float) -> float:
-    """Return the seconds of the header Retry-After (RFC 9110, 10.2.3: seconds, or a date); 0 without one."""
-    text = headers.get("retry-after", "").strip()
-    try:
-        return max(float(text), 0.0)
-    except ValueError:
-        pass
-    try:
-        return max(parsedate_to_datetime(text).timestamp() - now, 0.0)
-    except (ValueError, TypeError):
-        return 0.0
-
-
-def _message(error: openai.APIStatusError) -> str:
-    body = error.body
-    found = body.get("message") if isinstance(body, dict) else None
-    return _short(found if isinstance(found, str) else error.response.text)
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 200 else f"{line[:200]} ..."
-
+from rollmill.rewards.judges.breaker import GO, PROBE, acquire_breaker, release_breaker
+from rollmill.rewards.judges.chat import STOP, ChatMessage, ChatModelReply, ChatSamplingParams, NoReplyError
+from rollmill.rewards.judges.failures import RequestFailure, RequestFailureCause, classify_error
 
 # Rate limits: at most so many units in any time window.
 
@@ -189,15 +86,11 @@ class RateLimiter:
                 window.take(more, self._clock())
 
 
-try:
-    import openai
-except ImportError as error:
-    raise ConfigError(
-        "a model behind an `endpoint` needs the openai library; install it: pip install 'rollmill[judge]'"
-    ) from error
-
-
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+MIN_BACKOFF_S, MAX_BACKOFF_S, MAX_PROBE_PAUSE_S = 0.5, 30.0, 10.0
+_LOOK_S = 0.1
+"""How often a request looks whether an endpoint that was away is back."""
+_MAX_OUTAGES = 3
+"""Outages after which a request is given up: it may cause them."""
 _IMAGE_TOKENS = 1000
 _PING_TEXT = "Say yes."
 _PING: list[ChatMessage] = [{"role": "user", "content": _PING_TEXT}]
@@ -206,12 +99,20 @@ PromptOrMessages = str | Sequence[ChatMessage]
 """A text to complete, or a chat."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    prompt: PromptOrMessages
+    body: dict[str, Any]
+    size: int  # estimated tokens, the reply's included
+
+
 class EndpointChatModel:
     """Sends requests within rate limits and retries those that may succeed. Every reply is a separate request.
 
     A request that finally fails while others succeed gets no reply (outcome `timeout`), and so does one that is refused
-    (`refused`). If no request has succeeded since its first failure, including a ping, the endpoint is down: that ends
-    the run, as does a refused key.
+    (`refused`). An endpoint that has answered before and does not even answer a minimal request is away: all requests
+    wait for it, for up to `away_s`. One that has never answered, or is away for longer, ends the run, as does a refused
+    key.
 
     Args:
         called: the name of the model in errors.
@@ -221,14 +122,15 @@ class EndpointChatModel:
 
     def __init__(self, config: JudgeSection, called: str = "the judge") -> None:
         assert config.endpoint is not None
-        self._called = called
         self._config, self._url, self._key = config, config.endpoint, _key(config)
+        self._name = f"{called} {config.model} at {self._url}"
         self.identity = f"{self._url.rstrip('/')} {config.model} {json.dumps(config.options, sort_keys=True)}"
         self.loop = EventLoopThread("rollmill-judge", self._finish)
         self._client: openai.AsyncOpenAI | None = None
         self._slots = asyncio.Semaphore(config.max_in_flight)
         self._limits = RateLimiter([config.requests_per_minute or math.inf, config.tokens_per_minute or math.inf])
-        self._last_reply = 0.0
+        self._breaker = acquire_breaker(self._name)
+        self._closed = False
         self._fatal_error: RewardError | None = None
         self._jitter = random.Random()
 
@@ -248,50 +150,67 @@ class EndpointChatModel:
         Raises like ChatModel.chat.
         """
         size = _estimated_tokens(prompt) + body["max_tokens"]
-        return await self._send(
-            prompt, {k: v for k, v in {**body, **self._config.options}.items() if v is not None}, size
-        )
+        request = _Request(prompt, {k: v for k, v in {**body, **self._config.options}.items() if v is not None}, size)
+        async with self._slots:
+            return await self._send(request)
 
     def close(self) -> None:
         """Close the connections. Requests in progress fail."""
         self.loop.close()
+        if not self._closed:
+            self._closed = True
+            release_breaker(self._breaker)
 
-    async def _send(self, prompt: PromptOrMessages, body: dict[str, Any], size: int) -> ChatModelReply:
-        async with self._slots:
-            time_left, tries, first_failure = self._config.deadline_s, 0, math.inf
-            while True:
-                await self._limits.enter(1, size)
-                if self._fatal_error is not None:
-                    raise self._fatal_error
-                started = time.monotonic()
-                found = await self._try_once(prompt, body, min(self._config.try_s, time_left))
-                tries += 1
-                time_left -= time.monotonic() - started
-                if isinstance(found, ChatModelReply):
-                    self._last_reply = time.monotonic()
-                    return replace(found, retries=tries - 1)
-                first_failure = min(first_failure, time.monotonic())
-                pause = max(self._pause(tries), found.wait_s)
-                exhausted = tries >= self._config.tries and not found.rate_limited
-                if found.cause is not RequestFailureCause.WAIT or exhausted or pause >= time_left:
-                    if found.cause is RequestFailureCause.WAIT and self._last_reply <= first_failure:
-                        await self._ping(_PING_TEXT if isinstance(prompt, str) else _PING, body, size)
-                    self._give_up(found, self._last_reply > first_failure, tries)
-                time_left -= pause
-                await asyncio.sleep(pause)
+    async def _send(self, request: _Request) -> ChatModelReply:
+        """Retry a request until `deadline_s` has passed; time in which the endpoint is away does not count."""
+        config, breaker, outages, retries = self._config, self._breaker, 0, 0
+        time_left, tries, first_failure = config.deadline_s, 0, math.inf
+        while True:
+            if await self._until_there(request):
+                outages += tries > 0
+                if outages == _MAX_OUTAGES:
+                    raise NoReplyError(TIMEOUT, f"{self._name}: it was away {outages} times after this request")
+                time_left, tries, first_failure = config.deadline_s, 0, math.inf
+            await self._limits.enter(1, request.size)
+            self._require_patience()
+            started = time.monotonic()
+            found = await self._try_once(request, min(config.try_s, time_left))
+            time_left -= time.monotonic() - started
+            if isinstance(found, ChatModelReply):
+                breaker.replied()
+                return replace(found, retries=retries)
+            if found.cause is not RequestFailureCause.WAIT:
+                raise self._permanent(found)
+            tries, retries = tries + 1, retries + 1
+            first_failure = min(first_failure, time.monotonic())
+            pause = max(self._pause(tries, MAX_BACKOFF_S), found.wait_s)
+            out_of_tries = config.tries is not None and tries >= config.tries and not found.rate_limited
+            last = out_of_tries or pause >= time_left
+            suspect = breaker.failed(found.rate_limited)
+            if suspect or (last and breaker.last_reply <= first_failure):
+                await self._find_out(request, suspect or breaker.claim_probe())
+            if breaker.is_open:
+                continue
+            if last and breaker.last_reply <= first_failure:  # it has never answered
+                advice = f"gave up after {tries} tries; is the server up, and `endpoint` its address?"
+                raise self._fatal(EndpointAwayError, f"{self._without_key(found.message)}; {advice}")
+            if last:
+                raise NoReplyError(found.outcome, f"{self._name}: {self._without_key(found.message)}", found.advice)
+            time_left -= pause
+            await asyncio.sleep(pause)
 
-    async def _try_once(
-        self, prompt: PromptOrMessages, body: dict[str, Any], seconds: float
-    ) -> ChatModelReply | RequestFailure:
-        client, model = self._connect(), self._config.model or ""
+    async def _try_once(self, request: _Request, seconds: float) -> ChatModelReply | RequestFailure:
+        client, model, prompt = self._connect(), self._config.model or "", request.prompt
         found: Any
         try:
             async with asyncio.timeout(seconds):
                 if isinstance(prompt, str):
-                    found = await client.completions.create(model=model, prompt=prompt, extra_body=body)
+                    found = await client.completions.create(model=model, prompt=prompt, extra_body=request.body)
                 else:
                     messages: Any = prompt
-                    found = await client.chat.completions.create(model=model, messages=messages, extra_body=body)
+                    found = await client.chat.completions.create(
+                        model=model, messages=messages, extra_body=request.body
+                    )
         except (TimeoutError, openai.APITimeoutError):
             return RequestFailure(RequestFailureCause.WAIT, f"no answer in {seconds:.0f} s")
         except (openai.OpenAIError, ValueError) as error:
@@ -303,30 +222,75 @@ class EndpointChatModel:
             what = "completion" if isinstance(prompt, str) else "chat completion"
             return RequestFailure(RequestFailureCause.WAIT, f"an answer that is not a {what} ({str(found)[:100]!r})")
 
-    async def _ping(self, prompt: PromptOrMessages, body: dict[str, Any], size: int) -> None:
-        """Send a minimal request; any reply shows that the endpoint is up."""
-        await self._limits.enter(1, size)
-        if isinstance(await self._try_once(prompt, body, self._config.try_s), ChatModelReply):
-            self._last_reply = time.monotonic()
-
-    def _pause(self, tries: int) -> float:
+    def _pause(self, tries: int, longest: float) -> float:
         """Return the exponential backoff, with jitter between half and full."""
-        longest = min(MIN_BACKOFF_S * 2.0 ** (tries - 1), MAX_BACKOFF_S)
-        return longest * self._jitter.uniform(0.5, 1.0)
+        return min(MIN_BACKOFF_S * 2.0 ** min(tries - 1, 30), longest) * self._jitter.uniform(0.5, 1.0)
 
-    def _give_up(self, failure: RequestFailure, others_answered: bool, tries: int) -> NoReturn:
-        """Give up a request. `others_answered`: other requests succeeded since its first failure."""
-        message = f"{self._called} {self._config.model} at {self._url}: {self._without_key(failure.message)}"
-        if failure.cause is RequestFailureCause.TEXT or (failure.cause is RequestFailureCause.WAIT and others_answered):
-            raise NoReplyError(failure.outcome, message, failure.advice)
+    # -- an endpoint that is away ------------------------------------------------------------------------------
+
+    async def _until_there(self, request: _Request) -> bool:
+        """Wait while the endpoint is away, and send the probes whose turn it is; True if it was away."""
+        was_away = False
+        while True:
+            self._require_patience()
+            if (turn := self._breaker.turn()) == GO:
+                return was_away
+            was_away = was_away or self._breaker.is_open
+            if turn == PROBE:
+                await self._probe(request)
+            else:
+                await asyncio.sleep(_LOOK_S)
+
+    async def _find_out(self, request: _Request, claimed: bool) -> None:
+        """Send the probe, if this request has claimed it; else wait until another request has sent one."""
+        if claimed:
+            await self._probe(request)
+        while self._breaker.probing:
+            await asyncio.sleep(_LOOK_S)
+
+    async def _probe(self, request: _Request) -> None:
+        """Send a minimal request; any reply shows that the endpoint is up. Called by the one who claimed the probe."""
+        ping: PromptOrMessages = _PING_TEXT if isinstance(request.prompt, str) else _PING
+        try:
+            await self._limits.enter(1, request.size)
+            found = await self._try_once(replace(request, prompt=ping), self._config.try_s)
+            if isinstance(found, ChatModelReply) or (
+                found.cause is RequestFailureCause.TEXT and self._breaker.answered  # it refuses the text, so it is up
+            ):
+                self._breaker.replied()
+            elif found.cause is RequestFailureCause.WAIT:
+                wait_s = max(self._pause(self._breaker.probes + 1, MAX_PROBE_PAUSE_S), found.wait_s)
+                self._breaker.probed(self._without_key(found.message), wait_s, self._config.away_s)
+            elif found.cause is not RequestFailureCause.TEXT:
+                raise self._permanent(found)
+        finally:
+            self._breaker.end_probe()
+
+    def _require_patience(self) -> None:
+        """Raise EndpointAwayError if the endpoint is away for too long; and earlier errors that end the run."""
+        if self._fatal_error is not None:
+            raise self._fatal_error
+        if (away_s := self._breaker.away_s()) > self._config.away_s:
+            advice = "see whether the server runs, then resume the run; raise away_s if the server needs longer"
+            raise self._fatal(
+                EndpointAwayError, f"did not answer for {away_s:.0f} s ({self._breaker.reason}); {advice}"
+            )
+
+    def _permanent(self, failure: RequestFailure) -> Exception:
+        """Build the error of a failure that no retry mends: of these messages, or of all requests."""
+        message = self._without_key(failure.message)
+        if failure.cause is RequestFailureCause.TEXT:
+            return NoReplyError(failure.outcome, f"{self._name}: {message}", failure.advice)
         advice = failure.advice
-        if failure.cause is RequestFailureCause.WAIT:
-            advice = f"gave up after {tries} tries; is the server up, and `endpoint` its address?"
         if failure.cause is RequestFailureCause.KEY:
             name = self._config.api_key_env
             advice = f"correct the variable {name} (api_key_env)" if name else "name the key's variable: api_key_env"
-        self._fatal_error = RewardError(f"{message}; {advice}")
-        raise self._fatal_error
+        return self._fatal(RewardError, f"{message}; {advice}")
+
+    def _fatal(self, kind: type[RewardError], text: str) -> RewardError:
+        """Build an error that ends the run, and all requests of this model from now on."""
+        self._fatal_error = kind(f"{self._name}: {text}")
+        return self._fatal_error
 
     def _body(self, sampling: ChatSamplingParams, index: int) -> dict[str, Any]:
         body: dict[str, Any] = {
