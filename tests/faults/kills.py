@@ -179,7 +179,7 @@ def _(scene: Scene) -> None:
     scene.trap("reward", nth=30)
 
 
-@fault("a reward's process is stopped for good", "inline/memory")
+@fault("a reward's process is stopped for good", "inline/memory", level="complete")
 def _(scene: Scene) -> None:
     scene.write(rewards=[{"name": "python", "function": "trap.py:noted", "processes": 1, "time_limit_s": 3}])
     scene.trap("reward", nth=30, do="stop")

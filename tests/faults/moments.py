@@ -93,7 +93,7 @@ def _in_turn(operations: list[Operation], count: int) -> list[Moment]:
 
 
 def _variants() -> Iterator[Callable[[Operation], Moment | None]]:
-    """Yield which time of an operation, and how long after it. Of heartbeats, which come by the clock, only the first."""
+    """Yield which time of an operation, and how long after it. Heartbeats come by the clock: only the first."""
     for seconds in LATER_S:
         for share in (0.0, 1.0, 0.5):
 

@@ -43,9 +43,9 @@ def _(scene: Scene) -> None:
     scene.write(**ACTS | {"environment": {"name": "Stuck", "processes": 1, "time_limit_s": 1}})
 
 
-@fault("a reward hangs once", "inline/memory", "async/sqlite", "processes/memory")
+@fault("a reward hangs once", "inline/memory", "async/sqlite", "processes/memory", level="complete")
 def _(scene: Scene) -> None:
-    """Its process is killed at the time limit, and another one repeats the work."""
+    """Its process is killed at the time limit, and the completion earns the timeout_reward."""
     scene.write(rewards=[{"name": "python", "function": "trap.py:noted", "processes": 1, "time_limit_s": 3}])
     scene.trap("reward", nth=30, do="sleep", seconds=1000)
 
