@@ -91,34 +91,45 @@ def run_fault(it: Fault, services: Services) -> Row:
         scene = Scene(services, folder, MODES[it.mode], it.store)
     except CannotRunError as error:
         return _skipped(row, folder, error)
+    with scene.cleanup:
+        try:
+            _play(row, it, scene, services)
+        except CannotRunError as error:
+            scene.close()
+            return _skipped(row, folder, error)
+    if not row.wrong:
+        row.outcome = it.promise
+        shutil.rmtree(folder, ignore_errors=True)
+    return row
+
+
+def _play(row: Row, it: Fault, scene: Scene, services: Services) -> None:
+    """Set off a fault, wait for the end of the run, and judge it."""
     end: Ended | None = None
     try:
         it.body(scene)
         if scene.tries == 0:
             scene.begin()
         end = scene.finish(it.deadline_s, resumes=it.promise == "recovered", max_tries=it.max_tries)
-        if scene.watched > scene.mode.explorers:
+        if end is None:
+            row.wrong.append(f"did not end within {it.deadline_s:.0f} s")
+        elif scene.watched > scene.mode.explorers:
             scene.first_ends()
         codes = scene.explorers_end() if end is not None and end.code == 0 else []
         row.wrong += [f"an explorer ended with exit code {code}" for code in codes if code]
-    except CannotRunError as raised:
-        return _skipped(row, folder, raised)
-    except AssertionError as raised:
-        row.wrong.append(str(raised).strip()[-300:] or "an assertion of the fault failed")
-    finally:
-        left = scene.close()
+    except (AssertionError, OSError, LookupError) as raised:  # the fault could not be set off
+        row.wrong.append(f"{type(raised).__name__}: {str(raised).strip()[-300:]}")
+    ended_at = time.time()
+    left = scene.close()
     row.tries = scene.tries
-    if end is None and not row.wrong:
-        row.wrong.append(f"did not end within {it.deadline_s:.0f} s")
-    if left and end is not None:
+    if end is None:
+        return
+    if left and scene.watched == 0:
         row.wrong.append(f"left running: {', '.join(left[:3])}")
-    if end is not None and not row.wrong:
-        judge = _judge_recovery if it.promise == "recovered" else _judge_diagnosis
-        judge(row, it, scene, end, services)
-    if not row.wrong:
-        row.outcome = it.promise
-        shutil.rmtree(folder, ignore_errors=True)
-    return row
+    judge = _judge_recovery if it.promise == "recovered" else _judge_diagnosis
+    judge(row, it, scene, end, services)
+    if row.seconds_to_recovery is None and scene.hit_at is not None:
+        row.seconds_to_recovery = round((scene.recovered_at or ended_at) - scene.hit_at, 1)
 
 
 def _skipped(row: Row, folder: Path, error: Exception) -> Row:
@@ -129,7 +140,6 @@ def _skipped(row: Row, folder: Path, error: Exception) -> Row:
 
 def _judge_diagnosis(row: Row, it: Fault, scene: Scene, end: Ended, services: Services) -> None:
     row.message = last_line(end)
-    row.seconds_to_recovery = None if scene.hit_at is None else round(time.time() - scene.hit_at, 1)
     if end.code != it.code:
         row.wrong.append(f"exit code {end.code}, not {it.code}")
     _require_words(row, it, end.err)
@@ -149,7 +159,6 @@ def _judge_recovery(row: Row, it: Fault, scene: Scene, end: Ended, services: Ser
     if scene.hit_at is None:
         row.wrong.append("the fault never happened")
         return
-    row.seconds_to_recovery = round((scene.recovered_at or time.time()) - scene.hit_at, 1)
     for each in said:
         _require_words(row, it, each.err)
     if end.code != 0:

@@ -85,7 +85,7 @@ def _(scene: Scene) -> None:
     )
 
 
-@fault("machine.json is empty", "inline/memory", promise="diagnosed", names=("machine.json",))
+@fault("machine.json is empty", "inline/memory")
 def _(scene: Scene) -> None:
     scene.kill_then_spoil(lambda run: empty(run / "machine.json"))
 

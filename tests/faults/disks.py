@@ -166,7 +166,7 @@ def _(scene: Scene) -> None:
     scene.begin()
     scene.wait(lambda: scene.step() >= 2)
     scene.hit()
-    shutil.rmtree(scene.out / "processes")
+    (scene.out / "processes").rename(scene.folder / "away")
 
 
 @fault("the folder of checkpoints is removed", "inline/memory")

@@ -177,7 +177,7 @@ class Scene:
 
     def kill_then_spoil(self, spoil: Callable[[Path], object]) -> None:
         """Kill trainer and command after the second checkpoint, change the run directory, and go on with the run."""
-        held = self.trap("metrics", "after", nth=6, do="hold")
+        held = self.trap("optimizer", nth=6, do="hold")
         self.begin()
         self.held(held)
         for pid in {self.process("trainer"), self.pid}:
@@ -317,7 +317,7 @@ class Scene:
         return codes
 
     def close(self) -> list[str]:
-        """End what is left of the run, and undo what was done to the machine; returns the processes that were left."""
+        """End what is left of the run; returns the processes that were left. Then `cleanup` is to be closed."""
         ends = time.monotonic() + 15
         while (
             (left := self._left())
@@ -332,7 +332,6 @@ class Scene:
         for server in self._servers:
             if server.busy:
                 server.wait()
-        self.cleanup.close()
         return names
 
     def _left(self) -> list[psutil.Process]:
