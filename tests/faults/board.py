@@ -179,7 +179,7 @@ def _of_signal(ends: Sequence[Ended]) -> str:
 
 def last_line(end: Ended) -> str:
     """The last line of what a command wrote to stderr."""
-    lines = [line for line in end.err.splitlines() if line.strip()]
+    lines = [line for line in end.err.splitlines() if line.strip() and not line.startswith(" ")]
     return lines[-1][:300] if lines else ""
 
 
@@ -231,7 +231,10 @@ def compare(row: Row, run: Path, other: Path) -> None:
 
 def comparable(run: Path) -> dict[str, Any]:
     """Everything that a run leaves behind but the numbers of its checkpoints, which an extra one changes."""
-    return outcome(run) | {"checkpoints": None}
+    found = outcome(run) | {"checkpoints": None}
+    counts = ("environment/", "rollout/retries", "rollout/failed", "rollout/late", "judging/")  # of the fault itself
+    found["metrics"] = [{key: row[key] for key in row if not key.startswith(counts)} for row in found["metrics"]]
+    return found
 
 
 def learned(run: Path) -> list[tuple[str, str, float]]:

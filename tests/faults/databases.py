@@ -40,7 +40,7 @@ def _(scene: Scene) -> None:
 
 @fault("PostgreSQL crashes before a commit and recovers", *MET)
 def _(scene: Scene) -> None:
-    go = _held_at(scene, "insert into experiences")
+    go = _held_at(scene, "insert into rollmill_experiences")
     scene.services.postgres.stop("immediate")
     scene.services.postgres.start()
     go.touch()
@@ -56,7 +56,7 @@ def _(scene: Scene) -> None:
 
 @fault("PostgreSQL ends all connections", "inline/postgresql", "async/postgresql", "processes/postgresql")
 def _(scene: Scene) -> None:
-    go = _held_at(scene, "insert into experiences")
+    go = _held_at(scene, "insert into rollmill_experiences")
     engine = sqlalchemy.create_engine(scene.services.postgres.url)
     with engine.connect() as connection:
         others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"

@@ -42,7 +42,7 @@ def _(scene: Scene) -> None:
 @fault("the disk is full at a write of the buffer", "inline/sqlite", "async/sqlite", names=("full", "ree some space"))
 def _(scene: Scene) -> None:
     disk = scene.disk("48m")
-    held = scene.trap("sql", "insert into experiences", nth=3, do="hold")
+    held = scene.trap("sql", "insert into rollmill_experiences", nth=3, do="hold")
     scene.begin()
     go = scene.held(held)
     filler = fill(disk)
@@ -135,7 +135,7 @@ def _(scene: Scene) -> None:
 
 @fault("buffer.sqlite is removed", "inline/sqlite", "async/sqlite", names=("buffer.sqlite was removed",), **GONE)
 def _(scene: Scene) -> None:
-    held = scene.trap("sql", "insert into experiences", nth=3, do="hold")
+    held = scene.trap("sql", "insert into rollmill_experiences", nth=3, do="hold")
     scene.begin()
     go = scene.held(held)
     (scene.out / "buffer.sqlite").unlink()

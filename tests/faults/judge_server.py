@@ -36,9 +36,17 @@ class Judge(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    """Prints nothing when a client hangs up."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing."""
+
+
 if __name__ == "__main__":
-    ThreadingHTTPServer.allow_reuse_address = True
-    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Judge)
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", int(sys.argv[1])), Judge)
     print(server.server_port, flush=True)
     server.serve_forever()

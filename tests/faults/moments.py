@@ -36,15 +36,9 @@ class Operation:
         if self.kind in ("sql", "metrics"):
             return {"sql": "buffer"}.get(self.kind, self.kind)
         first = self.path.partition("/")[0]
-        return (
-            {"metrics.jsonl": "metrics", ".metrics.jsonl.N.tmp": "metrics"}.get(first, first)
-            if self._known(first)
-            else "rest"
-        )
-
-    @staticmethod
-    def _known(first: str) -> bool:
-        return first in ("checkpoints", "metrics.jsonl", ".metrics.jsonl.N.tmp", "rollouts", "evaluations")
+        if "metrics.jsonl" in first:
+            return "metrics"
+        return first if first in ("checkpoints", "rollouts", "evaluations") else "rest"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,11 @@ def _second(scene: Scene, *argv: str) -> None:
 
 
 @fault(
-    "a second `rollmill run` in the same directory", "inline/memory", "async/sqlite", names=("is in use by",), **TWICE
+    "a second `rollmill run` in the same directory",
+    "inline/memory",
+    "async/sqlite",
+    names=("rollmill resume out",),
+    **TWICE,
 )
 def _(scene: Scene) -> None:
     _second(scene, "run", "run.yaml", "--out", "out")
@@ -47,13 +51,11 @@ CLOCKED = ("inline/sqlite", "async/sqlite", "processes/sqlite", "inline/postgres
 
 @fault("the trainer's clock jumps an hour ahead", *CLOCKED)
 def _(scene: Scene) -> None:
-    scene.write(trainer_away_s=20)
     scene.trap("optimizer", nth=3, do="clock", seconds=3600)
 
 
 @fault("the trainer's clock jumps an hour back", *CLOCKED)
 def _(scene: Scene) -> None:
-    scene.write(trainer_away_s=20)
     scene.trap("optimizer", nth=3, do="clock", seconds=-3600)
 
 

@@ -46,7 +46,7 @@ class Plan:
             return
         _inside.busy = True
         try:
-            name = re.sub(r"\d+", "N", path)
+            name = re.sub(r"\d+", "N", re.sub(r"@.+?\.tmp", "@HOST.tmp", path))
             if self.record:
                 line = json.dumps({"kind": kind, "path": name, "place": place(), "pid": os.getpid()}) + "\n"
                 with (HERE / "operations.jsonl").open("a") as file:

@@ -16,6 +16,7 @@ ACTS = {
     "workflow": {"name": "environment", "turns": 1},
     "environment": {"name": "Moody", "processes": 1, "time_limit_s": 2},
     "rewards": None,
+    "rollout": {"attempts": 2},
 }
 WHERE = ("inline/memory", "async/sqlite", "processes/memory")
 
@@ -38,7 +39,13 @@ def _(scene: Scene) -> None:
     scene.trap("environment", nth=30, do="stop")
 
 
-@fault("every step of an environment hangs", "inline/memory", promise="diagnosed", names=("Moody.step",), deadline_s=60)
+@fault(
+    "every step of an environment hangs",
+    "inline/memory",
+    promise="diagnosed",
+    names=("`Stuck`", "environment.time_limit_s"),
+    deadline_s=60,
+)
 def _(scene: Scene) -> None:
     scene.write(**ACTS | {"environment": {"name": "Stuck", "processes": 1, "time_limit_s": 1}})
 
@@ -50,7 +57,13 @@ def _(scene: Scene) -> None:
     scene.trap("reward", nth=30, do="sleep", seconds=1000)
 
 
-@fault("a reward hangs always", "inline/memory", promise="diagnosed", names=("`stuck`", "took too long"), deadline_s=90)
+@fault(
+    "a reward hangs always",
+    "inline/memory",
+    promise="diagnosed",
+    names=("`stuck` did not return within 0.5 s",),
+    deadline_s=90,
+)
 def _(scene: Scene) -> None:
     scene.write(
         rewards=[{"name": "python", "function": "stuck", "run_in": "thread", "time_limit_s": 0.5}], evaluation=None
@@ -62,7 +75,13 @@ def _(scene: Scene) -> None:
     scene.write(rewards=[{"name": "python", "function": "raising", "run_in": "thread"}])
 
 
-@fault("a reward ends the process", "inline/memory", promise="diagnosed", names=("sys.exit",), deadline_s=60)
+@fault(
+    "a reward ends the process",
+    "inline/memory",
+    promise="diagnosed",
+    names=("`exiting`", "SystemExit: enough"),
+    deadline_s=60,
+)
 def _(scene: Scene) -> None:
     scene.write(rewards=[{"name": "python", "function": "exiting", "run_in": "thread"}])
 
@@ -78,7 +97,13 @@ class Judge:
     def __init__(self, scene: Scene) -> None:
         self.port = 0
         self.start()
-        keys = {"endpoint": f"http://127.0.0.1:{self.port}/v1", "model": "m", "try_s": 3, "deadline_s": 30}
+        keys = {
+            "endpoint": f"http://127.0.0.1:{self.port}/v1",
+            "model": "m",
+            "try_s": 3,
+            "deadline_s": 30,
+            "away_s": 12,
+        }
         scene.write(rewards=[{"name": "judge", **keys}], evaluation=None)
         scene.cleanup.callback(self.end)
 
