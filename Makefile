@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart test test-slow test-services test-long test-thorough postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup gpu-check clean
+.PHONY: setup quickstart test test-slow test-services test-long test-thorough fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup gpu-check clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,11 @@ test-long: setup postgres-installed chromium-installed
 # The benchmarks with small numbers, runs that learn for minutes, and variants of slow tests of which CI runs one each.
 test-thorough: setup postgres-installed chromium-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 -m thorough
+
+# docs/reliability.md; with ARGS, a part of the board, and nothing is written: make fault-board ARGS="--only NAME"
+ARGS ?= --write
+fault-board: setup postgres-installed
+	PYTHONPATH=src:tests:. $(BIN)/python -m faults $(ARGS)
 
 # Starts such a server and prints its URL; Ctrl-C ends and removes it.
 postgres: setup postgres-installed

@@ -51,6 +51,11 @@ class Forks:
         self._busy = False
         self._output = tempfile.TemporaryDirectory(prefix="forks-")
 
+    @property
+    def busy(self) -> bool:
+        """True from `start` to `wait`."""
+        return self._busy
+
     def start(self, *argv: Any, folder: Path, uid: int | None = None) -> int:
         """Start a command in `folder`, which it may be unable to write to; returns its process id."""
         if self._busy:  # a test that failed left it behind

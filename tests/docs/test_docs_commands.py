@@ -39,6 +39,14 @@ RUN_ELSEWHERE = {
     "make bench NAME=sampling": "tests/bench/test_bench_runs.py",
     "make bench NAME=rollout": "tests/bench/test_bench_runs.py",
     "make bench NAME=step": "tests/bench/test_bench_runs.py",
+    "make fault-board": "tests/faults/test_fault_board.py::test_the_run_recovers_or_says_what_failed",
+    "make fault-board ARGS=\"--only 'Ctrl-C'\"": "tests/faults/test_fault_board.py::test_parts_of_the_board_are_chosen",
+    'make fault-board ARGS="--family disks --on inline/memory"': (
+        "tests/faults/test_fault_board.py::test_parts_of_the_board_are_chosen"
+    ),
+    'make fault-board ARGS="--family moments --moments 12"': (
+        "tests/faults/test_fault_board.py::test_a_run_killed_at_any_file_operation_ends_bit_equal"
+    ),
     "make vllm-setup": "Makefile",  # 3 GB: by hand
     "make verifiers-setup": "Makefile",  # 300 MB: by hand
     "rollmill run examples/frozen_lake.yaml": "tests/claims/test_frozen_lake.py::test_success_rises",

@@ -1,0 +1,58 @@
+"""vLLM's processes that are killed or stopped."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import psutil
+
+from faults.board import fault
+from faults.scene import Scene
+
+ON_VLLM = ("vllm/memory",)
+
+
+def _working(scene: Scene) -> None:
+    scene.begin()
+    scene.wait(lambda: scene.step() >= 2, 240)
+
+
+def _process(scene: Scene, of: str) -> int:
+    """vLLM's process `worker`, which rollmill starts, or its child `EngineCore`."""
+    for process in psutil.Process(scene.pid).children(recursive=True):
+        if "rollmill.engines.vllm.worker" in process.cmdline()[:5]:
+            children = process.children(recursive=True)
+            return process.pid if of == "worker" else children[0].pid
+    raise AssertionError("no process of vLLM")
+
+
+@fault("vLLM's process is killed", *ON_VLLM, deadline_s=300)
+def _(scene: Scene) -> None:
+    _working(scene)
+    scene.signal(_process(scene, "worker"))
+
+
+@fault("vLLM's EngineCore is killed", *ON_VLLM, deadline_s=300)
+def _(scene: Scene) -> None:
+    _working(scene)
+    scene.signal(_process(scene, "EngineCore"))
+
+
+@fault("vLLM's process is stopped for five seconds", *ON_VLLM, deadline_s=300)
+def _(scene: Scene) -> None:
+    _working(scene)
+    scene.hit()
+    with scene.stopped(_process(scene, "worker")):
+        time.sleep(5)
+
+
+@fault("vLLM's process is stopped for good", *ON_VLLM, deadline_s=400)
+def _(scene: Scene) -> None:
+    _working(scene)
+    scene.signal(_process(scene, "worker"), signal.SIGSTOP)
+
+
+@fault("the trainer is killed in an optimizer step", *ON_VLLM, deadline_s=400)
+def _(scene: Scene) -> None:
+    scene.trap("optimizer", nth=4)
