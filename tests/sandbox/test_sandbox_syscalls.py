@@ -81,6 +81,14 @@ def test_a_filter_answers_as_the_table_for_all_that_is_checked(kind: FilterKind,
         assert run_filter(code, AUDIT_ARCH[machine], each.number, each.arguments) == each.answer, each
 
 
+def test_a_filter_that_only_logs_refuses_no_known_call() -> None:
+    """It is for finding the calls that programs make, and still answers tested arguments as the table says."""
+    code = build_filter("one", "x86_64", log_only=True)
+    calls = {"bpf": (DENIED["bpf"][0], 0x7FFC0000), "read": (0, ALLOW), "socketpair": (53, ERRNO | 1)}
+    for number, answer in calls.values():
+        assert run_filter(code, AUDIT_ARCH["x86_64"], number, (0,) * 6) == answer
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_call_of_another_architecture_ends_the_process(machine: str) -> None:
     code = build_filter("one", machine)
