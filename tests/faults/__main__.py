@@ -66,9 +66,11 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     services = Services(folder)
     try:
-        rows = [_one(it, services) for it in faults]
-        if chosen.write:
-            write(rows, [])
+        rows = []
+        for it in faults:
+            rows.append(_one(it, services))
+            if chosen.write:  # at once, so that what is interrupted is not lost
+                write(rows[-1:], [])
         killed = _moments(chosen, services) if with_moments else []
     finally:
         services.close()
@@ -158,8 +160,8 @@ def _page(result: dict[str, Any]) -> str:
     if result["moments"]:
         within = sum(kill["area"] == "checkpoints" for kill in result["moments"])
         parts.append(
-            f"### Killed at every file operation\n\n{len(result['moments'])} kills, {within} of them while a checkpoint "
-            "is written or removed, each at one operation of the run or up to 6 ms after it; then the run goes on.\n\n"
+            f"### Killed at every file operation\n\n{len(result['moments'])} kills, {within} of them while a "
+            "checkpoint is written or removed, each at one operation of the run or up to 6 ms after it; then the run goes on.\n\n"
             + moments.summary(result["moments"])
         )
     for family in FAMILIES:
