@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.models import model_dir
 from bench.worker import Channel, serve, versions
 from rollmill.orchestrator.checkpoint import Checkpoints
-from rollmill.orchestrator.manifest import MANIFEST, STATE, THREADS, find_damage, model_files, verifying
+from rollmill.orchestrator.manifest import MANIFEST, STATE, THREADS, find_damage, verifying
 from rollmill.orchestrator.state import RunState
 
 STEP = 1
@@ -46,8 +46,8 @@ def write(checkpoints: Checkpoints, name: str, dtype: torch.dtype) -> float:
 def load_all(checkpoints: Checkpoints) -> float:
     """Load state, optimizer and policy as a resumed run does; returns the seconds."""
     began = time.perf_counter()
-    start = checkpoints.read(STEP)
-    with verifying(checkpoints.path(STEP), model_files):
+    with verifying(checkpoints.path(STEP)):
+        start = checkpoints.read(STEP)
         model = load(checkpoints.path(STEP))
     seconds = time.perf_counter() - began
     del start, model

@@ -33,14 +33,14 @@ class RewardError(RollmillError):
     """A reward raised, or returned something that is not a reward."""
 
 
-class EndpointAwayError(RewardError):
-    """A model behind an endpoint did not answer for longer than allowed. It may be back when the run goes on later."""
-
-    recoverable = True
-
-
 class ModelError(RollmillError, ValueError):
     """A checkpoint folder, its tokenizer or its configuration cannot be used."""
+
+
+class EndpointLostError(RewardError):
+    """A judge's server no longer answers."""
+
+    recoverable = True
 
 
 class WorkflowError(RollmillError):
@@ -56,7 +56,7 @@ class EngineError(RollmillError):
 
 
 class EngineLostError(EngineError):
-    """An engine's process has ended, and was started again as often as allowed. A resumed run starts it anew."""
+    """A process that generates completions has ended, or cannot be restarted."""
 
     recoverable = True
 

@@ -18,6 +18,7 @@ from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
+from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.orchestrator import Orchestrator, Serving
 from rollmill.orchestrator.resume import load_start_point
@@ -101,7 +102,8 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
         raise CheckpointError(f"{folder} has no {what} to evaluate; it has: {have}")
     chosen = steps[-1] if step is None else step
     require_models(loaded.stages[indices[-1]])
-    setup = set_up_run(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
+    with verifying(Checkpoints(folder).path(chosen), model_files):
+        setup = set_up_run(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
     return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
 
 

@@ -57,6 +57,7 @@ def test_whole_damaged_and_set_aside_ones_are_listed(run: Path, capsys: pytest.C
     assert "damaged-000003: tokenizer.json is missing" in out
     assert main(["checkpoints", str(run), "--verify", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["verified"]) == (str(run), True)
     assert [(each["name"], each["step"], each["state"]) for each in found["checkpoints"]] == [
         ("step-000001", 1, "whole"),
         ("step-000002", 2, "damaged"),

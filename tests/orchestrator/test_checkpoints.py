@@ -98,7 +98,7 @@ def test_a_flipped_bit_in_a_manifest_is_damage_and_no_later_format(tmp_path: Pat
 def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
     rewritten(made(tmp_path, 1), format=2, rollmill="7.8.9", more={"new": "key"})
     with pytest.raises(CheckpointError) as caught:
-        Checkpoints(tmp_path).read(1)
+        find_damage(Checkpoints(tmp_path).path(1))
     assert not isinstance(caught.value, DamagedCheckpointError)
     for text in ("format 2", "rollmill 7.8.9", f"rollmill {rollmill.__version__}", "formats up to 1"):
         assert text in str(caught.value)

@@ -18,7 +18,7 @@ from tiny import metrics, tiny_run
 
 from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.rewards.judges import JudgeReward
-from rollmill.errors import EndpointAwayError, RewardError
+from rollmill.errors import EndpointLostError, RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 from rollmill.rewards.judges import breaker as breaker_module
 from rollmill.rewards.judges import endpoint as endpoint_module
@@ -122,9 +122,9 @@ def test_an_endpoint_that_stays_away_ends_the_run() -> None:
     ):
         judged(judge, "5", "a")
         down = True
-        with pytest.raises(EndpointAwayError, match=r"did not answer for \d+ s \(status 503 \(loading\)\)") as caught:
+        with pytest.raises(EndpointLostError, match=r"did not answer for \d+ s \(status 503 \(loading\)\)") as caught:
             judged(judge, "5", "b")
-        with pytest.raises(EndpointAwayError):
+        with pytest.raises(EndpointLostError):
             judged(judge, "5", "c")
     assert f"the judge m at {server.url}" in str(caught.value)
     assert "resume the run; raise away_s" in str(caught.value)
@@ -139,7 +139,7 @@ def test_a_key_that_is_refused_after_a_restart_ends_the_run_at_once() -> None:
         judged(judge, "5", "a")
         with pytest.raises(RewardError, match=r"status 401 \(no\), the key is refused") as caught:
             judged(judge, "5", "b")
-    assert not isinstance(caught.value, EndpointAwayError)
+    assert not isinstance(caught.value, EndpointLostError)
 
 
 def test_an_endpoint_that_says_when_to_come_back_is_not_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:

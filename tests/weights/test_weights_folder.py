@@ -175,7 +175,11 @@ def test_weights_whose_folder_was_removed_are_published_again(tmp_path: Path) ->
         assert version == 2
         assert all(torch.equal(into[name], last[name]) for name in last)
     sender.restore()
+    sender.send(3, last)
+    (tmp_path / "weights/000002.whole.safetensors").unlink()
+    sender.restore()
+    assert torch.equal(read(FolderReceiver(tmp_path / "weights", deadline_s=0.2))[1]["w"], last["w"])
     shutil.rmtree(tmp_path / "weights")
-    sender.send(3, last := moved(made(), 0.01, 9))
-    assert [(each.version, each.kind) for each in list_versions(tmp_path / "weights")] == [(3, "whole")]
+    sender.send(4, last := moved(made(), 0.01, 9))
+    assert [(each.version, each.kind) for each in list_versions(tmp_path / "weights")] == [(4, "whole")]
     assert torch.equal(read(receiver)[1]["w"], last["w"])

@@ -45,7 +45,7 @@ def command(
     found = [_listing(checkpoints.path(step), step, verify) for step in checkpoints.steps()]
     aside = [_listing(path, int(path.name.split("-")[1]), verify, aside=True) for path in checkpoints.set_aside()]
     if as_json:
-        print_json({"run": run, "verified": verify, "checkpoints": [asdict(each) for each in (*found, *aside)]})
+        print_json({"run": str(run), "verified": verify, "checkpoints": [asdict(each) for each in (*found, *aside)]})
     elif found or aside:
         print_table("", HEADER, [_row(each) for each in (*found, *aside)])
         for each in (*found, *aside):

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollmill.errors import CheckpointError
 from rollmill.files import make_durable_folder, sync
-from rollmill.orchestrator.manifest import FORMAT, STATE, TRAINER, model_files, read_manifest, verifying, write_manifest
+from rollmill.orchestrator.manifest import FORMAT, STATE, TRAINER, read_manifest, write_manifest
 from rollmill.orchestrator.state import RunState
 
 FOLDER = "checkpoints"
@@ -93,23 +93,21 @@ class Checkpoints:
         return final
 
     def read(self, step: int) -> tuple[RunState, dict[str, Any]]:
-        """Read state and trainer state, and verify their files meanwhile.
+        """Read state and trainer state. Call it inside `verifying`, which finds damage.
 
         Raises:
-            DamagedCheckpointError: one of them is missing or was changed.
-            CheckpointError: they cannot be read, or are of a later format.
+            CheckpointError: they cannot be read.
         """
         import torch
 
         path = self.path(step)
-        with verifying(path, lambda name: not model_files(name)):
-            try:
-                content = json.loads((path / STATE).read_text())
-                content.pop("format", None)
-                state = RunState.from_json(content)
-                trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
-            except Exception as error:
-                raise unreadable(path, error) from error
+        try:
+            content = json.loads((path / STATE).read_text())
+            content.pop("format", None)
+            state = RunState.from_json(content)
+            trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise unreadable(path, error) from error
         return state, trainer
 
     def machine(self) -> dict[str, Any] | None:

@@ -150,11 +150,9 @@ def verifying(folder: Path, which: Named | None = None, *, content: bool = True)
 
         def require_whole(cause: Exception | None) -> None:
             problems = damage | {name: problem for name, each in found.items() if (problem := each.result())}
-            if (problems or cause) and not folder.is_dir():
-                advice = "a run that goes on keeps its newest and best checkpoints; choose one, or raise "
-                raise CheckpointError(
-                    f"{folder} was removed while it was read: {advice}checkpoint.keep_last"
-                ) from cause
+            if manifest is not None and (problems or cause) and not folder.is_dir():
+                why = "a run that goes on keeps its newest ones and the best; choose one, or raise checkpoint.keep_last"
+                raise CheckpointError(f"{folder} was removed while it was read: {why}") from cause
             if problems:
                 text = [f"{name} {problem}" for name, problem in sorted(problems.items())]
                 raise DamagedCheckpointError(folder, text) from cause

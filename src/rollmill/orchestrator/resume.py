@@ -10,7 +10,7 @@ from rollmill.config.loader import LoadedRun
 from rollmill.errors import CheckpointError, DamagedCheckpointError
 from rollmill.files import sweep_temporary
 from rollmill.orchestrator.checkpoint import Checkpoints
-from rollmill.orchestrator.manifest import find_damage, read_manifest
+from rollmill.orchestrator.manifest import find_damage, read_manifest, verifying
 from rollmill.orchestrator.setup import RunSetup, set_up_run
 from rollmill.orchestrator.state import RunState
 
@@ -44,8 +44,9 @@ def load_start_point(loaded: LoadedRun, run_dir: Path, *, resumed: bool) -> Star
     while resumed and (steps := checkpoints.steps()):
         step = steps[-1]
         try:
-            start = checkpoints.read(step)
-            setup = set_up_run(loaded, run_dir, step)
+            with verifying(checkpoints.path(step)):
+                start = checkpoints.read(step)
+                setup = set_up_run(loaded, run_dir, step)
         except DamagedCheckpointError as error:
             messages.append(_set_aside(checkpoints, step, error))
             continue

@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     """Load data, model and machine settings; the model is the checkpoint's, if there is one.
 
     Args:
+        step: of the run's checkpoint; call it inside `verifying`, which finds damage.
         joined: another process of the run writes the run's own files.
     """
     config = loaded.config
@@ -108,9 +109,11 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     adapted = config.model.lora is not None
     stored = None if step is None else Checkpoints(run_dir).path(step)
     model = config.model if stored is None or adapted else ModelConfig(path=stored)
-    source = stored or model.path
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
-    with verifying(source, model_files) if isinstance(source, Path) else nullcontext():
+    verified: AbstractContextManager[None] = nullcontext()  # by the caller, with the checkpoint's other files
+    if stored is None and isinstance(model.path, Path):
+        verified = verifying(model.path, model_files)
+    with verified:
         try:
             policy = load_verified_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
             if stored is not None and adapted:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig, RewardSection, reward_part_names
-from rollmill.errors import ConfigError, EndpointAwayError, RewardError
+from rollmill.errors import ConfigError, EndpointLostError, RewardError
 from rollmill.registry import build_component
 from rollmill.rewards.base import (
     GATED,
@@ -294,7 +294,7 @@ def _policy_version(completion: Completion) -> int:
 def _reward_error(name: str, task: Task, which: str, text: str, error: Exception) -> RewardError:
     what = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
     excerpt = text if len(text) <= 120 else f"{text[:50]} ... {text[-65:]}"
-    kind = EndpointAwayError if isinstance(error, EndpointAwayError) else RewardError
+    kind = EndpointLostError if isinstance(error, EndpointLostError) else RewardError
     return kind(f"reward `{name}` failed on task `{task.id}`: {what}\n  {which}: {excerpt!r}")
 
 

@@ -124,8 +124,9 @@ class FolderSender:
             self._write(self._last, "whole", tensors, metadata)
 
     def _is_there(self) -> bool:
+        """True if the last version, and a whole one to start from, have not been removed by somebody."""
         known = list_versions(self._folder)
-        return bool(known) and known[-1].version == self._last
+        return any(each.kind == "whole" for each in known) and known[-1].version == self._last
 
     def _write(self, version: int, kind: str, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
         from rollmill.files import atomic_write  # engines' environments import this package but lack its dependencies
@@ -153,7 +154,7 @@ class FolderSender:
         known = list_versions(self._folder)
         kept = [each.version for each in known if each.kind == "whole"][-self._keep :]
         for each in known:
-            if each.version < kept[0]:
+            if kept and each.version < kept[0]:
                 each.path.unlink(missing_ok=True)
 
 

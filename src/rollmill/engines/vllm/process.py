@@ -19,7 +19,7 @@ from typing import Any
 import rollmill
 from rollmill.engines.vllm.process_tree import wait_for_loss
 from rollmill.engines.vllm.worker import MAX_LINE_BYTES
-from rollmill.errors import ConfigError, DeadlineError, EngineError
+from rollmill.errors import ConfigError, DeadlineError, EngineError, EngineLostError
 from rollmill.waiting import wait_with_grace
 
 _PROGRAM = "rollmill.engines.vllm.worker"
@@ -180,15 +180,15 @@ class VLLMProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def gone(self) -> EngineError:
-        """Build the EngineError for its end, with the exit code and the end of the log."""
+    def gone(self) -> EngineLostError:
+        """Build the error for its end, with the exit code and the end of the log."""
         log = self._launch.log
         written = log.read_bytes()[self._log_start :] if log.is_file() else b""
         shown = written[-_SHOWN:].decode("utf-8", "replace").strip()
         code = self._process.returncode
         how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
         what = f"was ended, because {self._why_lost}" if self._why_lost else f"has ended ({how})"
-        return EngineError(f"vLLM's process {what}. The end of its log:\n{shown or '(it is empty)'}")
+        return EngineLostError(f"vLLM's process {what}. The end of its log:\n{shown or '(it is empty)'}")
 
     def _await(self, number: int) -> asyncio.Future[Any]:
         self._awaited[number] = future = asyncio.get_running_loop().create_future()

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmill.config.rewards.judges import JudgeSection
-from rollmill.errors import ConfigError, EndpointAwayError, RewardError
+from rollmill.errors import ConfigError, EndpointLostError, RewardError
 from rollmill.rewards.base import TIMEOUT
 from rollmill.rewards.function_threads import EventLoopThread, gather_or_cancel
 from rollmill.rewards.judges.breaker import GO, PROBE, acquire_breaker, release_breaker
@@ -193,7 +193,7 @@ class EndpointChatModel:
                 continue
             if last and breaker.last_reply <= first_failure:  # it has never answered
                 advice = f"gave up after {tries} tries; is the server up, and `endpoint` its address?"
-                raise self._fatal(EndpointAwayError, f"{self._without_key(found.message)}; {advice}")
+                raise self._fatal(EndpointLostError, f"{self._without_key(found.message)}; {advice}")
             if last:
                 raise NoReplyError(found.outcome, f"{self._name}: {self._without_key(found.message)}", found.advice)
             time_left -= pause
@@ -267,13 +267,13 @@ class EndpointChatModel:
             self._breaker.end_probe()
 
     def _require_patience(self) -> None:
-        """Raise EndpointAwayError if the endpoint is away for too long; and earlier errors that end the run."""
+        """Raise EndpointLostError if the endpoint is away for too long; and earlier errors that end the run."""
         if self._fatal_error is not None:
             raise self._fatal_error
         if (away_s := self._breaker.away_s()) > self._config.away_s:
             advice = "see whether the server runs, then resume the run; raise away_s if the server needs longer"
             raise self._fatal(
-                EndpointAwayError, f"did not answer for {away_s:.0f} s ({self._breaker.reason}); {advice}"
+                EndpointLostError, f"did not answer for {away_s:.0f} s ({self._breaker.reason}); {advice}"
             )
 
     def _permanent(self, failure: RequestFailure) -> Exception:
