@@ -161,8 +161,8 @@ def _page(result: dict[str, Any]) -> str:
         within = sum(kill["area"] == "checkpoints" for kill in result["moments"])
         parts.append(
             f"### Killed at every file operation\n\n{len(result['moments'])} kills, {within} of them while a "
-            "checkpoint is written or removed, each at one operation of the run or up to 6 ms after it; then the run goes on.\n\n"
-            + moments.summary(result["moments"])
+            "checkpoint is written or removed. Each is at one operation of the run or up to 6 ms after it; then the run "
+            "goes on.\n\n" + moments.summary(result["moments"])
         )
     for family in FAMILIES:
         if some := [row for row in rows if row.family == family]:
