@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--on", metavar="MODE", help="faults in a mode, or in MODE/STORE")
     parser.add_argument("--family", choices=(*FAMILIES, "moments"), action="append", help="faults of some families")
     parser.add_argument("--moments", type=int, default=MOMENTS, help=f"number of kills at file operations ({MOMENTS})")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="only each N-th of these kills, from the I-th")
     parser.add_argument("--keep", type=Path, help="folder for the runs; those of failed faults stay in it")
     parser.add_argument("--write", action="store_true", help="write the rows to the result and the documentation")
     parser.add_argument("--list", action="store_true", help="print the names of faults")
@@ -65,14 +66,16 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     services = Services(folder)
     try:
-        rows = [_one(it, services) for it in faults]
-        killed = _moments(chosen.moments, services) if with_moments else None
+        rows = []
+        for it in faults:
+            rows.append(_one(it, services))
+            if chosen.write:  # at once, so that what is interrupted is not lost
+                write(rows[-1:], [])
+        killed = _moments(chosen, services) if with_moments else []
     finally:
         services.close()
-    if chosen.write:
-        write(rows, killed)
     failed = [row for row in rows if row.outcome == "FAILED"]
-    wrong = [each for area in killed or [] for each in area["wrong"]]
+    wrong = [f"  {kill['kill']}: {'; '.join(kill['wrong'])}" for kill in killed if kill["wrong"]]
     print(
         f"{len(rows)} faults, {len(failed)} not as promised",
         *(_failure(row, folder) for row in failed),
@@ -106,20 +109,25 @@ def _failure(row: Row, folder: Path) -> str:
     return f"  {row.fault} [{row.mode}/{row.store}]: {'; '.join(row.wrong)} ({row.message}) in {folder}"
 
 
-def _moments(count: int, services: Services) -> list[dict[str, Any]]:
+def _moments(chosen: argparse.Namespace, services: Services) -> list[dict[str, Any]]:
     operations = moments.record(services)
-    chosen = moments.choose(operations, count)
-    print(f"{len(operations)} distinct operations, {len(chosen)} kills", flush=True)
-    rows = []
-    for number, moment in enumerate(chosen, start=1):
-        rows.append(moments.run_moment(moment, services))
-        if rows[-1].wrong or number % 20 == 0:
-            print(f"kill {number}: {rows[-1].fault}: {rows[-1].wrong or rows[-1].level}", flush=True)
-    return moments.summary(chosen, rows)
+    first, step = map(int, chosen.part.split("/"))
+    mine = moments.choose(operations, chosen.moments)[first - 1 :: step]
+    print(f"{len(operations)} distinct operations, {len(mine)} kills", flush=True)
+    found: list[dict[str, Any]] = []
+    for moment in mine:
+        found.append(moments.to_json(moment, moments.run_moment(moment, services)))
+        if found[-1]["wrong"] or len(found) % 20 == 0:
+            print(f"kill {len(found)}: {found[-1]['kill']}: {found[-1]['wrong'] or found[-1]['level']}", flush=True)
+        if chosen.write and len(found) % 20 == 0:  # so that what is interrupted is not lost
+            write([], found)
+    if chosen.write:
+        write([], found)
+    return found
 
 
-def write(rows: Sequence[Row], killed: list[dict[str, Any]] | None) -> None:
-    """Merge rows into the result, and write the tables of the documentation from it."""
+def write(rows: Sequence[Row], killed: Sequence[dict[str, Any]]) -> None:
+    """Merge rows and kills into the result, and write the tables of the documentation from it."""
     before = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": [], "moments": []}
     new = {_key(row): row for row in to_json(rows)}
     known = {_key(row): row for row in before["rows"]}
@@ -128,7 +136,8 @@ def write(rows: Sequence[Row], killed: list[dict[str, Any]] | None) -> None:
         (known | new).values(), key=lambda row: order.index(_key(row)) if _key(row) in order else len(order)
     )
     merged = [row for row in merged if _key(row) in order]
-    result = {"bench": "faults", "rows": merged, "moments": killed if killed is not None else before["moments"]}
+    kills = {kill["kill"]: kill for kill in [*before["moments"], *killed]}
+    result = {"bench": "faults", "rows": merged, "moments": sorted(kills.values(), key=lambda kill: kill["area"])}
     RESULT.write_text(json.dumps(result | {"machine": machine.describe()}, indent=1) + "\n")
     page = PAGE.read_text()
     text = f"{BEGIN}\n\n{_page(result)}\n\n{END}"
@@ -149,19 +158,12 @@ def _page(result: dict[str, Any]) -> str:
         f"{count['skipped']} skipped, {count['FAILED']} not as promised."
     ]
     if result["moments"]:
-        kills = sum(area["kills"] for area in result["moments"])
-        lines = [
-            "### Killed at every file operation",
-            "",
-            f"{kills} kills, each at one operation of the run or up to 6 ms after it; then the run goes on.",
-            "",
-            "| operations on | distinct operations | kills | bit-equal | lost | doubled | longest recovery (s) |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for area in result["moments"]:
-            numbers = [area[key] for key in ("operations", "kills", "bit_equal", "lost", "doubled", "seconds")]
-            lines.append(f"| {area['area']} | {' | '.join(map(str, numbers))} |")
-        parts.append("\n".join(lines))
+        within = sum(kill["area"] == "checkpoints" for kill in result["moments"])
+        parts.append(
+            f"### Killed at every file operation\n\n{len(result['moments'])} kills, {within} of them while a "
+            "checkpoint is written or removed. Each is at one operation of the run or up to 6 ms after it; then the run "
+            "goes on.\n\n" + moments.summary(result["moments"])
+        )
     for family in FAMILIES:
         if some := [row for row in rows if row.family == family]:
             parts.append(f"### {TITLES[family]}\n\n{table(some)}")

@@ -120,7 +120,7 @@ def _(scene: Scene) -> None:
     "buffer.sqlite stays locked",
     "inline/sqlite",
     promise="diagnosed",
-    names=("buffer.sqlite", "another program holds it"),
+    names=("buffer.sqlite", "locked", "holds it"),
     deadline_s=150,
 )
 def _(scene: Scene) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from faults.board import Fault, Row, run_fault
@@ -111,24 +111,24 @@ def run_moment(moment: Moment, services: Services) -> Row:
     return run_fault(Fault(name, "moments", "inline", "sqlite", body), services)
 
 
-def summary(moments: list[Moment], rows: list[Row]) -> list[dict[str, Any]]:
-    """Numbers of operations and kills by area, for the table and the result."""
-    areas = dict.fromkeys(each.operation.area for each in moments)
-    found = []
-    for area in areas:
-        pairs = [(moment, row) for moment, row in zip(moments, rows, strict=True) if moment.operation.area == area]
-        operations = {replace(moment.operation, count=0) for moment, _ in pairs}
-        times = [row.seconds_to_recovery for _, row in pairs if row.seconds_to_recovery is not None]
-        found.append(
-            {
-                "area": area,
-                "operations": len(operations),
-                "kills": len(pairs),
-                "bit_equal": sum(row.level == "bit-equal" and not row.wrong for _, row in pairs),
-                "lost": sum(row.lost for _, row in pairs),
-                "doubled": sum(row.doubled for _, row in pairs),
-                "seconds": max(times, default=None),
-                "wrong": [f"{row.fault}: {'; '.join(row.wrong)}" for _, row in pairs if row.wrong],
-            }
-        )
-    return found
+def to_json(moment: Moment, row: Row) -> dict[str, Any]:
+    """A kill for bench/results/faults.json."""
+    one = moment.operation
+    kept = {key: getattr(row, key) for key in ("level", "tries", "lost", "doubled", "seconds_to_recovery", "wrong")}
+    return {"kill": row.fault, "area": one.area, "operation": f"{one.kind} {one.path} {one.place}", **kept}
+
+
+def summary(kills: list[dict[str, Any]]) -> str:
+    """A Markdown table of kills by area."""
+    lines = [
+        "| operations on | distinct operations | kills | bit-equal | lost | doubled | longest recovery (s) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for area in dict.fromkeys(kill["area"] for kill in kills):
+        some = [kill for kill in kills if kill["area"] == area]
+        equal = sum(kill["level"] == "bit-equal" and not kill["wrong"] for kill in some)
+        lost, doubled = (sum(kill[key] for kill in some) for key in ("lost", "doubled"))
+        longest = max(kill["seconds_to_recovery"] or 0.0 for kill in some)
+        operations = len({kill["operation"] for kill in some})
+        lines.append(f"| {area} | {operations} | {len(some)} | {equal} | {lost} | {doubled} | {longest} |")
+    return "\n".join(lines)

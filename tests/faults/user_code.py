@@ -21,19 +21,19 @@ ACTS = {
 WHERE = ("inline/memory", "async/sqlite", "processes/memory")
 
 
-@fault("an environment hangs once", *WHERE)
+@fault("an environment hangs once", *WHERE, level="complete")
 def _(scene: Scene) -> None:
     scene.write(**ACTS)
     scene.trap("environment", nth=30, do="sleep", seconds=1000)
 
 
-@fault("an environment ends its process once", *WHERE)
+@fault("an environment ends its process once", *WHERE, level="complete")
 def _(scene: Scene) -> None:
     scene.write(**ACTS)
     scene.trap("environment", nth=30, do="exit")
 
 
-@fault("an environment's process is stopped for good", "inline/memory")
+@fault("an environment's process is stopped for good", "inline/memory", level="complete")
 def _(scene: Scene) -> None:
     scene.write(**ACTS)
     scene.trap("environment", nth=30, do="stop")
