@@ -30,7 +30,7 @@ from rollmill.orchestrator.summary import summarise
 from rollmill.progress import ends_for_restart, uncounted_work
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.remote.rollout_backend import ExplorerFleet
-from rollmill.supervision.attempt import Attempt
+from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.event_log import EVENTS_FILE
 from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
@@ -67,7 +67,7 @@ def start(
     out: str | Path | None,
     view: RunView | None,
     serving: Serving | None = None,
-    attempt: Attempt | None = None,
+    attempt: RunAttempt | None = None,
 ) -> dict[str, Any]:
     """Start a loaded run in a new directory; see `run`. `attempt` is given in the child of a supervisor."""
     run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
@@ -82,7 +82,7 @@ def resume(
     run_dir: str | Path,
     view: RunView | None = None,
     serving: Serving | None = None,
-    attempt: Attempt | None = None,
+    attempt: RunAttempt | None = None,
 ) -> dict[str, Any]:
     """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`."""
     folder = Path(run_dir)

@@ -25,7 +25,7 @@ class Progress(IntEnum):
 
 
 class _State(IntEnum):
-    """What is shared besides: values that are set, and do not count as progress."""
+    """Values that are shared besides, and do not count as progress."""
 
     STEP = 5  #: training steps made
     UNCOUNTED = 6  #: depth of `uncounted_work`

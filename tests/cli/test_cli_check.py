@@ -205,6 +205,7 @@ def test_no_command_is_missing() -> None:
         "status",
         "algorithms",
         "explain",
+        "checkpoints",
         "bench",
         "audit",
         "serve",

@@ -17,7 +17,7 @@ from rollmill.errors import ConfigError
 if TYPE_CHECKING:
     from rollmill.config.loader import LoadedRun
     from rollmill.config.supervision import SupervisionConfig
-    from rollmill.supervision.attempt import Attempt
+    from rollmill.supervision.attempt import RunAttempt
 
 
 def run(
@@ -32,7 +32,7 @@ def run(
     """Run a run file: roll out, score, train, evaluate and report, or as its `mode` says."""
     from rollmill.config.loader import load_run, load_supervision
 
-    def train(attempt: Attempt) -> dict[str, Any]:
+    def train(attempt: RunAttempt) -> dict[str, Any]:
         from rollmill import launch
 
         if attempt.run_dir is not None:
@@ -63,7 +63,7 @@ def resume(
     """Resume an interrupted or killed run from its newest checkpoint."""
     from rollmill.config.loader import load_supervision
 
-    def train(attempt: Attempt | None) -> dict[str, Any]:
+    def train(attempt: RunAttempt | None) -> dict[str, Any]:
         from rollmill import launch
 
         return launch.resume(run_dir, progress_view(as_json), attempt=attempt)
@@ -93,7 +93,7 @@ def evaluate(
 
 
 def _supervised(
-    config: SupervisionConfig | None, train: Callable[[Attempt], dict[str, Any]], as_json: bool
+    config: SupervisionConfig | None, train: Callable[[RunAttempt], dict[str, Any]], as_json: bool
 ) -> dict[str, Any] | None:
     """Train in child processes, and return the summary; None if this process has to train itself."""
     if config is None:

@@ -284,8 +284,7 @@ class RolloutScheduler:
     async def snapshot(self, state: StageState) -> None:
         """Store the groups of the last boundary in the state; waits for rewards of finished rollouts.
 
-        Groups that explorers in other processes have not finished, or that wait for an endpoint that is away, are
-        rolled out again by a resumed run.
+        A resumed run rolls out again what other processes have not finished, or what waits for an endpoint.
         """
         waiting, running = self._at_boundary, self._unfinished_at_boundary
         if self._explorer.is_remote or OUTAGES.current():

@@ -33,8 +33,8 @@ def _temporary_file() -> IO[bytes]:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """What a process that trains and its supervisor share. The files have no name, and are read by position.
+class RunAttempt:
+    """State that a process that trains and its supervisor share. The files have no name, and are read by position.
 
     Args:
         run_dir: known from an earlier attempt, which the next one resumes; None: the run has not begun.
@@ -61,7 +61,7 @@ class Attempt:
             record_event(run_dir, REDUCED, changes=changes)
         return loaded, [f"after running out of memory: {change}" for change in changes]
 
-    def run(self, train: Callable[[Attempt], dict[str, Any]], signals: Iterable[int]) -> NoReturn:
+    def run(self, train: Callable[[RunAttempt], dict[str, Any]], signals: Iterable[int]) -> NoReturn:
         """Train in this process, which has just been forked, and exit: the frames of the supervisor stay untouched.
 
         Args:
@@ -103,7 +103,7 @@ class Attempt:
         return None
 
     def outcome(self) -> RunOutcome | None:
-        """How the process says that it ended; None if it did not say."""
+        """Return how the process says that it ended; None if it did not say."""
         found = self.read("outcome")
         return None if found is None else RunOutcome(**found["outcome"])
 

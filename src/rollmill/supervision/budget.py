@@ -33,7 +33,7 @@ class RestartBudget:
         return min(self._backoff_s * 2.0 ** (self.used - 1), _LONGEST_BACKOFF_S)
 
     def describe(self) -> str:
-        """How often the run has failed, for the last error."""
+        """Say how often the run has failed, for the last error."""
         times = self.used + 1
         return f"It failed {times} time{'s' if times > 1 else ''} after step {self.furthest} (supervise.restarts)"
 

@@ -20,14 +20,14 @@ from typing import Any
 from rollmill.config.supervision import SupervisionConfig
 from rollmill.orchestrator.run_lock import hold_run_lock
 from rollmill.progress import end_for_restart, has_worked, reset_progress, signals_handled, step_reached
-from rollmill.supervision.attempt import Attempt
+from rollmill.supervision.attempt import RunAttempt
 from rollmill.supervision.budget import RestartBudget, RunFailedError
 from rollmill.supervision.memory import MemoryReduction, count_oom_kills
 from rollmill.supervision.watchdog import StallWatchdog, blocked_in, dump_stacks, read_stacks, write_stacks
 from rollmill.trackers.event_log import RESTART, record_event
 from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_heartbeats, trainer_activity
 
-Train = Callable[[Attempt], dict[str, Any]]
+Train = Callable[[RunAttempt], dict[str, Any]]
 """Trains in the process that calls it, and returns the run's summary. `attempt.run_dir` says what to resume."""
 
 _TICK_S, _LONGEST_LOOK_S = 0.25, 1.0
@@ -53,7 +53,7 @@ def can_supervise(config: SupervisionConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Failure:
-    """How an attempt failed."""
+    """Failure of an attempt."""
 
     reason: str
     may_pass: bool = True
@@ -106,7 +106,7 @@ class RunSupervisor:
 
     def _attempt(self) -> tuple[dict[str, Any], _Failure | None]:
         """Fork a process that trains, and wait for its end. Returns its summary, or its failure."""
-        attempt = Attempt(self._run_dir if self._begun else None, self._holds_lock, self._reduction)
+        attempt = RunAttempt(self._run_dir if self._begun else None, self._holds_lock, self._reduction)
         reset_progress()
         killed_before = count_oom_kills()
         sys.stdout.flush()
@@ -124,7 +124,7 @@ class RunSupervisor:
         finally:
             attempt.close()
 
-    def _wait(self, pid: int, attempt: Attempt) -> int:
+    def _wait(self, pid: int, attempt: RunAttempt) -> int:
         """Wait for the child's end, and return its exit code, or minus the signal that killed it."""
         watchdog, begun = StallWatchdog(pid, self._config.stall_limit(()), _LONGEST_LOOK_S), False
         while True:
@@ -156,7 +156,7 @@ class RunSupervisor:
         if signals_handled() == before:
             os.kill(pid, found.si_signo)
 
-    def _end_stalled(self, pid: int, attempt: Attempt, quiet_s: float) -> None:
+    def _end_stalled(self, pid: int, attempt: RunAttempt, quiet_s: float) -> None:
         """Write down what a stalled child does, and end it: with a checkpoint if it can, else killed."""
         beat = self._heartbeat() if attempt.read("run_dir") is not None else None
         does = " while it was loading" if beat is None else f" while it was at `{beat.doing}`"
@@ -172,7 +172,7 @@ class RunSupervisor:
 
     # -- after an attempt ----------------------------------------------------------------------------------------
 
-    def _judge(self, attempt: Attempt, code: int, oom_killed: bool) -> tuple[dict[str, Any], _Failure | None]:
+    def _judge(self, attempt: RunAttempt, code: int, oom_killed: bool) -> tuple[dict[str, Any], _Failure | None]:
         """Return the summary of a run that is done, or its failure. Raises KeyboardInterrupt if the user ended it."""
         outcome = attempt.outcome()
         if outcome is not None and outcome.status == "done":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from rollmill.web import RequestRefusedError
@@ -18,6 +19,8 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_S = 60.0
 """Seconds for a whole body to arrive."""
+_SHORT_BODY, _SHORT_BODY_S = 2**14, 2.0
+"""Bytes of a body that a refusal waits for, and seconds for them."""
 MOST_BODIES = 32
 """Bodies of the largest size that are held at the same time; this bounds their memory."""
 
@@ -71,7 +74,7 @@ class GuardMiddleware(ABC):
                 self.answered(scope, message)
             await send(message)
 
-        held = 0
+        held, was_read = 0, False
         try:
             try:
                 client = self.admit(scope, headers)
@@ -79,8 +82,11 @@ class GuardMiddleware(ABC):
                 if scope["path"] not in self.unlimited:
                     self._rates.take_request(client)
                     held = self._hold(headers)
+                    was_read = True
                     body = await self._body(receive)
             except RequestRefusedError as error:
+                if not was_read:
+                    await self._skip_short_body(headers, receive)
                 kind, text = self.refusal(scope, error)
                 return await send_response(watched, error.status, error.headers() | {"content-type": kind}, text)
             if not self.holds:
@@ -112,6 +118,19 @@ class GuardMiddleware(ABC):
         except TimeoutError:
             text = f"the body had not come after {self._body_s:g} s; send it again"
             raise RequestRefusedError(text, 408, code="body_timeout") from None
+
+    async def _skip_short_body(self, headers: dict[str, str], receive: Receive) -> None:
+        """Wait for the body of a request that is refused already, if it is short and on its way.
+
+        A connection whose body has not come whole is closed after the answer, and a client that has just sent its next
+        request on it would get no answer to that one.
+        """
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdecimal()) or int(length[:20]) > _SHORT_BODY or "expect" in headers:
+            return
+        with suppress(TimeoutError, RequestRefusedError):
+            async with asyncio.timeout(_SHORT_BODY_S):
+                await self._parts(receive)
 
     async def _parts(self, receive: Receive) -> bytes:
         parts, size = list[bytes](), 0

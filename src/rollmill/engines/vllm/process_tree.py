@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 import psutil
 
 STOPPED_S = 30.0
-"""How long a process may be stopped (SIGSTOP) before it counts as lost."""
+"""Seconds for which a process may be stopped (SIGSTOP) before it counts as lost."""
 _LOOK_S = 2.0
 _TITLE, _FORKED = "VLLM::", "rollmill.engines.vllm.worker"
 """Names of the subprocesses that vLLM needs: the title that it gives them, or the command that was forked. Others, such

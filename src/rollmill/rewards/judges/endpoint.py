@@ -88,7 +88,7 @@ class RateLimiter:
 
 MIN_BACKOFF_S, MAX_BACKOFF_S, MAX_PROBE_PAUSE_S = 0.5, 30.0, 10.0
 _LOOK_S = 0.1
-"""How often a request looks whether an endpoint that was away is back."""
+"""Seconds between two looks of a request whether an endpoint that was away is back."""
 _MAX_OUTAGES = 3
 """Outages after which a request is given up: it may cause them."""
 _IMAGE_TOKENS = 1000
