@@ -82,10 +82,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = ROOT / "examples" / "minimal.yaml"
         sys.setprofile(crossing)
-        code = rollmill.cli.main(
-            ["run", str(file), "--out", f"{folder}/run", "--set", "steps=3", "--set", "evaluation=null"]
-            + ["--set", "supervise.restarts=0"]  # in this process
-        )
+        settings = ["steps=3", "evaluation=null", "supervise.restarts=0"]  # no restarts: in this process
+        options = [word for each in settings for word in ("--set", each)]
+        code = rollmill.cli.main(["run", str(file), "--out", f"{folder}/run", *options])
         sys.setprofile(None)
     assert code == 0, f"the run ended with exit code {code}"
     named = [each for each in crossing.codes if not re.search(r"<(?:\w+comp|genexpr|module)>$", each.co_qualname)]
