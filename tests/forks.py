@@ -71,8 +71,11 @@ class Forks:
     def wait(self) -> Ended:
         """How the command ended."""
         code, self._busy = int(self._answer()), False
-        out, err = (Path(self._output.name, name).read_text(errors="replace") for name in ("stdout", "stderr"))
-        return Ended(code, out, err)
+        return Ended(code, self._written("stdout"), self._written("stderr"))
+
+    def output(self) -> str:
+        """Return what the command has written until now."""
+        return self._written("stdout") + self._written("stderr")
 
     def run(self, *argv: Any, folder: Path, uid: int | None = None) -> Ended:
         """start, then wait."""
@@ -97,6 +100,9 @@ class Forks:
         self._server.stdin.close()
         self._server.wait(timeout=30)
         self._output.cleanup()
+
+    def _written(self, name: str) -> str:
+        return Path(self._output.name, name).read_text(errors="replace")
 
     def _answer(self) -> str:
         assert self._server.stdout is not None

@@ -161,7 +161,7 @@ def _page(result: dict[str, Any]) -> str:
         within = sum(kill["area"] == "checkpoints" for kill in result["moments"])
         parts.append(
             f"### Killed at every file operation\n\n{len(result['moments'])} kills, {within} of them while a "
-            "checkpoint is written or removed. Each is at one operation of the run or up to 6 ms after it; then the run "
+            "checkpoint is written or removed. Each is at one operation of the run or up to 6 ms later; then the run "
             "goes on.\n\n" + moments.summary(result["moments"])
         )
     for family in FAMILIES:

@@ -268,7 +268,7 @@ class Scene:
             server = self._servers[self.watched]
             if not ended(server.pid):
                 if resumes:
-                    self._keep_explorers()
+                    self.keep_explorers()
                 time.sleep(0.02)
                 continue
             end = server.wait()
@@ -289,7 +289,11 @@ class Scene:
         elif self.recovered_at is None and self.step() > self.hit_step:
             self.recovered_at = time.time()
 
-    def _keep_explorers(self) -> None:
+    def output(self) -> str:
+        """Return what the command has written until now."""
+        return self._servers[0].output()
+
+    def keep_explorers(self) -> None:
         """Start explorers again that have died."""
         for number in self._explorers:
             server = self._servers[number]
