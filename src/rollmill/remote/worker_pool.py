@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollmill.errors import DeadlineError, EngineError, EngineLostError
+from rollmill.progress import Progress, count_progress
 from rollmill.waiting import OUTAGES, Outage, wait_with_grace
 
 _RETRY_S = 0.2
@@ -79,6 +80,8 @@ class PooledWorker:
     def note_outages(self, found: Sequence[Outage]) -> None:
         """Let this process's deadlines stand still, too, while a service is away for the worker."""
         outages = {f"{each.name}, for {self.name}": each.reason for each in found}
+        if outages:
+            count_progress(Progress.PHASES)  # the worker bounds such a wait, so it is no stall
         for name in self.outages - outages.keys():
             OUTAGES.end(name)
         for name, reason in outages.items():

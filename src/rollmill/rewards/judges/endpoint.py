@@ -25,6 +25,7 @@ from typing import Any
 
 from rollmill.config.rewards.judges import JudgeSection
 from rollmill.errors import ConfigError, EndpointLostError, RewardError
+from rollmill.progress import Progress, count_progress
 from rollmill.rewards.base import TIMEOUT
 from rollmill.rewards.function_threads import EventLoopThread, gather_or_cancel
 from rollmill.rewards.judges.breaker import GO, PROBE, acquire_breaker, release_breaker
@@ -239,6 +240,7 @@ class EndpointChatModel:
             if turn == PROBE:
                 await self._probe(request)
             else:
+                count_progress(Progress.PHASES)  # `away_s` bounds this wait, so it is no stall
                 await asyncio.sleep(_LOOK_S)
 
     async def _find_out(self, request: _Request, claimed: bool) -> None:
