@@ -22,7 +22,10 @@ from rollmill.types import Completion, Task
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _CURRENCY = re.compile(r"^([+-]?)\s*[$€£¥]\s*([+-]?)(?=[\d.])")
-_ROUGHLY = re.compile(r"^(?:=>?|≈|~|about|approximately|around|roughly|约)\s*", re.IGNORECASE)
+ROUGHLY = re.compile(
+    r"^[\s$]*(?:=>?|≈|~|\\(?:approx|simeq)(?![A-Za-z])|about|approximately|around|roughly|约)\s*", re.IGNORECASE
+)
+"""Words and signs before a rounded number."""
 _LONGEST_FIGURES = 60
 
 
@@ -55,7 +58,7 @@ def parse_chart_number(text: str) -> ChartNumber | None:
 
 def find_stated_number(text: str) -> ChartNumber | None:
     """Return the number of an answer, also with a unit or in words: `1.2 million`, `12元`, `一万五千`."""
-    text = _ROUGHLY.sub("", text.strip(), count=1)
+    text = ROUGHLY.sub("", text.strip(), count=1)
     found = parse_chart_number(text)
     if found is not None or len(text) > _LONGEST_FIGURES:
         return found

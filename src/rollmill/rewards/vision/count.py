@@ -13,7 +13,7 @@ from rollmill.rewards.answers.phrase import names_several_values
 from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
 from rollmill.rewards.text.parsing import select_text
-from rollmill.rewards.vision.chart import parse_chart_number
+from rollmill.rewards.vision.chart import ROUGHLY, parse_chart_number
 from rollmill.types import Completion, Task
 
 _NONE = re.compile(r"\b(?:no|none|nothing|not any|aren't any|isn't any)\b|没有|无|零", re.IGNORECASE)
@@ -53,7 +53,7 @@ class CountScorer:
 
 def parse_count(found: FinalAnswer) -> Fraction | None:
     """Return the number in an answer, in digits or words of both languages; None for none or several."""
-    text = found.value[:_LONGEST]
+    text = ROUGHLY.sub("", found.value[:_LONGEST], count=1)
     if found.hedged or _SEVERAL.search(text):
         return None
     if found.kind == "sentence" and names_several_values(found.text):
