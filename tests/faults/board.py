@@ -276,7 +276,7 @@ def table(rows: Sequence[Row]) -> str:
         numbers = ("", "", "") if row.outcome == "skipped" else (row.tries, row.lost, row.doubled)
         seconds = "" if row.seconds_to_recovery is None else f"{row.seconds_to_recovery:.1f}"
         said = "; ".join(row.wrong) if row.outcome == "FAILED" else row.message
-        cells = [row.fault, f"{row.mode}, {row.store}", seen, *map(str, numbers), seconds, _cell(said)]
+        cells = [_cell(row.fault), f"{row.mode}, {row.store}", seen, *map(str, numbers), seconds, _cell(said)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
