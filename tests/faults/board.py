@@ -124,7 +124,8 @@ def _play(row: Row, it: Fault, scene: Scene, services: Services) -> None:
     row.tries = scene.tries
     if end is None:
         return
-    if left and scene.watched == 0:
+    explorers_wait = it.promise == "diagnosed" and scene.mode.explorers  # for a trainer that is resumed
+    if left and scene.watched == 0 and not explorers_wait:
         row.wrong.append(f"left running: {', '.join(left[:3])}")
     judge = _judge_recovery if it.promise == "recovered" else _judge_diagnosis
     judge(row, it, scene, end, services)
