@@ -130,7 +130,7 @@ class Scene:
         folder.mkdir(parents=True)
         shutil.copy(TRAP, folder / "trap.py")
         if mode.name == "vllm" and not PYTHON.exists():
-            raise CannotRunError(f"vLLM is not installed at {PYTHON}: make vllm-setup")
+            raise CannotRunError("vLLM is not installed: make vllm-setup")
 
     # -- before the run
 
