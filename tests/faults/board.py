@@ -124,7 +124,8 @@ def _play(row: Row, it: Fault, scene: Scene, services: Services) -> None:
     row.tries = scene.tries
     if end is None:
         return
-    if left and scene.watched == 0:
+    explorers_wait = it.promise == "diagnosed" and scene.mode.explorers  # for a trainer that is resumed
+    if left and scene.watched == 0 and not explorers_wait:
         row.wrong.append(f"left running: {', '.join(left[:3])}")
     judge = _judge_recovery if it.promise == "recovered" else _judge_diagnosis
     judge(row, it, scene, end, services)
@@ -276,7 +277,7 @@ def table(rows: Sequence[Row]) -> str:
         numbers = ("", "", "") if row.outcome == "skipped" else (row.tries, row.lost, row.doubled)
         seconds = "" if row.seconds_to_recovery is None else f"{row.seconds_to_recovery:.1f}"
         said = "; ".join(row.wrong) if row.outcome == "FAILED" else row.message
-        cells = [row.fault, f"{row.mode}, {row.store}", seen, *map(str, numbers), seconds, _cell(said)]
+        cells = [_cell(row.fault), f"{row.mode}, {row.store}", seen, *map(str, numbers), seconds, _cell(said)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

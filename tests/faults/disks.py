@@ -151,7 +151,7 @@ def _(scene: Scene) -> None:
     shutil.rmtree(scene.out / "weights")
 
 
-@fault("trainer.json is removed", "processes/memory")
+@fault("trainer.json is removed", "processes/memory", deadline_s=45)
 def _(scene: Scene) -> None:
     scene.pace(0.05)
     scene.begin()

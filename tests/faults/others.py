@@ -36,7 +36,7 @@ def _(scene: Scene) -> None:
     _second(scene, "resume", "out")
 
 
-@fault("a second trainer", "processes/sqlite", names=("is in use by",), **TWICE)
+@fault("a second trainer", "processes/sqlite", names=("rollmill resume out",), **TWICE)
 def _(scene: Scene) -> None:
     _second(scene, "run", "run.yaml", "--set", "mode=train", "--out", "out")
 
