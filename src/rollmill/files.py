@@ -160,7 +160,9 @@ def describe_process(pid: int) -> str:
     """Describe a process of this host: its id, its command, and whether it is stopped."""
     about = []
     with suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        command = " ".join(
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
+        )
         about = [command[:80]] if command else []
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
             about.append(f"it is stopped: `kill -CONT {pid}` continues it")

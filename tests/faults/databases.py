@@ -101,6 +101,7 @@ def _(scene: Scene) -> None:
 )
 def _(scene: Scene) -> None:
     server = scene.services.postgres
+    scene.changes["supervise"] = {"restarts": 0}  # each try would wait as long
     _working(scene)
     server.stop("immediate")
     scene.cleanup.callback(server.start)

@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {
     "rewards": [{"name": "python", "function": "noted", "run_in": "thread"}],
     "checkpoint": {"every": 2},
     "evaluation": {"every": 3},
+    "supervise": {"backoff_s": 0.1},
 }
 TRAP = Path(__file__).with_name("trap.py")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rollmill.errors import CheckpointError
+from rollmill.errors import CheckpointError, DamagedCheckpointError
 from rollmill.files import make_durable_folder, sync
 from rollmill.orchestrator.manifest import FORMAT, STATE, TRAINER, read_manifest, write_manifest
 from rollmill.orchestrator.state import RunState
@@ -96,11 +96,14 @@ class Checkpoints:
         """Read state and trainer state. Call it inside `verifying`, which finds damage.
 
         Raises:
+            DamagedCheckpointError: a file is missing.
             CheckpointError: they cannot be read.
         """
         import torch
 
         path = self.path(step)
+        if missing := [f"{name} is missing" for name in (STATE, TRAINER) if not (path / name).is_file()]:
+            raise DamagedCheckpointError(path, missing)  # also without a manifest
         try:
             content = json.loads((path / STATE).read_text())
             content.pop("format", None)

@@ -67,11 +67,14 @@ async def _serve_run(
         return replace(stage, policy=setup.policy, threads=setup.threads, plugins=[], weights_address=address)
 
     worker = ExplorerWorker(heartbeat, ExplorerSpec(), localize)
-    while not (trainer := _read_status(run_dir, setup.run_id)).done:
+    while (trainer := _read_status(run_dir, setup.run_id)) is None or not trainer.done:
         watch.check()
+        if trainer is None:  # somebody has removed the file; the trainer writes it again
+            await asyncio.sleep(WAIT_S)
+            continue
         serving = asyncio.ensure_future(_serve_trainer(trainer, number, worker))
         try:
-            while not serving.done() and _read_status(run_dir, setup.run_id) == trainer:
+            while not serving.done() and _read_status(run_dir, setup.run_id) in (trainer, None):
                 watch.check()
                 await asyncio.wait([serving], timeout=WAIT_S)
             if serving.done():
@@ -114,9 +117,9 @@ def _find_run(run_dir: Path) -> TrainerStatus | None:
     return status if status.run_id == read_run_id(run_dir) else None
 
 
-def _read_status(run_dir: Path, run_id: str) -> TrainerStatus:
+def _read_status(run_dir: Path, run_id: str) -> TrainerStatus | None:
     status = read_trainer_status(run_dir)
-    if status is None or status.run_id != run_id:
+    if status is not None and status.run_id != run_id:
         raise ConfigError(f"another run was started in {run_dir}; start this explorer again to join it")
     return status
 

@@ -12,16 +12,18 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from rollmill.errors import RollmillError
 from rollmill.orchestrator.state import StageState
 from rollmill.remote.connection import LOST, ConnectedWorker, accept_worker
 from rollmill.remote.rollout_backend import WeightTransport
-from rollmill.remote.run_state import EXPLORER, EXPLORERS, TrainerStatus, describe_explorers
+from rollmill.remote.run_state import EXPLORER, EXPLORERS, TRAINER_STATUS, TrainerStatus, describe_explorers
 from rollmill.remote.stage_worker import WorkerSetup
 from rollmill.remote.worker_pool import WorkerPool
 
 HEALTH_S = 60.0
 """An explorer that does not answer for so long is no longer asked, and may join again."""
 _HANDSHAKE_S = 60.0
+_STATUS_LOOK_S = 1.0
 _KEY_BYTES = 32
 
 
@@ -54,12 +56,24 @@ class JoinedExplorers:
         status = TrainerStatus(self._run_id, host, tuple(_own_addresses(host)), port, self._key.hex())
         try:
             status.write(self._run_dir)
-            yield
+            kept = asyncio.ensure_future(self._keep(status))
+            try:
+                yield
+            finally:
+                kept.cancel()
             replace(status, key="", done=True).write(self._run_dir)
         finally:
             server.close()
             for worker in self.pool.workers:
                 worker.handle.kill()
+
+    async def _keep(self, status: TrainerStatus) -> None:
+        """Write the trainer's status again if somebody removes its file."""
+        while True:
+            await asyncio.sleep(_STATUS_LOOK_S)
+            if self._run_dir.is_dir() and not (self._run_dir / TRAINER_STATUS).exists():
+                with suppress(RollmillError):  # a run directory that cannot be written is noticed by others
+                    status.write(self._run_dir)
 
     async def _welcome(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Add a process that connects and has the key."""
