@@ -125,6 +125,7 @@ def _(scene: Scene) -> None:
     deadline_s=150,
 )
 def _(scene: Scene) -> None:
+    scene.changes["supervise"] = {"restarts": 0}  # each try would wait as long
     _working(scene)
     code = (
         "import sqlite3, sys, time\n"

@@ -24,7 +24,7 @@ def _second(scene: Scene, *argv: str) -> None:
     "a second `rollmill run` in the same directory",
     "inline/memory",
     "async/sqlite",
-    names=("rollmill resume out",),
+    names=("choose another",),
     **TWICE,
 )
 def _(scene: Scene) -> None:
@@ -36,7 +36,7 @@ def _(scene: Scene) -> None:
     _second(scene, "resume", "out")
 
 
-@fault("a second trainer", "processes/sqlite", names=("rollmill resume out",), **TWICE)
+@fault("a second trainer", "processes/sqlite", names=("choose another",), **TWICE)
 def _(scene: Scene) -> None:
     _second(scene, "run", "run.yaml", "--set", "mode=train", "--out", "out")
 

@@ -40,7 +40,8 @@ def started(folder: Path, name: str, architecture: str = "qwen3_moe", **changes:
 
 
 def gap(out: Path) -> float:
-    return max(row["logprob_gap/max"] for row in metrics(out) if "logprob_gap/max" in row)
+    """The largest gap of the first two steps: both runs have about the same weights there, and bf16's own gap is small."""
+    return max(row["logprob_gap/max"] for row in metrics(out)[:2])
 
 
 def resumed(out: Path, to: Path, *, after: int) -> Path:
@@ -69,7 +70,7 @@ def whole(folder: Path) -> Path:
 def test_the_gap_of_experts_is_gone_in_a_run_with_partial_rollouts(folder: Path, whole: Path) -> None:
     assert sum(row["rollout/continued"] for row in metrics(whole)) > 0
     off = started(folder, "off", trainer={"router_replay": False})
-    assert gap(whole) < 0.6
+    assert gap(whole) < 0.3
     assert gap(off) > 2 * gap(whole)
 
 

@@ -263,7 +263,7 @@ def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path
 
 
 def test_the_error_names_the_stopped_explorer(servers: list[Forks], tmp_path: Path) -> None:
-    pid = stop_one(tmp_path, servers, rollout={"deadline_s": 6})
+    pid = stop_one(tmp_path, servers, rollout={"deadline_s": 6}, supervise={"restarts": 0})
     trainer, stopped, other = servers
     with ExitStack() as stack:
         stack.callback(send, pid)
@@ -307,7 +307,7 @@ def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: 
 
 
 def test_an_explorer_whose_trainer_is_stopped_says_so(servers: list[Forks], tmp_path: Path) -> None:
-    tiny_run(tmp_path, **RL | {"steps": 200})
+    tiny_run(tmp_path, **RL | {"steps": 200, "supervise": {"restarts": 0}})  # the command is the trainer
     pid = start(servers[0], tmp_path, "train")
     start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
     wait_until(lambda: len(steps(tmp_path)) >= 2, servers[0])
