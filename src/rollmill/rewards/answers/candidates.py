@@ -222,7 +222,7 @@ def apply_correction(passage: SegmentedText, candidate: AnswerCandidate, value: 
 
 def find_bare_answer(text: str) -> AnswerCandidate | None:
     """Return the whole text if it is one short line without words."""
-    line = text.strip()
+    line = re.sub(r"!{2,}$", "", text.strip())
     if (
         not 0 < len(line) <= 80
         or "\n" in line

@@ -69,7 +69,7 @@ _CORRECTED = re.compile(
 )
 _DISBELIEVED = re.compile(
     r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt)\s+(?:\w+ )?(?:think|believe|say|sure|certain|claim|mean"
-    r"|that|(?:the case|true) that)\b|\bnot (?:convinced|the case)\b|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
+    r"|that|(?:the case|true) that)\b|\bnot (?:convinced|the case)\b|\bno (?:way|chance)\b(?! (?:to|of)\b)|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
     re.IGNORECASE,
 )
 OTHER_ANSWER = re.compile(
@@ -99,6 +99,8 @@ _CORRECTING = re.compile(
     r"|\bmake (?:it|that)\b|\bi meant?\b|更正为|应(?:该|当)?(?:是|为)|改为|其实是|实际上是)",
     re.IGNORECASE,
 )
+_RIGHT_ONE = re.compile(r"(?:\b(?:correct|right|actual|true)|(?:正确|真正|实际)的?)\s*$", re.IGNORECASE)
+"""Words that oppose the answer named next to a wrong one in an earlier clause."""
 _CLAUSES = re.compile(r"[.!?;:。；！？：\n]")
 _IS_LETTER = re.compile(r"[A-Ja-j]|")
 _BEHIND = 400
@@ -114,6 +116,8 @@ def is_denied(before: str, tail: str, *, is_question: bool) -> bool:
         is_question: its sentence is a question.
     """
     clause = _CLAUSES.split(before[-120:])[-1]
+    if _RIGHT_ONE.search(clause):
+        clause = re.split("[,，]", clause)[-1]
     return (
         is_question
         or NEGATION.match(tail) is not None

@@ -88,6 +88,8 @@ _LABELLED = re.compile(
     re.IGNORECASE,
 )
 _ENUMERATED = re.compile(r"(?:^|\n)[ \t>*]*\(?\d{1,2}[.)](?=\s)")
+_STEP_NUMBER = re.compile(r"[#(]?\d[\d.,]*[a-z]?\)?")
+"""A number as it follows `step`; `equation 3x + 2y = 12` and `point (2, 3)` are values."""
 _MOST_OPERATORS = 4
 """Consecutive operators allowed in a formula: a row of thousands of dashes is none."""
 
@@ -197,7 +199,10 @@ def _token(text: str, at: int, passage: SegmentedText) -> tuple[str | None, int]
 
 
 def _starts(text: str, at: int, passage: SegmentedText) -> bool:
-    return at < len(text) and _token(text, at, passage)[0] in ("number", "command", "formula", "bracket")
+    if at >= len(text):
+        return False
+    kind, end = _token(text, at, passage)
+    return kind in ("number", "command", "formula", "bracket") or (kind == "letter" and _is_variable(text, at, end))
 
 
 def _closing(text: str, at: int) -> int | None:
@@ -235,4 +240,4 @@ def _is_value(text: str, start: int, end: int, passage: SegmentedText) -> bool:
         return False
     if re.fullmatch(r"\([A-Za-z]\)|\(?\d{1,2}\)", run) and start and text[start - 1] not in " \n:：":
         return False
-    return not (re.match(r"[#(]?\d", run) and _LABELLED.search(text, max(0, start - 14), start))
+    return not (_STEP_NUMBER.fullmatch(run) and _LABELLED.search(text, max(0, start - 14), start))
