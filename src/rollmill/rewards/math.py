@@ -31,6 +31,10 @@ from rollmill.types import Completion, Task
 _ROUNDING = Fraction(1, 10**9)
 """Relative difference allowed if the reference is a Python float."""
 
+_LETTER_FORMULA = re.compile(
+    r"\$\W*[A-Za-z]\W*\$|\\\(\W*[A-Za-z]\W*\\\)|\\(?:text|textbf|mathrm|mbox)\s*\{[A-Za-z .'-]{1,60}\}"
+)
+
 
 class MathScorer:
     """1 if the final answer equals the reference, else 0. A task without an answer has no reward.
@@ -90,11 +94,9 @@ def reference_answer(answer: object) -> str:
 
 
 def _formula_answer(text: str) -> FinalAnswer | None:
-    """Return the answer if the last sentence gives a letter as a formula, as in `so we get $D$`."""
+    """Return the answer if the last sentence gives a letter or words as a formula: `so we get $D$`, `$\\text{red}$`."""
     found = extract_answer(text)
-    return (
-        found if found is not None and re.fullmatch(r"\$\W*[A-Za-z]\W*\$|\\\(\W*[A-Za-z]\W*\\\)", found.value) else None
-    )
+    return found if found is not None and _LETTER_FORMULA.fullmatch(found.value) else None
 
 
 def _without_asked_side(answer: str, task: Task) -> str:

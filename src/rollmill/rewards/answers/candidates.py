@@ -56,6 +56,8 @@ _SAID = re.compile(
     rf"|\b(?:correct|right|best|final|desired|required|appropriate)\s+(?:[a-z]+\s+)?{_NOUN}\s*(?:{_VERB}\s*:?|[*_]*:)+"
     r"|\b(?:ans|result|final result|final value|conclusion)\s*[*_]*\s*[:=]"
     r"|\b(?:order|sequence)\s*(?:is|:)+"
+    r"|\b(?:solutions?|roots|zeros|values|points)(?: [^.:\n]{1,40})? (?:are|is)(?: (?:therefore|thus|as follows))?"
+    r"\s*[*_]*:[*_]*(?=\s*\n\s*[-*•] )"
     r"|\b(?:I|we)(?:'d| would| will)?\s+(?:choose|pick|select|answer|go with|conclude(?: that)?)\b"
     r"|\[(?:答案|answer)\]\s*:?"
     r"|答案(?:应该|应|就|为|是|选|等于|便|即){0,3}(?:(?<=[是为选即])\s*:?|\s*:)|(?:最终|所以|因此|最后)?(?:结果|得数)(?:应该|应|就)?(?:是|为|等于)\s*:?"
@@ -82,6 +84,9 @@ _WORKING = re.compile(
     re.IGNORECASE,
 )
 _SKIP = re.compile(r"(?:[\s*:：_>#\"“‘]|(?<=\n)[-–•](?=\s)|\\(?:quad|,|;| |text\{\s*\}))*")
+_BULLET = re.compile(r"\n\s*[-*•] +")
+_LIST_OF_ANSWERS = re.compile(r"[ \t*_]*(?:\n\s*[-*•] +[^\n]{1,60}){2,12}(?=\s*\Z|\n\s*\n)")
+"""A list with a mark before each item, which ends its paragraph."""
 _CONCLUDES = re.compile(
     r"\b(?:therefore|thus|hence|so|consequently|in conclusion|finally|in total|altogether|overall"
     r"|this (?:means|gives|shows)|which (?:means|gives)|we (?:get|find|obtain|have))\b"
@@ -172,6 +177,10 @@ def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
             or _UNSAID.match(text, mark.end())
             or (heading and _is_working(passage, phrase, end))
         ):
+            continue
+        if (bullets := _LIST_OF_ANSWERS.match(text, mark.end())) is not None:
+            items = [item.strip(" .,;") for item in _BULLET.split(bullets[0])[1:]]
+            found.append(AnswerCandidate("said", ", ".join(items), start, bullets.end()))
             continue
         claim = text[mark.end() : end]
         if heading and re.match(r"[\s*]*neither\b", claim, re.IGNORECASE):
@@ -273,7 +282,7 @@ def find_concluding_sentence(passage: SegmentedText) -> AnswerCandidate | None:
         if any(is_denied(sentence[: mark.start()], sentence[mark.end() :], is_question=False) for mark in marks):
             return None
         at = sentence.rfind(value)
-        before = sentence[: max(at, 0)]
+        before = sentence[: max(at, 0)].rstrip(" $(\\")
         if POSSIBILITY.search(before) or is_only_possible(sentence[max(at, 0) + len(value) :]):
             continue
         if (

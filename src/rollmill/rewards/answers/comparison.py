@@ -27,6 +27,7 @@ from rollmill.rewards.answers.quantities import (
     parse_quantity,
     quantities_equal,
     split_unit,
+    strip_approximation,
     strip_spaces,
 )
 
@@ -72,7 +73,6 @@ _APPROXIMATE = Fraction(1, 100)
 """Relative difference allowed after an approximation sign."""
 
 _SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
-_ROUGHLY = re.compile(r"^(?:=>?|\\approx(?![A-Za-z])|≈|\\simeq(?![A-Za-z])|约(?:为|是)?|approximately|about) ?")
 _ALTERNATIVE = re.compile(r" ?,? ?(?:(?<![A-Za-z])or(?![A-Za-z])|或者?) ?")
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?")
 _TIMES_100 = re.compile(r"(?:\\times|\\cdot|\*|x) ?100(?![\d.%]).*=")
@@ -116,7 +116,7 @@ def compare_texts(gold: str, answer: str, rules: AnswerMatchOptions = EXACT) -> 
 
     Both texts are normalised here. Never raises.
     """
-    gold, answer = (_ROUGHLY.sub("", normalize_answer(text), count=1) for text in (gold, answer))
+    gold, answer = (strip_approximation(normalize_answer(text)) for text in (gold, answer))
     if not answer:
         return not gold
     if strip_spaces(gold) == strip_spaces(answer):
@@ -289,6 +289,8 @@ def _same_notation(gold: re.Match[str], answer: str, written: re.Pattern[str]) -
     Ratios are equal if one is a multiple of the other, unless the reference looks like a time of day. A ratio of two is
     also a fraction.
     """
+    if written is _RATIO and not _CLOCK.fullmatch(gold[1].replace(" ", "")):
+        answer = re.sub(r"(?<=\d) to (?=\d)", ":", answer)
     found = written.fullmatch(answer)
     if found is not None:
         one, other = gold[1].replace(" ", ""), found[1].replace(" ", "")

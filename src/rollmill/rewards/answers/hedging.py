@@ -69,7 +69,8 @@ _CORRECTED = re.compile(
 )
 _DISBELIEVED = re.compile(
     r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt)\s+(?:\w+ )?(?:think|believe|say|sure|certain|claim|mean"
-    r"|that|(?:the case|true) that)\b|\bnot (?:convinced|the case)\b|\bno (?:way|chance)\b(?! (?:to|of)\b)|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
+    r"|that|(?:the case|true) that)\b|\bnot (?:convinced|the case)\b|\bno (?:way|chance)\b(?! (?:to|of)\b)"
+    r"|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
     re.IGNORECASE,
 )
 OTHER_ANSWER = re.compile(

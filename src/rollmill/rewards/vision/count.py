@@ -10,7 +10,7 @@ from rollmill.config.rewards.vision import CountReward
 from rollmill.rewards.answers.extraction import FinalAnswer, extract_answer
 from rollmill.rewards.answers.numerals import find_chinese_counts, find_english_numbers
 from rollmill.rewards.answers.phrase import names_several_values
-from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_approximation
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
 from rollmill.rewards.text.parsing import select_text
 from rollmill.rewards.vision.chart import parse_chart_number
@@ -58,7 +58,7 @@ def parse_count(found: FinalAnswer) -> Fraction | None:
         return None
     if found.kind == "sentence" and names_several_values(found.text):
         return None
-    number = parse_quantity(normalize_answer(text.rpartition("=")[2]))
+    number = parse_quantity(strip_approximation(normalize_answer(text.rpartition("=")[2])))
     if number is not None:
         return None if number.percent else number.value
     words = find_english_numbers(text) or find_chinese_counts(text)
