@@ -64,7 +64,7 @@ _SAID = re.compile(
     r"|正确的?(?:选项|顺序|说法|排序|答案|图象|图像|结论)?\s*(?:应该|应)?\s*(?:是|为|有|:)+|(?:符合|满足)[^,。;\n]{0,16}的(?:选项|说法)?(?:是|为|有)"
     r"|(?:[故应]|所以|因此)\s*选(?:择|项)?\s*(?:是|为|:)*"
     r"|(?<![备可挑精])选(?:择|项)?\s*(?:是|为|:)*\s*(?=[(\[]?[A-J]{1,10}(?![A-Za-z]))"
-    r"|(?<![解问回])答\s*:|(?:[故应]|所以|因此|应该)填\s*[:是为]?\s*(?=\S)|(?:排序|顺序)(?:是|为)?\s*:",
+    r"|(?<![解问回])答\s*:|(?:[故应]|所以|因此|应该)填\s*[:是为]?\s*(?=\S)|(?:排序|顺序|排列)(?:应该?)?(?:依次)?(?:(?:是|为)?\s*:|(?:是|为)(?=\s*[A-J①-⑳]))",
     re.IGNORECASE,
 )
 _UNSAID = re.compile(
@@ -282,7 +282,7 @@ def find_concluding_sentence(passage: SegmentedText) -> AnswerCandidate | None:
         if any(is_denied(sentence[: mark.start()], sentence[mark.end() :], is_question=False) for mark in marks):
             return None
         at = sentence.rfind(value)
-        before = sentence[: max(at, 0)].rstrip(" $(\\")
+        before = sentence[: max(at, 0)].rstrip(" $(\\") + " "
         if POSSIBILITY.search(before) or is_only_possible(sentence[max(at, 0) + len(value) :]):
             continue
         if (

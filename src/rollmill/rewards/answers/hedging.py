@@ -37,7 +37,8 @@ _RETRACTED = re.compile(
     rf"[\s*$)\]}}_.,，。—–\-\"”'’`]*(?:(?:\(|（)?(?:but |however,? |hmm,? |oh,? )?(?:(?:this|that|it|which|the answer"
     rf"|这|那|这个答案|上述答案)\s*)?"
     rf"(?:(?:is|was|are|seems?|looks?|must be|would be|is clearly|isn't|是)\s*)?(?:{_WRONG})"
-    r"|(?:no|oops|sorry|scratch that|wait,? no|never ?mind|i made (?:a|an) (?:mistake|error)|不对|不是的|等等,?不|抱歉"
+    r"|(?:no|oops|sorry|scratch that|(?:wait|actually|hmm|oh),? no"
+    r"|never ?mind|i made (?:a|an) (?:mistake|error)|不对|不是的|等等,?不|抱歉"
     r"|更正)[,.!。:—])",
     re.IGNORECASE,
 )
@@ -63,6 +64,7 @@ _CORRECTED = re.compile(
     r"|\b(?:actually|rather|instead|correction|i meant?|make (?:it|that)|i mean)[,:]?(?: (?:it is|it's"
     r"|it should be|the answer is|is))?"
     r"|\bbut(?: rather| actually)?(?: (?:it is|it's|is))?|\bit(?:'s| is)|\bno[,:]?(?: wait[,:]?)?(?: (?:it is|it's))"
+    r"|\b(?:wait|actually|hmm|oh),? no[,:.]?(?: (?:it is|it's|the answer is))?"
     r"|应(?:该|当)?(?:是|为)|而是|更正为|改为|其实是|实际上是)"
     rf"{_OTHER}",
     re.IGNORECASE,
@@ -96,7 +98,7 @@ _POSSIBLE = (
 _IS_POSSIBLE = re.compile(rf"[\s*$)}}\]\\]*(?:{_POSSIBLE})", re.IGNORECASE)
 _CORRECTING = re.compile(
     r"[^\d\n]{0,60}?(?:\b(?:should|must)(?: actually| really| instead)? (?:have been|be)\b"
-    r"|\bactually,? (?:it is|it's)\b|\bcorrection\b"
+    r"|\b(?:actually|wait),? (?:it is|it's)\b|\bcorrection\b"
     r"|\bmake (?:it|that)\b|\bi meant?\b|更正为|应(?:该|当)?(?:是|为)|改为|其实是|实际上是)",
     re.IGNORECASE,
 )

@@ -76,6 +76,8 @@ _BRACKETS = re.compile(r"[(\[{)\]}]")
 _CHINESE_VALUE = re.compile(
     rf"(?<![第{CHINESE_DIGITS}])(?:{CHINESE_NUMERAL})(?=[{MEASURE_WORDS}元角分米克吨升秒天年月日周岁个厘毫千公斤平立度\s,，。.;；!！)]|$)"
 )
+_LONG_CHINESE_VALUE = re.compile(rf"(?=[{CHINESE_DIGITS}]{{2}})(?![一-九]千[克米瓦]){_CHINESE_VALUE.pattern}")
+"""A numeral of several characters: one beside digits is a value as well, unlike the 一 of 一本."""
 _SPELLED_VALUE = re.compile(
     r"(?<!the )(?<!these )(?<!those )(?<!both )(?<!of )(?<!other )(?<!all )(?<!last )(?<!first )(?<!next )(?<!any )"
     rf"(?<!in )(?!one(?! (?:hundred|thousand|million|billion|half|third|fourth|quarter|fifth|sixth|eighth|tenth)|\W*$))"
@@ -120,12 +122,18 @@ def find_values(text: str) -> list[ValueSpan]:
             end = unit_end  # the 2 of cm^2 is not a separate value
         at = max(end, at + 1)
     if not found:
-        found = [
-            ValueSpan(each.start(), each.end(), find_unit_end(text, each.start(), each.end()))
-            for pattern in (_CHINESE_VALUE, _SPELLED_VALUE)
-            for each in pattern.finditer(text)
-        ]
-    return found
+        return [each for pattern in (_CHINESE_VALUE, _SPELLED_VALUE) for each in _numerals(text, pattern)]
+    covered = [(each.start, each.unit_end) for each in found]
+    mixed = [
+        each
+        for each in _numerals(text, _LONG_CHINESE_VALUE)
+        if not any(start < each.unit_end and each.start < end for start, end in covered)
+    ]
+    return sorted([*found, *mixed], key=lambda each: each.start) if mixed else found
+
+
+def _numerals(text: str, pattern: re.Pattern[str]) -> list[ValueSpan]:
+    return [ValueSpan(*each.span(), find_unit_end(text, *each.span())) for each in pattern.finditer(text)]
 
 
 def _next(text: str, at: int) -> int:
