@@ -134,8 +134,7 @@ def selected_options(found: FinalAnswer, options: dict[str, str], *, several: bo
     if (whole := _same_text(_plain(found.tail), options)) is not None:
         return frozenset(whole)
     if options and several and (kept := _EXCEPT.fullmatch(_plain(found.line))) is not None:
-        letters = known - {*re.findall("[A-Z]", kept["list"] or kept["chinese"])}
-        return letters or None
+        return known - {*re.findall("[A-Z]", kept["list"] or kept["chinese"])} or None
     if not several and (last := _remaining(found, options, known)) is not None:
         return frozenset(last)
     if found.kind == "line" and (stated := _stated(found, options, known)) is not None:
