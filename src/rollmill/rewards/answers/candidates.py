@@ -121,7 +121,9 @@ _MARKED = re.compile(
 )
 _WORDS = re.compile(r"(?<![\\A-Za-z])(?!sqrt|pi|sin|cos|tan|log|ln|exp)[A-Za-z]{2,}")
 _NEGATIVE = re.compile(
-    r"(?:n't|\bnot|\bnever|不是|不为|不等于|没有|并非)\s*(?:be |equal(?: to)? |exactly )?\s*$", re.IGNORECASE
+    r"(?:n't|\bnot|\bnever|不是|不为|不等于|没有|并非)"
+    r"\s*(?:be |equal(?: to)? |exactly |(?:\w+ ){0,2}(?:at|through)(?: the)?(?: points?)? )?\s*$",
+    re.IGNORECASE,
 )
 _LONGEST_LINE = 200
 _MOST_SENTENCES = 12
@@ -185,7 +187,8 @@ def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
         claim = text[mark.end() : end]
         if heading and re.match(r"[\s*]*neither\b", claim, re.IGNORECASE):
             claim = ""  # "neither ..." is the text of an option here
-        if is_denied(sentence, claim, is_question=text[end : end + 1] in ("?", "？")):
+        opposed = mark[0].split()[0] if re.match(r"(?:correct|right)\b", mark[0], re.IGNORECASE) else ""
+        if is_denied(sentence + opposed, claim, is_question=text[end : end + 1] in ("?", "？")):
             if NEGATION.match(text[mark.end() : end]) and (correction := _correction(passage, start, end)) is not None:
                 found.append(correction)
             continue

@@ -119,12 +119,12 @@ def is_denied(before: str, tail: str, *, is_question: bool) -> bool:
         is_question: its sentence is a question.
     """
     clause = _CLAUSES.split(before[-120:])[-1]
-    if _RIGHT_ONE.search(clause):
-        clause = re.split("[,，]", clause)[-1]
+    opposed = re.split("[,，]", clause)[-1] if _RIGHT_ONE.search(clause) else clause
     return (
         is_question
         or NEGATION.match(tail) is not None
-        or any(each.search(clause) is not None for each in (_DENIED_BEFORE, _SUPPOSED))
+        or _DENIED_BEFORE.search(opposed) is not None
+        or _SUPPOSED.search(clause) is not None
     )
 
 
