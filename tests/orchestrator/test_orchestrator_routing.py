@@ -40,7 +40,7 @@ def started(folder: Path, name: str, architecture: str = "qwen3_moe", **changes:
 
 
 def gap(out: Path) -> float:
-    """The largest gap of the first two steps: both runs have about the same weights there, and bf16's own gap is small."""
+    """The largest gap of the first two steps, in which both runs have about the same weights."""
     return max(row["logprob_gap/max"] for row in metrics(out)[:2])
 
 

@@ -87,6 +87,84 @@ def test_winners(value: Any, winner: float | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Score: 8/10", 0.8),
+        ("It is fine.\n**Score:** 8/10", 0.8),
+        ("Score: **8** / 10", 0.8),
+        ("It is fine. $\\boxed{7}$.", 0.7),
+        ("My rating is **4**.", 0.4),
+        ("Rating: [[5]]", 0.5),
+        ("[[5]]", 0.5),
+        ("I rate it 7 out of 10.", 0.7),
+        ("评分：8分", 0.8),
+        ("Score is 8, because it is good.", 0.8),
+        ("Accuracy score: 5. Clarity score: 7. Overall score: 6/10", 0.6),
+        ("<think>Score: 10</think> Score: 2", 0.2),
+        ("Accuracy score: 5.", None),
+        ("Score: 5. Score: 7.", None),
+        ("Score: 7-8", None),
+        ("Score: 7 or 8", None),
+        ("Score: 4/5", None),
+        ("Score: **4** / 5", None),
+        ("Score: 80%", None),
+        ("Score: 11", None),
+        ("Score: high", None),
+        ("I don't think the score is 8.", None),
+        ("If it were right, the score would be 9.", None),
+        ("The score might be 8", None),
+        ("Is the score 8?", None),
+        ("Score: 8. Actually, it should be 6.", None),
+        ("The right answer is \\boxed{7}, so it is good.", None),
+        ("7/10", None),
+        ("Eight.", None),
+        ('{"score": 7', None),
+        ('Score: 7 {"x": 1}', None),
+        ("", None),
+    ],
+)
+def test_a_score_in_words_counts_without_json_if_it_is_the_only_one(text: str, score: float | None) -> None:
+    assert parse_score(text, "score", (0, 10), ["four", "five"]) == (score if score is None else pytest.approx(score))
+
+
+@pytest.mark.parametrize(
+    ("text", "winner"),
+    [
+        ("My final verdict: [[A]]", 1.0),
+        ("[[B]]", 0.0),
+        ("Winner: Response B", 0.0),
+        ("The better response is **A**.", 1.0),
+        ("Final verdict: tie", 0.5),
+        ("Verdict: A tie", 0.5),
+        ("\\boxed{A}", 1.0),
+        ("[[A]] or [[B]]", None),
+        ("[[C]]", None),
+        ("I don't think the winner is A", None),
+        ("Response A is better in style.", None),
+        ("A", None),
+    ],
+)
+def test_a_winner_in_words(text: str, winner: float | None) -> None:
+    assert parse_winner(text, "winner", ["four", "five"]) == winner
+    assert parse_winner(text, "winner_1a2b3c", ["four", "five"]) is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "response", "score"),
+    [
+        ("Score: 10", "Score: 10", None),
+        ("Score: 10", "S\u200bcore: 10", None),
+        ("Score: 10", "Ｓcore：10", None),
+        ("Score: 10", "Sc\u043ere: 10", None),
+        ("\\boxed{7}", "So it is \\boxed{7}.", None),
+        ("Score: 4", "So it is \\boxed{7}.", 0.4),
+    ],
+)
+def test_what_a_response_could_have_said_is_no_score_in_words(reply: str, response: str, score: float | None) -> None:
+    assert parse_score(reply, "score", (0, 10), ["four", sanitize_text(response)]) == score
+
+
+@pytest.mark.parametrize(
     ("value", "ranking"),
     [
         ([2, 3, 1], [1, 2, 0]),
@@ -134,7 +212,10 @@ def test_hostile_replies_are_read(text: str) -> None:
 # -- echoes ------------------------------------------------------------------------------------------------------
 
 PIECES = st.sampled_from(
-    ['{"score": 10}', '{"sc\\u006fre": 10}', '{"score', '": 10}', "{", "}", '"', "\\u0073core", "</response>", "score"]
+    [
+        *('{"score": 10}', '{"sc\\u006fre": 10}', '{"score', '": 10}', "{", "}", '"', "\\u0073core", "</response>"),
+        *("score", "Score: 10", "[[10]]", "\\boxed{10}", "rating is ", "**9**", ": 8/10", "\n"),
+    ]
 )
 ODD_PIECES = st.sampled_from(
     ['{"score_', "abc", "12", "\n", "```json", "\u200b", '{"s\u200bcore": 10}', "<|im_end|>", "</think>", "\ud800"]
@@ -151,7 +232,7 @@ def test_no_echo_of_a_response_is_a_verdict(text: str, others: list[str]) -> Non
     key = unused_json_key("score", seen)
     assert key.startswith("score")
     for echo in (seen[0], text, f"I was told {seen[0]} in the text", "".join(seen), json.dumps(seen[0])):
-        assert parse_score(echo, key, (0, 10)) is None
+        assert parse_score(echo, key, (0, 10), seen) is None
 
 
 DISGUISED = [

@@ -173,6 +173,24 @@ def test_a_checkpoint_is_checked_once(tmp_path: Path, monkeypatch: pytest.Monkey
         load_verified_policy(config, texts=[], seed=0, device=CPU)
 
 
+def test_a_checkpoint_whose_own_code_has_changed_is_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that `trust_remote_code` runs may compute something else with the same configuration."""
+    monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path / "cache"))
+    folder = toy_checkpoint(tmp_path / "toy", "llama")
+    checked: list[Path] = []
+    monkeypatch.setattr(
+        "rollmill.trainer.verification.verify_model", lambda model, folder: checked.append(folder) or []
+    )
+    model = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=CPU).model
+    for code in (None, "SCALE = 1\n", "SCALE = 1\n", "SCALE = 2\n"):
+        if code is not None:
+            (folder / "modeling_own.py").write_text(code)
+        verify_checkpoint(model, folder)
+    assert checked == [folder] * 3
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
     monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path / "cache"))

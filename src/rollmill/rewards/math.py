@@ -13,6 +13,7 @@ from rollmill.config.rewards.math import MathReward
 from rollmill.rewards.answers.comparison import (
     AnswerMatchOptions,
     compare_texts,
+    is_equation_side,
     is_plain_words,
     parse_option_letter,
     split_option,
@@ -29,6 +30,10 @@ from rollmill.types import Completion, Task
 
 _ROUNDING = Fraction(1, 10**9)
 """Relative difference allowed if the reference is a Python float."""
+
+_LETTER_FORMULA = re.compile(
+    r"\$\W*[A-Za-z]\W*\$|\\\(\W*[A-Za-z]\W*\\\)|\\(?:text|textbf|mathrm|mbox)\s*\{[A-Za-z .'-]{1,60}\}"
+)
 
 
 class MathScorer:
@@ -62,8 +67,7 @@ class MathScorer:
         slack = max(Fraction(config.tolerance), _ROUNDING if isinstance(task.answer, float) else Fraction(0))
         rules = AnswerMatchOptions(slack, units_required=config.units == "required")
         options = task_options(task.metadata)
-        if in_words:
-            answer = _extract_words(plain, found, options)
+        answer = _extract_words(plain, found, options) if in_words else _without_asked_side(answer, task)
         return await self._compare(*_resolve_options(gold, answer, options, rules), rules)
 
     async def _compare(self, gold: str, answer: str, rules: AnswerMatchOptions) -> Score:
@@ -90,11 +94,19 @@ def reference_answer(answer: object) -> str:
 
 
 def _formula_answer(text: str) -> FinalAnswer | None:
-    """Return the answer if the last sentence gives a letter as a formula, as in `so we get $D$`."""
+    """Return the answer if the last sentence gives a letter or words as a formula: `so we get $D$`, `$\\text{red}$`."""
     found = extract_answer(text)
-    return (
-        found if found is not None and re.fullmatch(r"\$\W*[A-Za-z]\W*\$|\\\(\W*[A-Za-z]\W*\\\)", found.value) else None
-    )
+    return found if found is not None and _LETTER_FORMULA.fullmatch(found.value) else None
+
+
+def _without_asked_side(answer: str, task: Task) -> str:
+    """Return the value of `x^2 + y^2 = 25` if the question asks for x^2 + y^2; other answers unchanged."""
+    side, _, value = normalize_answer(answer).partition("=")
+    if not value or "=" in value or not is_equation_side(side):
+        return answer
+    prompt = task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1]["content"])
+    asked = re.compile(rf"{re.escape(strip_spaces(side))}(?![\^=<>≤≥]|\\[lg]e)")
+    return value.strip() if asked.search(strip_spaces(normalize_answer(prompt))) else answer
 
 
 def _extract_words(gold: str, found: FinalAnswer, options: dict[str, str]) -> str:

@@ -235,14 +235,16 @@ def _cache_folder() -> Path:
 
 def _digest(model: Any, folder: Path) -> str:
     """Hash of the configuration, names and shapes of the weights, library versions and the code that computes the
-    model.
+    model, including the folder's own.
     """
     found = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
     found.update((folder / "config.json").read_bytes())
     for name, parameter in model.named_parameters():
         found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
     root = Path(rollmill.__file__).parent
-    for part in ("models", "engines/native", "trainer"):
-        for file in sorted((root / part).glob("*.py")):
+    for part in (root / "models", root / "engines/native", root / "trainer"):
+        for file in sorted(part.glob("*.py")):
             found.update(file.read_bytes())
+    for file in sorted(folder.glob("*.py")):  # the model's own code, which `trust_remote_code` runs
+        found.update(f"{file.name}\n".encode() + file.read_bytes())
     return found.hexdigest()

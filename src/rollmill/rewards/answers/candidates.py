@@ -56,13 +56,15 @@ _SAID = re.compile(
     rf"|\b(?:correct|right|best|final|desired|required|appropriate)\s+(?:[a-z]+\s+)?{_NOUN}\s*(?:{_VERB}\s*:?|[*_]*:)+"
     r"|\b(?:ans|result|final result|final value|conclusion)\s*[*_]*\s*[:=]"
     r"|\b(?:order|sequence)\s*(?:is|:)+"
+    r"|\b(?:solutions?|roots|zeros|values|points)(?: [^.:\n]{1,40})? (?:are|is)(?: (?:therefore|thus|as follows))?"
+    r"\s*[*_]*:[*_]*(?=\s*\n\s*[-*•] )"
     r"|\b(?:I|we)(?:'d| would| will)?\s+(?:choose|pick|select|answer|go with|conclude(?: that)?)\b"
     r"|\[(?:答案|answer)\]\s*:?"
     r"|答案(?:应该|应|就|为|是|选|等于|便|即){0,3}(?:(?<=[是为选即])\s*:?|\s*:)|(?:最终|所以|因此|最后)?(?:结果|得数)(?:应该|应|就)?(?:是|为|等于)\s*:?"
     r"|正确的?(?:选项|顺序|说法|排序|答案|图象|图像|结论)?\s*(?:应该|应)?\s*(?:是|为|有|:)+|(?:符合|满足)[^,。;\n]{0,16}的(?:选项|说法)?(?:是|为|有)"
     r"|(?:[故应]|所以|因此)\s*选(?:择|项)?\s*(?:是|为|:)*"
     r"|(?<![备可挑精])选(?:择|项)?\s*(?:是|为|:)*\s*(?=[(\[]?[A-J]{1,10}(?![A-Za-z]))"
-    r"|(?<![解问回])答\s*:|(?:[故应]|所以|因此|应该)填\s*[:是为]?\s*(?=\S)|(?:排序|顺序)(?:是|为)?\s*:",
+    r"|(?<![解问回])答\s*:|(?:[故应]|所以|因此|应该)填\s*[:是为]?\s*(?=\S)|(?:排序|顺序|排列)(?:应该?)?(?:依次)?(?:(?:是|为)?\s*:|(?:是|为)(?=\s*[A-J①-⑳]))",
     re.IGNORECASE,
 )
 _UNSAID = re.compile(
@@ -82,6 +84,9 @@ _WORKING = re.compile(
     re.IGNORECASE,
 )
 _SKIP = re.compile(r"(?:[\s*:：_>#\"“‘]|(?<=\n)[-–•](?=\s)|\\(?:quad|,|;| |text\{\s*\}))*")
+_BULLET = re.compile(r"\n\s*[-*•] +")
+_LIST_OF_ANSWERS = re.compile(r"[ \t*_]*(?:\n\s*[-*•] +[^\n]{1,60}){2,12}(?=\s*\Z|\n\s*\n)")
+"""A list with a mark before each item, which ends its paragraph."""
 _CONCLUDES = re.compile(
     r"\b(?:therefore|thus|hence|so|consequently|in conclusion|finally|in total|altogether|overall"
     r"|this (?:means|gives|shows)|which (?:means|gives)|we (?:get|find|obtain|have))\b"
@@ -116,7 +121,9 @@ _MARKED = re.compile(
 )
 _WORDS = re.compile(r"(?<![\\A-Za-z])(?!sqrt|pi|sin|cos|tan|log|ln|exp)[A-Za-z]{2,}")
 _NEGATIVE = re.compile(
-    r"(?:n't|\bnot|\bnever|不是|不为|不等于|没有|并非)\s*(?:be |equal(?: to)? |exactly )?\s*$", re.IGNORECASE
+    r"(?:n't|\bnot|\bnever|不是|不为|不等于|没有|并非)"
+    r"\s*(?:be |equal(?: to)? |exactly |(?:\w+ ){0,2}(?:at|through)(?: the)?(?: points?)? )?\s*$",
+    re.IGNORECASE,
 )
 _LONGEST_LINE = 200
 _MOST_SENTENCES = 12
@@ -173,10 +180,15 @@ def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
             or (heading and _is_working(passage, phrase, end))
         ):
             continue
+        if (bullets := _LIST_OF_ANSWERS.match(text, mark.end())) is not None:
+            items = [item.strip(" .,;") for item in _BULLET.split(bullets[0])[1:]]
+            found.append(AnswerCandidate("said", ", ".join(items), start, bullets.end()))
+            continue
         claim = text[mark.end() : end]
         if heading and re.match(r"[\s*]*neither\b", claim, re.IGNORECASE):
             claim = ""  # "neither ..." is the text of an option here
-        if is_denied(sentence, claim, is_question=text[end : end + 1] in ("?", "？")):
+        opposed = mark[0].split()[0] if re.match(r"(?:correct|right)\b", mark[0], re.IGNORECASE) else ""
+        if is_denied(sentence + opposed, claim, is_question=text[end : end + 1] in ("?", "？")):
             if NEGATION.match(text[mark.end() : end]) and (correction := _correction(passage, start, end)) is not None:
                 found.append(correction)
             continue
@@ -222,7 +234,7 @@ def apply_correction(passage: SegmentedText, candidate: AnswerCandidate, value: 
 
 def find_bare_answer(text: str) -> AnswerCandidate | None:
     """Return the whole text if it is one short line without words."""
-    line = text.strip()
+    line = re.sub(r"!{2,}$", "", text.strip())
     if (
         not 0 < len(line) <= 80
         or "\n" in line
@@ -273,7 +285,7 @@ def find_concluding_sentence(passage: SegmentedText) -> AnswerCandidate | None:
         if any(is_denied(sentence[: mark.start()], sentence[mark.end() :], is_question=False) for mark in marks):
             return None
         at = sentence.rfind(value)
-        before = sentence[: max(at, 0)]
+        before = sentence[: max(at, 0)].rstrip(" $(\\") + " "
         if POSSIBILITY.search(before) or is_only_possible(sentence[max(at, 0) + len(value) :]):
             continue
         if (

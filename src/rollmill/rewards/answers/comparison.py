@@ -27,6 +27,7 @@ from rollmill.rewards.answers.quantities import (
     parse_quantity,
     quantities_equal,
     split_unit,
+    strip_approximation,
     strip_spaces,
 )
 
@@ -72,7 +73,6 @@ _APPROXIMATE = Fraction(1, 100)
 """Relative difference allowed after an approximation sign."""
 
 _SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
-_ROUGHLY = re.compile(r"^(?:=>?|\\approx(?![A-Za-z])|≈|\\simeq(?![A-Za-z])|约(?:为|是)?|approximately|about) ?")
 _ALTERNATIVE = re.compile(r" ?,? ?(?:(?<![A-Za-z])or(?![A-Za-z])|或者?) ?")
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?")
 _TIMES_100 = re.compile(r"(?:\\times|\\cdot|\*|x) ?100(?![\d.%]).*=")
@@ -83,6 +83,7 @@ _VARIABLE = re.compile(r"(?<![\\A-Za-z])(?!e\^|i(?![A-Za-z])|sqrt|pi)[A-Za-z]")
 _SEVERAL = re.compile(
     r"\\(?:cup|cap|to|pm|mp|setminus)(?![A-Za-z])|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE
 )
+_COORDINATE = re.compile(r"(?<![\\A-Za-z_])[xyz](?![A-WYZa-w_(])")
 TRIGONOMETRY = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _RATIO = re.compile(r"(\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)+)(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
 _BASE = re.compile(r"([0-9A-F]+)_ ?\{?(\d+)\}?")
@@ -115,7 +116,7 @@ def compare_texts(gold: str, answer: str, rules: AnswerMatchOptions = EXACT) -> 
 
     Both texts are normalised here. Never raises.
     """
-    gold, answer = (_ROUGHLY.sub("", normalize_answer(text), count=1) for text in (gold, answer))
+    gold, answer = (strip_approximation(normalize_answer(text)) for text in (gold, answer))
     if not answer:
         return not gold
     if strip_spaces(gold) == strip_spaces(answer):
@@ -230,6 +231,8 @@ def _settle_sides(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | l
         number = parse_quantity(gold)
     pieces = [piece.strip() for piece in _SIGNS.split(CALL_EQUATION.sub("", answer, count=1))]
     sides = list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
+    if number is not None and len(sides) == 2 and is_equation_side(sides[0][1]):
+        return False
     while len(sides) > 1 and _LETTER.search(sides[0][1]):
         sides = [("=", sides[1][1]), *sides[2:]]
         if _VARIABLE.search(gold):
@@ -249,6 +252,13 @@ def _settle_sides(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | l
                 return False
             equalities.append(equality)
     return equalities or True
+
+
+def is_equation_side(side: str) -> bool:
+    """True if a left side is that of a line or curve, as in `3x + 2y = 12`; `x + y` and `xy` may name a value."""
+    if len({*_COORDINATE.findall(side)}) < 2 or not re.search(r"[+-]", side):
+        return False
+    return re.search(r"\d ?\(?[xyz]|\^", side) is not None
 
 
 def _in_one_unit(gold: str, answer: str, rules: AnswerMatchOptions) -> SymbolicEquality | None:
@@ -279,6 +289,8 @@ def _same_notation(gold: re.Match[str], answer: str, written: re.Pattern[str]) -
     Ratios are equal if one is a multiple of the other, unless the reference looks like a time of day. A ratio of two is
     also a fraction.
     """
+    if written is _RATIO and not _CLOCK.fullmatch(gold[1].replace(" ", "")):
+        answer = re.sub(r"(?<=\d) to (?=\d)", ":", answer)
     found = written.fullmatch(answer)
     if found is not None:
         one, other = gold[1].replace(" ", ""), found[1].replace(" ", "")

@@ -39,6 +39,8 @@ _NUMBER_TEXT = r"[+-]?\$?(?:\\frac\s*\{-?\d+\}\s*\{-?\d+\}|\d[\d,]*(?:\.\d+)?(?:
 _NUMBER = re.compile(rf"(?<![\w.^/]){_NUMBER_TEXT}")
 _POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z]) ?\$ ?\^ ?\{?([23])\}? ?\$")
 """`cm$^2$`: LaTeX only for the power of a unit."""
+_FULL_WIDTH_MARK = re.compile(r"(?<=[\d)}\]$])！")
+"""An exclamation mark that is never a factorial."""
 _JOINED_BY_OR = re.compile(r"\s*(?:,?\s*or|/)\s*(?:even|maybe|perhaps)?\s*", re.IGNORECASE)
 
 
@@ -106,7 +108,7 @@ def extract_answer(text: str, place: AnswerExtraction = "auto", *, values: bool 
 
 def answer_section(text: str) -> str:
     """Return the part of a completion that holds its answer, in half width: no thoughts, inside `<answer>` tags."""
-    text = to_half_width(text[-_LONGEST:]).rpartition("</think>")[2]
+    text = to_half_width(_FULL_WIDTH_MARK.sub("。", text[-_LONGEST:])).rpartition("</think>")[2]
     inside = last_tag_content(text, "answer")
     return _POWER_OF_UNIT.sub(r"^\1", text if inside is None else inside)
 

@@ -37,7 +37,8 @@ _RETRACTED = re.compile(
     rf"[\s*$)\]}}_.,，。—–\-\"”'’`]*(?:(?:\(|（)?(?:but |however,? |hmm,? |oh,? )?(?:(?:this|that|it|which|the answer"
     rf"|这|那|这个答案|上述答案)\s*)?"
     rf"(?:(?:is|was|are|seems?|looks?|must be|would be|is clearly|isn't|是)\s*)?(?:{_WRONG})"
-    r"|(?:no|oops|sorry|scratch that|wait,? no|never ?mind|i made (?:a|an) (?:mistake|error)|不对|不是的|等等,?不|抱歉"
+    r"|(?:no|oops|sorry|scratch that|(?:wait|actually|hmm|oh),? no"
+    r"|never ?mind|i made (?:a|an) (?:mistake|error)|不对|不是的|等等,?不|抱歉"
     r"|更正)[,.!。:—])",
     re.IGNORECASE,
 )
@@ -63,13 +64,15 @@ _CORRECTED = re.compile(
     r"|\b(?:actually|rather|instead|correction|i meant?|make (?:it|that)|i mean)[,:]?(?: (?:it is|it's"
     r"|it should be|the answer is|is))?"
     r"|\bbut(?: rather| actually)?(?: (?:it is|it's|is))?|\bit(?:'s| is)|\bno[,:]?(?: wait[,:]?)?(?: (?:it is|it's))"
+    r"|\b(?:wait|actually|hmm|oh),? no[,:.]?(?: (?:it is|it's|the answer is))?"
     r"|应(?:该|当)?(?:是|为)|而是|更正为|改为|其实是|实际上是)"
     rf"{_OTHER}",
     re.IGNORECASE,
 )
 _DISBELIEVED = re.compile(
     r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt)\s+(?:\w+ )?(?:think|believe|say|sure|certain|claim|mean"
-    r"|that|(?:the case|true) that)\b|\bnot (?:convinced|the case)\b|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
+    r"|that|(?:the case|true) that)\b|\bnot (?:convinced|the case)\b|\bno (?:way|chance)\b(?! (?:to|of)\b)"
+    r"|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
     re.IGNORECASE,
 )
 OTHER_ANSWER = re.compile(
@@ -95,10 +98,12 @@ _POSSIBLE = (
 _IS_POSSIBLE = re.compile(rf"[\s*$)}}\]\\]*(?:{_POSSIBLE})", re.IGNORECASE)
 _CORRECTING = re.compile(
     r"[^\d\n]{0,60}?(?:\b(?:should|must)(?: actually| really| instead)? (?:have been|be)\b"
-    r"|\bactually,? (?:it is|it's)\b|\bcorrection\b"
+    r"|\b(?:actually|wait),? (?:it is|it's)\b|\bcorrection\b"
     r"|\bmake (?:it|that)\b|\bi meant?\b|更正为|应(?:该|当)?(?:是|为)|改为|其实是|实际上是)",
     re.IGNORECASE,
 )
+_RIGHT_ONE = re.compile(r"(?:\b(?:correct|right|actual|true)|(?:正确|真正|实际)的?)\s*$", re.IGNORECASE)
+"""Words that oppose the answer named next to a wrong one in an earlier clause."""
 _CLAUSES = re.compile(r"[.!?;:。；！？：\n]")
 _IS_LETTER = re.compile(r"[A-Ja-j]|")
 _BEHIND = 400
@@ -114,10 +119,12 @@ def is_denied(before: str, tail: str, *, is_question: bool) -> bool:
         is_question: its sentence is a question.
     """
     clause = _CLAUSES.split(before[-120:])[-1]
+    opposed = re.split("[,，]", clause)[-1] if _RIGHT_ONE.search(clause) else clause
     return (
         is_question
         or NEGATION.match(tail) is not None
-        or any(each.search(clause) is not None for each in (_DENIED_BEFORE, _SUPPOSED))
+        or _DENIED_BEFORE.search(opposed) is not None
+        or _SUPPOSED.search(clause) is not None
     )
 
 

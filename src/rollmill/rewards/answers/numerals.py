@@ -10,8 +10,9 @@ _PLACES = {"十": 10, "百": 100, "千": 1000}
 _MYRIADS = {"万": 10**4, "亿": 10**8}
 CHINESE_DIGITS = "零〇一二两三四五六七八九十百千万亿"
 """Characters of Chinese numerals, for character classes of regular expressions."""
-CHINESE_NUMERAL = rf"[{CHINESE_DIGITS}]{{1,20}}(?:分之[{CHINESE_DIGITS}]{{1,20}}|点[零〇一二三四五六七八九]{{1,20}})?"
-"""Regular expression of a Chinese numeral, including fractions and decimals. Linear."""
+_ONE_DIGIT = f"(?:[{CHINESE_DIGITS}](?<!千)|千(?![克米瓦]))"
+CHINESE_NUMERAL = rf"{_ONE_DIGIT}{{1,20}}(?:分之[{CHINESE_DIGITS}]{{1,20}}|点[零〇一二三四五六七八九]{{1,20}})?"
+"""Regular expression of a Chinese numeral, including fractions and decimals; 千克 is a unit. Linear."""
 MEASURE_WORDS = "块个只条本页张人名位棵头匹辆台件支枝颗朵份袋箱盒瓶杯碗把次倍岁层排行组队双套节班题种根片粒座间盆筐桶"
 """Chinese measure words of one character."""
 
@@ -50,7 +51,7 @@ _SPELLED_NUMBER = re.compile(
 _WORDS = re.compile(r"[a-z]+|[^\sa-z-]")
 _SCALED = re.compile(rf"(?P<number>[+-]?[$€£¥]? ?\d[\d,]*(?:\.\d+)?) ?(?P<scale>{SCALE})")
 _MIXED = re.compile(r"(?P<high>\d{1,8}(?:\.\d{1,4})?)万(?P<low>\d{1,4})(?P<place>[千百]?)")
-_NUMERAL = re.compile(rf"(?P<sign>负|零下)?(?P<number>{CHINESE_NUMERAL})(?![{CHINESE_DIGITS}分点])")
+_NUMERAL = re.compile(rf"(?P<sign>负|零下)?(?P<number>{CHINESE_NUMERAL})(?!(?!千[克米瓦])[{CHINESE_DIGITS}分点])")
 _COUNTED = re.compile(rf"(?<![第{CHINESE_DIGITS}])(?:[{CHINESE_DIGITS}]{{1,20}})(?=[{MEASURE_WORDS}])")
 
 

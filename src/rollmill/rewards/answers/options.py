@@ -70,6 +70,30 @@ _BUT_NOT = re.compile(
     re.DOTALL,
 )
 _WITH_TEXT = re.compile(r"(?<![A-Za-z])([A-J]) ?\(([^()\n]{1,200})\)")
+_EITHER = rf"{_ANY}(?:(?: ?,? ?(?:and|or|nor)\b| ?[;、&]| ?,(?! ?[A-Z]、)|和|与|及|或) ?{_ANY})*+"
+"""A list of options; a comma before one with 、 separates clauses."""
+_ELIMINATED = re.compile(
+    rf"(?:(?i:eliminat\w+|(?:rul|cross)\w* out|exclud\w+|reject\w*|discard\w*|\bnot|n't|neither|nor)|排除|除去)"
+    rf"(?: (?i:be|options?|choices?|either)| ?选项)*+ ?(?P<after>{_EITHER})(?![A-Za-z'])"
+    rf"|(?<![A-Za-z'])(?P<before>{_EITHER})(?![A-Za-z']) ?"
+    r"(?>(?:(?:选项|都|均|也|全|是)|(?i:is|are|was|were|can|be|all|both|each|also|clearly|therefore|must)(?![A-Za-z])"
+    r") ?)*+"
+    rf"(?:{_WRONG}|(?i:contradict|fail|cannot|can't|do(?:es)?(?: not|n't)))"
+)
+"""A clause that calls options wrong, or rules them out."""
+_EXCEPT = re.compile(
+    rf"{_LEAD}(?:(?i:every ?(?:thing|one|option|choice|statement)"
+    rf"|all(?: of)?(?: (?:the|them|options|choices|statements))*)(?: (?i:is|are) (?i:correct|right|true))?"
+    rf" ?,? ?(?i:except|but|apart from|other than)(?: (?i:for|options?))*+ (?P<list>{_EITHER})"
+    rf"(?: (?i:(?:is|are) (?:correct|right|true)))?|除了?(?P<chinese>{_EITHER})(?:选项)?(?:以外|之外|外) ?,?"
+    r"(?:其[余他]的?)?(?:都|均|全部?)?(?:选|对|正确)?的?)\W*"
+)
+"""All options but some, as in `Everything except B and D`."""
+_SWITCHED = re.compile(
+    r"(?<!or )(?<!or, )(?i:\b(?:actually|wait|sorry|oops|hmm|scratch that)[ ,.:—-]+(?:no[ ,.:—-]+)?|\bno[,.:—-] ?)"
+    r"(?i:(?:it's|it is|make (?:it|that)|i mean|the answer is|i'd say|option) )*(?P<letter>[A-J])\W*$"
+)
+"""A last letter that replaces an earlier one, as in `B... actually no, C`."""
 _NAMED = re.compile(r"(?<![A-Za-z'\\])([A-Z])(?![A-Za-z'\d^_]|\s*=)")
 _ARTICLE_A = re.compile(
     r"(?<!option )(?<!choice )(?<!answer )(?<!letter )(?<!pick )(?<!is )(?<!be )(?<!with )(?<!and )(?<!or"
@@ -80,6 +104,10 @@ _ARTICLE_A = re.compile(
 _ENDS_IN = re.compile(rf"(?:\b(?:is|are|be|has|have|with)|[:是为有])[ :]*(?P<list>{_LIST})$")
 _NEGATION = re.compile(
     r"\b(?:not|no|never|neither|nor|wrong|incorrect|false|maybe|perhaps|unless|if)\b|n't\b|[不非没错或否]|可能|也许",
+    re.IGNORECASE,
+)
+_UNSURE = re.compile(
+    r"\b(?:maybe|perhaps|possibly|might|could|unless|if|unsure|likewise)\b|\b[A-J],? too\b|可能|也许|如果",
     re.IGNORECASE,
 )
 _COMPARED = re.compile(
@@ -105,6 +133,10 @@ def selected_options(found: FinalAnswer, options: dict[str, str], *, several: bo
         return labelled
     if (whole := _same_text(_plain(found.tail), options)) is not None:
         return frozenset(whole)
+    if options and several and (kept := _EXCEPT.fullmatch(_plain(found.line))) is not None:
+        return known - {*re.findall("[A-Z]", kept["list"] or kept["chinese"])} or None
+    if not several and (last := _remaining(found, options, known)) is not None:
+        return frozenset(last)
     if found.kind == "line" and (stated := _stated(found, options, known)) is not None:
         return stated if several or len(stated) == 1 else None
     rest = _plain(found.rest)
@@ -122,6 +154,22 @@ def selected_options(found: FinalAnswer, options: dict[str, str], *, several: bo
         same = _same_text(_plain(found.value), options)
         stated = _sole(_plain(found.text), known) if same is None else frozenset(same)
     return stated if stated is not None and (several or len(stated) == 1) else None
+
+
+def _remaining(found: FinalAnswer, options: dict[str, str], known: frozenset[str]) -> str | None:
+    """Return the letter that replaces another one at the end, or the only named one if all others are ruled out."""
+    text = _plain(found.tail)
+    switched = _SWITCHED.search(text) if found.kind == "line" else None
+    if switched is not None:
+        return switched["letter"] if switched["letter"] in known else None
+    wrong = {
+        letter for each in _ELIMINATED.finditer(text) for letter in re.findall("[A-Z]", each["after"] or each["before"])
+    }
+    left = known - wrong
+    rest = _ELIMINATED.sub(" ", text)
+    if not options or len(left) != 1 or text.endswith("?") or _UNSURE.search(rest):
+        return None
+    return next(iter(left)) if {each[1] for each in _NAMED.finditer(rest) if each[1] in known} == left else None
 
 
 def _sole(sentence: str, known: frozenset[str]) -> frozenset[str] | None:

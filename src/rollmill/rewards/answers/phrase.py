@@ -6,8 +6,15 @@ Never raises.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from rollmill.rewards.answers.normalization import CJK
+from rollmill.rewards.answers.numerals import (
+    CHINESE_NUMERAL,
+    ENGLISH_NUMERAL,
+    parse_chinese_numeral,
+    parse_english_number,
+)
 from rollmill.rewards.answers.qualifiers import OF_THEM, computed_value, drop_details, ends_in_value, is_qualifier
 from rollmill.rewards.answers.values import ValueSpan, find_values
 
@@ -41,6 +48,11 @@ _ALSO = re.compile(
     re.IGNORECASE,
 )
 """The same value in another form: `36π (≈ 113.1)`, `100 °C (212 °F)`."""
+_RESTATED = re.compile(
+    rf"(?:(?P<words>{ENGLISH_NUMERAL}) |(?P<chinese>{CHINESE_NUMERAL}) ?)\((?P<number>\d[\d,]*(?:\.\d+)?)\)",
+    re.IGNORECASE,
+)
+"""A number in words and again in digits: `five (5)`."""
 _ASIDE = re.compile(
     r"(?<!\\)\s*[(（](?=[^()（）]*(?:[A-Za-z]{3,}|[\u4e00-\u9fff]{2,}|[A-Za-z]{1,2}\s*=))([^()（）\\$]{1,300})[)）]"
 )
@@ -97,12 +109,18 @@ def strip_markup(text: str) -> str:
 
 
 def drop_parentheticals(text: str) -> str:
-    """Remove remarks in parentheses: `5 cats (2 black, 3 white)`, `9π (≈ 28.3)`. Alternatives stay."""
+    """Remove remarks in parentheses: `5 cats (2 black, 3 white)`, `five (5)`, `9π (≈ 28.3)`. Alternatives stay."""
 
     def kept(found: re.Match[str]) -> str:
         return found[0] if re.match(r"\s*(?:or|and|maybe|perhaps|或)\b", found[1], re.IGNORECASE) else " "
 
-    return _ASIDE.sub(kept, _ALSO.sub(" ", text)) if "(" in text else text
+    return _ASIDE.sub(kept, _RESTATED.sub(_restated, _ALSO.sub(" ", text))) if "(" in text else text
+
+
+def _restated(found: re.Match[str]) -> str:
+    words, number = found["words"] or found["chinese"], found["number"]
+    value = parse_english_number(words) if found["words"] else parse_chinese_numeral(words)
+    return number if value == Fraction(number.replace(",", "")) else found[0]
 
 
 def extract_value(phrase: str, *, leads: bool) -> str:
@@ -226,6 +244,13 @@ _PREDICATE = re.compile(
     r"[^,;:]{0,200}?\b(?:is|are|was|were|will be)\b(?: (?:called|named|known as|actually|therefore|clearly))?\s+"
     r"(?P<said>[^,;:.!?]{1,80})"
 )
+_SUPERLATIVE = re.compile(
+    r"\W*(?P<said>[^\s,;:.!?*][^,;:.!?*]{0,60}?)(?<!that)(?<!which)(?<!who)"
+    r" (?:has|had|have|shows?|showed|reache[sd]|covers|makes up|received|recorded)"
+    r" (?:by far )?the (?:[a-z]+ ?-?)?(?:most|least|fewest|[a-z]{2,}est)\b"
+)
+"""A subject that is picked out: `Brazil has the tallest bar`."""
+_REASONED = re.compile(r"\W*(?P<said>[^,;:.!?\n]{1,40}), (?:because|since|as it|due to|judging by)\b", re.IGNORECASE)
 _IN_CHINESE = re.compile(r"[^是，,。;；]{1,80}(?:应该)?(?<![不还就])是(?P<said>[^是，,。；;.]{1,30})[。.\s]*")
 _CUT = re.compile(
     r"\s+(?:and|but|because|since|which|who|while|with|where|as|in the (?:image|picture|photo|chart|graph))\b.*",
@@ -246,9 +271,9 @@ _CONCLUDES = re.compile(r"\s*(?:so|thus|hence|therefore|所以|因此|故)\b", r
 def extract_statements(text: str) -> list[str]:
     """Return the readings of a short text without a marked answer: of `The car is red` "red".
 
-    They are a leading yes or no, else the bold words, else the predicate of the only sentence; of the first one where
-    the others only say more about it ("It is a dog. It is brown."). A sentence that denies, doubts or offers several
-    gives none.
+    They are a leading yes or no, else the bold words, else the words before ", because", the subject of "has the
+    tallest bar", or the predicate of the only sentence; of the first one where the others only say more about it ("It
+    is a dog. It is brown."). A sentence that denies, doubts or offers several gives none.
     """
     text = text.strip()
     if not text or len(text) > _LONGEST or text.endswith(("?", "？")):
@@ -281,6 +306,9 @@ def _bold(sentence: str) -> list[str]:
 
 def _predicate(sentence: str) -> list[str]:
     """Return the predicate of a sentence, with and without its verb: `playing tennis` and `tennis`."""
+    leading = _REASONED.match(sentence) or _SUPERLATIVE.match(sentence)
+    if leading is not None and not _UNSURE.search(leading["said"]):
+        return [] if _DOUBTED.search(sentence, leading.end()) else [strip_markup(leading["said"])]
     found = _PREDICATE.match(sentence) or _IN_CHINESE.fullmatch(sentence)
     if found is None:
         return []

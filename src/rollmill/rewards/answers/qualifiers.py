@@ -16,7 +16,7 @@ _PREPOSITION = re.compile(
     r"|given|into|every|each|out of|instead of|unlike|not(?: (?:just|only|merely))?(?: the)?|of the|because|as"
     r"|assuming|divided|multiplied|times|using|nearest"
     r"|except|excluding|without|(?<=[\d)$] )minus|plus|to|other|another|first|last|next|previous|initial|original|all"
-    r"|these|those|both)|除以|乘以|比[^,，。]{0,12}|的第|在|当|若|如果|比|从|每|把|将|向|(?<![A-Za-z])n't|不是|不为|不等于)"
+    r"|these|those|both)|除以|乘以|比[^,，。]{0,12}|的第|在|当|若|如果|比|从|每|把|将|向|(?<=[A-Za-z])n't|不是|不为|不等于)"
     r"\s*(?:the|a|an|his|her|their|its|my|our|your|x\s*=|[a-z]\s*=|year|years|day|days)?\s*$",
     re.IGNORECASE,
 )
@@ -52,8 +52,10 @@ _EACH_IN_CHINESE = re.compile(rf"[,，;；]\s*每[{CJK}]{{1,4}}$")
 _CONDITION = re.compile(
     r"\b(?:if|assuming|provided|given)(?: that)? (?:each|every|one|an?|the)\b[^,.;=]{0,30}$", re.IGNORECASE
 )
-_POSSIBLE = re.compile(rf"(?:可以|可|能|最多|至多)[{CJK}]{{0,4}}$")
+_POSSIBLE = re.compile(rf"(?:可以|可|能|最多|至多|分得|分到|每[{CJK}]{{1,3}}分)[{CJK}]{{0,4}}$")
 _REMAINDER = re.compile(rf"[{CJK}]?[,，;；](?:还|并|会|并且)?(?:剩余?|余|多)(?:下|出)?$")
+_SHARE = re.compile(rf"[{CJK}]{{0,6}}[,，;；](?:大?约|正好|恰好)?占[{CJK}]{{0,8}}$")
+_TOTAL = re.compile(r"(?:共|总)[^,，。;；]{0,6}$")
 _WHO = re.compile(r",\s*who(?:se)?\b[^,.;]{0,30}$", re.IGNORECASE)
 OF_THEM = re.compile(r"\s*(?:of|out of|from) (?:them|these|those|which|whom)\b", re.IGNORECASE)
 """Words that make a value a part of an earlier one."""
@@ -100,7 +102,9 @@ def _is_detail(text: str, main: ValueSpan, before: ValueSpan, group: ValueSpan, 
         return True
     if said and _EACH_IN_CHINESE.search(between):
         return True
-    if before is main and (_CONDITION.search(between) or _is_remainder(text, main, between)):
+    if before is main and (
+        _CONDITION.search(between) or _is_remainder(text, main, between) or _is_share(text, main, between)
+    ):
         return True
     exact = text[main.start : main.end]
     if _NAMED.fullmatch(written) and _PLACE.search(between):
@@ -114,6 +118,11 @@ def _is_detail(text: str, main: ValueSpan, before: ValueSpan, group: ValueSpan, 
 def _is_remainder(text: str, main: ValueSpan, between: str) -> bool:
     """True if a value is what a division leaves, as in `可以装4箱，还剩2个`; `吃了4个，还剩2个` is a subtraction."""
     return _REMAINDER.fullmatch(between) is not None and _POSSIBLE.search(text[: main.start]) is not None
+
+
+def _is_share(text: str, main: ValueSpan, between: str) -> bool:
+    """True if a value is the share that a total makes up, as in `一共有12名女生，占全班的40%`."""
+    return _SHARE.fullmatch(between) is not None and _TOTAL.search(text[: main.start]) is not None
 
 
 def _are_parts(text: str, whole: ValueSpan, groups: Sequence[ValueSpan]) -> bool:

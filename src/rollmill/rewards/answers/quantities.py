@@ -244,6 +244,17 @@ def normalize_answer(text: str) -> str:
     return text if re.match(r"\.\d", text) else text.lstrip(" .,;:")
 
 
+_APPROXIMATELY = re.compile(
+    r"^(?:=>?|\\approx(?![A-Za-z])|≈|~|\\sim(?:eq)?(?![A-Za-z])|约(?:为|是)?|approximately|about|around|roughly) ?",
+    re.IGNORECASE,
+)
+
+
+def strip_approximation(text: str) -> str:
+    """Remove "about", an approximation or an equals sign before a normalised text."""
+    return _APPROXIMATELY.sub("", text, count=1)
+
+
 def strip_spaces(text: str) -> str:
     """Remove the spaces of a normalised text for comparison, without merging two numbers."""
     text = re.sub(r"\s+", "", re.sub(r"(?<=\d)\s+(?=\d)", "_", text))

@@ -22,7 +22,7 @@ _PROSE = re.compile(
     r"(?<![\\A-Za-z{])[A-Za-z]{2,}[,.;]? +(?:[a-z]{2,}|a|I)(?![A-Za-z])|[\d)] +[a-z]{3,} |[a-z]{3,}[.!?] "
 )
 _BRACED_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox|operatorname)\*?\s*\{[^{}]*\}")
-_ENDS = re.compile(rf"\n|[.!?](?=[\s*\"')\]]|$|[{CJK}])|[。！？]")
+_ENDS = re.compile(rf"\n|(?:!+|[.?])(?=[\s*\"')\]]|$|[{CJK}])|[。！？]")
 _STEP_MARK = re.compile(r"(?:^|\n)[ \t>]*\(?\d{1,2}$")
 
 
@@ -82,6 +82,8 @@ class SegmentedText:
             if self.text[at:end].strip():
                 found.append((at, end))
             at = max(end, at) + 1
+            while self.text[at : at + 1] == "!":
+                at += 1
         return found
 
 

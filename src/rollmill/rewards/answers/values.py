@@ -76,6 +76,8 @@ _BRACKETS = re.compile(r"[(\[{)\]}]")
 _CHINESE_VALUE = re.compile(
     rf"(?<![第{CHINESE_DIGITS}])(?:{CHINESE_NUMERAL})(?=[{MEASURE_WORDS}元角分米克吨升秒天年月日周岁个厘毫千公斤平立度\s,，。.;；!！)]|$)"
 )
+_LONG_CHINESE_VALUE = re.compile(rf"(?=[{CHINESE_DIGITS}]{{2}})(?![一-九]千[克米瓦]){_CHINESE_VALUE.pattern}")
+"""A numeral of several characters: one beside digits is a value as well, unlike the 一 of 一本."""
 _SPELLED_VALUE = re.compile(
     r"(?<!the )(?<!these )(?<!those )(?<!both )(?<!of )(?<!other )(?<!all )(?<!last )(?<!first )(?<!next )(?<!any )"
     rf"(?<!in )(?!one(?! (?:hundred|thousand|million|billion|half|third|fourth|quarter|fifth|sixth|eighth|tenth)|\W*$))"
@@ -88,6 +90,8 @@ _LABELLED = re.compile(
     re.IGNORECASE,
 )
 _ENUMERATED = re.compile(r"(?:^|\n)[ \t>*]*\(?\d{1,2}[.)](?=\s)")
+_STEP_NUMBER = re.compile(r"[#(]?\d[\d.,]*[a-z]?\)?")
+"""A number as it follows `step`; `equation 3x + 2y = 12` and `point (2, 3)` are values."""
 _MOST_OPERATORS = 4
 """Consecutive operators allowed in a formula: a row of thousands of dashes is none."""
 
@@ -118,12 +122,18 @@ def find_values(text: str) -> list[ValueSpan]:
             end = unit_end  # the 2 of cm^2 is not a separate value
         at = max(end, at + 1)
     if not found:
-        found = [
-            ValueSpan(each.start(), each.end(), find_unit_end(text, each.start(), each.end()))
-            for pattern in (_CHINESE_VALUE, _SPELLED_VALUE)
-            for each in pattern.finditer(text)
-        ]
-    return found
+        return [each for pattern in (_CHINESE_VALUE, _SPELLED_VALUE) for each in _numerals(text, pattern)]
+    covered = [(each.start, each.unit_end) for each in found]
+    mixed = [
+        each
+        for each in _numerals(text, _LONG_CHINESE_VALUE)
+        if not any(start < each.unit_end and each.start < end for start, end in covered)
+    ]
+    return sorted([*found, *mixed], key=lambda each: each.start) if mixed else found
+
+
+def _numerals(text: str, pattern: re.Pattern[str]) -> list[ValueSpan]:
+    return [ValueSpan(*each.span(), find_unit_end(text, *each.span())) for each in pattern.finditer(text)]
 
 
 def _next(text: str, at: int) -> int:
@@ -197,7 +207,10 @@ def _token(text: str, at: int, passage: SegmentedText) -> tuple[str | None, int]
 
 
 def _starts(text: str, at: int, passage: SegmentedText) -> bool:
-    return at < len(text) and _token(text, at, passage)[0] in ("number", "command", "formula", "bracket")
+    if at >= len(text):
+        return False
+    kind, end = _token(text, at, passage)
+    return kind in ("number", "command", "formula", "bracket") or (kind == "letter" and _is_variable(text, at, end))
 
 
 def _closing(text: str, at: int) -> int | None:
@@ -235,4 +248,4 @@ def _is_value(text: str, start: int, end: int, passage: SegmentedText) -> bool:
         return False
     if re.fullmatch(r"\([A-Za-z]\)|\(?\d{1,2}\)", run) and start and text[start - 1] not in " \n:：":
         return False
-    return not (re.match(r"[#(]?\d", run) and _LABELLED.search(text, max(0, start - 14), start))
+    return not (_STEP_NUMBER.fullmatch(run) and _LABELLED.search(text, max(0, start - 14), start))

@@ -61,12 +61,13 @@ class GenerativeJudge:
         if rubric is not None:
             context["rubric"] = sanitize_text(rubric)
         response = sanitize_text(texts[0])
-        key = unused_json_key("score", [*context.values(), response])
+        shown = [*context.values(), response]
+        key = unused_json_key("score", shown)
         verdict = SCORE_INSTRUCTIONS.format(against=judging_basis(context), low=scale[0], high=scale[1], key=key)
         images = image_parts(task) if config.images else []
         return JudgePrompt(
             build_messages(config.template or SCORING_TEMPLATE, context, {"The response": response}, verdict, images),
-            lambda reply: parse_score(reply, key, scale),
+            lambda reply: parse_score(reply, key, scale, shown),
             verdict_format(verdict),
             verdict_schema(key, {"type": "number"}),
         )
@@ -139,7 +140,7 @@ class DifficultyJudge:
         images = image_parts(task) if self._config.images else []
         return JudgePrompt(
             build_messages(TEMPLATE, {"question": prompt}, {}, verdict, images),
-            lambda reply: parse_score(reply, key, (0.0, HARDEST)),
+            lambda reply: parse_score(reply, key, (0.0, HARDEST), [prompt]),
             verdict_format(verdict),
             verdict_schema(key, {"type": "number"}),
         )

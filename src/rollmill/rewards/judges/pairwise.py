@@ -79,12 +79,13 @@ class PairwiseComparer:
     def _prompt(self, task: Task, texts: list[str]) -> JudgePrompt[float]:
         context = task_context(task, self.config.rubric, with_reference=self.config.against == "siblings")
         responses = {"Response A": sanitize_text(texts[0]), "Response B": sanitize_text(texts[1])}
-        key = unused_json_key("winner", [*context.values(), *responses.values()])
+        shown = [*context.values(), *responses.values()]
+        key = unused_json_key("winner", shown)
         verdict = WINNER_INSTRUCTIONS.format(against=judging_basis(context), key=key)
         images = image_parts(task) if self.config.images else []
         return JudgePrompt(
             build_messages(self.config.template or PAIRWISE_TEMPLATE, context, responses, verdict, images),
-            lambda reply: parse_winner(reply, key),
+            lambda reply: parse_winner(reply, key, shown),
             verdict_format(verdict),
             verdict_schema(key, {"type": "string", "enum": ["A", "B", "tie"]}),
         )

@@ -17,10 +17,15 @@ from rollmill.rewards.answers.quantities import normalize_answer
 
 _ARROW = re.compile(
     r"\s*(?:-+>|=+>|→|⇒|\\(?:to|rightarrow|Rightarrow)(?![A-Za-z])|>|<|[,;、–—\n]"
-    r"|(?<=\w)-|-(?=\s)|\b(?:and|then|finally|first|next|last|lastly)\b|首先|先|再|然后|接着|最后)+\s*",
+    r"|(?<=\w)-|-(?=\s)|\b(?:followed by|and|then|finally|first|next|last|lastly)\b|首先|先|再|然后|接着|最后)+\s*",
     re.IGNORECASE,
 )
 _WRAPPING = re.compile(r"[()\[\]{}$\"'“”‘’`.。]|\\(?:text|mathrm)\s*\{")
+_ENDS_OF_ORDER = re.compile(
+    r"(?<=\A[A-Z]) (?:comes|goes|is) first\b|(?<=\A[①-⑳]) (?:comes|goes|is) first\b"
+    r"|(?<= [A-Z①-⑳]) (?:comes|goes|is) (?:last|at the end)(?=[.!]*\Z)"
+)
+"""Words that say what the place in the text says, too: `B comes first, ..., and C is last`."""
 _NUMBERED = re.compile(r"(?m)^\s*\d{1,2}[.)]\s+")
 _PAIR_SIGN = (
     r"\s*[)\]）.》”\"]?\s*(?:-+>?|=+>?|–|—|→|⇒|:|~|\\(?:to|rightarrow)(?![A-Za-z])|↔|对应|配|(?i:matches|(?:goes"
@@ -49,7 +54,7 @@ def extract_order(found: FinalAnswer, gold: Sequence[str], options: Mapping[str,
         comparison_key(options[name]): name for name in gold if name in options
     }
     for each in (found.text, _NUMBERED.sub("", found.tail)):
-        text = re.sub(r"[^\S\n]+", " ", each)
+        text = _ENDS_OF_ORDER.sub("", re.sub(r"[^\S\n]+", " ", each).strip())
         for pieces in (_ARROW.split(text.strip()), _labels_of(text)):
             items = [piece for piece in pieces if piece.strip(" .。")]
             if len(items) != len(gold):
@@ -156,6 +161,7 @@ _ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth"]
 _HAN = "一二三四五六七八九十"
 _STRONG = re.compile(r"\s*[;；、\n]\s*")
 _ORDINAL = re.compile(r"\b(?:second|blank \(?2)\b|第[二2]|空2", re.IGNORECASE)
+_BOTH = re.compile(r"\s*(?:和|与|以及)\s*")
 _LEADING = re.compile(r"(?:so|thus|therefore|hence|the answers? (?:to|for|in|of)|所以|因此|,|:|\s)*", re.IGNORECASE)
 _OUTER = " \t\n,;，；。、"
 
@@ -183,7 +189,8 @@ def _texts(found: FinalAnswer, paragraph: str, count: int) -> list[str] | None:
             return numbered
     plain = normalize_answer(found.text)
     value = normalize_answer(extract_value(found.text, leads=found.marked))
-    for pieces in (_parted(found.text), split_list(plain), split_list(plain, thousands=False), split_list(value)):
+    lists = (split_list(plain), split_list(plain, thousands=False), split_list(value))
+    for pieces in (_parted(found.text), *lists, _BOTH.split(found.text)):
         if pieces is not None and len(pieces) == count:
             return [piece.strip(_OUTER) for piece in pieces]
     rest = _parted(found.text)
@@ -245,12 +252,14 @@ _TRUE = frozenset(
     [
         *("true", "t", "yes", "y", "correct", "right", "对", "对的", "正确", "正确的", "是", "是的"),
         *("对了", "没错", "是对的", "是正确的", "真", "√", "✓", "✔", "☑", "✅", "\\checkmark", "\\surd"),
+        *("hold", "holds", "成立"),
     ]
 )
 _FALSE = frozenset(
     [
         *("false", "f", "no", "n", "incorrect", "wrong", "untrue", "错", "错的", "错误", "错误的", "否"),
         *("不是", "不对", "不正确", "是错的", "是错误的", "错了", "假", "×", "✗", "✘", "✕", "❌", "x", "\\times"),
+        *("有误", "有错"),
     ]
 )
 _NEGATION = (
@@ -258,7 +267,8 @@ _NEGATION = (
     r"|(?:不|没有|没|并非|不是|并不|并没有|非)\s*(?:是|完全|一定|都)?\s*)"
 )
 _WORD = re.compile(
-    rf"(?P<not>{_NEGATION})?(?P<word>\b(?:true|false|correct|incorrect|right|wrong|untrue)\b|正确|错误"
+    rf"(?P<not>{_NEGATION})?(?P<word>\b(?:true|false|correct|incorrect|right|wrong|untrue)\b|正确|错误|有误|有错(?!误)"
+    r"|\bholds?\b(?= true\b|[\s.!]*$|[,;])|成立(?=\W|$)"
     r"|(?<![对错])对(?=[的了]|\W|$)|(?<!对)错(?=[的了]|\W|$)|[√✓✔✅×✗✘✕❌])",
     re.IGNORECASE,
 )

@@ -11,7 +11,7 @@ from rollmill.rewards.answers.extraction import FinalAnswer, answer_section, ext
 from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.answers.phrase import extract_statements as said_in_words
 from rollmill.rewards.answers.phrase import strip_markup
-from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_approximation
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
 from rollmill.rewards.text.parsing import select_text
 from rollmill.rewards.vision.ocr import accepted_texts
@@ -22,10 +22,7 @@ from rollmill.types import Completion, Task
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _CURRENCY = re.compile(r"^([+-]?)\s*[$€£¥]\s*([+-]?)(?=[\d.])")
-ROUGHLY = re.compile(
-    r"^[\s$]*(?:=>?|≈|~|\\(?:approx|simeq)(?![A-Za-z])|about|approximately|around|roughly|约)\s*", re.IGNORECASE
-)
-"""Words and signs before a rounded number."""
+_APPROXIMATED = re.compile(r"\s*\$\s*(?:\\approx|\\sim|≈|~)")
 _LONGEST_FIGURES = 60
 
 
@@ -58,7 +55,7 @@ def parse_chart_number(text: str) -> ChartNumber | None:
 
 def find_stated_number(text: str) -> ChartNumber | None:
     """Return the number of an answer, also with a unit or in words: `1.2 million`, `12元`, `一万五千`."""
-    text = ROUGHLY.sub("", text.strip(), count=1)
+    text = strip_approximation(text.strip().strip("$").strip() if _APPROXIMATED.match(text) else text.strip())
     found = parse_chart_number(text)
     if found is not None or len(text) > _LONGEST_FIGURES:
         return found

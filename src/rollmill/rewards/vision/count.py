@@ -10,10 +10,10 @@ from rollmill.config.rewards.vision import CountReward
 from rollmill.rewards.answers.extraction import FinalAnswer, extract_answer
 from rollmill.rewards.answers.numerals import find_chinese_counts, find_english_numbers
 from rollmill.rewards.answers.phrase import names_several_values
-from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_approximation
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
 from rollmill.rewards.text.parsing import select_text
-from rollmill.rewards.vision.chart import ROUGHLY, parse_chart_number
+from rollmill.rewards.vision.chart import parse_chart_number
 from rollmill.types import Completion, Task
 
 _NONE = re.compile(r"\b(?:no|none|nothing|not any|aren't any|isn't any)\b|没有|无|零", re.IGNORECASE)
@@ -53,12 +53,12 @@ class CountScorer:
 
 def parse_count(found: FinalAnswer) -> Fraction | None:
     """Return the number in an answer, in digits or words of both languages; None for none or several."""
-    text = ROUGHLY.sub("", found.value[:_LONGEST], count=1)
+    text = found.value[:_LONGEST]
     if found.hedged or _SEVERAL.search(text):
         return None
     if found.kind == "sentence" and names_several_values(found.text):
         return None
-    number = parse_quantity(normalize_answer(text.rpartition("=")[2]))
+    number = parse_quantity(strip_approximation(normalize_answer(text.rpartition("=")[2])))
     if number is not None:
         return None if number.percent else number.value
     words = find_english_numbers(text) or find_chinese_counts(text)
