@@ -14,7 +14,7 @@ GO, PROBE, WAIT = "go", "probe", "wait"
 
 
 class CircuitBreaker:
-    """Whether one endpoint answers, for all models and threads of this process that use it.
+    """State of one endpoint, for all models and threads of this process that use it.
 
     Args:
         name: the endpoint in messages.
