@@ -40,6 +40,7 @@ class Server(ThreadingHTTPServer):
     """Prints nothing when a client hangs up."""
 
     allow_reuse_address = True
+    request_queue_size = 128  # connections that arrive together are not reset
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:

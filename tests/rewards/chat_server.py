@@ -38,7 +38,10 @@ Script = Callable[[dict[str, Any]], "Answer | str"]
 
 @dataclass
 class ChatServer:
-    """`requests` are the bodies so far, in order; `keys` the headers Authorization; `most` were open at once."""
+    """`requests` are the bodies so far, in order; `keys` the headers Authorization; `most` were open at once.
+
+    `errors` are those of the script; the first is raised when the server ends.
+    """
 
     url: str
     script: Script
@@ -46,10 +49,13 @@ class ChatServer:
     keys: list[str | None] = field(default_factory=list)
     open: int = 0
     most: int = 0
+    errors: list[Exception] = field(default_factory=list)
 
 
 class _Server(ThreadingHTTPServer):
     """Prints nothing when a client hangs up: printing a traceback in a thread can make another thread's parser fail."""
+
+    request_queue_size = 128  # with the default of 5, connections that arrive together may be reset
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass
@@ -71,7 +77,11 @@ def chat_server(script: Script | Sequence[Answer | str], port: int = 0) -> Itera
                 server.keys.append(self.headers.get("Authorization"))
                 server.open += 1
                 server.most = max(server.most, server.open)
-            found = script[min(number, len(script) - 1)] if isinstance(script, Sequence) else server.script(body)
+            try:
+                found = script[min(number, len(script) - 1)] if isinstance(script, Sequence) else server.script(body)
+            except Exception as error:  # else a client takes it for a lost connection, and waits
+                server.errors.append(error)
+                found = failing(400, f"the test's script failed: {error!r}")
             answer = Answer(found) if isinstance(found, str) else found
             time.sleep(answer.delay_s)
             with lock:
@@ -102,6 +112,8 @@ def chat_server(script: Script | Sequence[Answer | str], port: int = 0) -> Itera
     finally:
         httpd.shutdown()
         httpd.server_close()
+    if server.errors:
+        raise server.errors[0]
 
 
 def failing(status: int, message: str, code: str | None = None, **headers: str) -> Answer:

@@ -72,7 +72,10 @@ def serve() -> Iterator[Callable[[Callable[[str], str]], Server]]:
             def log_message(self, *arguments: Any) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+        server.request_queue_size = 128  # connections that arrive together are not reset
+        server.server_bind()
+        server.server_activate()
         servers.append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return Server(f"http://127.0.0.1:{server.server_address[1]}/v1", asked)
