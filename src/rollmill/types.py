@@ -154,6 +154,11 @@ class Experience:
         return int(self.action_mask.sum())
 
 
+def task_domain(task_id: str) -> str:
+    """The domain of a task of a stage with domains, or the entry of a mix, by the task's id."""
+    return task_id.partition("/")[0]
+
+
 STORED_FIELDS = tuple(each.name for each in fields(Experience) if each.metadata.get("stored", True))
 """Names of the fields of an experience that buffers and rollout files keep."""
 

@@ -107,6 +107,26 @@ def build_recipe(
     )
 
 
+def combine_recipes(stage: Recipe, domains: Mapping[str, Recipe]) -> Recipe:
+    """Builds the recipe of a stage with domains from the stage's own and those of its domains.
+
+    Where the KL coefficient or the entropy weight adapts, all domains share it; else each domain's is fixed here.
+    """
+    fixed = {}
+    for name, recipe in domains.items():
+        terms = recipe.terms
+        if stage.kl.target is None:
+            terms = tuple(
+                replace(term, weight=_scale_weight(term.weight, recipe.kl.coefficient), is_kl=False)
+                if term.is_kl
+                else term
+                for term in terms
+            )
+        fixed[name] = replace(recipe, terms=terms)
+    uses = any(each.uses_probabilities for each in domains.values())
+    return replace(stage, domains=fixed, uses_probabilities=stage.uses_probabilities or uses)
+
+
 def _policy_terms(options: PolicyGradientOptions, max_new_tokens: int, share: Weight) -> tuple[LossTerm, ...]:
     """Builds the policy loss, and KL penalty and entropy bonus if enabled, all multiplied by `share`."""
     aggregate = get_aggregation(options.aggregation, max_length=max_new_tokens)

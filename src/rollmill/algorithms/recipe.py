@@ -6,7 +6,7 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -140,11 +140,24 @@ class Recipe:
     measures: Callable[[LossInputs], dict[str, Tensor]] | None = (
         None  #: metrics of preferences, one value per pair or completion
     )
+    domains: Mapping[str, Recipe] = field(default_factory=dict)
+    """Recipe of the experiences of each domain: its advantages, terms and clipping. Everything else is this recipe's,
+    as are experiences of no domain."""
+
+    def of_domain(self, name: str) -> Recipe:
+        """The recipe of a domain's experiences; this one for "" and in a stage without domains."""
+        return self.domains.get(name, self)
+
+    @property
+    def compares_rewards(self) -> bool:
+        """True if rollouts have an advantage."""
+        return any(each is not None for each in (self.advantage, self.token_advantage, self.critic_advantage))
 
     @property
     def uses_reference(self) -> bool:
         """True if a frozen reference model is needed."""
-        return any(term.uses_reference for term in self.terms) or self.kl_in_reward
+        inside = any(each.uses_reference for each in self.domains.values())
+        return inside or any(term.uses_reference for term in self.terms) or self.kl_in_reward
 
     @property
     def kl_in_reward(self) -> bool:
@@ -159,4 +172,4 @@ class Recipe:
     @property
     def uses_entropy(self) -> bool:
         """True if the entropy needs a gradient."""
-        return any(term.uses_entropy for term in self.terms)
+        return any(term.uses_entropy for recipe in (self, *self.domains.values()) for term in recipe.terms)

@@ -91,14 +91,16 @@ def count_tasks(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
     counts: dict[tuple[str, str], tuple[int, int]] = {}
     loaded: dict[str, Taskset] = {}
     for stage in run.stages:
-        own = [] if stage.evaluation is None else [each.rewards or [] for each in stage.evaluation.all_sets().values()]
-        for reward in [*stage.rewards, *(one for rewards in own for one in rewards)]:
-            if isinstance(reward, PythonReward):
-                find_reward(reward.function)
-        judged = {"taskset": (stage.taskset, stage.rewards)}
+        judged = {
+            f"domains.{name}.taskset" if name else "taskset": (view.taskset, view.rewards)
+            for name, view in stage.by_domain().items()
+        }
         for name, held_out in (stage.evaluation.all_sets() if stage.evaluation else {}).items():
-            rewards = stage.rewards if held_out.rewards is None else held_out.rewards
-            judged[evaluation_key(name)] = (held_out.taskset, rewards)
+            judged[evaluation_key(name)] = (held_out.taskset, stage.for_evaluation(held_out).rewards)
+        for _, rewards in judged.values():
+            for reward in rewards:
+                if isinstance(reward, PythonReward):
+                    find_reward(reward.function)
         for section, (taskset, rewards) in judged.items():
             if taskset is not None:
                 key = taskset.model_dump_json()

@@ -48,6 +48,9 @@ class EvaluationSet(Section):
     """The held-out tasks."""
     limit: int | None = Field(None, ge=1)
     """Use only the first N held-out tasks."""
+    domain: PlainName | None = None
+    """Domain whose workflow, rewards and sampling the set uses instead of the stage's. A set inside a domain uses that
+    domain's."""
     workflow: WorkflowConfig | None = None
     """Rollout procedure of a task. Default: the stage's."""
     environment: EnvironmentConfig | None = None

@@ -80,7 +80,7 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
     for pattern in [["model", "path"], ["plugins", "*"]]:
         root = edit(root, pattern, settle)
     root = edit(root, ["placement", "explorers", "*", "engine", "python"], settle_python)
-    for prefix in ([], ["stages", "*"]):
+    for prefix in ([], ["stages", "*"], ["domains", "*"], ["stages", "*", "domains", "*"]):
         for pattern in _STAGE:
             root = edit(root, prefix + pattern, settle)
         for pattern in _STAGE_CODE:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from rollmill.config.algorithms import AlgorithmConfig
 from rollmill.config.algorithms.baselines import GRPO
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
+from rollmill.config.domains import DomainConfig, MixingConfig
 from rollmill.config.engines import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
@@ -23,7 +24,7 @@ from rollmill.config.rewards.judges import JudgeSection
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import FolderName, PlainName, Section
 from rollmill.config.supervision import SupervisionConfig
-from rollmill.config.taskset import TasksetConfig, fill_decontamination_sets
+from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection, fill_decontamination_sets
 from rollmill.config.tools import ToolConfig
 from rollmill.config.trackers import MonitorConfig
 from rollmill.config.trainer import TrainerConfig
@@ -59,6 +60,9 @@ class EarlyStopConfig(Section):
         return self
 
 
+_LEAST_WEIGHT = 1e-9  # of an entry of a mix whose schedule begins at 0
+
+
 class StageConfig(Section):
     """One fully resolved stage of a run, as the orchestrator executes it."""
 
@@ -69,7 +73,12 @@ class StageConfig(Section):
     """Maximum number of weight versions a rollout may lag behind the trained weights. 0: synchronous; 1: one-step
     off-policy."""
     taskset: TasksetConfig | None = None
-    """Tasks to roll out or imitate. Required unless a stage learns from `experts.sources` alone."""
+    """Tasks to roll out or imitate. Required unless a stage learns from `experts.sources` alone, or has `domains`."""
+    domains: dict[PlainName, DomainConfig] = {}
+    """Kinds of tasks that are learned together, by name, instead of one `taskset`. Each may have its own rewards,
+    workflow, sampling and algorithm; the other sections of the stage are its defaults."""
+    mixing: MixingConfig = MixingConfig()
+    """Shares of the domains."""
     workflow: WorkflowConfig = SingleTurnWorkflow()
     """Rollout procedure of a task: a name or a section."""
     environment: EnvironmentConfig | None = None
@@ -97,6 +106,40 @@ class StageConfig(Section):
     early_stop: EarlyStopConfig | None = None
 
     @model_validator(mode="after")
+    def _domains_are_a_mix(self) -> Self:
+        """Makes the taskset and the evaluation sets of the domains."""
+        if not self.domains:
+            return self
+        if self.taskset is not None:
+            raise ValueError("taskset is not honoured beside domains; write it into one of them")
+        entries = []
+        for name, domain in self.domains.items():
+            parts = {key: getattr(domain.taskset, key) for key in domain.taskset.model_fields_set}
+            entries.append(MixEntry(name=name, weight=max(domain.weight_at(0), _LEAST_WEIGHT), **parts))
+        self.taskset = TasksetConfig(mix=entries)
+        held_out = {name: each.evaluation for name, each in self.domains.items() if each.evaluation is not None}
+        if held_out:
+            evaluation = self.evaluation or EvaluationConfig()
+            if both := held_out.keys() & evaluation.sets.keys():
+                raise ValueError(f"evaluation.sets.{min(both)}: the domain of that name has an evaluation; rename this")
+            own = {name: each.model_copy(update={"domain": name}) for name, each in held_out.items()}
+            self.evaluation = evaluation.model_copy(update={"sets": {**evaluation.sets, **own}})
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_domains_make(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out what `_domains_are_a_mix` makes, so that the result can be loaded again."""
+        found: dict[str, Any] = handler(self)
+        if self.domains:
+            found.pop("taskset", None)
+            evaluation = found.get("evaluation")
+            if evaluation is not None:
+                sets = evaluation.get("sets", {}).items()
+                of_domains = {name for name, each in self.domains.items() if each.evaluation is not None}
+                evaluation["sets"] = {name: each for name, each in sets if name not in of_domains}
+        return found
+
+    @model_validator(mode="after")
     def _held_out_tasks_are_known(self) -> Self:
         if self.evaluation is not None and self.taskset is not None:
             self.taskset = fill_decontamination_sets(self.taskset, self.evaluation.tasksets())
@@ -104,8 +147,38 @@ class StageConfig(Section):
 
     def for_evaluation(self, by: EvaluationSet) -> StageConfig:
         """Returns this stage with the workflow, environment, rewards and sampling of an evaluation set."""
+        base = self if by.domain is None else self.for_domain(by.domain)
         own = {key: value for key in ("workflow", "environment", "rewards") if (value := getattr(by, key)) is not None}
-        return self.model_copy(update=own | {"rollout": by.sampling.over(self.rollout)})
+        return base.model_copy(update=own | {"rollout": by.sampling.over(base.rollout)})
+
+    def for_domain(self, name: str) -> StageConfig:
+        """Returns this stage as if the domain were all of it; without evaluation. If the stage's algorithm rolls nothing
+        out, it is that of all domains."""
+        assert self.taskset is not None
+        domain = self.domains[name]
+        [entry] = [each for each in self.taskset.mix if each.name == name]
+        taskset = TasksetConfig(**{key: getattr(entry, key) for key in TasksetSection.model_fields})
+        plain = {"domains": {}, "mixing": MixingConfig(), "taskset": taskset, "evaluation": None}
+        plain |= {"rollout": domain.rollout.over(self.rollout)}
+        plain |= {} if self.algorithm.uses_rollouts else {"algorithm": self.algorithm}
+        return self.model_copy(update=domain.overrides() | plain)
+
+    def by_domain(self) -> dict[str, StageConfig]:
+        """Returns `for_domain` of each domain by its name; a stage without domains is its own, with the name ""."""
+        return {name: self.for_domain(name) for name in self.domains} or {"": self}
+
+    @property
+    def uses_greedy(self) -> bool:
+        """True if the algorithm needs one greedy completion per task."""
+        advantage = getattr(self.algorithm, "advantage", None)
+        return advantage is not None and advantage.uses_greedy
+
+    @property
+    def all_models(self) -> dict[str, AuxiliaryModelConfig]:
+        """The models of the stage and of its domains."""
+        return self.models | {
+            key: model for each in self.domains.values() for key, model in (each.models or {}).items()
+        }
 
     def with_engine(self, engine: EngineConfig | None) -> StageConfig:
         """Returns this stage with another engine; with None, the stage itself."""
@@ -113,9 +186,10 @@ class StageConfig(Section):
 
     @property
     def workflows(self) -> list[WorkflowConfig]:
-        """The stage's workflow and those of its evaluation sets."""
+        """The workflows of the stage, of its domains and of its evaluation sets."""
         sets = [] if self.evaluation is None else self.evaluation.all_sets().values()
-        return [self.workflow, *(each.workflow for each in sets if each.workflow is not None)]
+        found = [self.workflow, *(each.workflow for each in self.domains.values()), *(each.workflow for each in sets)]
+        return [each for each in found if each is not None]
 
     @property
     def uses_task_examples(self) -> bool:
@@ -132,7 +206,8 @@ class StageConfig(Section):
     @property
     def persistent(self) -> bool:
         """True if the stage is asynchronous, replays groups, or creates experiences for later use."""
-        made = any(operator.creates_experiences for operator in self.pipeline)
+        operators = [*self.pipeline, *(each for domain in self.domains.values() for each in domain.pipeline or [])]
+        made = any(operator.creates_experiences for operator in operators)
         return self.max_staleness > 0 or self.buffer.replay is not None or made
 
     @property
@@ -148,16 +223,17 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _endpoints_fail_in_time(self) -> Self:
-        inside = [reward for operator in self.pipeline for _, rewards in operator.reward_lists for reward in rewards]
-        for reward in (*self.rewards, *inside):
-            if isinstance(reward, JudgeSection) and reward.endpoint is not None:
-                longest, deadline = reward.deadline_s + reward.try_s, self.judging.deadline_s
-                if longest >= deadline:
-                    raise ValueError(
-                        f"judging.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of the "
-                        f"reward `{reward_part_names([reward])[0]}`, so an endpoint that is down would pass for a slow "
-                        "one; raise judging.deadline_s"
-                    )
+        for view in self.by_domain().values():
+            inside = [each for operator in view.pipeline for _, rewards in operator.reward_lists for each in rewards]
+            for reward in (*view.rewards, *inside):
+                if isinstance(reward, JudgeSection) and reward.endpoint is not None:
+                    longest, deadline = reward.deadline_s + reward.try_s, view.judging.deadline_s
+                    if longest >= deadline:
+                        raise ValueError(
+                            f"judging.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of the "
+                            f"reward `{reward_part_names([reward])[0]}`, so an endpoint that is down would pass for a "
+                            "slow one; raise judging.deadline_s"
+                        )
         return self
 
 

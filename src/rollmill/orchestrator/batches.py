@@ -28,7 +28,7 @@ from rollmill.orchestrator.state import StageState
 from rollmill.pipelines import Pipeline, PipelineContext
 from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.trackers.trace import Trace
-from rollmill.types import Experience, Task, first_per_rollout
+from rollmill.types import Experience, Task, first_per_rollout, task_domain
 
 
 class BatchSource(Protocol):
@@ -122,7 +122,7 @@ class RolloutBatches:
         self._scheduler, self._queue = components.scheduler, components.scheduler.queue
         self._first_version, self._shared = first_version, shared
         self._reader = BatchReader(config, components.store, ratings, first_version=first_version, seed=seed)
-        self._observed = any(section.name == "success_rate" for section in config.pipeline)
+        self._views = config.by_domain()
         self._raw: list[list[float]] = []  # rewards by group, since the last step
         self._rejected: list[list[str]] = []  # reasons by fully rejected group
         self._late = 0
@@ -204,7 +204,9 @@ class RolloutBatches:
         """Record the rewards of a group's rollouts."""
         rewards = [each.reward for each in first_per_rollout(experiences) if each.reward is not None]
         self._raw.append(rewards)
-        if rewards and not self._observed:
+        self._sampler.observe_rewards(experiences[0].task_id, rewards)
+        rates = any(section.name == "success_rate" for section in self._view(experiences[0].task_id).pipeline)
+        if rewards and not rates:  # else that operator tells the sampler
             self._sampler.observe(experiences[0].task_id, [min(max(reward, 0.0), 1.0) for reward in rewards])
 
     def _is_late(self, experiences: Sequence[Experience], version: int) -> bool:
@@ -214,21 +216,25 @@ class RolloutBatches:
     async def _process_group(self, experiences: Sequence[Experience], version: int) -> bool:
         """Pass one group through the pipeline into the store; return whether anything is left to train on."""
         copies = [_copied(each) for each in experiences] if len(self._pipeline) else experiences
-        left = await self._pipeline.process(copies, self._context(version))
+        left = await self._pipeline.process(copies, self._context(version, experiences[0].task_id))
         groups = split_by_kind(left, experiences[0].group, self._components.fingerprint)
         for group in groups:
             group.writer = self.writer if group.kind is ExperienceKind.ROLLOUT else group.writer
         self._store.put(groups)
         return any(group.kind is ExperienceKind.ROLLOUT for group in groups)
 
-    def _context(self, version: int) -> PipelineContext:
+    def _view(self, task_id: str) -> StageConfig:
+        """The stage as the task's domain sees it."""
+        return self._views[task_domain(task_id)] if self._config.domains else self._views[""]
+
+    def _context(self, version: int, task_id: str) -> PipelineContext:
         parts = self._components
         return PipelineContext(
             step=version + 1,
             version=version,
             tokenizer=parts.tokenizer,
             end_id=parts.end_id,
-            max_new_tokens=self._config.rollout.max_new_tokens,
+            max_new_tokens=self._view(task_id).rollout.max_new_tokens,
             deadline_s=self._config.rollout.deadline_s,
             task=parts.task,
             observe=self._sampler.observe,

@@ -29,7 +29,8 @@ from rollmill.orchestrator.evaluation_set import SetResult
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.setup import MACHINE, choose_device, require_models, stage_overrides
 from rollmill.orchestrator.task_selection import select_held_out
-from rollmill.rewards import build_reward_manager
+from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rollout.auxiliary_models import connect_endpoint
 from rollmill.rollout.served_model import ServedExplorers, ServedModel, check_endpoint_support
 from rollmill.trainer import choose_precision
@@ -142,10 +143,10 @@ async def _evaluate(
     sync = build_publisher(policy, engine, precision)
     sync.publish(subject.step or 0)
 
-    def build_rewards(configs: Any) -> Any:
-        return build_reward_manager(configs, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+    def build_rewards(view: StageConfig) -> RewardManager:
+        return build_reward_manager(view.rewards, view.judging, tokenizer=policy.tokenizer, device=str(policy.device))
 
-    rewards = build_rewards(stage.rewards)
+    rewards = build_domain_rewards(stage, build_rewards)
     explorers = ExplorerFactory(stage, policy, engine, rewards, precision=precision, tasks=examples)
     evaluator = Evaluator(
         stage,
@@ -181,13 +182,13 @@ async def _evaluate_served(
     for each in sets.values():
         check_endpoint_support(stage.for_evaluation(each), str(subject.folder))
 
-    def build_rewards(configs: Any) -> Any:
-        return build_reward_manager(configs, stage.judging, device=str(choose_device(loaded.config.device)))
+    def build_rewards(view: StageConfig) -> RewardManager:
+        return build_reward_manager(view.rewards, view.judging, device=str(choose_device(loaded.config.device)))
 
     model = ServedModel(
         str(subject.folder), connect_endpoint(str(subject.folder), subject.model), completes=subject.model.completes
     )
-    rewards = build_rewards(stage.rewards)
+    rewards = build_domain_rewards(stage, build_rewards)
     held_out = {name: tasksets[name].tasks[: each.limit] for name, each in sets.items()}
     explorers = ServedExplorers(model, rewards)
     seed = loaded.config.seed

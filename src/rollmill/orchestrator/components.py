@@ -18,13 +18,15 @@ from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import Evaluator
 from rollmill.orchestrator.scheduler import RolloutScheduler, TokenCounter
 from rollmill.orchestrator.traffic import NoTasksSampler, TrafficBatches
-from rollmill.pipelines.pipeline import PipelineResources, build_pipeline
+from rollmill.pipelines import Pipeline
+from rollmill.pipelines.pipeline import PipelineResources, build_domain_pipelines, build_pipeline
 from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rewards.domains import DomainRewards, build_domain_rewards
 from rollmill.rollout.base import ExplorerProtocol
 from rollmill.trainer import DistributedTrainer, RewardTrainer, Trainer
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.ray_ranks import RayRankLauncher
-from rollmill.trainer.distributed.spec import TrainerSpec
+from rollmill.trainer.distributed.spec import DomainSpec, TrainerSpec
 from rollmill.trainer.verification import verify_checkpoint
 from rollmill.types import Task
 
@@ -34,9 +36,13 @@ if TYPE_CHECKING:
     from rollmill.remote.rollout_backend import RemoteRollouts
 
 
-def build_stage_rewards(config: StageConfig, policy: PolicyModel, rewards: Sequence[RewardConfig]) -> RewardManager:
-    """Build a reward manager of these rewards, with the stage's limits."""
-    return build_reward_manager(rewards, config.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+def build_stage_rewards(config: StageConfig, policy: PolicyModel) -> RewardManager:
+    """Build the reward manager of a stage, or of its domains."""
+
+    def build(view: StageConfig) -> RewardManager:
+        return build_reward_manager(view.rewards, view.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+
+    return build_domain_rewards(config, build)
 
 
 def build_trainer(
@@ -60,6 +66,11 @@ def build_trainer(
         reward_weights=None if rewards is None else dict(rewards.weights),
         plugins=tuple(context.plugins),
         kept_versions=kept_versions,
+        domains={
+            name: DomainSpec(view.algorithm, view.rollout.max_new_tokens, _weights(rewards, name))
+            for name, view in config.by_domain().items()
+            if name and algorithm.uses_rollouts
+        },
     )
     teacher = None
     if isinstance(algorithm, Distill) and algorithm.teacher is not None:
@@ -69,6 +80,11 @@ def build_trainer(
         crew = RayRankLauncher(context.ranks) if context.ranks else None
         return DistributedTrainer(plan, policy.model, teacher, policy.device, context.run_dir, crew)
     return plan.trainer(policy.model, teacher, policy.device, RankGroup.current())
+
+
+def _weights(rewards: RewardManager | None, domain: str) -> dict[str, float] | None:
+    """Weights of a domain's rewards."""
+    return dict(rewards.of_domain(domain).weights) if isinstance(rewards, DomainRewards) else None
 
 
 def build_rollouts(
@@ -93,7 +109,7 @@ def build_rollouts(
             stage.tasks.held_out,
             rewards=stage.rewards,
             explorers=explorers,
-            build_rewards=partial(build_stage_rewards, config, policy),
+            build_rewards=lambda view: build_stage_rewards(view, policy),
             seed=stage.context.seed,
         )
     return batches, evaluator
@@ -102,12 +118,12 @@ def build_rollouts(
 def build_rollout_components(stage: Stage, explorer: ExplorerProtocol, engine: TokenCounter) -> RolloutComponents:
     """Build the components that groups pass through."""
     config, policy, tasks, seed = stage.config, stage.policy, stage.tasks.training, stage.seed
-    advantage = getattr(config.algorithm, "advantage", None)
     by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
     batch = config.rollout.batch
     sampler: Sampler = NoTasksSampler()
     if config.workflow.uses_tasks:
-        sampler = build_sampler(tasks, config.required_taskset.order, seed, batch=batch)
+        order, domains, mixing = config.required_taskset.order, config.domains, config.mixing
+        sampler = build_sampler(tasks, order, seed, batch=batch, domains=domains, mixing=mixing)
     rollouts = RolloutScheduler(
         config,
         sampler=sampler,
@@ -117,16 +133,18 @@ def build_rollout_components(stage: Stage, explorer: ExplorerProtocol, engine: T
         task=by_id.__getitem__,
         first_version=stage.first_version,
         seed=seed,
-        uses_greedy=advantage is not None and advantage.uses_greedy,
     )
 
-    def build_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
-        return build_stage_rewards(config, policy, rewards)
+    def build_view_pipeline(view: StageConfig) -> Pipeline:
+        def build_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
+            return build_stage_rewards(view.model_copy(update={"rewards": list(rewards)}), policy)
+
+        return build_pipeline(view.pipeline, PipelineResources(build_rewards, seed))
 
     return RolloutComponents(
         sampler,
         rollouts,
-        build_pipeline(config.pipeline, PipelineResources(build_rewards, seed)),
+        build_domain_pipelines({name: partial(build_view_pipeline, view) for name, view in config.by_domain().items()}),
         stage.store,
         stage.trace,
         policy.tokenizer,

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill.buffer import GroupQueue
-from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import DeadlineError
 from rollmill.orchestrator.evaluation_set import SetEvaluator, SetResult, merged_metrics, results_to_json
 from rollmill.orchestrator.metrics import require_rewards
 from rollmill.rewards import RewardManager
+from rollmill.rewards.domains import DomainRewards
 from rollmill.rollout.base import ExplorerSource
 from rollmill.types import Experience, Task
 from rollmill.waiting import patient_timeout
 
-BuildRewards = Callable[[Sequence[RewardConfig]], RewardManager]
+BuildRewards = Callable[[StageConfig], RewardManager]
+"""Builds the rewards of a stage without domains."""
 HeldOut = Mapping[str, Sequence[Task]]
 """Held-out tasks by the name of their set."""
 
@@ -119,12 +120,14 @@ class Evaluator:
         self.set_evaluators: list[SetEvaluator] = []
         for name, section in config.evaluation.all_sets().items():
             stage, used_rewards, used = config.for_evaluation(section), rewards, explorers
-            if stage.rewards != config.rewards:
-                used_rewards = build_rewards(stage.rewards)
+            if section.domain is not None and section.rewards is None and isinstance(rewards, DomainRewards):
+                used_rewards = rewards.of_domain(section.domain)
+            elif stage.rewards != config.rewards or isinstance(rewards, DomainRewards):
+                used_rewards = build_rewards(stage.model_copy(update={"domains": {}}))
                 self._rewards.append(used_rewards)
             same = (stage.workflow, stage.environment) == (config.workflow, config.environment)
             if used_rewards is not rewards or not same:
-                used = explorers.variant(stage, used_rewards)
+                used = explorers.variant(stage.model_copy(update={"domains": {}}), used_rewards)
                 self._explorers.append(used)
             evaluator = SetEvaluator(name, used.explorer(), held_out[name], section, stage.rollout, seed)
             self.set_evaluators.append(evaluator)

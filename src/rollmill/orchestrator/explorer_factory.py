@@ -8,12 +8,15 @@ from typing import Any
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.models.load import PolicyModel
+from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.rewards import RewardManager
+from rollmill.rewards.domains import DomainRewards
 from rollmill.rollout import Explorer
 from rollmill.rollout.auxiliary_models import AuxiliaryModels
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.rollout.endpoint.policy_endpoint import PolicyEndpoint
+from rollmill.rollout.explorer import DomainExplorer
 from rollmill.rollout.resources import WorkflowResources, build_workflow
 from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.trackers.trace import Trace
@@ -43,7 +46,7 @@ class ExplorerFactory:
         self._config, self._policy, self._engine, self._rewards = config, policy, engine, rewards
         self._tasks, self._owns_models = tasks, models is None
         chat = ChatRenderer(policy.tokenizer, policy.eos_ids)
-        models_config = config.models if config.algorithm.uses_rollouts or config.evaluation is not None else {}
+        models_config = config.all_models if config.algorithm.uses_rollouts or config.evaluation is not None else {}
         self._models = AuxiliaryModels(models_config, policy, config.rollout, precision) if models is None else models
         self._resources = WorkflowResources(
             rewards,
@@ -53,14 +56,26 @@ class ExplorerFactory:
             models=self._models.sources,
             examples=[task for task in tasks if task.response is not None],
         )
+        self._domains: dict[str, ExplorerFactory] = {}
+        if isinstance(rewards, DomainRewards):
+            for name, view in config.by_domain().items():
+                own = [task for task in tasks if task.taskset == name]
+                self._domains[name] = ExplorerFactory(
+                    view, policy, engine, rewards.of_domain(name), precision=precision, tasks=own, models=self._models
+                )
 
     def variant(self, config: StageConfig, rewards: RewardManager) -> ExplorerFactory:
         """Explorers of another stage configuration for the same policy, worked examples and other models: frozen models
         stay as they were at the start of the stage, on resume as well."""
         return ExplorerFactory(config, self._policy, self._engine, rewards, tasks=self._tasks, models=self._models)
 
-    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> Explorer:
-        """Build an explorer with the stage's `workflow`."""
+    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> Explorer | DomainExplorer:
+        """Build an explorer with the workflows of the stage's domains."""
+        if self._domains:
+            return DomainExplorer({name: each._plain_explorer(trace, drafts) for name, each in self._domains.items()})
+        return self._plain_explorer(trace, drafts)
+
+    def _plain_explorer(self, trace: Trace | None, drafts: DraftCache | None) -> Explorer:
         workflow = build_workflow(self._config.workflow, self._resources)
         runner = None
         if workflow is not None:
@@ -72,7 +87,7 @@ class ExplorerFactory:
 
     def metrics(self) -> dict[str, float]:
         """Metrics of environments and tools since the last call."""
-        return self._resources.metrics()
+        return sum_metrics([self._resources.metrics(), *(each.metrics() for each in self._domains.values())])
 
     def state_dict(self) -> dict[str, Any] | None:
         """State for a checkpoint: frozen weights, if a workflow has them."""
@@ -84,6 +99,8 @@ class ExplorerFactory:
 
     async def close(self) -> None:
         """Close environments, tools and other models; may be called twice."""
+        for domain in self._domains.values():
+            await domain.close()
         await self._resources.close()
         if self._owns_models:
             await self._models.close()

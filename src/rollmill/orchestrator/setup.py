@@ -19,6 +19,7 @@ from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
 from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import Taskset, load_taskset
@@ -101,7 +102,7 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     device = choose_device(config.device)
     # errors in the last stage's rewards show before the first stage runs
-    wanted = [(rewards, stage.judging) for stage in loaded.stages for rewards in _rewards(stage)]
+    wanted = [each for stage in loaded.stages for each in _rewards(stage)]
     judges = [build_reward_manager(rewards, judging, device=str(device)) for rewards, judging in wanted]
     for judge in judges:
         judge.close()
@@ -155,19 +156,23 @@ def _refuse_drafts(stage: StageConfig, model: str) -> None:
             )
 
 
-def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:
-    """The stage's rewards, and those of held-out sets with other rewards."""
+def _rewards(stage: StageConfig) -> list[tuple[list[RewardConfig], RewardManagerConfig]]:
+    """The rewards of the stage's domains, and those of held-out sets with other rewards, with their limits."""
     sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
-    return [stage.rewards, *(each.rewards for each in sets if each.rewards is not None)]
+    own = [stage.for_evaluation(each) for each in sets if each.rewards is not None]
+    return [(view.rewards, view.judging) for view in (*stage.by_domain().values(), *own)]
 
 
 def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset]) -> StageTasks:
     sets = {} if stage.evaluation is None else stage.evaluation.all_sets()
     held_out = {name: tasksets[_key(each.taskset)] for name, each in sets.items()}
     training = NO_TASKS if stage.taskset is None else tasksets[_key(stage.taskset)]
-    require_references(stage.rewards, training.tasks, f"stage {stage.name}: taskset")
+    for name, view in stage.by_domain().items():
+        own = [task for task in training.tasks if task.taskset == name] if name else training.tasks
+        section = f"domains.{name}.taskset" if name else "taskset"
+        require_references(view.rewards, own, f"stage {stage.name}: {section}")
     for name, each in sets.items():
-        rewards = stage.rewards if each.rewards is None else each.rewards
+        rewards = stage.for_evaluation(each).rewards
         require_references(rewards, held_out[name].tasks, f"stage {stage.name}: {evaluation_key(name)}")
     return select_tasks(stage, policy, training, held_out)
 

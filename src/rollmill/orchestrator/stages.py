@@ -175,8 +175,8 @@ class Stage:
         self.state = StageState()
         self.trace = PhaseTrace(self._report)
         self.rewards = None
-        if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
-            self.rewards = build_stage_rewards(config, policy, config.rewards)
+        if config.rewards or config.domains or config.algorithm.uses_rollouts or config.evaluation is not None:
+            self.rewards = build_stage_rewards(config, policy)
         # completions that come after their version has ended are compared with weights that the trainer keeps
         late = context.explorers is not None or not config.workflow.uses_tasks
         self.learner = Learner(

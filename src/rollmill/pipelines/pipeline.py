@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
 from rollmill.progress import Progress, count_progress
 from rollmill.registry import build_component
 from rollmill.rewards import RewardManager
-from rollmill.types import Experience
+from rollmill.types import Experience, task_domain
 from rollmill.waiting import patient_timeout
 
 Operator = Callable[[Batch], Any]
@@ -167,6 +167,59 @@ def build_pipeline(sections: Sequence[OperatorSection], resources: PipelineResou
             operators.append((section.name, operator))
         made_so_far.pop_all()
     return Pipeline(operators)
+
+
+class DomainPipelines(Pipeline):
+    """The pipelines of a stage's domains, with the interface of one. Operators are called DOMAIN/NAME."""
+
+    def __init__(self, pipelines: Mapping[str, Pipeline]) -> None:
+        self._pipelines = dict(pipelines)
+
+    def __len__(self) -> int:
+        return sum(len(each) for each in self._pipelines.values())
+
+    async def process(self, experiences: Sequence[Experience], context: PipelineContext) -> list[Experience]:
+        """See Pipeline; all experiences are of the first one's domain."""
+        return await self._pipelines[task_domain(experiences[0].task_id)].process(experiences, context)
+
+    def reports(self) -> dict[str, OperatorReport]:
+        """See Pipeline."""
+        return {f"{name}/{key}": each for name, one in self._pipelines.items() for key, each in one.reports().items()}
+
+    def take_reports(self) -> dict[str, OperatorReport]:
+        """See Pipeline."""
+        return {
+            f"{name}/{key}": each for name, one in self._pipelines.items() for key, each in one.take_reports().items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Pipeline."""
+        return {name: each.state_dict() for name, each in self._pipelines.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Pipeline."""
+        for name, each in state.items():
+            self._pipelines[name].load_state_dict(each)
+
+    def close(self) -> None:
+        """See Pipeline."""
+        with ExitStack() as stack:
+            for each in self._pipelines.values():
+                stack.callback(each.close)
+
+
+def build_domain_pipelines(builders: Mapping[str, Callable[[], Pipeline]]) -> Pipeline:
+    """Build the pipeline of each domain; a stage without domains has one, with the name "".
+
+    Raises like the builders.
+    """
+    with ExitStack() as made_so_far:
+        pipelines = {}
+        for name, build in builders.items():
+            pipelines[name] = build()
+            made_so_far.callback(pipelines[name].close)
+        made_so_far.pop_all()
+    return pipelines[""] if "" in pipelines else DomainPipelines(pipelines)
 
 
 def _check_calls(target: Callable[..., Any]) -> None:

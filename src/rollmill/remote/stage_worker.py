@@ -25,6 +25,7 @@ from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.registry import import_file
 from rollmill.rollout import Explorer
+from rollmill.rollout.explorer import DomainExplorer
 from rollmill.trackers.trace import Span, Trace
 from rollmill.types import Experience, Task
 from rollmill.weights import (
@@ -108,7 +109,7 @@ class StageWorker:
         self._receiver = _receiver(setup, self._policy)
         self._updating: asyncio.Task[None] | None = None
         self._explorers: list[ExplorerFactory] = []
-        self._made: dict[str, Explorer] = {}
+        self._made: dict[str, Explorer | DomainExplorer] = {}
         self._rewards: list[Any] = []
         self._tokens = 0
         self._made[""] = self._make(setup.stage_json)
@@ -175,9 +176,9 @@ class StageWorker:
                 raise DeadlineError("an explorer", f"weights of version {version}", _PUBLISHED_S, advice)
             await asyncio.sleep(_POLL_S)
 
-    def _make(self, text: str) -> Explorer:
+    def _make(self, text: str) -> Explorer | DomainExplorer:
         stage = self._stage_of(text)
-        rewards = build_stage_rewards(stage, self._policy, stage.rewards)
+        rewards = build_stage_rewards(stage, self._policy)
         self._rewards.append(rewards)
         if self._explorers:
             explorers = self._explorers[0].variant(stage, rewards)

@@ -6,7 +6,8 @@ An explorer has an engine, rewards, a tokenizer and perhaps a workflow; it does 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -236,3 +237,53 @@ class Explorer:
             assign_reward(experience, result)
             trace_reward_result(self._trace, result)
             apply_repetition_penalty([experience], sampling, experience.stop_reason is StopReason.REPETITION)
+
+
+class DomainExplorer:
+    """The explorers of a stage's domains, with the interface of one; `task.taskset` is the domain of a task."""
+
+    is_remote = False
+
+    def __init__(self, explorers: Mapping[str, Explorer]) -> None:
+        self._explorers = dict(explorers)
+
+    async def rollout(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        generated: OnGenerated | None = None,
+        with_greedy: bool = False,
+    ) -> list[Experience]:
+        """See Explorer."""
+        explorer = self._explorers[task.taskset]
+        return await explorer.rollout(
+            task, sampling, n=n, seed=seed, group=group, generated=generated, with_greedy=with_greedy
+        )
+
+    async def part(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        begun: Sequence[Experience] = (),
+    ) -> PartialRollout:
+        """See Explorer."""
+        return await self._explorers[task.taskset].part(task, sampling, n=n, seed=seed, group=group, begun=begun)
+
+    async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
+        """See Explorer."""
+        await self._explorers[task.taskset].judge(task, sampling, part)
+
+    def take_counts(self) -> dict[str, float]:
+        """See Explorer; the sum over the domains."""
+        total: Counter[str] = Counter()
+        for each in self._explorers.values():
+            total.update(each.take_counts())
+        return dict(total)

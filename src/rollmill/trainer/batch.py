@@ -106,11 +106,19 @@ class MicroBatch:
     routing: Tensor | None = None
     """int16 [T, L, k]: experts that the rollout chose for each token, -1 where unknown; None: all unknown."""
 
-    def of_source(self, source: ExperienceSource, sources: Sequence[ExperienceSource]) -> Tensor:
-        """Indices of the tokens whose experience has this source; `sources` holds the source of each experience of the
-        batch.
+    def of_source(
+        self, source: ExperienceSource, sources: Sequence[ExperienceSource], among: Sequence[bool] | None = None
+    ) -> Tensor:
+        """Indices of the tokens whose experience has this source.
+
+        Args:
+            sources: source of each experience of the batch.
+            among: whether each experience of the batch may be chosen; None: all may.
         """
-        matches = torch.tensor([sources[i] is source for i in self.experiences], device=self.sequence.device)
+        matches = torch.tensor(
+            [sources[i] is source and (among is None or among[i]) for i in self.experiences],
+            device=self.sequence.device,
+        )
         return matches[self.sequence].nonzero()[:, 0]
 
 

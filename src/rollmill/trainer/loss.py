@@ -8,7 +8,7 @@ Shapes: N experiences of the batch, A action tokens of the batch, M action token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from rollmill.algorithms.recipe import AdvantageInputs, LossInputs, LossTerm, Ma
 from rollmill.algorithms.token_advantages import reward_at_last_token
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.kto_baseline import KTOBaselineBatch
-from rollmill.types import Experience, ExperienceSource
+from rollmill.types import Experience, ExperienceSource, task_domain
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class BatchAdvantages:
     reward: Tensor  #: float32 [N], NaN where missing
     counted: Tensor  #: bool [N]: counts in the denominators
     sources: list[ExperienceSource]  #: [N]
+    domains: list[str]  #: [N], "" without one
+    groups: list[str]  #: [N]
     returns: Tensor | None = None  #: float32 [A], targets of the critic
 
 
@@ -63,50 +65,82 @@ def compute_advantages(
     """
     scores, device = scores or PrecomputedScores(), table.target.device
     sources = [e.source for e in experiences]
+    domains = find_domains(experiences, recipe)
     rewards = torch.tensor([np.nan if e.reward is None else e.reward for e in experiences], dtype=torch.float64)
-    values = torch.zeros(len(table.target))
-    compared = any(f is not None for f in (recipe.advantage, recipe.token_advantage, recipe.critic_advantage))
-    counted = torch.tensor([not compared or source is not ExperienceSource.ROLLOUT for source in sources])
-    if recipe.teacher_prompts:
-        counted = torch.tensor([e.teacher_prompt is not None for e in experiences])
-    rollouts = [i for i, source in enumerate(sources) if source is ExperienceSource.ROLLOUT]
-    returns = None
-    if rollouts and compared:
-        index = torch.full((len(experiences),), -1).index_copy_(0, torch.tensor(rollouts), torch.arange(len(rollouts)))
-        tokens = (index[table.experience.cpu()] >= 0).nonzero()[:, 0]
-        sequence, reward_U = index[table.experience.cpu()[tokens]], rewards[rollouts]
-        penalty_A = _penalty(table, recipe, scores, kl_coefficient)[tokens] if recipe.kl_in_reward else None
-        if recipe.critic_advantage is not None:
-            assert scores.values is not None
-            reward_A = reward_at_last_token(reward_U, sequence)
-            reward_A = reward_A if penalty_A is None else reward_A - penalty_A
-            targets = recipe.critic_advantage(scores.values.cpu()[tokens], reward_A, sequence)
-            values[tokens] = targets.advantages.float()
-            returns = torch.zeros_like(values)
-            returns[tokens] = targets.returns.float()
-            counted[rollouts] = ~reward_U.isnan()
-        elif recipe.token_advantage is not None:
-            inputs = _reward_inputs([experiences[i] for i in rollouts], reward_U, table.lengths[rollouts])
-            policy, collision = (
-                None if each is None else each.cpu()[tokens] for each in (scores.policy, scores.collision)
-            )
-            result = recipe.token_advantage(inputs, sequence, TokenAdvantageInputs(penalty_A, policy, collision))
-            values[tokens], counted[rollouts] = result.values.float(), result.counted
-        else:
-            assert recipe.advantage is not None
-            inputs = _reward_inputs([experiences[i] for i in rollouts], reward_U, table.lengths[rollouts])
-            if penalty_A is not None:
-                inputs = _less(inputs, sum_by_sequence(penalty_A, sequence, len(rollouts)))
-            result = recipe.advantage(inputs)
-            values[tokens], counted[rollouts] = result.values.float()[sequence], result.counted
-    _annotate(experiences, table, values)
-    return BatchAdvantages(
-        values.to(device),
-        rewards.float().to(device),
-        counted.to(device),
-        sources,
-        None if returns is None else returns.to(device),
+    compared = recipe.compares_rewards
+    found = BatchAdvantages(
+        advantage=torch.zeros(len(table.target)),
+        reward=rewards.float().to(device),
+        counted=torch.tensor([not compared or source is not ExperienceSource.ROLLOUT for source in sources]),
+        sources=sources,
+        domains=domains,
+        groups=[e.group for e in experiences],
+        returns=torch.zeros(len(table.target)) if recipe.critic_advantage is not None else None,
     )
+    if recipe.teacher_prompts:
+        found = replace(found, counted=torch.tensor([e.teacher_prompt is not None for e in experiences]))
+    for domain in dict.fromkeys(domains):
+        rollouts = [
+            i
+            for i, (source, of) in enumerate(zip(sources, domains, strict=True))
+            if source is ExperienceSource.ROLLOUT and of == domain
+        ]
+        if rollouts and compared:
+            _fill_in(found, experiences, rollouts, rewards, table, recipe.of_domain(domain), scores, kl_coefficient)
+    _annotate(experiences, table, found.advantage)
+    return replace(
+        found,
+        advantage=found.advantage.to(device),
+        counted=found.counted.to(device),
+        returns=None if found.returns is None else found.returns.to(device),
+    )
+
+
+def find_domains(experiences: Sequence[Experience], recipe: Recipe) -> list[str]:
+    """Returns the domain of each experience; "" if the recipe has none of that name."""
+    if not recipe.domains:
+        return [""] * len(experiences)
+    names = (task_domain(each.task_id) for each in experiences)
+    return [name if name in recipe.domains else "" for name in names]
+
+
+def _fill_in(
+    found: BatchAdvantages,
+    experiences: Sequence[Experience],
+    rollouts: list[int],
+    rewards: Tensor,
+    table: TokenTable,
+    recipe: Recipe,
+    scores: PrecomputedScores,
+    kl_coefficient: float,
+) -> None:
+    """Fills in the advantages of the experiences `rollouts`, which are compared with each other only."""
+    index = torch.full((len(experiences),), -1).index_copy_(0, torch.tensor(rollouts), torch.arange(len(rollouts)))
+    tokens = (index[table.experience.cpu()] >= 0).nonzero()[:, 0]
+    sequence, reward_U = index[table.experience.cpu()[tokens]], rewards[rollouts]
+    penalty_A = _penalty(table, recipe, scores, kl_coefficient)[tokens] if recipe.kl_in_reward else None
+    if recipe.critic_advantage is not None:
+        assert scores.values is not None
+        assert found.returns is not None
+        reward_A = reward_at_last_token(reward_U, sequence)
+        reward_A = reward_A if penalty_A is None else reward_A - penalty_A
+        targets = recipe.critic_advantage(scores.values.cpu()[tokens], reward_A, sequence)
+        found.advantage[tokens] = targets.advantages.float()
+        found.returns[tokens] = targets.returns.float()
+        found.counted[rollouts] = ~reward_U.isnan()
+        return
+    inputs = _reward_inputs([experiences[i] for i in rollouts], reward_U, table.lengths[rollouts])
+    if recipe.token_advantage is not None:
+        policy, collision = (None if each is None else each.cpu()[tokens] for each in (scores.policy, scores.collision))
+        result = recipe.token_advantage(inputs, sequence, TokenAdvantageInputs(penalty_A, policy, collision))
+        found.advantage[tokens] = result.values.float()
+    else:
+        assert recipe.advantage is not None
+        if penalty_A is not None:
+            inputs = _less(inputs, sum_by_sequence(penalty_A, sequence, len(rollouts)))
+        result = recipe.advantage(inputs)
+        found.advantage[tokens] = result.values.float()[sequence]
+    found.counted[rollouts] = result.counted
 
 
 def _reward_inputs(experiences: list[Experience], rewards: Tensor, lengths: Tensor) -> AdvantageInputs:
@@ -177,18 +211,26 @@ class StepLoss:
         entropy_coefficient: float = 0.0,
     ) -> None:
         self.recipe, self._table, self._advantages, self._scores = recipe, table, advantages, scores
-        self._version = version
+        self._version, self._groups = version, advantages.groups
         self.mismatched = scores.mismatched
         self.kl_baseline: Tensor | None = None  #: set before the step's first pass, if the recipe needs it
         lengths = torch.zeros_like(table.lengths)
         lengths[part] = table.lengths[part]
         self._kept = torch.ones_like(table.expert) if recipe.masks else None
         self._selected = None if recipe.selection is None else torch.zeros_like(table.expert)
-        self._shares = [term.aggregate(self._lengths(term, lengths)) for term in recipe.terms]
         moment = {(True, False): kl_coefficient, (False, True): entropy_coefficient}
-        self.weights = [
-            term.weight_at(step) * moment.get((term.is_kl, term.is_adaptive_entropy), 1.0) for term in recipe.terms
+        self._terms = [
+            WeightedTerm(
+                term,
+                domain,
+                term.weight_at(step) * moment.get((term.is_kl, term.is_adaptive_entropy), 1.0),
+                term.aggregate(self._lengths(term, domain, lengths)) * self._group_share(term, domain, lengths),
+            )
+            for domain in dict.fromkeys(advantages.domains)
+            for term in recipe.of_domain(domain).terms
         ]
+        self.kinds = [(source, domain) for source in ExperienceSource for domain in dict.fromkeys(advantages.domains)]
+        """Sources and domains, whose tokens have terms of their own."""
         rollouts = torch.tensor(
             [source is ExperienceSource.ROLLOUT for source in advantages.sources], device=lengths.device
         )
@@ -197,9 +239,9 @@ class StepLoss:
         moves = torch.zeros_like(lengths, dtype=torch.bool)
         moves[table.experience[advantages.advantage != 0]] = True
         learned = torch.zeros_like(moves)
-        for term, weight, share in zip(recipe.terms, self.weights, self._shares, strict=True):
-            if weight:
-                learned |= (share != 0) & (moves if term.uses_advantage else True)
+        for each in self._terms:
+            if each.weight:
+                learned |= (each.shares != 0) & (moves if each.term.uses_advantage else True)
         self.learned = learned.nonzero()[:, 0].tolist()  #: experiences with a gradient
 
     def choose(self, logprob: Tensor, entropy: Tensor, expected_discriminant: Tensor | None, draw: Tensor) -> None:
@@ -244,11 +286,13 @@ class StepLoss:
         entropy: Tensor,
         source: ExperienceSource,
         divergence: Tensor | None = None,
+        domain: str = "",
     ) -> tuple[LossInputs, Tensor]:
-        """Returns the loss inputs for the tokens of `source` in a micro-batch, and the indices of these tokens in the
-        batch.
+        """Returns the loss inputs for the tokens of `source` and `domain` in a micro-batch, and the indices of these
+        tokens in the batch.
         """
-        table, chosen = self._table, micro.of_source(source, self._advantages.sources)
+        among = [each == domain for each in self._advantages.domains]
+        table, chosen = self._table, micro.of_source(source, self._advantages.sources, among)
         everything = len(chosen) == len(micro.tokens)
         logprob, entropy = (x if everything else x[chosen] for x in (logprob, entropy))
         tokens = micro.tokens[chosen]
@@ -272,14 +316,21 @@ class StepLoss:
         )
         return inputs, tokens
 
-    def terms(self, inputs: LossInputs, tokens: Tensor, source: ExperienceSource) -> dict[str, tuple[float, Tensor]]:
-        """Weight and value (this micro-batch's share) of every term on `source`."""
+    def terms(
+        self, inputs: LossInputs, tokens: Tensor, source: ExperienceSource, domain: str = ""
+    ) -> dict[str, tuple[float, Tensor]]:
+        """Weight and value (this micro-batch's share) of every term on `source` and `domain`."""
         experience = self._table.experience[tokens]
         return {
-            term.name: (weight, torch.dot(share[experience].to(inputs.logprob.dtype), term.fn(inputs)))
-            for term, weight, share in zip(self.recipe.terms, self.weights, self._shares, strict=True)
-            if term.source is source and len(tokens) and weight
+            each.name: (each.weight, torch.dot(each.shares[experience].to(inputs.logprob.dtype), each.term.fn(inputs)))
+            for each in self._terms
+            if each.term.source is source and each.domain == domain and len(tokens) and each.weight
         }
+
+    @property
+    def weights(self) -> list[float]:
+        """Weights of the terms, in their order."""
+        return [each.weight for each in self._terms]
 
     def _staleness(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         return (self._version - self._table.version[tokens]).clamp(min=0).to(dtype)
@@ -291,12 +342,46 @@ class StepLoss:
             return interpolated_proximal(logprob, rollout, staleness)
         return logprob.detach()
 
-    def _lengths(self, term: LossTerm, lengths: Tensor) -> Tensor:
+    def _lengths(self, term: LossTerm, domain: str, lengths: Tensor) -> Tensor:
         """Number of tokens of each experience in a term's denominator, [N]; `lengths` are those of the part."""
         advantages = self._advantages
-        of_source = [source is term.source for source in advantages.sources]
-        members = advantages.counted & torch.tensor(of_source, device=lengths.device)
+        members = advantages.counted & self._members(term, domain, lengths.device)
         if term.only_positive:
             accepted = self._table.experience[advantages.advantage > 0]
             lengths = torch.minimum(lengths, torch.bincount(accepted, minlength=len(lengths)))
         return lengths * members
+
+    def _members(self, term: LossTerm, domain: str, device: torch.device) -> Tensor:
+        """Experiences that a term is about: bool [N]."""
+        kinds = zip(self._advantages.sources, self._advantages.domains, strict=True)
+        return torch.tensor([source is term.source and of == domain for source, of in kinds], device=device)
+
+    def _group_share(self, term: LossTerm, domain: str, lengths: Tensor) -> float:
+        """Share of a domain's groups in the groups of the part with the term's source; 1 without domains.
+
+        So a domain weighs as much as its share of the tasks, whatever the number and length of its completions.
+        """
+        if not self.recipe.domains:
+            return 1.0
+        groups: dict[str, set[str]] = {}
+        kinds = zip(lengths.tolist(), self._advantages.sources, self._advantages.domains, self._groups, strict=True)
+        for length, source, of, group in kinds:
+            if length and source is term.source:
+                groups.setdefault(of, set()).add(group)
+        total = sum(map(len, groups.values()))
+        return len(groups.get(domain, ())) / total if total else 1.0
+
+
+@dataclass(frozen=True)
+class WeightedTerm:
+    """A term of the loss in one optimizer step, on the experiences of one domain."""
+
+    term: LossTerm
+    domain: str  #: "" without domains
+    weight: float
+    shares: Tensor  #: [N], factor of each token of an experience
+
+    @property
+    def name(self) -> str:
+        """The term's name, with the domain in front of it."""
+        return f"{self.domain}/{self.term.name}" if self.domain else self.term.name

@@ -23,12 +23,13 @@ class TokenMetrics:
         self._gap_max = self._drift_max = 0.0
 
     @torch.no_grad()
-    def usual(self, inputs: LossInputs, fresh: Tensor, *, first_pass: bool) -> None:
-        """Adds rollout tokens; `fresh` [tokens] marks those sampled with the current weights."""
+    def usual(self, inputs: LossInputs, fresh: Tensor, *, first_pass: bool, domain: str = "") -> None:
+        """Adds rollout tokens of one domain; `fresh` [tokens] marks those sampled with the current weights."""
         ratio = torch.exp(inputs.logprob - inputs.old_logprob)
         self._add("ratio/mean", ratio)
-        if self._recipe.dropped is not None:
-            self._add("ratio/clip_fraction", self._recipe.dropped(inputs).to(ratio.dtype))
+        dropped = self._recipe.of_domain(domain).dropped
+        if dropped is not None:
+            self._add("ratio/clip_fraction", dropped(inputs).to(ratio.dtype))
         if inputs.kept is not None:
             self._add("ratio/masked_fraction", (~inputs.kept).to(ratio.dtype))
         if inputs.reference_logprob is not None:
@@ -36,6 +37,8 @@ class TokenMetrics:
         if not first_pass:
             return
         self._add("entropy", inputs.entropy)
+        if domain:
+            self._add(f"domain/{domain}/entropy", inputs.entropy)
         policy = inputs.old_logprob if self._recipe.proximal == "recompute" else inputs.logprob  # before any update
         difference = (policy - inputs.rollout_logprob).abs()
         self._add("kl", k3(inputs.rollout_logprob, inputs.logprob))

@@ -179,7 +179,7 @@ class Trainer:
             advantages = compute_advantages(experiences, table, self.recipe, scores, kl_coefficient=kl)
             for epoch in range(config.epochs_per_batch):
                 for part in split_mini_batches(
-                    experiences, config.updates_per_batch, self._generator if epoch else None
+                    experiences, config.updates_per_batch, self._generator if epoch else None, advantages.domains
                 ):
                     objective = StepLoss(
                         self.recipe,

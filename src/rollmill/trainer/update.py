@@ -106,13 +106,13 @@ class PolicyUpdater:
         taught = None if self._teacher is None else self._teacher.hidden(part.experiences, micro)
         logprob, entropy, divergence = call_unsharded(self._model, lambda: self._predicted(micro, part.table, taught))
         terms: LossTermValues = {}
-        for source in ExperienceSource:
-            inputs, tokens = part.objective.inputs(micro, logprob, entropy, source, divergence)
+        for source, domain in part.objective.kinds:
+            inputs, tokens = part.objective.inputs(micro, logprob, entropy, source, divergence, domain)
             if not len(tokens):
                 continue
-            terms |= part.objective.terms(inputs, tokens, source)
+            terms |= part.objective.terms(inputs, tokens, source, domain)
             if metrics is not None and source is ExperienceSource.ROLLOUT:
-                metrics.usual(inputs, part.fresh[tokens], first_pass=first_pass)
+                metrics.usual(inputs, part.fresh[tokens], first_pass=first_pass, domain=domain)
             elif metrics is not None and first_pass:
                 metrics.demonstrated(inputs)
         return _total(terms) if terms else logprob.sum(), terms
@@ -202,21 +202,26 @@ def _total(terms: LossTermValues) -> Tensor:
 
 
 def split_mini_batches(
-    experiences: Sequence[Experience], parts: int, generator: torch.Generator | None
+    experiences: Sequence[Experience],
+    parts: int,
+    generator: torch.Generator | None,
+    domains: Sequence[str] | None = None,
 ) -> list[list[int]]:
     """Splits a batch into the parts of its optimizer steps: indices of the experiences of each part.
 
-    Groups are never split. Each source is dealt separately, so that every part gets its share of rollouts and experts.
-    Parts that stay empty because there are too few groups are left out.
+    Groups are never split. Each source and domain is dealt separately, so that every part gets its share of each. Parts
+    that stay empty because there are too few groups are left out.
 
     Args:
         generator: shuffles the groups; None keeps their order.
+        domains: domain of each experience; None: one for all.
     """
     result: list[list[int]] = [[] for _ in range(parts)]
-    for source in ExperienceSource:
+    of = domains or [""] * len(experiences)
+    for source, domain in [(source, domain) for source in ExperienceSource for domain in dict.fromkeys(of)]:
         groups: dict[str, list[int]] = {}
         for i, experience in enumerate(experiences):
-            if experience.source is source:
+            if experience.source is source and of[i] == domain:
                 groups.setdefault(experience.group, []).append(i)
         members = list(groups.values())
         if generator is not None:

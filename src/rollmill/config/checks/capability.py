@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.checks.conflicts import buffer_conflicts, find_conflicts, model_conflicts
+from rollmill.config.checks.domains import unused_domain_keys, unused_mixing
 from rollmill.config.checks.engine import unused_engine_keys
 from rollmill.config.checks.evaluation import best_metric_conflicts, evaluation_set_path, unused_evaluation_set_keys
 from rollmill.config.checks.offload import offload_conflicts, unused_offload_keys
@@ -72,6 +73,16 @@ def _own_conflicts(section: Section, *at: str) -> Iterator[tuple[KeyPath, str]]:
 
 def find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
     """Returns keys that no component of this stage uses, each with those that would."""
+    if not stage.domains:
+        return _find_unused_keys(stage) | dict(unused_mixing(stage))
+    keys = unused_domain_keys(stage, _find_unused_keys)
+    keys |= {("mixing", key): text for key, text in stage.mixing.unused_keys().items()}
+    if stage.evaluation is not None:
+        keys |= unused_evaluation_set_keys(stage)
+    return keys
+
+
+def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
     keys: dict[KeyPath, str] = {}
     algorithm, evaluation = stage.algorithm, stage.evaluation if stage.algorithm.trains_policy else None
     learner = f"algorithm `{algorithm.name}` learns from {algorithm.examples} and rolls nothing out"

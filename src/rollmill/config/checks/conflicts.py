@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rollmill.config.algorithms.base import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
 from rollmill.config.algorithms.baselines import BatchBaseline, PassAtKAdvantage
 from rollmill.config.algorithms.distillation import DistillationOptions, SelfDistill
+from rollmill.config.checks.domains import domain_conflicts
 from rollmill.config.checks.engine import engine_conflicts
 from rollmill.config.checks.evaluation import evaluation_conflicts, evaluation_set_path
 from rollmill.config.checks.rewards import reward_conflicts
@@ -25,6 +26,14 @@ _FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv"}
 
 def find_conflicts(stage: StageConfig) -> Iterator[Conflict]:
     """Yields key paths within the stage, each with the problem and a remedy."""
+    if stage.domains:
+        yield from domain_conflicts(stage, _find_conflicts)
+        yield from evaluation_conflicts(stage)
+    else:
+        yield from _find_conflicts(stage)
+
+
+def _find_conflicts(stage: StageConfig) -> Iterator[Conflict]:
     yield from _rollouts(stage)
     yield from engine_conflicts(stage)
     yield from workflow_conflicts(stage)

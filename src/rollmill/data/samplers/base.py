@@ -59,6 +59,13 @@ class Sampler(ABC):
         Called in the order in which groups were submitted. Tasks of other tasksets are ignored.
         """
 
+    def observe_rewards(self, task_id: str, rewards: Sequence[float]) -> None:  # noqa: B027 (samplers may ignore it)
+        """Record the rewards of a task's group as they are."""
+
+    def pause(self, name: str, reason: str) -> bool:
+        """Leave out the tasks of a domain for a while; False if the sampler cannot."""
+        return False
+
     @abstractmethod
     def metrics(self) -> dict[str, float]:
         """Metrics of the sampler for the training step."""

@@ -12,7 +12,7 @@ from rollmill.config.orders import EasyToHardOrder, OrderSection, ShuffledOrder
 from rollmill.data.samplers.base import Floats, Ints, Sampler, counter_rng, decode_array, encode_array
 from rollmill.data.samplers.success_rates import SuccessTracker, UniformGroupSkipper, build_success_tracker
 from rollmill.data.taskset import MixtureComponent, Taskset
-from rollmill.types import Task
+from rollmill.types import Task, task_domain
 
 
 class EpochSampler(Sampler):
@@ -151,7 +151,7 @@ class MixtureSampler(Sampler):
         return self._sets[name].next(step)
 
     def observe(self, task_id: str, successes: Sequence[float]) -> None:
-        each = self._sets.get(task_id.partition("/")[0])
+        each = self._sets.get(task_domain(task_id))
         if each is not None:
             each.observe(task_id, successes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
-from rollmill.algorithms import build_recipe
+from rollmill.algorithms import Recipe, build_recipe
+from rollmill.algorithms.policy_recipes import combine_recipes
 from rollmill.config.algorithms import known_algorithms
 from rollmill.config.algorithms.base import AlgorithmOptions
 from rollmill.config.algorithms.preferences import RewardModel
@@ -22,6 +24,19 @@ from rollmill.registry import import_file
 from rollmill.trainer.distributed.ranks import GroupRendezvous, RankGroup
 from rollmill.trainer.reward_trainer import RewardTrainer
 from rollmill.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class DomainSpec:
+    """Algorithm of a domain's experiences, with their longest completion and the weights of their rewards."""
+
+    algorithm: AlgorithmOptions
+    max_new_tokens: int
+    reward_weights: dict[str, float] | None = None
+
+    def recipe(self) -> Recipe:
+        """Builds the recipe."""
+        return build_recipe(self.algorithm, max_new_tokens=self.max_new_tokens, reward_weights=self.reward_weights)
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ class TrainerSpec:
         reward_weights: weight of every reward component, for advantages computed from components.
         plugins: user files that register parts of algorithms.
         kept_versions: number of earlier weight versions kept to compare late completions with.
+        domains: algorithms of the stage's domains, by name.
     """
 
     algorithm: AlgorithmOptions
@@ -46,6 +62,7 @@ class TrainerSpec:
     reward_weights: dict[str, float] | None = None
     plugins: tuple[Path, ...] = ()
     kept_versions: int = 0
+    domains: Mapping[str, DomainSpec] = field(default_factory=dict)
 
     def trainer(
         self, model: Any, teacher: nn.Module | None, device: torch.device, ranks: RankGroup
@@ -57,6 +74,8 @@ class TrainerSpec:
             return RewardTrainer(model, self.algorithm, config, **common)
         weights, longest = self.reward_weights, self.max_new_tokens
         recipe = build_recipe(self.algorithm, max_new_tokens=longest, reward_weights=weights)
+        if self.domains:
+            recipe = combine_recipes(recipe, {name: each.recipe() for name, each in self.domains.items()})
         return Trainer(model, recipe, config, teacher=teacher, kept_versions=self.kept_versions, **common)
 
     def to_serialized(self) -> SerializedTrainerSpec:
@@ -71,7 +90,20 @@ class TrainerSpec:
             self.algorithm.model_dump(),
             self.config,
             values | {"reward_weights": self.reward_weights},
+            {
+                name: (each.algorithm.model_dump(), each.max_new_tokens, each.reward_weights)
+                for name, each in self.domains.items()
+            },
         )
+
+
+def _received(values: dict[str, Any]) -> AlgorithmOptions:
+    """Rebuilds the options of an algorithm. Raises ConfigError like SerializedTrainerSpec.received."""
+    try:
+        return known_algorithms()[values["name"]].model_validate(values)
+    except (KeyError, ValidationError) as error:
+        text = f"algorithm `{values['name']}` cannot be made in another process; register parts of your own"
+        raise ConfigError(f"{text} in a file listed under `plugins`: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -82,6 +114,7 @@ class SerializedTrainerSpec:
     algorithm: dict[str, Any]
     config: TrainerConfig
     others: dict[str, Any] = field(default_factory=dict)
+    domains: dict[str, tuple[dict[str, Any], int, dict[str, float] | None]] = field(default_factory=dict)
 
     def received(self) -> TrainerSpec:
         """Rebuilds the TrainerSpec.
@@ -91,12 +124,11 @@ class SerializedTrainerSpec:
         """
         for file in self.files:
             import_file(file)
-        try:
-            algorithm = known_algorithms()[self.algorithm["name"]].model_validate(self.algorithm)
-        except (KeyError, ValidationError) as error:
-            text = f"algorithm `{self.algorithm['name']}` cannot be made in another process; register parts of your own"
-            raise ConfigError(f"{text} in a file listed under `plugins`: {error}") from error
-        return TrainerSpec(algorithm, self.config, **self.others)
+        domains = {
+            name: DomainSpec(_received(algorithm), longest, weights)
+            for name, (algorithm, longest, weights) in self.domains.items()
+        }
+        return TrainerSpec(_received(self.algorithm), self.config, **self.others, domains=domains)
 
 
 @dataclass(frozen=True)
