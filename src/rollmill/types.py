@@ -66,6 +66,7 @@ class Task:
     metadata: dict[str, Any] = field(default_factory=dict)
     taskset: str = ""
     rejected: str | None = None
+    rewards: list[str] | None = None  #: names of the rewards that score it; None: all
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from rollmill.audit.tasks import (
     check_solvability,
 )
 from rollmill.config.loader import LoadedRun
+from rollmill.config.rewards.base import attainable_maximum
 from rollmill.config.run import StageConfig
 from rollmill.config.workflows import EnvironmentWorkflow
 from rollmill.data import encode_prompt, load_taskset
@@ -71,19 +72,24 @@ def run_audit(
     tasks = load_taskset(stage.required_taskset).tasks
     sets = [] if stage.evaluation is None else stage.evaluation.tasksets()
     held_out = [task for each in sets for task in load_taskset(each).tasks]
-    chosen = sample_evenly(tasks, options.tasks)
-    progress(f"{len(tasks)} tasks, {len(chosen)} of them are tried")
     findings = [check_leakage(tasks), check_duplicates(tasks), check_contamination(tasks, held_out)]
     tokenizer, context = _tokenizer(loaded)
-    if tokenizer is None or context is None:
-        findings.append(skipped_check("prompt_length", "model.path names no checkpoint, so its context is not known"))
-    else:
-        lengths = {task.id: len(encode_prompt(task, tokenizer)) for task in tasks}
-        findings.append(check_prompt_length(lengths, context, stage.rollout.max_new_tokens))
-    if stage.workflow.uses_environment:
-        findings += asyncio.run(_environment(stage, chosen, options))
-    if stage.rewards:
-        findings += asyncio.run(_rewards(stage, chosen, options, tokenizer))
+    for name, view in stage.by_domain().items():
+        own = [task for task in tasks if task.taskset == name] if name else tasks
+        chosen = sample_evenly(own, options.tasks)
+        progress(f"{f'domain {name}: ' if name else ''}{len(own)} tasks, {len(chosen)} of them are tried")
+        found = []
+        if tokenizer is None or context is None:
+            found.append(skipped_check("prompt_length", "model.path names no checkpoint, so its context is not known"))
+        else:
+            lengths = {task.id: len(encode_prompt(task, tokenizer)) for task in own}
+            found.append(check_prompt_length(lengths, context, view.rollout.max_new_tokens))
+        full = _full(stage, view, options)
+        if view.workflow.uses_environment:
+            found += asyncio.run(_environment(view, chosen, options, full))
+        if view.rewards:
+            found += asyncio.run(_rewards(view, chosen, options, full, tokenizer))
+        findings += [replace(each, check=f"{name}/{each.check}") for each in found] if name else found
     return [*findings, _solvability(loaded, stage, tasks, options, progress)]
 
 
@@ -100,25 +106,29 @@ def sample_evenly(tasks: Sequence[Task], count: int) -> list[Task]:
     return [tasks[number * len(tasks) // count] for number in range(count)]
 
 
-def _full(stage: StageConfig, options: AuditOptions) -> float:
+def _full(stage: StageConfig, view: StageConfig, options: AuditOptions) -> float:
+    """Return the reward of a right completion: of a domain the maximum of its rewards, where that is known."""
     if options.full is not None:
         return options.full
+    maximum = attainable_maximum(view.rewards, view.judging) if stage.domains else None
+    if maximum is not None:
+        return maximum
     thresholds = [] if stage.evaluation is None else [each.threshold for each in stage.evaluation.all_sets().values()]
     return thresholds[0] if thresholds else 1.0
 
 
-async def _rewards(stage: StageConfig, tasks: Sequence[Task], options: AuditOptions, tokenizer: Any) -> list[Finding]:
+async def _rewards(
+    stage: StageConfig, tasks: Sequence[Task], options: AuditOptions, full: float, tokenizer: Any
+) -> list[Finding]:
     manager = build_reward_manager(stage.rewards, stage.judging, tokenizer=tokenizer)
     try:
-        checks = RewardAudit(
-            AuditGrader(manager), tasks, full=_full(stage, options), template=options.template, oracle=options.oracle
-        )
+        checks = RewardAudit(AuditGrader(manager), tasks, full=full, template=options.template, oracle=options.oracle)
         return await checks.run()
     finally:
         manager.close()
 
 
-async def _environment(stage: StageConfig, tasks: Sequence[Task], options: AuditOptions) -> list[Finding]:
+async def _environment(stage: StageConfig, tasks: Sequence[Task], options: AuditOptions, full: float) -> list[Finding]:
     assert stage.environment is not None
     pool = EnvironmentPool(stage.environment)
 
@@ -134,7 +144,7 @@ async def _environment(stage: StageConfig, tasks: Sequence[Task], options: Audit
         tasks,
         turns=workflow.turns if isinstance(workflow, EnvironmentWorkflow) else _TURNS,
         limit_s=stage.environment.time_limit_s,
-        full=_full(stage, options),
+        full=full,
         oracle=options.oracle,
     )
     try:

@@ -86,27 +86,28 @@ def count_tasks(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
 
     Raises ConfigError naming the stage if something cannot be loaded, or a reference is empty.
     """
-    from rollmill.rewards.base import require_references
+    from rollmill.rewards.base import require_references, require_verdicts
 
     counts: dict[tuple[str, str], tuple[int, int]] = {}
     loaded: dict[str, Taskset] = {}
     for stage in run.stages:
         judged = {
-            f"domains.{name}.taskset" if name else "taskset": (view.taskset, view.rewards)
+            f"domains.{name}.taskset" if name else "taskset": (view.taskset, view)
             for name, view in stage.by_domain().items()
         }
         for name, held_out in (stage.evaluation.all_sets() if stage.evaluation else {}).items():
-            judged[evaluation_key(name)] = (held_out.taskset, stage.for_evaluation(held_out).rewards)
-        for _, rewards in judged.values():
-            for reward in rewards:
+            judged[evaluation_key(name)] = (held_out.taskset, stage.for_evaluation(held_out))
+        for _, view in judged.values():
+            for reward in view.rewards:
                 if isinstance(reward, PythonReward):
                     find_reward(reward.function)
-        for section, (taskset, rewards) in judged.items():
+        for section, (taskset, view) in judged.items():
             if taskset is not None:
                 key = taskset.model_dump_json()
                 where = f"stage {stage.name}: {section}"
                 loaded[key] = loaded.get(key) or _loaded(taskset, where)
-                require_references(rewards, loaded[key].tasks, where)
+                require_references(view.rewards, loaded[key].tasks, where)
+                require_verdicts(view.rewards, view.judging, loaded[key].tasks, where)
                 counts[stage.name, section] = len(loaded[key].tasks), len(loaded[key].rejected)
     return counts
 

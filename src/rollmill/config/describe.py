@@ -15,7 +15,7 @@ from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.operators.base import OperatorSection
 from rollmill.config.orders import ShuffledOrder
 from rollmill.config.placement import RayPlacement
-from rollmill.config.rewards.base import RewardSection, reward_part_names
+from rollmill.config.rewards.base import RewardSection, attainable_maximum, reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.section import NamedSection, Section
 from rollmill.config.taskset import TasksetConfig, TasksetSection
@@ -146,9 +146,13 @@ def _model(model: ModelConfig) -> str:
 
 def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
     rollout, evaluation, algorithm = stage.rollout, stage.evaluation, stage.algorithm
-    if stage.taskset is not None:
+    if stage.domains:
+        yield from _domains(stage, counts)
+    elif stage.taskset is not None:
         yield "tasks", _taskset(stage.taskset, counts.get((stage.name, "taskset")))
-    if algorithm.uses_rollouts:
+    if algorithm.uses_rollouts and stage.domains:
+        yield "steps", f"{stage.steps}, each {rollout.batch} tasks of all domains and a group of completions for each"
+    elif algorithm.uses_rollouts:
         total = rollout.batch * rollout.group_size
         yield "steps", f"{stage.steps}, each {rollout.batch} tasks x {rollout.group_size} completions = {total}"
         yield "rollout", f"{_options(rollout, skip={'batch', 'group_size'})}, max_staleness {stage.max_staleness}"
@@ -159,7 +163,7 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
         yield "steps", f"{stage.steps}, each {algorithm.batch} {learned}"
     if stage.engine.name != "native":
         yield "engine", _engine(stage.engine)
-    for index, reward in enumerate(stage.rewards):
+    for index, reward in enumerate([] if stage.domains else stage.rewards):
         yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
     if judging := _options(stage.judging, changed=True):
         yield "judging", judging
@@ -192,6 +196,49 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
         yield "early stop", _options(stage.early_stop)
 
 
+def _domains(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
+    """Yields the domains: tasks and shares, the matrix of domains and rewards with the attainable maximum, and what
+    else is a domain's own."""
+    views = stage.by_domain()
+    for index, (name, domain) in enumerate(stage.domains.items()):
+        tasks = _taskset(views[name].required_taskset, counts.get((stage.name, f"domains.{name}.taskset")))
+        yield "domains" if index == 0 else "", f"{name}: weight {format_value(domain.weight)}, {tasks}"
+    mixing = _options(stage.mixing, skip={"by"}, changed=True)
+    yield "mixing", f"by {stage.mixing.by}" + (f" ({mixing})" if mixing else "")
+    table = {name: reward_weights(view) for name, view in views.items()}
+    rewards = list(dict.fromkeys(reward for row in table.values() for reward in row))
+    header = ["", *rewards, "at most"]
+    rows = [
+        [name, *(format_value(row[each]) if each in row else "-" for each in rewards), _attainable(views[name])]
+        for name, row in table.items()
+    ]
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    for index, row in enumerate((header, *rows)):
+        cells = [row[0].ljust(widths[0]), *(each.rjust(width) for each, width in zip(row[1:], widths[1:], strict=True))]
+        yield "rewards" if index == 0 else "", "  ".join(cells)
+    for name, domain in stage.domains.items():
+        own = {key: value for key, value in domain.overrides().items() if key not in ("rewards", "algorithm")}
+        words = [f"{key} {_own(value)}" for key, value in own.items()]
+        if rollout := _options(domain.rollout, changed=True):
+            words.append(f"rollout {rollout}")
+        if domain.algorithm is not None and stage.algorithm.uses_rollouts:
+            parts = "; ".join(f"{part} {text}" for part, text in format_algorithm_parts(domain.algorithm))
+            words.append(f"algorithm {domain.algorithm.name}: {parts}")
+        if words:
+            yield name, "; ".join(words)
+
+
+def reward_weights(stage: StageConfig) -> dict[str, float]:
+    """Returns the weight of each reward of a stage, by its name in the results."""
+    names = reward_part_names(stage.rewards)
+    return {name: each.weight for name, each in zip(names, stage.rewards, strict=True)}
+
+
+def _attainable(stage: StageConfig) -> str:
+    maximum = attainable_maximum(stage.rewards, stage.judging)
+    return "not known" if maximum is None else f"{maximum:g}"
+
+
 def _engine(engine: EngineConfig) -> str:
     options = _options(engine, skip={"name"}, changed=True)
     return engine.name + (f" ({options})" if options else "")
@@ -206,6 +253,8 @@ def _own(value: object) -> str:
     """Formats a setting that an evaluation set overrides."""
     if isinstance(value, list) and all(isinstance(each, RewardSection) for each in value):
         return ", ".join(f"{each.weight:g} x {each.name}{_bracketed(each)}" for each in value)
+    if isinstance(value, list) and all(isinstance(each, OperatorSection) for each in value):
+        return ", ".join(f"{each.name}{_operator(each)}" for each in value)
     if isinstance(value, EvaluationSampling):
         return _options(value, changed=True)
     if isinstance(value, NamedSection):

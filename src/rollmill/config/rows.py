@@ -42,6 +42,8 @@ class FieldsConfig(Section):
     also a column `completion`, which then is the response."""
     id: str | None = None
     """Column with a unique id. Default: the row number."""
+    rewards: str | None = None
+    """Column with the names of the rewards that score the row: a name, or a list of them. Default: all rewards."""
     images: str | None = None
     """Column with an image path or a list of paths, relative to the taskset's file (extra `vision`). Default: `images`
     or `image`, if it holds paths; empty: none."""

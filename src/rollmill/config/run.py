@@ -152,16 +152,23 @@ class StageConfig(Section):
         return base.model_copy(update=own | {"rollout": by.sampling.over(base.rollout)})
 
     def for_domain(self, name: str) -> StageConfig:
-        """Returns this stage as if the domain were all of it; without evaluation. If the stage's algorithm rolls nothing
-        out, it is that of all domains."""
+        """Returns this stage as if the domain were all of it, with the evaluation sets of the domain.
+
+        If the stage's algorithm rolls nothing out, it is that of all domains.
+        """
         assert self.taskset is not None
         domain = self.domains[name]
         [entry] = [each for each in self.taskset.mix if each.name == name]
         taskset = TasksetConfig(**{key: getattr(entry, key) for key in TasksetSection.model_fields})
-        plain = {"domains": {}, "mixing": MixingConfig(), "taskset": taskset, "evaluation": None}
+        plain = {"domains": {}, "mixing": MixingConfig(), "taskset": taskset, "evaluation": self._evaluation_of(name)}
         plain |= {"rollout": domain.rollout.over(self.rollout)}
         plain |= {} if self.algorithm.uses_rollouts else {"algorithm": self.algorithm}
         return self.model_copy(update=domain.overrides() | plain)
+
+    def _evaluation_of(self, domain: str) -> EvaluationConfig | None:
+        sets = {} if self.evaluation is None else self.evaluation.all_sets()
+        own = {name: each.model_copy(update={"domain": None}) for name, each in sets.items() if each.domain == domain}
+        return EvaluationConfig(sets=own) if own else None
 
     def by_domain(self) -> dict[str, StageConfig]:
         """Returns `for_domain` of each domain by its name; a stage without domains is its own, with the name ""."""

@@ -52,6 +52,7 @@ class TaskBuilder:
             raise BadRowError(f"the answer (column {fields.answer or 'answer'}) is bytes, not text; convert it")
         check_finite(answer, f"the answer (column {fields.answer or 'answer'})")
         parts = {fields.prompt, fields.answer or "answer", fields.response or self._usual_response(row), fields.id}
+        parts |= {fields.rewards} if fields.rewards is not None else set()
         parts |= {fields.rejected or "rejected"} | ({self._label(row)} - {None})
         rest = {column: value for column, value in row.items() if column not in parts}
         metadata = self._with_images(rest) if record.metadata is None else record.metadata
@@ -63,7 +64,18 @@ class TaskBuilder:
             rejected=rejected,
             metadata=metadata,
             taskset=self._name,
+            rewards=self._rewards(row),
         )
+
+    def _rewards(self, row: Row) -> list[str] | None:
+        column = self._config.fields.rewards
+        if column is None:
+            return None
+        value = _column(row, column, "taskset.fields.rewards")
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not names or not all(isinstance(each, str) for each in names):
+            raise BadRowError(f"the rewards (column {column}) are {value!r:.60}; give a name or a list of names")
+        return list(names)
 
     def _with_images(self, rest: Row) -> Row:
         column = self._config.fields.images

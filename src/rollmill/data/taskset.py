@@ -68,6 +68,7 @@ class Taskset:
         for task in self.tasks:
             pictures = [image.sha256 for image in image_refs_of(task.metadata)]
             parts = [task.id, task.prompt, task.response, task.rejected, task.answer, *pictures]
+            parts += [] if task.rewards is None else [task.rewards]
             digest.update(json.dumps(parts, default=lambda other: type(other).__name__, skipkeys=True).encode())
         return digest.hexdigest()[:16]
 

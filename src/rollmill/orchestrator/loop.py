@@ -22,6 +22,7 @@ from rollmill.errors import StoreError
 from rollmill.orchestrator.metrics import (
     PHASES,
     batch_metrics,
+    domain_metrics,
     drafting_metrics,
     engine_metrics,
     judging_metrics,
@@ -95,6 +96,8 @@ class TrainingLoop:
             else:
                 trained = self.learn(batch)
             metrics: dict[str, Any] = batch_metrics(batch, version) | trained
+            if stage.config.domains:
+                metrics |= domain_metrics(batch, version)
 
         total, spans = time.perf_counter() - started, stage.trace.take()
         kinds = {span.kind for span in spans}

@@ -10,7 +10,7 @@ import numpy as np
 from rollmill.errors import RewardError
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.trackers.trace import REWARD, Span, max_queue_depth
-from rollmill.types import Experience, ExperienceSource, StopReason, first_per_rollout
+from rollmill.types import Experience, ExperienceSource, StopReason, first_per_rollout, task_domain
 
 REPLAYED = "replayed"  #: key of `info` of replayed completions
 STEPS, SECONDS = "environment/steps", "environment/step_seconds"
@@ -79,6 +79,38 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
         metrics[f"episode/{name}"] = float(np.mean([each[name] for each in numbers if name in each]))
     outcomes = [outcome for e in rollouts for outcome in e.info.get("outcomes", {}).values()]
     metrics["reward/timeouts"] = float(outcomes.count(TIMEOUT) + outcomes.count(LATE))
+    return metrics
+
+
+def domain_metrics(experiences: list[Experience], version: int) -> dict[str, float]:
+    """Rewards, lengths and staleness of each domain in a batch, as domain/NAME/KEY.
+
+    `groups` are those in the batch, `informative` the share of them whose rewards differ, and `failed` the share of
+    completions whose reward has no verdict.
+    """
+    by_domain: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        if experience.source is ExperienceSource.ROLLOUT and REPLAYED not in experience.info:
+            by_domain.setdefault(task_domain(experience.task_id), []).append(experience)
+    metrics: dict[str, float] = {}
+    for name, own in by_domain.items():
+        rollouts = first_per_rollout(own)
+        rewards: dict[str, list[float]] = {}
+        for each in rollouts:
+            rewards.setdefault(each.group, []).extend([] if each.reward is None else [each.reward])
+        judged = [reward for group in rewards.values() for reward in group]
+        learned = [each for each in own if each.action_tokens]
+        found: dict[str, float] = {
+            "groups": len(rewards),
+            "completions": len(rollouts),
+            "informative": float(np.mean([len(set(group)) > 1 for group in rewards.values()])),
+            "failed": float(np.mean([each.reward is None for each in rollouts])),
+            "length": float(np.mean([each.action_tokens for each in learned] or [0])),
+            "staleness": float(np.mean([version - each.oldest_version for each in learned] or [0])),
+        }
+        if judged:
+            found["reward"] = float(np.mean(judged))
+        metrics |= {f"domain/{name}/{key}": value for key, value in found.items()}
     return metrics
 
 

@@ -38,7 +38,11 @@ class MissingVerdicts:
 
 def rewards_without_verdict(experiences: list[Experience], stage: StageConfig) -> dict[str, str]:
     """Rewards of which more than `judging.missing_limit` of a batch have no verdict, each with reason and advice."""
-    sections = dict(zip(reward_part_names(stage.rewards), stage.rewards, strict=True))
+    sections = {
+        name: section
+        for view in stage.by_domain().values()
+        for name, section in zip(reward_part_names(view.rewards), view.rewards, strict=True)
+    }
     outcomes: dict[str, list[str]] = {}
     for experience in experiences:
         for name, outcome in experience.info.get("outcomes", {}).items():

@@ -38,7 +38,7 @@ from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
-from rollmill.rewards.base import require_references
+from rollmill.rewards.base import require_references, require_verdicts
 from rollmill.trainer import choose_precision, choose_threads
 from rollmill.trainer.verification import load_verified_policy
 from rollmill.types import Task
@@ -171,9 +171,11 @@ def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset
         own = [task for task in training.tasks if task.taskset == name] if name else training.tasks
         section = f"domains.{name}.taskset" if name else "taskset"
         require_references(view.rewards, own, f"stage {stage.name}: {section}")
+        require_verdicts(view.rewards, view.judging, own, f"stage {stage.name}: {section}")
     for name, each in sets.items():
-        rewards = stage.for_evaluation(each).rewards
-        require_references(rewards, held_out[name].tasks, f"stage {stage.name}: {evaluation_key(name)}")
+        view, where = stage.for_evaluation(each), f"stage {stage.name}: {evaluation_key(name)}"
+        require_references(view.rewards, held_out[name].tasks, where)
+        require_verdicts(view.rewards, view.judging, held_out[name].tasks, where)
     return select_tasks(stage, policy, training, held_out)
 
 

@@ -9,6 +9,8 @@ from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards.base import RewardManagerConfig, reward_part_names
+from rollmill.config.rewards.code import CodeReward
 from rollmill.config.rewards.k12 import K12Reward
 from rollmill.config.rewards.math import MathReward
 from rollmill.config.rewards.vision import ChartReward, CountReward, VQAReward
@@ -157,6 +159,8 @@ def last_tag_content(text: str, tag: str) -> str | None:
 _COMPARING = (MathReward, K12Reward, CountReward, ChartReward, VQAReward)
 """Rewards that compare with the reference; for others an empty text may be intended."""
 _NAMED = 3
+_TEST_COLUMNS = ("tests", "test", "test_list")
+"""Columns that hold tests of code, see rewards/code/tests.py."""
 
 
 def require_references(rewards: Iterable[RewardConfig], tasks: Sequence[Task], where: str) -> None:
@@ -178,7 +182,43 @@ def require_references(rewards: Iterable[RewardConfig], tasks: Sequence[Task], w
         )
 
 
+def require_verdicts(
+    rewards: Sequence[RewardConfig], judging: RewardManagerConfig, tasks: Sequence[Task], where: str
+) -> None:
+    """Raise ConfigError if a task names rewards that there are not, or two rewards decide whether its answer is right.
+
+    Args:
+        tasks: the tasks that the rewards score.
+        where: the section of the run file that they come from, for the message.
+    """
+    names = reward_part_names(rewards)
+    deciding = [
+        (name, each)
+        for name, each in zip(names, rewards, strict=True)
+        if each.decides and each.weight and not each.gate
+    ]
+    for task in tasks:
+        unknown = [] if task.rewards is None else [name for name in task.rewards if name not in names]
+        if unknown:
+            raise ConfigError(
+                f"{where}: task `{task.id}` names the reward `{unknown[0]}` (taskset.fields.rewards), and there are "
+                f"{', '.join(names) or 'none'}; correct the row, or add that reward"
+            )
+        if judging.verdicts == "several" or len(deciding) < 2:
+            continue
+        both = [name for name, each in deciding if _applies(each, task) and name in (task.rewards or names)]
+        if len(both) > 1:
+            raise ConfigError(
+                f"{where}: the rewards `{both[0]}` and `{both[1]}` both say whether the answer of task `{task.id}` is "
+                "right, so a right one would earn both. Write tasks of different kinds as `domains` with their own "
+                "rewards, name each row's rewards in a column (taskset.fields.rewards), or set judging.verdicts: "
+                "several"
+            )
+
+
 def _applies(reward: RewardConfig, task: Task) -> bool:
+    if isinstance(reward, CodeReward):
+        return any(task.metadata.get(column) for column in _TEST_COLUMNS)
     column = task.metadata.get("vision")
     is_visual = isinstance(reward, CountReward | ChartReward | VQAReward)
     return not (is_visual and isinstance(column, Mapping) and reward.name not in column)

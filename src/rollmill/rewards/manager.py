@@ -105,10 +105,10 @@ class RewardManager:
             names = ", ".join(together)
             raise RewardError(f"reward `{names}` sees all completions of a task together; score the whole group")
         started = time.perf_counter()
-        scores = await self._run_rewards(self._gates, task, completion)
+        scores = await self._run_rewards(_of_task(self._gates, task), task, completion)
         failed_gate = self._find_failed_gate(scores, completion)
         if failed_gate is None:
-            scores |= await self._run_rewards([*self._single, *alone], task, completion)
+            scores |= await self._run_rewards(_of_task([*self._single, *alone], task), task, completion)
         last = not (group_follows and self._groupwise)
         return self._combine(scores, completion, time.perf_counter() - started, failed_gate, last)
 
@@ -120,14 +120,15 @@ class RewardManager:
         Raises RewardError like `score`, and if a reward returns another number of values than there are completions.
         """
         assert len(completions) == len(results)
-        if not self._groupwise or not completions:
+        if not _of_task(self._groupwise, task) or not completions:
             return list(results)
         started = time.perf_counter()
+        groupwise = _of_task(self._groupwise, task)
         columns = await _gather_or_cancel(
-            [self._run_group_reward(part, task, completions, results) for part in self._groupwise]
+            [self._run_group_reward(part, task, completions, results) for part in groupwise]
         )
         seconds = time.perf_counter() - started
-        names = [part.name for part in self._groupwise]
+        names = [part.name for part in groupwise]
         rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
         return [
             self._merge(old, completion, row, seconds)
@@ -275,6 +276,11 @@ class RewardManager:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _of_task(parts: Sequence[WeightedReward], task: Task) -> list[WeightedReward]:
+    """Return the rewards that score a task: all, or those that its row names."""
+    return [part for part in parts if task.rewards is None or part.name in task.rewards]
 
 
 def _timed(score: Score, queued_at: float) -> _Timed:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.checks.conflicts import buffer_conflicts, find_conflicts, model_conflicts
-from rollmill.config.checks.domains import unused_domain_keys, unused_mixing
+from rollmill.config.checks.domains import domain_path, unused_domain_keys, unused_mixing
 from rollmill.config.checks.engine import unused_engine_keys
 from rollmill.config.checks.evaluation import best_metric_conflicts, evaluation_set_path, unused_evaluation_set_keys
 from rollmill.config.checks.offload import offload_conflicts, unused_offload_keys
@@ -78,7 +78,9 @@ def find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
     keys = unused_domain_keys(stage, _find_unused_keys)
     keys |= {("mixing", key): text for key, text in stage.mixing.unused_keys().items()}
     if stage.evaluation is not None:
-        keys |= unused_evaluation_set_keys(stage)
+        for path, text in unused_evaluation_set_keys(stage).items():
+            name = str(path[2]) if len(path) > 2 and path[2] in stage.domains else ""
+            keys[domain_path(stage, name, path) if name else path] = text
     return keys
 
 

@@ -28,7 +28,6 @@ def find_conflicts(stage: StageConfig) -> Iterator[Conflict]:
     """Yields key paths within the stage, each with the problem and a remedy."""
     if stage.domains:
         yield from domain_conflicts(stage, _find_conflicts)
-        yield from evaluation_conflicts(stage)
     else:
         yield from _find_conflicts(stage)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from rollmill.config.algorithms.base import PolicyGradientOptions
+from rollmill.config.checks.evaluation import evaluation_conflicts
 from rollmill.config.domains import OVERRIDES
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
@@ -17,6 +18,8 @@ _SHARED_OPTIONS = ("masks", "corrections", "proximal", "entropy_control", "reset
 def domain_path(stage: StageConfig, name: str, path: KeyPath) -> KeyPath:
     """Returns where a run file says what a domain sees at a key path: in the domain, or in the stage."""
     domain = stage.domains[name]
+    if path[:3] == ("evaluation", "sets", name) and domain.evaluation is not None:
+        return ("domains", name, "evaluation", *path[3:])
     of_domain = path[0] == "taskset" or (path[0] in OVERRIDES and getattr(domain, str(path[0])) is not None)
     if path[0] == "algorithm" and not stage.algorithm.uses_rollouts:
         of_domain = False
@@ -70,6 +73,9 @@ def domain_conflicts(
     for name, view in stage.by_domain().items():
         for path, text in (*conflicts(view), *_own(stage, name, view)):
             found.setdefault((domain_path(stage, name, path), text))
+    for path, text in evaluation_conflicts(stage):
+        name = str(path[2]) if len(path) > 2 and path[2] in stage.domains else next(iter(stage.domains))
+        found.setdefault((domain_path(stage, name, path) if path[:1] == ("evaluation",) else path, text))
     yield from found
     yield from _models(stage)
 

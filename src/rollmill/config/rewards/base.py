@@ -31,6 +31,10 @@ class RewardSection(Section):
 
     timeout_is_verdict: ClassVar[bool] = False
     """The outcome `timeout` judges the completion, as that of its own program does; else the verdict is missing."""
+    decides: ClassVar[bool] = False
+    """Says whether an answer is right. A task has one such reward, unless `judging.verdicts` is `several`."""
+    largest: ClassVar[float | None] = None
+    """Largest value, before clip and weight; None: not known."""
     weight: float = 1.0
     """Weight of this part in the sum. At 0 it is only logged."""
     clip: tuple[float, float] | None = None
@@ -50,6 +54,24 @@ class RewardSection(Section):
         return self
 
 
+def attainable_maximum(rewards: Sequence[RewardSection], judging: RewardManagerConfig) -> float | None:
+    """Returns the largest sum that a completion can earn; None if it is not known.
+
+    A reward with a negative weight counts as 0.
+    """
+    total = 0.0
+    for reward in rewards:
+        if reward.weight <= 0:
+            continue
+        largest = reward.largest
+        if reward.clip is not None:
+            largest = reward.clip[1] if largest is None else min(max(largest, reward.clip[0]), reward.clip[1])
+        if largest is None:
+            return None if judging.clip is None else judging.clip[1]
+        total += reward.weight * largest
+    return total if judging.clip is None else min(max(total, judging.clip[0]), judging.clip[1])
+
+
 class RewardManagerConfig(Section):
     """Settings of the reward manager, shared by all rewards."""
 
@@ -60,6 +82,9 @@ class RewardManagerConfig(Section):
     reward its `timeout_reward`."""
     clip: tuple[float, float] | None = None
     """Bounds of the weighted sum."""
+    verdicts: Literal["one", "several"] = "one"
+    """`one`: two rewards of the list that both say whether an answer is right, such as math and k12, are refused where
+    they apply to the same task, since its maximum would be 2. `several`: they add up."""
     missing_limit: float = Field(0.5, gt=0, le=1)
     """Largest share of a step's judgements of one reward that may end without a verdict: they took too long, or the
     reward's model gave none. Above it the run warns."""

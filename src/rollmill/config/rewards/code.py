@@ -17,6 +17,8 @@ class CodeReward(RewardSection):
     passed."""
 
     implementation = "rollmill.rewards.code.reward:CodeScorer"
+    decides = True
+    largest = 1.0
     timeout_is_verdict = True
     name: Literal["code"]
     credit: Literal["all", "fraction"] = "all"

@@ -145,6 +145,7 @@ class JudgeReward(JudgeSection):
     needed: ClassVar[tuple[str, ...]] = ("response", "verdict")
 
     implementation = "rollmill.rewards.judges.generative:GenerativeJudge"
+    largest = 1.0
     name: Literal["judge"]
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score of the judge, mapped to 0 and 1. Scores outside this range are invalid."""
@@ -165,6 +166,7 @@ class PairwiseReward(JudgeSection):
     needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
 
     implementation = "rollmill.rewards.judges.pairwise:build_pairwise_judge"
+    largest = 1.0
     name: Literal["pairwise"]
     against: Literal["siblings", "reference"] = "siblings"
     """Compare with the other completions of the task, or with its worked solution (without one, its answer)."""
@@ -185,6 +187,7 @@ class RankingReward(JudgeSection):
     needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
 
     implementation = "rollmill.rewards.judges.ranking:RankingJudge"
+    largest = 1.0
     name: Literal["ranking"]
     shuffles: int = Field(2, ge=1)
     """Number of orders in which the completions are shown; ranks are averaged. Every second order reverses the previous

@@ -18,6 +18,8 @@ class K12Reward(RewardSection):
     units, ordering, matching, short answers. In English and Chinese."""
 
     implementation = "rollmill.rewards.k12:K12Scorer"
+    decides = True
+    largest = 1.0
     name: Literal["k12"]
     multiple: Literal["subset", "all", "per_option"] = "subset"
     """Multiple choice. `subset`: a subset of the right options earns partial credit, any wrong option earns 0 (gaokao);

@@ -16,6 +16,8 @@ class MathReward(RewardSection):
     """1 if the final answer equals the reference (math-verify, in a grader process with a hard time limit), else 0."""
 
     implementation = "rollmill.rewards.math:MathScorer"
+    decides = True
+    largest = 1.0
     name: Literal["math"]
     time_limit_s: float = Field(1.5, gt=0)
     """Timeout of one answer; the grader process is then killed and the outcome is `timeout`."""
@@ -50,6 +52,8 @@ class ReasoningGymReward(RewardSection):
     """The score of reasoning-gym's own scorer. Only for tasks of a `generator`."""
 
     implementation = "rollmill.rewards.reasoning_gym:ReasoningGymScorer"
+    decides = True
+    largest = 1.0
     name: Literal["reasoning_gym"]
     after: str | None = None
     """Score only what follows the last occurrence of this text."""

@@ -31,6 +31,8 @@ class ExactReward(RewardSection):
     """1 if the answer string equals the reference string, else 0."""
 
     implementation = "rollmill.rewards.text.format:ExactScorer"
+    decides = True
+    largest = 1.0
     name: Literal["exact"]
     ignore_case: bool = False
     """Ignore upper and lower case."""
@@ -44,6 +46,7 @@ class FormatReward(RewardSection):
     """1 if the completion has the required format: one of `pattern`, `tags`, `sections` and a JSON schema."""
 
     implementation = "rollmill.rewards.text.format:build_format_scorer"
+    largest = 1.0
     name: Literal["format"]
     pattern: str | None = None
     """Regular expression (Python's syntax, DOTALL) that must match."""
@@ -120,6 +123,7 @@ class LanguageReward(TextReward):
     """Fraction of words in the target language (DeepSeek-R1). Code, formulas and tags are ignored."""
 
     implementation = "rollmill.rewards.text.language:LanguageScorer"
+    largest = 1.0
     name: Literal["language"]
     language: str = Field("prompt", pattern=r"^(prompt|[a-z]{2,3})$")
     """ISO 639 code, for example `en` or `zh`; `prompt` is the language of the task's prompt."""
@@ -150,6 +154,11 @@ class LengthReward(RewardSection):
     target: int | None = Field(None, ge=1)
     """Target length of tasks without a column `target_length`. Only with `target`."""
 
+    @property
+    def largest(self) -> float:  # type: ignore[override]
+        """Largest value: by kind."""
+        return {"kimi": 0.5, "overlong": 0.0, "target": 1.0}[self.kind]
+
     @model_validator(mode="after")
     def _of_the_kind(self) -> Self:
         keys = {"kimi": ("correct", "threshold"), "overlong": ("longest", "buffer"), "target": ("target",)}
@@ -171,6 +180,7 @@ class RepetitionReward(RewardSection):
     """From 0 to -1: the fraction of repeated n-grams, or the fraction of the text in a loop at its end."""
 
     implementation = "rollmill.rewards.text.repetition:RepetitionScorer"
+    largest = 0.0
     name: Literal["repetition"]
     ngram: int = Field(8, ge=1)
     """Length of an n-gram in tokens (in words if a completion has no tokens)."""
@@ -190,6 +200,7 @@ class CitationReward(TextReward):
     """
 
     implementation = "rollmill.rewards.text.citation:CitationScorer"
+    largest = 1.0
     name: Literal["citation"]
     quotes: Literal["check", "require", "ignore"] = "check"
     """Quoted text right before a citation must appear in the cited fact. `require`: a citation without such a quotation
@@ -206,6 +217,7 @@ class ToolCallReward(TextReward):
     """
 
     implementation = "rollmill.rewards.text.tool_call:ToolCallScorer"
+    largest = 1.0
     name: Literal["tool_call"]
     syntax: Literal["tags", "json"] = "tags"
     """`tags`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. `json`: the text is one such object, a list

@@ -58,6 +58,7 @@ class BoxesReward(LocalizationReward):
     sides."""
 
     implementation = "rollmill.rewards.vision.boxes:BoxesScorer"
+    largest = 1.0
     name: Literal["boxes"]
     measure: Literal["iou", "giou"] = "iou"
     """Overlap of two boxes: intersection over union, or generalised IoU (arXiv:1902.09630) as (1 + GIoU) / 2, which
@@ -82,6 +83,7 @@ class PointsReward(LocalizationReward):
     """F1 of points: each must hit a different location of the reference (a box, a polygon or a point)."""
 
     implementation = "rollmill.rewards.vision.points:PointsScorer"
+    largest = 1.0
     name: Literal["points"]
     tolerance: float = Field(0.0, ge=0)
     """Maximum distance from a reference point that counts as a hit, in the reference's units."""
@@ -91,6 +93,8 @@ class CountReward(VisionReward):
     """1 if the number of the final answer equals the reference, else 0 or, with `credit: relative`, partial credit."""
 
     implementation = "rollmill.rewards.vision.count:CountScorer"
+    decides = True
+    largest = 1.0
     name: Literal["count"]
     credit: Literal["exact", "relative"] = "exact"
     """`relative`: 1 - |difference| / reference, at least 0."""
@@ -100,6 +104,8 @@ class OCRReward(VisionReward):
     """Similarity to the text of an image, by edit distance (extra `vision`); the best of several references counts."""
 
     implementation = "rollmill.rewards.vision.ocr:OCRScorer"
+    decides = True
+    largest = 1.0
     name: Literal["ocr"]
     measure: Literal["anls", "cer"] = "anls"
     """`anls` (arXiv:1905.13648): 1 - distance / length of the longer text, 0 below `threshold`. `cer`: 1 - distance /
@@ -116,6 +122,8 @@ class ChartReward(VisionReward):
     """Relaxed accuracy of ChartQA (arXiv:2203.10244): numbers within a tolerance, other text exactly."""
 
     implementation = "rollmill.rewards.vision.chart:ChartScorer"
+    decides = True
+    largest = 1.0
     name: Literal["chart"]
     tolerance: float = Field(0.05, ge=0, lt=1)
     """Accepted relative error of numbers."""
@@ -127,6 +135,8 @@ class TableReward(VisionReward):
     """F1 of table cells, each identified by its row's first cell and its column's heading. Markdown, CSV or JSON."""
 
     implementation = "rollmill.rewards.vision.table:TableScorer"
+    decides = True
+    largest = 1.0
     name: Literal["table"]
     tolerance: float = Field(0.0, ge=0, lt=1)
     """Accepted relative error of numbers."""
@@ -136,6 +146,8 @@ class VQAReward(VisionReward):
     """VQA accuracy (arXiv:1505.00468): the fraction of annotators who agree, with full credit for three."""
 
     implementation = "rollmill.rewards.vision.vqa:VQAScorer"
+    decides = True
+    largest = 1.0
     name: Literal["vqa"]
 
 
@@ -143,6 +155,7 @@ class GroundingReward(VisionReward):
     """1 if the answer gives boxes in the right format; their location is not checked."""
 
     implementation = "rollmill.rewards.vision.boxes:GroundingScorer"
+    largest = 1.0
     name: Literal["grounding"]
     syntax: Literal["any", "json", "tags"] = "any"
     """`json`: objects with `bbox_2d`; `tags`: `<box>...</box>` or `<|box_start|>...<|box_end|>`."""
