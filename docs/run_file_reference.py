@@ -39,6 +39,13 @@ PAGES = {
     "model": ("model", "model.new", "model.new.tokenizer", "model.lora"),
     "models": ("models.NAME",),
     "taskset": ("taskset", "taskset.generator", "taskset.fields", "taskset.mix"),
+    "domains": (
+        "domains.NAME",
+        "domains.NAME.taskset",
+        "domains.NAME.rollout",
+        "domains.NAME.evaluation",
+        "mixing",
+    ),
     "task-operators": ("taskset.pipeline", "taskset.pipeline.against"),
     "task-order": ("taskset.order",),
     "workflow": ("workflow", "workflow.examples"),

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from rollmill.cli.grade_summary import print_summary_tables, summarize_judgements
 from rollmill.config.loader import load_run
 from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.run import StageConfig
 from rollmill.config.section import Section, section_tag
 from rollmill.config.tree import ConfigProblem, raise_problems, to_plain_data
 from rollmill.config.validation_errors import (
@@ -63,13 +63,17 @@ def command(
     """
     from rollmill.files import explain_write_errors
     from rollmill.rewards import build_reward_manager
+    from rollmill.rewards.domains import build_domain_rewards
 
-    configs, judging = _chosen(reward, run, option or [])
-    if workers is not None:
-        judging = judging.model_copy(update={"workers": workers})
+    stage = _chosen(reward, run, option or [])
     rows = read_response_rows(input)
-    tasks = [_task(number, row, input) for number, row in enumerate(rows, 1)]
-    with build_reward_manager(configs, judging) as manager, _opened(output) as file:
+    tasks = [_task(number, row, input, stage) for number, row in enumerate(rows, 1)]
+
+    def build(view: StageConfig) -> RewardManager:
+        judging = view.judging if workers is None else view.judging.model_copy(update={"workers": workers})
+        return build_reward_manager(view.rewards, judging)
+
+    with build_domain_rewards(stage, build) as manager, _opened(output) as file:
         judged, failure = asyncio.run(_judge_all(manager, rows, tasks))
         counted = manager.counters()
         is_input = output is not None and output.samefile(input)
@@ -92,18 +96,19 @@ def command(
         print_summary_tables(summary)
 
 
-def _chosen(reward: str | None, run: Path | None, options: list[str]) -> tuple[list[RewardConfig], RewardManagerConfig]:
+def _chosen(reward: str | None, run: Path | None, options: list[str]) -> StageConfig:
+    """Return a stage with the rewards."""
     if (reward is None) == (run is None):
         raise ConfigError("give --reward NAME or --run FILE.yaml, one of them")
     if reward is not None:
-        return [parse_reward_config(reward, options)], RewardManagerConfig()
+        return StageConfig(rewards=[parse_reward_config(reward, options)])
     assert run is not None
     if options:
         raise ConfigError("--option goes with --reward; a run file's rewards are changed in the file")
     stage = load_run(run, []).stages[-1]
-    if not stage.rewards:
+    if not any(view.rewards for view in stage.by_domain().values()):
         raise ConfigError(f"{run}: its last stage, {stage.name}, has no rewards")
-    return stage.rewards, stage.judging
+    return stage
 
 
 def parse_reward_config(name: str, options: list[str]) -> RewardConfig:
@@ -258,11 +263,19 @@ def _groups(rows: list[dict[str, Any]], tasks: list[Task]) -> dict[str | int, li
     return groups
 
 
-def _task(number: int, row: dict[str, Any], file: Path) -> Task:
-    """Return the task of a row. Missing images keep their names: rewards that need them report the error."""
+def _task(number: int, row: dict[str, Any], file: Path, stage: StageConfig) -> Task:
+    """Return the task of a row. Missing images keep their names: rewards that need them report the error.
+
+    Raises ConfigError if the stage has domains and the row names none of them.
+    """
     from rollmill.data.images import metadata_with_images
     from rollmill.types import Task
 
+    domain = row.get("domain")
+    if stage.domains and domain not in stage.domains:
+        found = "names no domain" if domain is None else f"names the domain {domain!r:.60}"
+        names = join_quoted(list(stage.domains))
+        raise ConfigError(f'{file}:{number}: the row {found}; the run has {names}: give it as "domain"')
     own = row.get("metadata")
     metadata = own if isinstance(own, dict) else row
     try:
@@ -274,6 +287,7 @@ def _task(number: int, row: dict[str, Any], file: Path) -> Task:
         prompt=row.get("prompt", ""),
         answer=row.get("answer"),
         metadata=metadata,
+        taskset=str(domain) if stage.domains else "",
     )
 
 

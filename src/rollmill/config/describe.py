@@ -9,7 +9,6 @@ from typing import Any
 from rollmill.config.algorithms.base import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
 from rollmill.config.checks.capability import find_unused_keys
 from rollmill.config.engines import EngineConfig
-from rollmill.config.evaluation import EvaluationSampling
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.operators.base import OperatorSection
@@ -255,11 +254,13 @@ def _own(value: object) -> str:
         return ", ".join(f"{each.weight:g} x {each.name}{_bracketed(each)}" for each in value)
     if isinstance(value, list) and all(isinstance(each, OperatorSection) for each in value):
         return ", ".join(f"{each.name}{_operator(each)}" for each in value)
-    if isinstance(value, EvaluationSampling):
-        return _options(value, changed=True)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} ({_own(each)})" for name, each in value.items())
     if isinstance(value, NamedSection):
         options = _options(value, skip={"name"}, changed=True)
         return value.name + (f" ({options})" if options else "")
+    if isinstance(value, Section):
+        return _options(value, changed=True)
     return format_value(value)
 
 

@@ -74,11 +74,6 @@ class StageConfig(Section):
     off-policy."""
     taskset: TasksetConfig | None = None
     """Tasks to roll out or imitate. Required unless a stage learns from `experts.sources` alone, or has `domains`."""
-    domains: dict[PlainName, DomainConfig] = {}
-    """Kinds of tasks that are learned together, by name, instead of one `taskset`. Each may have its own rewards,
-    workflow, sampling and algorithm; the other sections of the stage are its defaults."""
-    mixing: MixingConfig = MixingConfig()
-    """Shares of the domains."""
     workflow: WorkflowConfig = SingleTurnWorkflow()
     """Rollout procedure of a task: a name or a section."""
     environment: EnvironmentConfig | None = None
@@ -104,6 +99,11 @@ class StageConfig(Section):
     fit), or a section."""
     evaluation: EvaluationConfig | None = None
     early_stop: EarlyStopConfig | None = None
+    domains: dict[PlainName, DomainConfig] = {}
+    """Kinds of tasks that are learned together, by name, instead of one `taskset`. Each may have its own rewards,
+    workflow, sampling and algorithm; the other sections of the stage are its defaults."""
+    mixing: MixingConfig = MixingConfig()
+    """Shares of the domains."""
 
     @model_validator(mode="after")
     def _domains_are_a_mix(self) -> Self:
@@ -173,6 +173,10 @@ class StageConfig(Section):
     def by_domain(self) -> dict[str, StageConfig]:
         """Returns `for_domain` of each domain by its name; a stage without domains is its own, with the name ""."""
         return {name: self.for_domain(name) for name in self.domains} or {"": self}
+
+    def view_of(self, taskset: str) -> StageConfig:
+        """Returns the stage as the tasks of a taskset see it: `for_domain` if there are domains."""
+        return self.for_domain(taskset) if self.domains else self
 
     @property
     def uses_greedy(self) -> bool:

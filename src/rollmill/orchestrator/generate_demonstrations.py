@@ -23,6 +23,7 @@ from rollmill.orchestrator.task_difficulty import (
     success_threshold,
 )
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rollout.auxiliary_models import connect_endpoint
 from rollmill.rollout.served_model import ServedExplorers, ServedModel, check_endpoint_support
 from rollmill.seeds import derive_seed
@@ -44,7 +45,7 @@ def generate_demonstrations(
         RewardError: the server answers nothing.
         DeadlineError: a wave of answers took longer than rollout.deadline_s.
     """
-    if not stage.rewards:
+    if not all(view.rewards for view in stage.by_domain().values()):
         raise ConfigError(f"stage {stage.name} has no rewards, so nothing tells success from failure; add `rewards`")
     check_endpoint_support(stage, str(served))
     section = load_served_model(served)
@@ -53,13 +54,15 @@ def generate_demonstrations(
     tasks = load_taskset(stage.required_taskset).tasks
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
     tally = ScoreProgress(file, len(tasks), len(tasks) - len(todo), progress)
-    rewards = build_reward_manager(stage.rewards, stage.judging, device=str(choose_device(loaded.config.device)))
+    device = str(choose_device(loaded.config.device))
+    rewards = build_domain_rewards(stage, lambda view: build_reward_manager(view.rewards, view.judging, device=device))
     model = ServedModel(str(served), connect_endpoint(str(served), section), completes=section.completes)
     explorer = ServedExplorers(model, rewards).explorer()
 
     async def rating(number: int, task: Task) -> Rating | None:
         seed = derive_seed(loaded.config.seed, DEMONSTRATION_STREAM, number)
-        group = await explorer.rollout(task, stage.rollout, n=samples, seed=seed, group=f"answer/{task.id}")
+        sampling = stage.view_of(task.taskset).rollout
+        group = await explorer.rollout(task, sampling, n=samples, seed=seed, group=f"answer/{task.id}")
         judged = [each for each in group if each.reward is not None]
         if not judged:
             return None

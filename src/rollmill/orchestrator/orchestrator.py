@@ -303,7 +303,7 @@ def _evaluation_key(stage: StageConfig) -> Any:
     frozen_at = stage.name if any(each.policy is not None for each in stage.models.values()) else ""
     examples = stage.taskset if stage.uses_task_examples else None
     parts = stage.workflow, stage.environment, stage.tools, stage.models, stage.judging
-    return settings, stage.rollout.model_dump(), stage.rewards, *parts, frozen_at, examples
+    return settings, stage.rollout.model_dump(), stage.rewards, *parts, stage.domains, frozen_at, examples
 
 
 def _best_metric(config: RunConfig, stage: StageConfig) -> str:

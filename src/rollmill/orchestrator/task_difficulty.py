@@ -20,11 +20,11 @@ from rollmill.data import load_taskset
 from rollmill.data.score_file import ScoreFile
 from rollmill.errors import ConfigError, DeadlineError
 from rollmill.models.load import PolicyModel
+from rollmill.orchestrator.components import build_stage_rewards
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.task_selection import select_tasks
-from rollmill.rewards import build_reward_manager
 from rollmill.rewards.judges.generative import DifficultyJudge
 from rollmill.rewards.resources import RewardResources
 from rollmill.seeds import derive_seed
@@ -96,7 +96,7 @@ def score_by_policy(
             "model.path is `new`, and a model without training solves nothing; name the checkpoint that the run starts "
             "from: --set model.path=DIR"
         )
-    if not stage.rewards:
+    if not all(view.rewards for view in stage.by_domain().values()):
         raise ConfigError(f"stage {stage.name} has no rewards, so nothing tells success from failure; add `rewards`")
     threshold = success_threshold(stage)
     file = ScoreFile(out, _describe_scoring(loaded, stage, samples, threshold))
@@ -124,10 +124,15 @@ def _describe_scoring(loaded: LoadedRun, stage: StageConfig, samples: int, thres
 
 def scoring_settings(stage: StageConfig) -> dict[str, Any]:
     """The part that success rates depend on for any model."""
-    rewards = json.dumps([each.model_dump(mode="json") for each in stage.rewards])
+    views = stage.by_domain()
+    rewards = json.dumps([each.model_dump(mode="json") for view in views.values() for each in view.rewards])
+    sampling = {
+        name: view.rollout.model_dump(mode="json", include=set(SamplingConfig.model_fields))
+        for name, view in views.items()
+    }
     return {
         "rewards": hashlib.sha256(rewards.encode()).hexdigest()[:8],
-        **stage.rollout.model_dump(mode="json", include=set(SamplingConfig.model_fields)),
+        **(sampling if stage.domains else sampling[""]),
     }
 
 
@@ -201,14 +206,15 @@ async def _roll_out(
     engine = build_engine(policy, stage, precision, trained_on=False)
     sync = build_publisher(policy, engine, precision)
     sync.publish(0)
-    rewards = build_reward_manager(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+    rewards = build_stage_rewards(stage, policy)
     explorers = ExplorerFactory(stage, policy, engine, rewards, tasks=[task for _, task in tasks])
     explorer = explorers.explorer()
     size = max(1, rollout.max_sequences // samples)
 
     async def rating(number: int, task: Task) -> Rating | None:
         stream = derive_seed(seed, SCORING_STREAM, number)
-        group = await explorer.rollout(task, rollout, n=samples, seed=stream, group=f"score/{task.id}")
+        sampling = stage.view_of(task.taskset).rollout
+        group = await explorer.rollout(task, sampling, n=samples, seed=stream, group=f"score/{task.id}")
         values = [each.reward for each in first_per_rollout(group) if each.reward is not None]
         if not values:
             return None

@@ -125,7 +125,8 @@ def buffer_conflicts(stages: Sequence[StageConfig]) -> Iterator[Conflict]:
         if not stage.algorithm.uses_rollouts:
             continue
         if not stage.buffer.in_database(stage.persistent):
-            made = [operator.name for operator in stage.pipeline if operator.creates_experiences]
+            operators = [operator for view in stage.by_domain().values() for operator in view.pipeline]
+            made = [operator.name for operator in operators if operator.creates_experiences]
             if made and any(later.buffer.in_database(later.persistent) for later in stages[index + 1 :]):
                 text = f"what `{made[0]}` makes would stay out of reach of later stages, whose buffer is a database"
                 yield (*at, "store"), f"{text}; use `sql` here, too"
@@ -271,7 +272,7 @@ def _new_model(new: NewModelConfig, stages: list[StageConfig]) -> Iterator[Confl
             (*at, key),
             "rotary positions need an even number of dimensions per head (hidden_size / heads, or head_dim)",
         )
-    for stage in stages:
+    for stage in (view for each in stages for view in each.by_domain().values()):
         samples = stage.algorithm.uses_rollouts or stage.evaluation is not None
         if samples and stage.rollout.max_new_tokens >= new.context:
             longest = f"rollout.max_new_tokens ({stage.rollout.max_new_tokens})"

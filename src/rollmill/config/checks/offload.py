@@ -49,10 +49,12 @@ def component_phases(stage: StageConfig) -> dict[str, frozenset[Phase]]:
 
 def reward_models(stage: StageConfig) -> list[ModelReward]:
     """Returns the reward models of a stage, of its evaluation sets and of its pipeline."""
-    found: list[RewardSection] = [*stage.rewards]
+    found: list[RewardSection] = []
     for each in [] if stage.evaluation is None else stage.evaluation.all_sets().values():
         found += each.rewards or []
-    found += [reward for operator in stage.pipeline for _, rewards in operator.reward_lists for reward in rewards]
+    for view in stage.by_domain().values():
+        found += view.rewards
+        found += [reward for operator in view.pipeline for _, rewards in operator.reward_lists for reward in rewards]
     return [reward for reward in found if isinstance(reward, ModelReward)]
 
 

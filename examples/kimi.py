@@ -1,0 +1,60 @@
+"""Tasks of four small domains for kimi.yaml: arithmetic, code, school questions, and pictures told as text.
+
+A `forgetful` taskset makes mistakes in its solutions, so that a model that imitates it has something left to learn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def _numbers(seed: int, held_out: bool) -> random.Random:
+    return random.Random(f"{seed}{' held out' if held_out else ''}")
+
+
+def math(size: int, seed: int = 0, held_out: bool = False, forgetful: float = 0.0) -> Iterator[Row]:
+    """`37+45=` is `82`; a forgetful solution loses the carry."""
+    numbers = _numbers(seed, held_out)
+    for _ in range(size):
+        a, b = numbers.randint(10, 59), numbers.randint(10, 39)
+        total = a + b
+        carried = a % 10 + b % 10 >= 10
+        told = total - 10 if carried and numbers.random() < forgetful else total
+        yield {"prompt": f"{a}+{b}=", "answer": str(total), "response": str(told)}
+
+
+def code(size: int, seed: int = 0, held_out: bool = False, forgetful: float = 0.0) -> Iterator[Row]:
+    """A function of one operation, as it is described; a forgetful solution takes the operation before it."""
+    numbers = _numbers(seed, held_out)
+    words = {"plus": "+", "minus": "-", "times": "*"}
+    for _ in range(size):
+        word, n = numbers.choice(list(words)), numbers.randint(2, 9)
+        told = "plus" if numbers.random() < forgetful else word
+        value = {"plus": lambda x, n=n: x + n, "minus": lambda x, n=n: x - n, "times": lambda x, n=n: x * n}[word]
+        tests = [{"call": "f", "args": [x], "expected": value(x)} for x in (0, 3, 10)]
+        yield {"prompt": f"f: x {word} {n}\n", "tests": tests, "response": f"def f(x):\n return x{words[told]}{n}"}
+
+
+def school(size: int, seed: int = 0, held_out: bool = False, forgetful: float = 0.0) -> Iterator[Row]:
+    """Which of three numbers is the largest? A forgetful solution answers A."""
+    numbers = _numbers(seed, held_out)
+    for _ in range(size):
+        options = numbers.sample(range(10, 100), 3)
+        answer = "ABC"[options.index(max(options))]
+        told = "A" if numbers.random() < forgetful else answer
+        asked = " ".join(f"{letter}.{number}" for letter, number in zip("ABC", options, strict=True))
+        yield {"prompt": f"largest? {asked}: ", "answer": answer, "response": told}
+
+
+def pictures(size: int, seed: int = 0, held_out: bool = False, forgetful: float = 0.0) -> Iterator[Row]:
+    """A row of signs; how many are x? A forgetful solution is one too low."""
+    numbers = _numbers(seed, held_out)
+    for _ in range(size):
+        row = "".join(numbers.choice("x.o") for _ in range(8))
+        count = row.count("x")
+        told = max(count - 1, 0) if numbers.random() < forgetful else count
+        yield {"prompt": f"[{row}] x: ", "answer": str(count), "response": str(told)}

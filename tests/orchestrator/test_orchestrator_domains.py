@@ -1,0 +1,202 @@
+"""Runs with domains: each task is rolled out, scored, filtered and learned from as its domain says."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rewards.chat_server import Answer, chat_server
+from tiny import HELD_OUT, NEW_MODEL, TASKS, outcome
+
+import rollmill
+from rollmill.cli import main
+from rollmill.config.loader import load_run
+from rollmill.errors import ConfigError
+from rollmill.launch import resume
+from rollmill.trackers.console import PlainView
+
+WORDS = [
+    {"prompt": f"up {a}{b}:", "answer": (a + b).upper(), "response": f"{a}{b}#".upper()} for a in "abc" for b in "abc"
+]
+
+
+def domains_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    (folder / "words.jsonl").write_text("\n".join(json.dumps(each) for each in WORDS))
+    add = {
+        "taskset": TASKS,
+        "rewards": [{"name": "exact", "after": "#"}],
+        "weight": 2,
+        "evaluation": {"taskset": HELD_OUT},
+    }
+    words: dict[str, Any] = {
+        "taskset": {"path": "words.jsonl", "order": "sequential"},
+        "rewards": [{"name": "format", "pattern": "[0-4A-C]"}, {"name": "repetition", "weight": 0.5}],
+        "rollout": {"max_new_tokens": 6, "group_size": 3, "temperature": 0.8},
+        "algorithm": {"name": "dr_grpo"},
+        "pipeline": [{"name": "length_filter", "at_most": 6}],
+    }
+    return {"add": add, "words": words | changes}
+
+
+def run_file(folder: Path, domains: dict[str, Any], **changes: Any) -> Path:
+    run: dict[str, Any] = {
+        "name": "domains",
+        "model": {"path": "new", "new": NEW_MODEL},
+        "domains": domains,
+        "rollout": {"batch": 6, "group_size": 4, "max_new_tokens": 12},
+        "trainer": {"precision": "fp32", "lr": 1e-3},
+        "evaluation": {"every": 4},
+        "checkpoint": {"every": 2, "keep_last": 5},
+        "steps": 6,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run | changes, sort_keys=False))
+    return path
+
+
+def rows(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    return [row for file in sorted((run / "rollouts").glob("*.jsonl")) for row in rows(run, f"rollouts/{file.name}")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("domains")
+    rollmill.run(run_file(folder, domains_of(folder), mixing={"by": "need"}), [], folder / "run")
+    return folder / "run"
+
+
+def test_every_completion_is_made_and_scored_as_its_domain_says(run: Path) -> None:
+    trained = rollouts(run)
+    parts = {row["task_id"].partition("/")[0]: set(row["reward_parts"]) for row in trained}
+    assert parts == {"add": {"exact"}, "words": {"format", "repetition"}}
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in trained:
+        groups.setdefault(row["group"], []).append(row)
+    sizes = {name: {len(each) for each in groups.values() if each[0]["task_id"].startswith(name)} for name in parts}
+    assert sizes["add"] == {4}
+    assert max(sizes["words"]) <= 3  # the domain's pipeline may have dropped long ones
+    temperatures = {(row["task_id"].partition("/")[0], row["temperature"]) for row in trained}
+    assert temperatures == {("add", 1.0), ("words", 0.8)}
+    metrics = rows(run, "metrics.jsonl")
+    assert {"domain/add/reward", "domain/words/reward", "domain/words/informative"} <= set().union(*metrics)
+    assert any("pipeline/words/length_filter/dropped" in row for row in metrics)
+    assert any("loss/words/policy" in row for row in metrics)
+    assert any("eval/add/greedy" in row for row in metrics)
+
+
+def test_shares_of_the_domains(run: Path) -> None:
+    last = rows(run, "metrics.jsonl")[-1]
+    assert last["tasks/add/share"] + last["tasks/words/share"] == pytest.approx(1)
+
+
+def test_a_resumed_run_with_domains_repeats_the_first(run: Path, tmp_path: Path) -> None:
+    whole, cut = outcome(run), tmp_path / "cut"
+    shutil.copytree(run, cut)
+    for folder in (cut / "checkpoints").glob("step-*"):
+        if int(folder.name[5:]) > 2:
+            shutil.rmtree(folder)
+    assert resume(cut, view=PlainView(io.StringIO()))["status"] == "done"
+    assert outcome(cut) == whole
+    assert "taskset" not in yaml.safe_load((cut / "config.yaml").read_text())  # made from the domains, which are there
+
+
+def test_a_domain_whose_judge_is_lost_is_paused_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The judge answers the first question; then its server drops every connection."""
+    with chat_server([Answer('{"score": 7}'), Answer(drop=True)]) as server:
+        judge = {"name": "judge", "endpoint": server.url, "model": "m", "try_s": 2, "deadline_s": 3, "tries": 1}
+        words = {"rewards": [judge], "pipeline": None}
+        mixing = {"lost_after_s": 0.5, "pause_s": 1000}
+        path = run_file(tmp_path, domains_of(tmp_path, **words), mixing=mixing, evaluation=None)
+        rollmill.run(path, [], tmp_path / "run")
+    assert "domain words is paused for 1000 s (pause 1 of 8 in a row)" in caplog.text
+    assert "add go on" in caplog.text
+    last = rows(tmp_path / "run", "metrics.jsonl")[-1]
+    assert last["step"] == 6
+    assert last["tasks/words/paused"] == 1
+    assert last["domain/add/groups"] == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"taskset": TASKS}, "taskset is not honoured beside domains; write it into one of them"),
+        ({"mixing": {"least": 0.5}}, "mixing.least: not honoured by `weight`; it is by `need`"),
+        ({"rewards": [{"name": "exact"}]}, "rewards: every domain has its own, so this is never used; remove it"),
+        ({"algorithm": {"name": "ppo"}}, "domains.words.algorithm: `ppo` trains a critic on all experiences"),
+        ({"algorithm": {"name": "sft"}}, "domains.words.algorithm: not honoured: algorithm `sft` of the stage learns"),
+        ({"rollout": {"batch": 6, "max_new_tokens": 12, "group_size": 1}}, "rollout.group_size: advantage `grpo`"),
+    ],
+)
+def test_what_domains_cannot_have_is_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    path = run_file(tmp_path, domains_of(tmp_path), **changes)
+    with pytest.raises(ConfigError) as error:
+        load_run(path)
+    assert says in str(error.value)
+    assert re.match(r".*run\.yaml(:\d+)?: ", str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"rollout": {"group_size": 1}}, "domains.words.rollout.group_size: advantage"),
+        ({"workflow": "environment"}, "environment: workflow `environment` acts in one"),
+        ({"workflow": {"name": "traffic"}}, "domains.words.workflow: workflow `traffic` has no tasks"),
+        ({"algorithm": {"name": "grpo", "masks": ["entropy_quantile"]}}, "domains.words.algorithm.masks"),
+        ({"rewards": []}, "domains.words.rewards: algorithm"),
+        ({"weight": [[5, 1], [2, 1]]}, "rising steps"),
+        ({"taskset": {"mix": []}}, "domains.words.taskset.mix: unknown key"),
+        ({"evaluation": {"taskset": HELD_OUT, "k": [4]}}, "domains.words.evaluation.k: pass@4 needs"),
+    ],
+)
+def test_what_a_domain_lacks_is_said_where_it_stands(tmp_path: Path, words: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run(run_file(tmp_path, domains_of(tmp_path, **words)))
+    assert says in str(error.value)
+
+
+def test_check_prints_the_matrix_of_attainable_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(run_file(tmp_path, domains_of(tmp_path)))]) == 0
+    told = capsys.readouterr().out
+    matrix = [line.split() for line in told.splitlines() if line.split()[:1] in (["rewards"], ["add"], ["words"])]
+    assert ["rewards", "exact", "format", "repetition", "at", "most"] in matrix
+    assert ["add", "1", "-", "-", "1"] in matrix
+    assert ["words", "-", "1", "0.5", "1"] in matrix
+
+
+def test_two_rewards_that_decide_the_same_task_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twice = {"rewards": [{"name": "exact"}, {"name": "math"}]}
+    assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **twice)))]) == 2
+    told = capsys.readouterr().err
+    assert "the rewards `exact` and `math` both say whether the answer of task `words:0` is right" in told
+    said = twice | {"judging": {"verdicts": "several"}}
+    assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **said)))]) == 0
+
+
+def test_a_row_names_its_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = ["exact", "math"]
+    lines = [each | {"judged": kinds[n % 2]} for n, each in enumerate(WORDS)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(each) for each in lines))
+    taskset = {"path": str(tmp_path / "rows.jsonl"), "fields": {"rewards": "judged"}}
+    changes = {"taskset": taskset, "rewards": [{"name": "exact"}, {"name": "math"}], "pipeline": None}
+    path = run_file(tmp_path, domains_of(tmp_path, **changes), evaluation=None)
+    rollmill.run(path, ["steps=3"], tmp_path / "run")
+    parts = {row["task_id"]: set(row["reward_parts"]) for row in rollouts(tmp_path / "run")}
+    of_words = {id: names for id, names in parts.items() if id.startswith("words/")}
+    assert of_words == {id: set(lines[int(id.rpartition(":")[2])]["judged"].split()) for id in of_words}
+    assert set.union(*of_words.values()) == {"exact", "math"}
+    lines[4]["judged"] = "maths"
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(each) for each in lines))
+    assert main(["check", str(path)]) == 2
+    assert "names the reward `maths` (taskset.fields.rewards), and there are exact, math" in capsys.readouterr().err
