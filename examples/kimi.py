@@ -17,12 +17,12 @@ def _numbers(seed: int, held_out: bool) -> random.Random:
 
 
 def math(size: int, seed: int = 0, held_out: bool = False, forgetful: float = 0.0) -> Iterator[Row]:
-    """`37+45=` is `82`; a forgetful solution loses the carry."""
+    """`37+8=` is `45`; a forgetful solution loses the carry."""
     numbers = _numbers(seed, held_out)
     for _ in range(size):
-        a, b = numbers.randint(10, 59), numbers.randint(10, 39)
+        a, b = numbers.randint(10, 89), numbers.randint(1, 9)
         total = a + b
-        carried = a % 10 + b % 10 >= 10
+        carried = a % 10 + b >= 10
         told = total - 10 if carried and numbers.random() < forgetful else total
         yield {"prompt": f"{a}+{b}=", "answer": str(total), "response": str(told)}
 
@@ -43,7 +43,7 @@ def school(size: int, seed: int = 0, held_out: bool = False, forgetful: float = 
     """Which of three numbers is the largest? A forgetful solution answers A."""
     numbers = _numbers(seed, held_out)
     for _ in range(size):
-        options = numbers.sample(range(10, 100), 3)
+        options = numbers.sample(range(10), 3)
         answer = "ABC"[options.index(max(options))]
         told = "A" if numbers.random() < forgetful else answer
         asked = " ".join(f"{letter}.{number}" for letter, number in zip("ABC", options, strict=True))

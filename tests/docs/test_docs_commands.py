@@ -130,10 +130,10 @@ SHORTER = {
 """What makes a run short enough for a test."""
 
 REWARDS = "rewards: [{name: exact}]\n"
+TASKSET = "taskset: {path: data/train.jsonl, preset: gsm8k}\n"
 BASE = f"""\
 model: {{new: {{hidden_size: 32, heads: 2, kv_heads: 1}}}}
-taskset: {{path: data/train.jsonl, preset: gsm8k}}
-{REWARDS}"""
+{TASKSET}{REWARDS}"""
 """What a YAML block that is no whole run file is put over; workflows may reward by themselves."""
 
 
@@ -201,12 +201,15 @@ def test_yaml_blocks_are_valid(name: str, workspace: Path, capsys: pytest.Captur
     _write_files(name)
     for block in blocks(ROOT / name, "yaml"):
         keys = yaml.safe_load(block.text).keys()
-        whole = "model" in keys and bool({"taskset", "workflow"} & keys)
+        whole = "model" in keys and bool({"taskset", "workflow", "domains"} & keys)
         evaluation = (
             "" if whole or "early_stop" not in block.text else "evaluation: {taskset: {path: data/test.jsonl}}\n"
         )
         Path("block.yaml").write_text(block.text if whole else f"include: base.yaml\n{block.text}")
-        for base in (BASE, BASE.replace(REWARDS, "")) if "workflow" in keys else (BASE,):
+        bases = (BASE, BASE.replace(REWARDS, "")) if "workflow" in keys else (BASE,)
+        if "domains" in keys:  # they have tasks and rewards of their own
+            bases = (BASE.replace(REWARDS, "").replace(TASKSET, ""),)
+        for base in bases:
             Path("base.yaml").write_text(base + evaluation)
             if (code := main(["check", "block.yaml", "--no-data"])) == 0:
                 break
