@@ -59,8 +59,8 @@ CASES = {
         "placement.explorers.0.engine: evaluation.sampling.min_p of stage train: engine `vllm` does not say how much",
     ),
     "what the engine of a kind does not offer to one of the stages": (
-        MIXED + "stages: [{name: a}, {name: b, rollout: {repetition: {}}}]",
-        "placement.explorers.0.engine: rollout.repetition of stage b: engine `vllm` does not look for repetition",
+        MIXED + "stages: [{name: a}, {name: b, rollout: {ngram_draft: {}}}]",
+        "placement.explorers.0.engine: rollout.ngram_draft of stage b: engine `vllm` has speculative decoding of its",
     ),
     "an engine that no explorer has": (
         GOOD + REWARDS + RAY % ALL + "engine: vllm",

@@ -61,6 +61,9 @@ class Interruptible(TokenCounter, Protocol):
     def interrupt(self) -> None:
         """See RolloutEngine."""
 
+    async def wait_for_tokens(self) -> None:
+        """See RolloutEngine."""
+
 
 class RolloutScheduler:
     """Starts groups of completions from tasks and tracks them until their tokens are generated.
@@ -215,11 +218,13 @@ class RolloutScheduler:
             spent = self._engine.tokens_generated >= self._budget_ends
             return self.queue.all_have_tokens(needed if spent else None)
 
-        while not (enough() or self.queue.failed()):
-            await asyncio.sleep(0)  # the engine makes one step
         assert isinstance(self._engine, Interruptible)
+        while not (enough() or self.queue.failed()):
+            await self._engine.wait_for_tokens()
         self._engine.interrupt()
-        await self.queue.wait_all_generated()
+        while not (self.queue.all_have_tokens() or self.queue.failed()):
+            await self.queue.wait_for_news(_POLL_S)
+            self._engine.interrupt()  # what had not reached an engine in another process when it was interrupted
         groups = [group.experiences or [] for group in self.queue.all()]
         taken, everything = groups[:needed], [*groups, *self._interrupted.values()]
         self._lengths = LengthBias()

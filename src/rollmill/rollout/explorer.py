@@ -186,7 +186,8 @@ class Explorer:
 
         Raises EngineError if the prompt does not fit.
         """
-        request = self._request(task, sampling, n=n, seed=seed, prefixes=[completion_prefix(each) for each in begun])
+        prefixes = [completion_prefix(each) for each in begun]
+        request = self._request(task, sampling, n=n, seed=seed, prefixes=prefixes, counted=True)
         completions = await self._engine.generate(request)
         for completion in completions:
             self._record_timing(completion)

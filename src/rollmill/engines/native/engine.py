@@ -73,6 +73,10 @@ class NativeEngine:
         """See RolloutEngine."""
         return self.core.tokens_generated
 
+    async def wait_for_tokens(self) -> None:
+        """See RolloutEngine. Lets the driver make one step."""
+        await asyncio.sleep(0)
+
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See RolloutEngine."""
         return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)

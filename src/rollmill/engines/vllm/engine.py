@@ -18,10 +18,12 @@ from typing import Any
 
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.vllm.process import VLLMLaunchConfig, VLLMProcess
-from rollmill.engines.vllm.sequence import VLLMSequence, build_vllm_sequence_group
+from rollmill.engines.vllm.sequence import NOTHING_MORE, VLLMSequence, build_vllm_sequence_group
 from rollmill.errors import DeadlineError, EngineError, EngineLostError, RollmillError
 from rollmill.progress import Progress, count_progress
 from rollmill.types import Completion
+
+_MOMENT_S = 0.01
 
 
 class VLLMEngine:
@@ -67,6 +69,10 @@ class VLLMEngine:
 
     # -- the RolloutEngine protocol ------------------------------------------------------------------------------
 
+    async def wait_for_tokens(self) -> None:
+        """See RolloutEngine. Waits a moment, since tokens come from another process."""
+        await asyncio.sleep(_MOMENT_S)
+
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See RolloutEngine."""
         return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
@@ -74,7 +80,8 @@ class VLLMEngine:
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
         """See RolloutEngine. Raises EngineError for requests that cannot be served, and if the process dies."""
         group = build_vllm_sequence_group(request, self._tokenizer, self._eos_ids, self._context)
-        samples = [VLLMSequence(group, index, next(self._numbers)) for index in range(request.n)]
+        prefixes = dict(enumerate(request.prefixes))
+        samples = [VLLMSequence(group, index, next(self._numbers), prefixes.get(index)) for index in range(request.n)]
         self._submit(samples)
         try:
             for _ in samples:
@@ -90,9 +97,8 @@ class VLLMEngine:
     def interrupt(self) -> None:
         """See RolloutEngine. Completions are returned once vLLM has confirmed the abort."""
         if self._process is None:
-            message = {"ended": "abort", "tokens": [], "logprobs": [], "versions": []}
-            for number in list(self._running):
-                self._told({"id": number, **message})
+            for sample in list(self._running.values()):
+                self._hand_out(sample, sample.completion(NOTHING_MORE))
             return
         for number in self._running:
             self._process.send("abort", number)
@@ -157,6 +163,11 @@ class VLLMEngine:
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
         self._running |= {sample.number: sample for sample in samples}
+        for sample in [each for each in samples if each.stop_reason is not None]:
+            self._hand_out(sample, sample.completion(NOTHING_MORE))  # its prefix has ended already
+        samples = [each for each in samples if each.stop_reason is None]
+        if not samples:
+            return
         if self._process is not None:
             self._send(self._process, samples)
         elif self._starting is None:
@@ -164,7 +175,7 @@ class VLLMEngine:
 
     def _send(self, process: VLLMProcess, samples: list[VLLMSequence]) -> None:
         for group, own in itertools.groupby(samples, lambda sample: sample.group):
-            process.send("generate", 0, **group.message([(sample.number, sample.seed) for sample in own]))
+            process.send("generate", 0, **group.message(list(own)))
 
     def _told(self, message: dict[str, Any]) -> None:
         """Handle a message of the process about a completion."""
