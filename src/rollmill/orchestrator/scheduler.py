@@ -31,7 +31,6 @@ from rollmill.orchestrator.partial_rollouts import (
     trainable_part,
 )
 from rollmill.orchestrator.state import StageState
-from rollmill.rollout import Explorer
 from rollmill.rollout.base import ExplorerProtocol
 from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.seeds import derive_seed
@@ -194,7 +193,6 @@ class RolloutScheduler:
     ) -> list[Experience]:
         """Return a group's experiences with rewards; an interrupted group leaves the queue and is kept for later."""
         sampling = self._rollout
-        assert isinstance(self._explorer, Explorer)
         part = await self._explorer.part(task, sampling, n=sampling.group_size, seed=seed, group=group, begun=begun)
         if count_unfinished(part.experiences):
             self._interrupted[number] = part.experiences
@@ -250,6 +248,8 @@ class RolloutScheduler:
         others = [each for each in started if each.number not in (*chosen, *empty)]
         taken = sum(each.action_tokens for number in chosen for each in self.queue.tokens_of(number))
         await self.queue.drop([each.number for each in others])
+        if self._explorer.is_remote and isinstance(self._engine, Interruptible):
+            await self._engine.wait_for_tokens()  # asks for the tokens of groups that were dropped
         for each in others:
             self._stopped.add(each.task, each.stopped)
         tokens, size = self._engine.tokens_generated - before, self._rollout.group_size

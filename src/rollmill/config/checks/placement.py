@@ -88,8 +88,6 @@ def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
         yield ("workflow",), "an application's sessions come to the process that trains: `traffic` goes with mode serve"
     if stage.residency is not None:
         yield ("residency",), "it moves one process's models between phases, and here each process has one phase"
-    if stage.rollout.token_budget is not None:
-        yield ("rollout", "token_budget"), "it interrupts the engine, which has to be in the trainer's process"
     if stage.rollout.reuse is not None:
         yield ("rollout", "reuse"), "drafts belong to checkpoints, which explorers do not write"
     if isinstance(stage.engine, VLLMEngineConfig) and stage.engine.sleep:
