@@ -8,6 +8,7 @@ from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.algorithms.distillation import Distill, SelfDistill
 from rollmill.config.algorithms.preferences import DPO, KTO
 from rollmill.config.checks.engine import uses_engine
+from rollmill.config.checks.modes import RESIDENCY_ENGINE, RESIDENCY_RANKS
 from rollmill.config.model import ModelConfig
 from rollmill.config.offload import PHASES, OffloadConfig, Phase
 from rollmill.config.rewards.base import RewardSection
@@ -66,13 +67,9 @@ def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
         text = "not honoured by workflow `traffic`, whose requests need the policy at any time; remove it"
         return {("residency",): text}
     if uses_engine(stage) and stage.engine.name != "native":
-        text = "which has a process of its own; let that sleep (engine.sleep), use `native`, or remove it"
-        return {("residency",): f"not honoured with engine `{stage.engine.name}`, {text}"}
+        return {("residency",): f"not honoured with engine `{stage.engine.name}`: {RESIDENCY_ENGINE}"}
     if stage.trainer.ranks > 1:
-        text = (
-            "not honoured with trainer.ranks above 1; shard what does not fit with trainer.sharding: fsdp, or remove it"
-        )
-        return {("residency",): text}
+        return {("residency",): RESIDENCY_RANKS}
     if all(needed == frozenset(stage_phases(stage)) for name, needed in needs.items() if name != "optimizer") and (
         "rollout" not in stage_phases(stage)
     ):
