@@ -219,10 +219,7 @@ class RolloutScheduler:
         assert isinstance(self._engine, Interruptible)
         while not (enough() or self.queue.failed()):
             await self._engine.wait_for_tokens()
-        self._engine.interrupt()
-        while not (self.queue.all_have_tokens() or self.queue.failed()):
-            await self.queue.wait_for_news(_POLL_S)
-            self._engine.interrupt()  # what had not reached an engine in another process when it was interrupted
+        await _interrupt(self._engine, self.queue)
         groups = [group.experiences or [] for group in self.queue.all()]
         taken, everything = groups[:needed], [*groups, *self._interrupted.values()]
         self._lengths = LengthBias()
@@ -249,7 +246,7 @@ class RolloutScheduler:
         taken = sum(each.action_tokens for number in chosen for each in self.queue.tokens_of(number))
         await self.queue.drop([each.number for each in others])
         if self._explorer.is_remote and isinstance(self._engine, Interruptible):
-            await self._engine.wait_for_tokens()  # asks for the tokens of groups that were dropped
+            await self._engine.wait_for_tokens()  # counts those of dropped groups
         for each in others:
             self._stopped.add(each.task, each.stopped)
         tokens, size = self._engine.tokens_generated - before, self._rollout.group_size
@@ -328,6 +325,17 @@ class _StartedGroup(NamedTuple):
 def accepted(group: Sequence[Experience]) -> list[Experience]:
     """The experiences of a group, without rejected rollouts."""
     return [each for each in group if REJECTION_REASON_KEY not in each.info]
+
+
+async def _interrupt(engine: Interruptible, queue: GroupQueue) -> None:
+    """Interrupt all groups that are still generated, and wait until they have left the queue.
+
+    It is repeated for what had not reached an engine in another process when that was interrupted.
+    """
+    engine.interrupt()
+    while not (queue.all_have_tokens() or queue.failed()):
+        await queue.wait_for_news(_POLL_S)
+        engine.interrupt()
 
 
 def _is_useful(group: Sequence[Experience]) -> bool:

@@ -90,7 +90,8 @@ class VLLMSequence:
         """Start over, with the tokens of the prefix."""
         request = self.group.request
         self.tokens, self.logprobs, self.stop_reason = [], [], None
-        self.repetition = request.sampling.repetition and RepetitionDetector(request.sampling.repetition)
+        config = request.sampling.repetition
+        self.repetition = None if config is None else RepetitionDetector(config)
         if self.prefix is None:
             return
         for token, logprob in zip(self.prefix.token_ids.tolist(), self.prefix.logprobs.tolist(), strict=True):
