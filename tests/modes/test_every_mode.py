@@ -120,6 +120,11 @@ def made_once(make: Callable[[Any], Path]) -> Callable[[Any], Path]:
     return made
 
 
+def publishes(column: Column) -> bool:
+    """True if the engine has a copy of the weights."""
+    return column.engine == "vllm" or column.place in (Place.PROCESSES, Place.RAY)
+
+
 class Runs:
     """The runs of a column, each made when the first test asks for it."""
 
@@ -149,6 +154,8 @@ class Runs:
         """Adapters on the run's last checkpoint, with over-sampling, and drafts where the engine has them."""
         model = {"path": str(self.everything(column) / f"checkpoints/step-{STEPS:06d}"), "new": None}
         changes = merged(ADAPTERS, DRAFTS if column.engine == "native" else {})
+        if publishes(column):
+            changes |= {"max_staleness": 1, "sync_interval": 2}
         folder = self._written(column, "adapters", changes | {"model": model | {"lora": {"rank": 4}}})
         self._begin(column, folder)
         self._finish(column)
@@ -312,8 +319,18 @@ def test_adapters_reach_the_engine(runs: Runs, column: Column) -> None:
     rows = steps(runs.adapters(column))
     assert max(row["logprob_gap/max"] for row in rows) < 1e-3
     assert all(row["grad_norm"] > 0 for row in rows)
-    versions = [set(each.versions[each.action_mask].tolist()) for each in learned(runs.adapters(column))]
-    assert set().union(*versions) == {0, 1, 2}
+    assert versions_of(runs.adapters(column)) == ({0, 2} if publishes(column) else {0, 1, 2})
+
+
+def versions_of(out: Path) -> set[int]:
+    return {version for each in learned(out) for version in each.versions[each.action_mask].tolist()}
+
+
+@pytest.mark.parametrize("column", column_params(only=publishes))
+def test_weights_are_published_every_other_step(runs: Runs, column: Column) -> None:
+    """The second step's rollouts are by the weights of the first."""
+    assert versions_of(runs.adapters(column)) == {0, 2}
+    assert [row["staleness/max"] for row in steps(runs.adapters(column))] == [0, 1, 0]
 
 
 @with_native

@@ -91,7 +91,7 @@ class RolloutScheduler:
         self._first_version, self._seed = first_version, seed
         self._sampler, self._explorer, self._engine = sampler, explorer, engine
         self._roll = partial(explorer.rollout, with_greedy=uses_greedy)
-        self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps)
+        self._pacing = Pacing(config.rollout.batch, config.steps_ahead, config.steps)
         self._submitted = 0
         self._unfinished: list[tuple[int, str]] = []  # to start again before anything else
         self._stopped = StoppedTasks(config.rollout.oversample)

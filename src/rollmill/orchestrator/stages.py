@@ -178,7 +178,7 @@ class Stage:
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self.rewards = build_stage_rewards(config, policy, config.rewards)
         # completions that come after their version has ended are compared with weights that the trainer keeps
-        late = context.explorers is not None or not config.workflow.uses_tasks
+        late = context.explorers is not None or not config.workflow.uses_tasks or config.sync_interval > 1
         self.learner = Learner(
             config,
             policy,
@@ -189,6 +189,7 @@ class Stage:
             kept_versions=config.max_staleness if late else 0,
         )
         self.backend = self._choose_backend()
+        self._published = first_version
         self.backend.publish(first_version)
         self.offloader: OffloadManager | None = None
         if config.residency is not None:
@@ -252,16 +253,27 @@ class Stage:
         self.backend.load_state_dict(trainer.get(FROZEN))
         if self.drafts is not None:
             self.drafts.load_state_dict(trainer[DRAFTS])
-        self.backend.publish(self.version)
+        self.publish()
         self._mark_boundary()
 
     def finish_step(self) -> None:
-        """Count a step whose update was made, and publish its weights."""
+        """Count a step whose update was made, and publish its weights if they are due (`sync_interval`)."""
         self.state.step += 1
-        self.backend.publish(self.version)
+        if self.state.step % self.config.sync_interval == 0:
+            self.publish()
         if self.batches is not None:
             self.batches.mark_trained(self.version)
         self._mark_boundary()
+
+    def publish(self) -> None:
+        """Publish the current weights, and note their version."""
+        self._published = self.version
+        self.backend.publish(self.version)
+
+    def sync_weights(self) -> None:
+        """Publish the current weights unless engines have them: they are evaluated next."""
+        if self._published != self.version:
+            self.publish()
 
     def _rewind(self) -> None:
         """Bring the buffer back to where it was when the stage was where it is now."""
@@ -306,6 +318,7 @@ class Stage:
         """Evaluate alone, and wait for it. Raises like `Evaluation.result`."""
         assert self.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
         self.trace.enter("rollout")
+        self.sync_weights()
         self._report("eval", "completions of held-out tasks, and their rewards")
         return await self.evaluator.evaluate()
 

@@ -39,6 +39,8 @@ RESIDENCY_RANKS = (
     "not honoured with trainer.ranks above 1; shard what does not fit with trainer.sharding: fsdp, or remove it"
 )
 """Reasons for `residency` with another engine, and with several ranks."""
+SHARED_WEIGHTS = "the native engine in the trainer's process decodes with the trainer's own, newest weights"
+"""Reason against `sync_interval` where nothing is published."""
 
 
 class Column(NamedTuple):
@@ -79,6 +81,7 @@ class ModeFeature:
         elsewhere: reason against explorers in other processes.
         ranks: reason against several ranks.
         vllm: reason against engine `vllm`.
+        shared: reason against the native engine in the trainer's process.
     """
 
     title: str
@@ -89,6 +92,7 @@ class ModeFeature:
     elsewhere: str | None = None
     ranks: str | None = None
     vllm: str | None = None
+    shared: str | None = None
 
     def refusal(self, column: Column) -> str | None:
         """Return the reason why `rollmill check` refuses the feature in this column; None: it works."""
@@ -96,6 +100,8 @@ class ModeFeature:
             return self.elsewhere
         if column.engine == "vllm" and self.vllm:
             return self.vllm
+        if column.engine == "native" and column.place in (Place.ONE_PROCESS, Place.RANKS) and self.shared:
+            return self.shared
         return self.ranks if column.place is Place.RANKS else None
 
     def test_id(self, column: Column) -> str:
@@ -157,6 +163,13 @@ FEATURES = (
         "max_staleness",
         {"max_staleness": 2},
         _TESTS + "stale_tokens_stay_within_the_bound",
+    ),
+    ModeFeature(
+        "weights published every N steps",
+        "sync_interval",
+        {"max_staleness": 1, "sync_interval": 2},
+        _TESTS + "weights_are_published_every_other_step",
+        shared=SHARED_WEIGHTS,
     ),
     ModeFeature(
         "stop strings", "rollout.stop", {"rollout": {"stop": ["END"]}}, _TESTS + "completions_end_at_stop_strings"

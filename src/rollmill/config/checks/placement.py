@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rollmill.config.checks.engine import engine_conflicts, uses_engine
-from rollmill.config.checks.modes import NEEDS_ONE_PROCESS
+from rollmill.config.checks.modes import NEEDS_ONE_PROCESS, SHARED_WEIGHTS
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.placement import RayPlacement
 from rollmill.config.run import RunConfig, StageConfig
@@ -35,6 +35,21 @@ def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Ite
     if 0 < config.placement.trainer_gpus < 1 and any(stage.trainer.ranks > 1 for stage in stages):
         text = "ranks cannot share a GPU, and trainer.ranks is above 1"
         yield ("placement", "trainer_gpus"), f"{text}; reserve 1 for each, or none to see all of a host"
+
+
+def sync_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
+    """Yields `sync_interval` where weights are not published, or get staler than tokens may be."""
+    here = not (config.is_split or isinstance(config.placement, RayPlacement))
+    for index, stage in enumerate(stages):
+        at: KeyPath = ("stages", index, "sync_interval") if config.stages else ("sync_interval",)
+        interval = stage.sync_interval
+        if interval == 1 or not stage.algorithm.uses_rollouts:
+            continue
+        if here and stage.engine.name == "native":
+            yield at, f"{SHARED_WEIGHTS}; remove it, or use another engine or placement"
+        elif interval - 1 > stage.max_staleness:
+            text = f"rollouts use weights that are up to {interval - 1} steps old, and max_staleness is"
+            yield at, f"{text} {stage.max_staleness}; raise that to at least {interval - 1}, or lower this"
 
 
 def unused_placement_keys(config: RunConfig, stages: Sequence[StageConfig]) -> dict[KeyPath, str]:
