@@ -28,8 +28,7 @@ def table() -> str:
     lines += [f"- ({letter}) {reason}" for reason, letter in reasons.items()]
     lines += ["", "| feature | test |", "|---|---|"]
     for feature in FEATURES:
-        test = feature.test + ("[COLUMN]" if feature.parametrized else "")
-        lines.append(f"| {feature.title} | `{test}` |")
+        lines.append(f"| {feature.title} | `{feature.test}[COLUMN]` |")
     ids = ", ".join(f"`{column.id}`" for column in COLUMNS)
     lines += ["", f"The columns are {ids}."]
     return "\n".join(lines)

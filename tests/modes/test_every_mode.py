@@ -170,6 +170,26 @@ class Runs:
         self._finish(column)
         return folder / "out"
 
+    def offloaded(self, column: Column) -> Path:
+        """A run with reference and critic, most of which leave the device in phases that do not need them."""
+        algorithm = {"name": "ppo", "kl": 0.05, "critic": {"lr": 1e-3}}
+        places = {"reference": "disk", "optimizer": "disk", "critic_optimizer": "disk"}
+        vllm = {"engine": "destroyed", "policy": "disk"}
+        more = {"algorithm": algorithm, "steps": 2, "rollout": {"oversample": None}}
+        changes = merged(ADAPTERS, more | {"residency": places | (vllm if column.engine == "vllm" else {})})
+        folder = self._written(column, "offloaded", merged(changes, {"model": {"new": {"hidden_size": 64}}}))
+        self._begin(column, folder)
+        self._finish(column)
+        return folder / "out"
+
+    def refused(self, column: Column, settings: dict[str, Any]) -> str:
+        """The error of a run that cannot start."""
+        folder = self._written(column, "refused", merged(ADAPTERS, settings))
+        self._begin(column, folder)
+        done = self._trainer.wait()
+        assert done.code in (1, 2)
+        return done.err
+
     def reuse(self, column: Column) -> Path:
         """A run that rolls out the same few tasks in each step."""
         rollout = {"reuse": {}, "oversample": None}
@@ -324,6 +344,30 @@ def test_adapters_reach_the_engine(runs: Runs, column: Column) -> None:
 
 def versions_of(out: Path) -> set[int]:
     return {version for each in learned(out) for version in each.versions[each.action_mask].tolist()}
+
+
+@pytest.mark.parametrize("column", column_params(only=lambda column: column.place is Place.ONE_PROCESS))
+def test_components_leave_by_phase(runs: Runs, column: Column) -> None:
+    """DeepSeek-R1's picture: the engine's memory is freed, then reference and critic come, then the optimizers."""
+    out = runs.offloaded(column)
+    rows = steps(out)
+    assert [row["step"] for row in rows] == [1, 2]
+    for name in ("reference", "critic_optimizer"):
+        assert all(row[f"residency/{name}/gb"] > 0 for row in rows[1:])
+    assert max(row["logprob_gap/max"] for row in rows) < 1e-3
+    if column.engine == "vllm":
+        assert [row["engine/destroyed"] for row in rows] == [1, 1]
+        assert all(row["residency/policy/gb"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("column", column_params(only=lambda column: column.place is Place.ONE_PROCESS))
+def test_a_memory_budget_counts_the_engine(runs: Runs, column: Column) -> None:
+    """vLLM with its cache, or the native engine with the policy's own weights."""
+    error = runs.refused(column, {"residency": {"budget_gb": 1e-5}})
+    phase, part = ("rollout", "engine 0.107") if column.engine == "vllm" else ("rollout", "policy")
+    assert "stage train: residency.budget_gb: the budget is 1e-05 GB, and the phase" in error
+    assert f"`{phase}` needs" in error
+    assert f"({part}" in error
 
 
 @pytest.mark.parametrize("column", column_params(only=publishes))

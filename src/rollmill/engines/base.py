@@ -125,8 +125,12 @@ class RolloutEngine(Protocol):
         """Wait until nothing is running or queued, or the engine has paused."""
         ...
 
-    async def sleep(self) -> None:
-        """Free memory until new weights or requests arrive, if the engine can. No request may be running."""
+    async def sleep(self, *, destroy: bool = False) -> None:
+        """Free memory until new weights or requests arrive, if the engine can. No request may be running.
+
+        Args:
+            destroy: end the engine's process; the next request starts another. Only asked of engines that have one.
+        """
         ...
 
     def counters(self) -> dict[str, float]:

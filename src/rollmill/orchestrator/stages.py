@@ -6,11 +6,13 @@ processes (`remote/rollout_backend.py`).
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from rollmill.buffer.sql import SQL
+from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import DeadlineError
@@ -25,7 +27,7 @@ from rollmill.orchestrator.experts import build_expert_pool
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.learner import Learner
 from rollmill.orchestrator.offload import build_offloader
-from rollmill.orchestrator.phases import PhaseTrace
+from rollmill.orchestrator.phases import MOVE, PhaseTrace
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.progress import uncounted_work
@@ -33,6 +35,7 @@ from rollmill.remote.rollout_backend import RemoteRollouts
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
 
+ENGINE = "engine"  #: component of an offload plan: vLLM's process
 FROZEN, DRAFTS = "frozen", "drafts"
 """Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
 _ACTIVITIES = {
@@ -265,6 +268,14 @@ class Stage:
             self.batches.mark_trained(self.version)
         self._mark_boundary()
 
+    async def make_room(self, phase: Phase) -> None:
+        """Wait until an engine in a process of its own has ended, if the offload plan says so for this phase."""
+        if self.offloader is None or self.offloader.plan.places[phase].get(ENGINE, "device") == "device":
+            return
+        began = time.perf_counter()
+        await self.engine.sleep(destroy=True)
+        self.trace.add(MOVE, began, began, time.perf_counter())
+
     def publish(self) -> None:
         """Publish the current weights, and note their version."""
         self._published = self.version
@@ -273,6 +284,7 @@ class Stage:
     def sync_weights(self) -> None:
         """Publish the current weights unless engines have them: they are evaluated next."""
         if self._published != self.version:
+            self.trace.enter("train")  # the weights may be away
             self.publish()
 
     def _rewind(self) -> None:
@@ -317,8 +329,8 @@ class Stage:
     async def evaluate(self) -> EvaluationResult:
         """Evaluate alone, and wait for it. Raises like `Evaluation.result`."""
         assert self.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
-        self.trace.enter("rollout")
         self.sync_weights()
+        self.trace.enter("rollout")
         self._report("eval", "completions of held-out tasks, and their rewards")
         return await self.evaluator.evaluate()
 

@@ -34,7 +34,7 @@ NEEDS_ONE_PROCESS = {
 }
 """Reasons for keys that need explorers in the trainer's process."""
 
-RESIDENCY_ENGINE = "it has a process of its own; let that sleep (engine.sleep), use `native`, or remove it"
+RESIDENCY_ENGINE = "it cannot say what memory it has; use `native` or `vllm`, or remove it"
 RESIDENCY_RANKS = (
     "not honoured with trainer.ranks above 1; shard what does not fit with trainer.sharding: fsdp, or remove it"
 )
@@ -66,7 +66,6 @@ class Column(NamedTuple):
 
 COLUMNS = tuple(Column(place, engine) for engine in ENGINES for place in Place)
 _TESTS = "tests/modes/test_every_mode.py::test_"
-_RESIDENCY = "tests/orchestrator/test_orchestrator_residency.py::test_"
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class ModeFeature:
         key: of the run file.
         settings: sections of a run file that ask for the feature.
         test: node id of the test, without the column's parameter.
-        parametrized: the test has a parameter per column.
         elsewhere: reason against explorers in other processes.
         ranks: reason against several ranks.
         vllm: reason against engine `vllm`.
@@ -88,7 +86,6 @@ class ModeFeature:
     key: str
     settings: Mapping[str, Any]
     test: str
-    parametrized: bool = True
     elsewhere: str | None = None
     ranks: str | None = None
     vllm: str | None = None
@@ -106,7 +103,7 @@ class ModeFeature:
 
     def test_id(self, column: Column) -> str:
         """Node id of the test that shows the feature in this column."""
-        return f"{self.test}[{column.id}]" if self.parametrized else self.test
+        return f"{self.test}[{column.id}]"
 
 
 @dataclass(frozen=True)
@@ -206,21 +203,17 @@ FEATURES = (
         "residency",
         "residency",
         {"residency": "auto"},
-        _RESIDENCY + "a_run_with_several_stages_and_the_default_plan",
-        parametrized=False,
+        _TESTS + "components_leave_by_phase",
         elsewhere=NEEDS_ONE_PROCESS["residency"],
         ranks=RESIDENCY_RANKS,
-        vllm=RESIDENCY_ENGINE,
     ),
     ModeFeature(
         "memory budget",
         "residency.budget_gb",
         {"residency": {"budget_gb": 1.0}},
-        _RESIDENCY + "what_cannot_fit_is_said_before_the_run_starts",
-        parametrized=False,
+        _TESTS + "a_memory_budget_counts_the_engine",
         elsewhere=NEEDS_ONE_PROCESS["residency"],
         ranks=RESIDENCY_RANKS,
-        vllm=RESIDENCY_ENGINE,
     ),
     ModeFeature("resume", "", {}, _TESTS + "a_killed_run_goes_on"),
 )

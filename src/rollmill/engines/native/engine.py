@@ -115,7 +115,7 @@ class NativeEngine:
         while self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver])
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, destroy: bool = False) -> None:
         """See RolloutEngine. Does nothing: the stage's offload plan moves this engine's memory."""
 
     def counters(self) -> dict[str, float]:

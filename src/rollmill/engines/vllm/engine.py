@@ -80,8 +80,7 @@ class VLLMEngine:
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
         """See RolloutEngine. Raises EngineError for requests that cannot be served, and if the process dies."""
         group = build_vllm_sequence_group(request, self._tokenizer, self._eos_ids, self._context)
-        prefixes = dict(enumerate(request.prefixes))
-        samples = [VLLMSequence(group, index, next(self._numbers), prefixes.get(index)) for index in range(request.n)]
+        samples = group.sequences(self._numbers)
         self._submit(samples)
         try:
             for _ in samples:
@@ -122,9 +121,15 @@ class VLLMEngine:
             self._counts["updates"] += 1
             self._begin(self._update(self._process, self._process.request("load"), version))
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, destroy: bool = False) -> None:
         """See RolloutEngine. Uses vLLM's sleep mode, if it was started with it."""
-        if self._process is not None and self.sleeps:
+        if destroy:
+            await asyncio.gather(*self._tasks, *filter(None, [self._starting]))
+            process, self._process = self._process, None
+            if process is not None:
+                self._counts["destroyed"] += 1
+                await process.close()
+        elif self._process is not None and self.sleeps:
             self._counts["sleeps"] += 1
             await self._answer(self._process, self._process.request("sleep"))
 
@@ -162,15 +167,13 @@ class VLLMEngine:
     def _submit(self, samples: list[VLLMSequence]) -> None:
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
-        self._running |= {sample.number: sample for sample in samples}
-        for sample in [each for each in samples if each.stop_reason is not None]:
-            self._hand_out(sample, sample.completion(NOTHING_MORE))  # its prefix has ended already
-        samples = [each for each in samples if each.stop_reason is None]
-        if not samples:
-            return
+        begun = [sample for sample in samples if sample.stop_reason is None]
+        for sample in [each for each in samples if each not in begun]:  # its prefix has ended already
+            sample.group.results.put_nowait(sample.completion(NOTHING_MORE))
+        self._running |= {sample.number: sample for sample in begun}
         if self._process is not None:
-            self._send(self._process, samples)
-        elif self._starting is None:
+            self._send(self._process, begun)
+        elif begun and self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
 
     def _send(self, process: VLLMProcess, samples: list[VLLMSequence]) -> None:
@@ -208,8 +211,7 @@ class VLLMEngine:
         try:
             process, version = await VLLMProcess.start(self._launch, self._told, self._died)
         except RollmillError as error:
-            self._give_up(error)
-            return
+            return self._give_up(error)
         finally:
             self._starting = None
         self._process = process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,11 @@ class VLLMSequenceGroup(RunningRequest):
         request = self.request
         ends_here = self.stops is not None or request.sampling.repetition is not None
         return ends_here or request.counted or request.on_token is not None
+
+    def sequences(self, numbers: Iterator[int]) -> list[VLLMSequence]:
+        """Build the completions, each with one of `numbers`."""
+        prefixes = dict(enumerate(self.request.prefixes))
+        return [VLLMSequence(self, index, next(numbers), prefixes.get(index)) for index in range(self.request.n)]
 
     def message(self, samples: list[VLLMSequence]) -> dict[str, Any]:
         """Build the message for vLLM's process, about some of the completions. Each continues its own tokens."""
