@@ -11,6 +11,7 @@ import yaml
 
 import rollmill
 from rollmill.trackers.console import RunView
+from rollmill.types import Experience
 
 TASKS = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 300, "seed": 1, "digits": 2}}
 HELD_OUT = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 6, "seed": 2, "digits": 2}}
@@ -68,6 +69,32 @@ def rolled_out(run: Path) -> list[Any]:
     """Id, response and reward of each stored rollout."""
     rows = [json.loads(line) for file in sorted((run / "rollouts").glob("*.jsonl")) for line in file.open()]
     return [(row["id"], row["response"], row["reward"]) for row in rows]
+
+
+def require_log_probs(run: Path, experiences: list[Experience], *, atol: float = 2e-4) -> dict[int, int]:
+    """Every token has the log-prob of the weights whose version it carries; the number of tokens compared by version.
+
+    Versions without a checkpoint are left out, and so are log-probs at another temperature than 1.
+    """
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    compared: dict[int, int] = {}
+    for folder in sorted((run / "checkpoints").glob("step-*")):
+        version = int(folder.name.rpartition("-")[2])
+        model = None
+        for each in experiences:
+            mine = np.flatnonzero(each.action_mask & (each.versions == version))
+            if not len(mine):
+                continue
+            model = model or AutoModelForCausalLM.from_pretrained(folder)
+            ids = torch.tensor(each.token_ids[None].astype(np.int64))
+            with torch.no_grad():
+                logprobs = model(ids).logits.log_softmax(-1)[0, mine - 1].gather(1, ids[0, mine, None])[:, 0]
+            np.testing.assert_allclose(each.logprobs[mine], logprobs.numpy(), atol=atol)
+            compared[version] = compared.get(version, 0) + len(mine)
+    return compared
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -263,6 +263,8 @@ def engine(target: Target) -> Target:
             f"{source_location(target)}: {target.__name__}: `supports` names {', '.join(sorted(map(repr, unknown)))}; "
             f"the features are {', '.join(ENGINE_FEATURES)}"
         )
+    if "token_budget" in supported:
+        _check_methods(target, "an engine for token budgets", ("wait_for_tokens",))
     section.unsupported = {
         name: f"engine `{target.__name__}` does not name `{name}` ({text}) among the features that it `supports`; use "
         "engine `native`, or remove this"

@@ -54,16 +54,8 @@ CASES = {
         "run.yaml:5: rollout.top_p: engine `vllm` does not say how much probability truncation keeps",
     ),
     "truncation of an evaluation": (VLLM + EVALUATION % "min_p: 0.1", "run.yaml:5: evaluation.sampling.min_p: engine"),
-    "repetition": (
-        VLLM + "rollout: {repetition: {}}",
-        "rollout.repetition: engine `vllm` does not look for",
-    ),
     "guesses": (VLLM + "rollout: {ngram_draft: {}}", "rollout.ngram_draft: engine `vllm` has speculative decoding"),
     "reuse": (VLLM + "rollout: {reuse: {}}", "rollout.reuse: engine `vllm` takes no drafts"),
-    "a token budget": (
-        VLLM + "max_staleness: 1\nrollout: {token_budget: 100}",
-        "rollout.token_budget: engine `vllm` cannot go on with a completion that another step began",
-    ),
     "router replay": (
         VLLM + "trainer: {router_replay: true}",
         "trainer.router_replay: engine `vllm` does not say which experts it chose; use engine `native`, or remove this",
@@ -111,6 +103,20 @@ def test_a_name_alone_and_a_section(
     assert "engine      vllm (python" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "max_staleness: 1\nrollout: {token_budget: 100, partial: {learn: newest}}",
+        "rollout: {repetition: {penalty: 0.5}}",
+        "rollout: {oversample: 0.5}",
+    ],
+)
+def test_how_rollouts_end_is_for_every_engine(keys: str, tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "run.yaml").write_text(VLLM + keys)
+    assert load_run(tmp_path / "run.yaml").stages[0].engine.name == "vllm"
+
+
 def test_a_stage_that_generates_nothing_leaves_the_engine_to_the_others(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
     stages = "stages: [{name: warm, algorithm: {name: sft}, steps: 2}, {name: learn, steps: 2}]\n"
@@ -128,6 +134,7 @@ class %s:
     async def generate(self, request): ...
     async def stream(self, request): ...
     def interrupt(self): ...
+    async def wait_for_tokens(self): ...
     def pause(self): ...
     def resume(self): ...
     def weights_updated(self, version): ...
@@ -169,6 +176,16 @@ def test_an_engine_of_the_project_names_its_features(
     others = [name for name in ENGINE_FEATURES if name != feature]
     assert check_engine("unable", others, keys) == 2
     assert f"engine `unable` does not name `{feature}`" in capsys.readouterr().err
+
+
+def test_an_engine_for_token_budgets_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"{__name__}.ENGINE", ENGINE.replace("    async def wait_for_tokens(self): ...\n", ""))
+    assert check_engine("hasty", ["token_budget"], "") == 2
+    assert "hasty: an engine for token budgets needs a method wait_for_tokens" in capsys.readouterr().err
+    assert check_engine("plain", [], "") == 0
 
 
 def test_a_feature_that_there_is_not(

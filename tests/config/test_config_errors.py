@@ -334,13 +334,9 @@ CASES = {
         "run.yaml:4: steps: every stage sets its own, so this is never used; remove it or change stages.0.steps",
     ),
     # contradictions
-    "a budget elsewhere": (
-        GOOD + "rollout: {token_budget: 9}\nmax_staleness: 1\nplacement: ray",
-        "run.yaml:6: placement: stage train has rollout.token_budget, which needs explorers in the trainer's process",
-    ),
     "drafts elsewhere": (
         GOOD + "rollout: {reuse: {}}\nplacement: {name: ray, explorers: 2}",
-        "placement: stage train has rollout.reuse, which needs explorers in the trainer's process; remove it",
+        "placement: stage train has rollout.reuse, which needs explorers in the trainer's process (drafts belong to",
     ),
     "a folder that nothing is written to": (
         GOOD + "placement: {name: ray, weights_folder: /tmp}",

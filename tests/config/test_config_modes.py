@@ -23,7 +23,6 @@ TRAFFIC = {"workflow": "traffic", "taskset": None, "evaluation": None, "rewards"
         ({"placement": "ray"}, "placement: with mode `MODE` every explorer is a process that you start"),
         ({"residency": "auto"}, "residency: it moves one process's models between phases"),
         ({"rollout": {"reuse": {}}}, "rollout.reuse: drafts belong to checkpoints"),
-        ({"rollout": {"token_budget": 50}, "max_staleness": 1}, "rollout.token_budget: it interrupts the engine"),
         (TRAFFIC, "workflow: an application's sessions come to the process that trains"),
         (
             {"algorithm": {"name": "sft"}, "evaluation": None, "rewards": None, "rollout": None},

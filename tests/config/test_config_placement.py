@@ -59,8 +59,16 @@ CASES = {
         "placement.explorers.0.engine: evaluation.sampling.min_p of stage train: engine `vllm` does not say how much",
     ),
     "what the engine of a kind does not offer to one of the stages": (
-        MIXED + "stages: [{name: a}, {name: b, rollout: {repetition: {}}}]",
-        "placement.explorers.0.engine: rollout.repetition of stage b: engine `vllm` does not look for repetition",
+        MIXED + "stages: [{name: a}, {name: b, rollout: {ngram_draft: {}}}]",
+        "placement.explorers.0.engine: rollout.ngram_draft of stage b: engine `vllm` has speculative decoding of its",
+    ),
+    "weights that are not published": (
+        GOOD + REWARDS + "max_staleness: 3\nsync_interval: 2",
+        "run.yaml:5: sync_interval: the native engine in the trainer's process decodes with the trainer's own, newest",
+    ),
+    "weights that get too old": (
+        GOOD + REWARDS + RAY % "2" + "max_staleness: 1\nstages: [{name: a}, {name: b, sync_interval: 3}]",
+        "run.yaml:6: stages.1.sync_interval: rollouts use weights that are up to 2 steps old, and max_staleness is 1;",
     ),
     "an engine that no explorer has": (
         GOOD + REWARDS + RAY % ALL + "engine: vllm",

@@ -55,6 +55,15 @@ def test_a_resolved_run_is_a_run_file_again(tmp_path: Path) -> None:
             },
             "residency.reference: with model.lora the reference is a copy of the adapters",
         ),
+        ({"residency": {"engine": "destroyed"}}, "residency.engine: not honoured: the stage has no engine"),
+        (
+            {"residency": {"cache": "destroyed"}, "engine": "vllm"},
+            "residency.cache: not honoured: the stage has no cache",
+        ),
+        (
+            {"residency": "auto", "engine": {"name": "vllm", "sleep": True}},
+            "engine.sleep: with `residency` that decides (residency.engine); remove this",
+        ),
         ({"residency": {"budget_gb": 0}}, "residency.budget_gb"),
         ({"residency": "some"}, "residency"),
         (

@@ -15,7 +15,7 @@ import rollmill
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
 from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.engines.native.sequence import RepetitionDetector
+from rollmill.engines.stop_strings import RepetitionDetector
 from rollmill.trackers import read_metrics
 from rollmill.types import StopReason
 

@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from vllm_service import PYTHON, needs_vllm
 
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.model import ModelConfig
-from rollmill.config.rollout import SamplingConfig
+from rollmill.config.rollout import RepetitionConfig, SamplingConfig
 from rollmill.config.run import StageConfig
-from rollmill.engines.base import GenerationRequest, SampledToken
+from rollmill.engines.base import CompletionPrefix, GenerationRequest, SampledToken
+from rollmill.engines.stop_strings import RepetitionDetector
 from rollmill.engines.vllm.engine import VLLMEngine
 from rollmill.errors import ConfigError, ContextLengthError, EngineError, EngineLostError
 from rollmill.models.load import PolicyModel, load_policy
@@ -264,6 +266,56 @@ def _acted_on(running: Running, act: Callable[[], None], reason: StopReason) -> 
     pytest.fail(f"all tokens came, whatever was done after the fifth ({act.__name__})")
 
 
+def test_interrupted_completions_continue_with_the_newest_weights(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sampled before is kept to the bit; what comes is by the weights whose version it carries."""
+    monkeypatch.setattr(running.engine, "_eos_ids", frozenset())
+    parts = _acted_on(running, running.engine.interrupt, StopReason.ABORTED)
+    before = [parameter.detach().clone() for parameter in running.policy.model.parameters()]
+    first = running.version
+    running.update()
+    longest = max(len(each.token_ids) for each in parts) + 12
+    prefixes = [CompletionPrefix(each.token_ids, each.logprobs, each.kept_logmass, each.versions) for each in parts]
+    request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=longest), n=2, seed=2, prefixes=prefixes)
+    whole: list[Completion] = running.run(running.engine.generate(request))
+    for part, found in zip(parts, whole, strict=True):
+        cut = len(part.token_ids)
+        assert found.token_ids[:cut].tolist() == part.token_ids.tolist()
+        assert found.logprobs[:cut].tolist() == part.logprobs.tolist()
+        assert found.versions.tolist() == [first] * cut + [running.version] * (longest - cut)
+        assert (found.stop_reason, len(found.token_ids)) == (StopReason.LENGTH, longest)
+        newer = expected(running.policy, found)
+        np.testing.assert_allclose(found.logprobs[cut:], newer[cut:], atol=1e-4)
+    after = [parameter.detach().clone() for parameter in running.policy.model.parameters()]
+    _set(running.policy, before)
+    for found, part in zip(whole, parts, strict=True):
+        cut = len(part.token_ids)
+        np.testing.assert_allclose(found.logprobs[:cut], expected(running.policy, found)[:cut], atol=1e-4)
+    _set(running.policy, after)
+    again: list[Completion] = running.run(running.engine.generate(request))
+    assert [each.token_ids.tolist() for each in again] == [each.token_ids.tolist() for each in whole]
+    done = [CompletionPrefix(each.token_ids, each.logprobs, each.kept_logmass, each.versions) for each in whole]
+    tokens = running.engine.tokens_generated
+    same: list[Completion] = running.run(running.engine.generate(replace(request, prefixes=done)))
+    assert [each.token_ids.tolist() for each in same] == [each.token_ids.tolist() for each in whole]
+    assert [each.stop_reason for each in same] == [StopReason.LENGTH] * 2
+    assert running.engine.tokens_generated == tokens
+
+
+def test_completions_end_where_they_repeat_themselves(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.engine, "_eos_ids", frozenset())
+    config = RepetitionConfig(period=40, times=3, tokens=30)
+    [free] = running.generate(PROMPTS[0], temperature=0, max_new_tokens=400)
+    watch = RepetitionDetector(config)
+    end = next(at for at, token in enumerate(free.token_ids.tolist(), 1) if watch.add(token))
+    assert end < 400
+    [ended] = running.generate(PROMPTS[0], temperature=0, max_new_tokens=400, repetition=config)
+    assert ended.token_ids.tolist() == free.token_ids[:end].tolist()
+    assert ended.stop_reason is StopReason.REPETITION
+    assert len(ended.logprobs) == len(ended.versions) == end
+
+
 def test_it_sleeps_until_new_weights_or_requests_come(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages between the processes: the CPU build has no memory to hand back."""
     [before] = running.generate(PROMPTS[0], temperature=0)
@@ -279,6 +331,25 @@ def test_it_sleeps_until_new_weights_or_requests_come(running: Running, monkeypa
     assert set(new.versions.tolist()) == {running.version}
     np.testing.assert_allclose(new.logprobs, expected(running.policy, new), atol=1e-4)
     assert running.engine.counters()["sleeps"] == 2
+
+
+def test_it_is_destroyed_and_made_again_with_the_newest_weights(running: Running) -> None:
+    [before] = running.generate(PROMPTS[0], temperature=0)
+    processes = psutil.Process(running.engine.pid).children(recursive=True)
+    assert processes
+    running.run(running.engine.sleep(destroy=True))
+    assert running.engine.pid is None
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+    running.run(running.engine.sleep(destroy=True))
+    [same] = running.generate(PROMPTS[0], temperature=0)
+    assert same.token_ids.tolist() == before.token_ids.tolist()
+    running.run(running.engine.sleep(destroy=True))
+    running.update()
+    [new] = running.generate(PROMPTS[0], temperature=0)
+    assert set(new.versions.tolist()) == {running.version}
+    np.testing.assert_allclose(new.logprobs, expected(running.policy, new), atol=1e-4)
+    counts = running.engine.counters()
+    assert (counts["destroyed"], counts.get("restarts", 0)) == (2, 0)
 
 
 def test_no_sleep_on_a_cpu(running: Running) -> None:

@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from tiny import merged, outcome, tiny_run
-from transformers import AutoModelForCausalLM
+from tiny import merged, outcome, require_log_probs, tiny_run
 
 from rollmill.buffer.base import version_segments
 from rollmill.launch import resume, run
@@ -71,20 +69,9 @@ def test_groups_are_learned_from_whole_once_and_within_the_bound(whole: Path) ->
 
 
 def test_every_token_has_the_log_prob_of_the_weights_that_wrote_it(whole: Path) -> None:
-    models = {
-        version: AutoModelForCausalLM.from_pretrained(whole / f"checkpoints/step-{version:06d}") for version in (1, 2)
-    }
-    compared = {1: 0, 2: 0}
-    for each in (each for batch in learned(whole) for each in batch):
-        ids = torch.tensor(each.token_ids[None].astype(np.int64))
-        for version, model in models.items():
-            mine = np.flatnonzero(each.versions == version)
-            if len(mine) and len(version_segments(each)) > 1:
-                with torch.no_grad():
-                    logprobs = model(ids).logits.log_softmax(-1)[0, mine - 1].gather(1, ids[0, mine, None])[:, 0]
-                np.testing.assert_allclose(each.logprobs[mine], logprobs.numpy(), atol=2e-4)
-                compared[version] += len(mine)
-    assert min(compared.values()) > 20
+    pieced = [each for batch in learned(whole) for each in batch if len(version_segments(each)) > 1]
+    compared = require_log_probs(whole, pieced)
+    assert min(compared[version] for version in (1, 2)) > 20
 
 
 def test_cut_into_segments_completions_are_what_they_would_have_been(tmp_path: Path) -> None:

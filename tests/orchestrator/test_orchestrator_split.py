@@ -13,15 +13,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forks import Forks, ended, forks, send
 from postgres import Postgres
-from tiny import outcome, tiny_run, trainer
+from tiny import merged, outcome, require_log_probs, tiny_run, trainer
 
 from rollmill.buffer import ExperienceKind, open_run_store
-from rollmill.buffer.base import EXPLORER
+from rollmill.buffer.base import EXPLORER, version_segments
 from rollmill.trackers import read_metrics
 from rollmill.trackers.heartbeat import read_heartbeats
+from rollmill.trackers.rollout_log import load_experiences
+from rollmill.types import StopReason
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -146,6 +149,83 @@ def test_two_explorers_stay_within_the_bound(servers: list[Forks], tmp_path: Pat
     assert max(row["staleness/max"] for row in rows) > 0
     ended = {each.name: each.ended for each in read_heartbeats(tmp_path / "out")}
     assert ended == {"explorer 0": "done", "explorer 1": "done", "trainer": "done"}
+
+
+BUDGET: dict[str, Any] = {"max_staleness": 2, "rollout": {"token_budget": 90}}
+
+
+def test_a_budget_is_shared_and_what_it_cuts_goes_on_wherever_there_is_room(
+    servers: list[Forks], tmp_path: Path
+) -> None:
+    """With weights that do not change, completions are those of one process without a budget, wherever they are cut."""
+    still = RL | {"steps": 5, "trainer": {"lr": 1e-12}, "max_staleness": 2, "checkpoint": {"every": 100}}
+    tiny_run(tmp_path, **still)
+    one = servers[0].run("run", "run.yaml", "--out", "both", folder=tmp_path)
+    assert one.code == 0, one.err
+    tiny_run(tmp_path, **merged(still, BUDGET))
+    for server in servers[1:]:
+        start(server, tmp_path, "explore")
+    start(servers[0], tmp_path, "train")
+    fine(servers[0])
+    shares = [int(fine(server).split("the run is done; ")[1].split()[0]) for server in servers[1:]]
+    rows = require_sound(tmp_path, 5, 2)
+    assert sum(row["rollout/partial"] for row in rows) == sum(row["rollout/continued"] for row in rows) > 0
+    assert sum(shares) > 5 * 4, "some groups were rolled out in parts"
+    assert sorted(learned(tmp_path / "out")) == sorted(learned(tmp_path / "both"))
+    logprobs = [
+        {each.id: each.logprobs for step in range(1, 6) for each in load_experiences(folder, step=step)}
+        for folder in (tmp_path / "out", tmp_path / "both")
+    ]
+    for id, expected in logprobs[1].items():
+        np.testing.assert_allclose(logprobs[0][id], expected, atol=1e-5)
+
+
+def test_what_a_budget_has_cut_outlives_who_is_killed(servers: list[Forks], tmp_path: Path) -> None:
+    """An explorer dies and comes back, then the trainer: groups are learned from in order, once, and every token has
+    the log-prob of the weights it carries the version of."""
+    (tmp_path / "mine.py").write_text(SLOW_REWARD)
+    changes = RL | {"steps": 10, "rewards": [SLOW], "trainer_away_s": 60, "checkpoint": {"every": 1, "keep_last": 99}}
+    tiny_run(tmp_path, **merged(changes, BUDGET))
+    trainer, explorer, other = servers
+    start(trainer, tmp_path, "train")
+    start(explorer, tmp_path, "explore")
+    start(other, tmp_path, "explore")
+    for reached, dies in ((3, explorer), (6, trainer)):
+        wait_until(lambda reached=reached: len(steps(tmp_path)) >= reached, trainer)  # type: ignore[misc]
+        assert send(dies.pid)
+        dies.wait()
+        if dies is explorer:
+            start(explorer, tmp_path, "explore")
+        else:
+            trainer.start("resume", "out", folder=tmp_path)
+    for server in servers:
+        fine(server)
+    rows = require_sound(tmp_path, 10, 2)
+    assert sum(row["rollout/continued"] for row in rows) > 0
+    experiences = [each for step in range(1, 11) for each in load_experiences(tmp_path / "out", step=step)]
+    assert [each.id for each in experiences] == [f"train-{n:06d}/{index}" for n in range(40) for index in range(4)]
+    pieced = [each for each in experiences if len(version_segments(each)) > 1]
+    assert len(require_log_probs(tmp_path / "out", pieced)) > 2
+
+
+def test_over_sampling_and_repetition_end_rollouts_of_explorers(servers: list[Forks], tmp_path: Path) -> None:
+    repetition = {"period": 2, "times": 2, "tokens": 2, "penalty": 0.25}
+    rollout = {"oversample": 0.5, "repetition": repetition}
+    (tmp_path / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 4, "rollout": rollout, "rewards": [SLOW]})
+    for server in servers[1:]:
+        start(server, tmp_path, "explore")
+    start(servers[0], tmp_path, "train")
+    for server in servers:
+        fine(server)
+    rows = require_sound(tmp_path, 4, 0)
+    assert [row["rollout/stopped"] for row in rows] == [2] * 4
+    assert all(row["rollout/wasted_tokens"] >= 0 for row in rows)
+    experiences = [each for step in range(1, 5) for each in load_experiences(tmp_path / "out", step=step)]
+    ended = [each.stop_reason is StopReason.REPETITION for each in experiences]
+    assert 0 < sum(ended) < len(ended)
+    for each, repeated in zip(experiences, ended, strict=True):
+        assert each.reward_parts["rollout/repetition"] == (-0.25 if repeated else 0.0)
 
 
 @pytest.mark.service

@@ -9,11 +9,13 @@ from typing import Any
 import psutil
 import pytest
 from forks import Forks
-from tiny import tiny_run
+from tiny import metrics, require_log_probs, tiny_run
 from vllm_service import PYTHON, needs_vllm
 
 import rollmill
+from rollmill.buffer.base import version_segments
 from rollmill.engines.vllm.engine import VLLMEngine
+from rollmill.types import StopReason
 
 FUNCTION = "rollmill.quickstart.addition:rows"
 TASKS = {"function": FUNCTION, "options": {"size": 2000, "seed": 1, "digits": 2, "forget": 0.65}}
@@ -69,6 +71,45 @@ def test_reward_goes_up_with_vllm_though_its_process_is_killed(server: Forks, tm
     assert max(step["staleness/max"] for step in learned) == 0
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
+
+
+@pytest.mark.service
+@pytest.mark.timeout(600)
+@needs_vllm
+def test_a_budget_cuts_completions_and_over_sampling_and_repetition_end_them(tmp_path: Path) -> None:
+    """Every token that is trained on has the log-prob of the weights it carries the version of, cut or not."""
+    shape = {"hidden_size": 64, "heads": 2, "kv_heads": 1, "context": 256}
+    repetition = {"period": 2, "times": 2, "tokens": 2, "penalty": 0.25}
+    budget = {"name": "cut", "max_staleness": 2, "steps": 4, "rollout": {"token_budget": 700}}
+    more = {"name": "more", "steps": 2, "rollout": {"oversample": 0.5, "repetition": repetition}}
+    path = tiny_run(
+        tmp_path,
+        model={"new": shape},
+        algorithm={"name": "grpo"},
+        engine=REPAIR["engine"],
+        rollout={"max_new_tokens": 160},
+        evaluation=None,
+        checkpoint={"every": 1, "keep_last": 9},
+        trainer={"lr": 1e-3},
+        stages=[budget, more],
+    )
+    rollmill.run(path, out=tmp_path / "out")
+    batches = [rollmill.load_experiences(tmp_path / "out", step) for step in range(1, 7)]
+    rows = metrics(tmp_path / "out")
+    cut = [row for row in rows if row.get("stage") == "cut"]
+    assert sum(row["rollout/partial"] for row in cut) == sum(row["rollout/continued"] for row in cut) > 0
+    ids = [each.id for batch in batches[:4] for each in batch]
+    assert ids == [f"cut-{number:06d}/{index}" for number in range(16) for index in range(4)]
+    assert max(len(version_segments(each)) for batch in batches[:4] for each in batch) > 1
+    assert max(row["staleness/max"] for row in cut) <= 2
+    assert max(row["logprob_gap/max"] for row in cut) < 1e-3
+    require_log_probs(tmp_path / "out", [each for batch in batches[:4] for each in batch])
+    rest = [row for row in rows if row.get("stage") == "more"]
+    assert sum(row["rollout/stopped"] for row in rest) == 4
+    ended = [each.stop_reason is StopReason.REPETITION for batch in batches[4:] for each in batch]
+    assert any(ended)
+    for each, repeated in zip((each for batch in batches[4:] for each in batch), ended, strict=True):
+        assert each.reward_parts["rollout/repetition"] == (-0.25 if repeated else 0.0)
 
 
 @pytest.mark.service

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.cli.printing import print_json, print_table
+from rollmill.cli.printing import print_json, print_line, print_table
+from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
 from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards.base import PythonReward
@@ -31,14 +32,20 @@ def command(
         Path | None,
         typer.Option("--model", help="Only compare engine and trainer with transformers for this checkpoint folder."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the resolved run as JSON.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Print which features work in which mode, and why others are refused.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the resolved run (or the matrix) as JSON.")] = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the resolved run file.")] = False,
 ) -> None:
     """Resolve and check a run file, and print the run."""
     if as_json and as_yaml:
         raise ConfigError("give --json or --yaml, not both")
-    if (config is None) == (model is None):
-        raise ConfigError("give a run file, or --model with the folder of a checkpoint")
+    if (config is not None) + (model is not None) + matrix != 1:
+        raise ConfigError("give a run file, or --model with the folder of a checkpoint, or --matrix")
+    if matrix:
+        _print_matrix(as_json)
+        return
     if model is not None:
         _check_model(model, as_json)
         return
@@ -51,6 +58,29 @@ def command(
         print(json.dumps(_answer(run, counts), indent=2, ensure_ascii=False))
     else:
         print(describe_run(run, counts))
+
+
+def _print_matrix(as_json: bool) -> None:
+    """Print the features in every mode: `works`, or the letter of the reason why not."""
+    cells = list(iter_cells())
+    if as_json:
+        print_json(
+            [
+                {"feature": each.feature.title, "key": each.feature.key or None, "place": each.column.place}
+                | {"engine": each.column.engine, "test": each.test, "refused": each.reason}
+                for each in cells
+            ]
+        )
+        return
+    reasons = refusal_reasons()
+    header = ("feature", *(f"{column.place}, {column.engine}" for column in COLUMNS))
+    rows = []
+    for start in range(0, len(cells), len(COLUMNS)):
+        row = cells[start : start + len(COLUMNS)]
+        rows.append([row[0].feature.title, *(reasons[each.reason] if each.reason else "works" for each in row)])
+    print_table("features in every mode", header, rows)
+    for reason, letter in reasons.items():
+        print_line(f"{letter}: {reason}")
 
 
 def _check_model(folder: Path, as_json: bool) -> None:

@@ -69,12 +69,9 @@ class VLLMEngineConfig(EngineSection):
     unsupported = {
         "truncation": "engine `vllm` does not say how much probability truncation keeps, which training needs; "
         f"{_NATIVE}",
-        "repetition": f"engine `vllm` does not look for repetition; {_NATIVE}",
         "ngram_draft": "engine `vllm` has speculative decoding of its own (engine.options.speculative_config); remove "
         "this, or use engine `native`",
         "reuse": f"engine `vllm` takes no drafts; {_NATIVE}",
-        "token_budget": "engine `vllm` cannot go on with a completion that another step began; use rollout.oversample, "
-        "or engine `native`",
         "router_replay": f"engine `vllm` does not say which experts it chose; {_NATIVE}",
     }
     least_temperature = 0.01

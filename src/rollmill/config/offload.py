@@ -41,6 +41,9 @@ class OffloadConfig(Section):
     cache: RebuildPolicy = "auto"
     """The engine's KV cache, needed only in `rollout`. `auto` destroys it in a phase in which another component has to
     be offloaded."""
+    engine: RebuildPolicy = "auto"
+    """The process of engine `vllm`, with its weights and its KV cache (engine.cache_gb), needed only in `rollout`.
+    `destroyed` ends it; the next request starts it again, with the newest weights."""
     budget_gb: float | None = Field(None, gt=0)
     """Maximum memory of all components and gradients in any phase, in GB (10^9 bytes). Activations and the KV cache of
     running completions come on top. Default: 0.8 of the device's memory."""

@@ -72,6 +72,10 @@ class StageConfig(Section):
     max_staleness: int = Field(0, ge=0)
     """Maximum number of weight versions a rollout may lag behind the trained weights. 0: synchronous; 1: one-step
     off-policy."""
+    sync_interval: int = Field(1, ge=1)
+    """Publish the trainer's weights to engines in other processes after every N-th step (and before evaluations), so
+    rollouts use weights that are up to N - 1 steps old. Needs max_staleness of at least N - 1, which bounds the
+    staleness of every token as before."""
     taskset: TasksetConfig | None = None
     """Tasks to roll out or imitate. Required unless a stage learns from `experts.sources` alone, or has `domains`."""
     workflow: WorkflowConfig = SingleTurnWorkflow()
@@ -225,6 +229,11 @@ class StageConfig(Section):
     def evaluates_exclusively(self) -> bool:
         """True if evaluations run without concurrent rollouts: with early stopping, a token budget or over-sampling."""
         return self.early_stop is not None or self.rollout.token_budget is not None or self.rollout.oversample > 0
+
+    @property
+    def steps_ahead(self) -> int:
+        """Number of steps that rollouts may be ahead of the trainer: tokens may also be stale since weights are."""
+        return self.max_staleness - (self.sync_interval - 1)
 
     @property
     def required_taskset(self) -> TasksetConfig:

@@ -71,6 +71,8 @@ class GenerationRequest:
     """Callback for every sampled token; disables drafts. The completion decides which tokens count."""
     top: int = 0  #: number of most probable tokens passed to `on_token`
     record_top: int = 0  #: number of most probable tokens recorded per position, to build drafts from
+    counted: bool = False
+    """Its tokens are in `tokens_generated` as soon as they are sampled, for callers that interrupt it by a budget."""
 
 
 class RolloutEngine(Protocol):
@@ -86,6 +88,10 @@ class RolloutEngine(Protocol):
         """Tokens generated since the engine was created."""
         ...
 
+    async def wait_for_tokens(self) -> None:
+        """Wait until more tokens may have been sampled: one step, or a moment. Needed for token budgets only."""
+        ...
+
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """Return all n completions, ordered by index. Cancelling the call aborts the request."""
         ...
@@ -97,8 +103,9 @@ class RolloutEngine(Protocol):
     def interrupt(self) -> None:
         """Stop all requests: unfinished completions are returned as they are, with the stop reason `aborted`.
 
-        Completions that had not started have the tokens of their prefix, or none. Requested again with its tokens as
-        prefix and the same seed, a completion continues as if never interrupted, apart from rounding.
+        Completions that had not started have the tokens of their prefix, or none. May be called again until all are
+        there. Requested again with its tokens as prefix and the same seed, a completion continues: in the native engine
+        as if never interrupted, apart from rounding; in vLLM with other random numbers.
         """
         ...
 
@@ -118,8 +125,12 @@ class RolloutEngine(Protocol):
         """Wait until nothing is running or queued, or the engine has paused."""
         ...
 
-    async def sleep(self) -> None:
-        """Free memory until new weights or requests arrive, if the engine can. No request may be running."""
+    async def sleep(self, *, destroy: bool = False) -> None:
+        """Free memory until new weights or requests arrive, if the engine can. No request may be running.
+
+        Args:
+            destroy: end the engine's process; the next request starts another. Only asked of engines that have one.
+        """
         ...
 
     def counters(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Running requests of every engine: stop strings, token limits and texts of completions."""
+"""Running requests of every engine: stop strings, repetition, token limits and texts of completions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from rollmill.config.rollout import RepetitionConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ContextLengthError, EngineError
 from rollmill.types import Completion
@@ -46,6 +49,26 @@ class StopStringMatcher:
         """Return the text before the first stop string."""
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         return text[: min(found)] if found else text
+
+
+class RepetitionDetector:
+    """Detects endless repetition in one completion as its tokens arrive.
+
+    A token costs a comparison with each of the last `period` tokens.
+    """
+
+    def __init__(self, config: RepetitionConfig) -> None:
+        periods = np.arange(1, config.period + 1)
+        self._needed = np.maximum((config.times - 1) * periods, config.tokens - periods)
+        self._recent = np.full(config.period, -1)  # the latest first
+        self._runs = np.zeros(config.period, np.int64)  # by period: how many tokens in a row equal the one before it
+
+    def add(self, token: int) -> bool:
+        """Add a token; True if the latest tokens are now one stretch repeated often enough in a row."""
+        self._runs = (self._runs + 1) * (self._recent == token)
+        self._recent[1:] = self._recent[:-1]
+        self._recent[0] = token
+        return bool((self._runs >= self._needed).any())
 
 
 @lru_cache(maxsize=64)

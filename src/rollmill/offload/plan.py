@@ -13,6 +13,7 @@ from torch import nn
 from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.algorithms.distillation import Distill, SelfDistill
 from rollmill.config.checks.offload import component_phases, reward_models
+from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
@@ -147,6 +148,10 @@ def estimate_component_sizes(stage: StageConfig, policy: PolicyModel, precision:
     if cast := _cast_bytes(model, precision):
         sizes["cast"] = cast
     sizes["cache"] = 0
+    if isinstance(stage.engine, VLLMEngineConfig):
+        width = 2 if precision == "bf16" else 4
+        weights = sum(width * each.numel() for name, each in model.named_parameters() if ".lora_" not in name)
+        sizes["engine"] = weights + int(stage.engine.cache_gb * 2**30)
     return {name: size for name, size in sizes.items() if name in needs or name == "gradients"}
 
 

@@ -89,6 +89,7 @@ class TrainingLoop:
         version = stage.version  # of the weights before the update
         if stage.offloader is not None:  # what `collect` has precomputed is not computed again
             await self._precompute(batch)  # in its own phase, before reward models and the engine are offloaded
+        await stage.make_room("train")
         await stage.engine.sleep()  # frees its memory, if `engine.sleep` is set; its next request wakes it
         with stage.phase("train"):
             if stage.backend.trains_in_thread:
@@ -158,6 +159,7 @@ class TrainingLoop:
 
     async def _precompute(self, batch: list[Experience]) -> None:
         """Make the trainer's passes that need no rewards: reference and old log-probs, values."""
+        await self.stage.make_room("inference")
         with self.stage.phase("inference"):
             for _ in self.stage.learner.precompute(batch, self.stage.version):
                 await asyncio.sleep(0)  # rewards and requests go on in between

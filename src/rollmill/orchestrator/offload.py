@@ -65,7 +65,7 @@ def build_offloader(stage: Stage) -> OffloadManager:
     """Build the offload manager of a stage whose `residency` is not `none`; all components are on the device."""
     config, policy, context = stage.config, stage.policy, stage.context
     assert config.residency is not None
-    trainer, engine = cast(Trainer, stage.learner.trainer), cast(NativeEngine, stage.engine)  # the only ones allowed
+    trainer = cast(Trainer, stage.learner.trainer)  # the only one allowed
     plan, folder = build_offload_plan(config, policy, context.precision), config.residency.folder or context.run_dir
     known = plan.places[stage_phases(config)[0]]
 
@@ -82,6 +82,7 @@ def build_offloader(stage: Stage) -> OffloadManager:
         weights = OffloadableTensors("rewards", scorer.model.parameters, copies("rewards"), frozen=True)
         scorer.wake = partial(weights.move, "device")
         components.append(ThreadBoundComponent(weights, scorer.thread))
+    engine = cast(NativeEngine, stage.engine)  # vLLM has neither cast nor cache, and `Stage.make_room` ends its process
     if "cast" in known:
         components.append(
             RebuildableComponent(

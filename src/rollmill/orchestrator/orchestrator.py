@@ -176,6 +176,7 @@ class Orchestrator:
         if not self._is_due(config, stage):
             return await loop.step(), None
         assert stage.evaluator is not None
+        stage.sync_weights()
         evaluation, noted = stage.evaluator.begin(), False
 
         async def note() -> None:

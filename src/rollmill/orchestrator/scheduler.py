@@ -33,9 +33,7 @@ from rollmill.orchestrator.partial_rollouts import (
     trainable_part,
 )
 from rollmill.orchestrator.state import StageState
-from rollmill.rollout import Explorer
 from rollmill.rollout.base import ExplorerProtocol
-from rollmill.rollout.explorer import DomainExplorer
 from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.seeds import derive_seed
 from rollmill.trackers.rollout_log import decode_experience, encode_experience
@@ -64,6 +62,9 @@ class Interruptible(TokenCounter, Protocol):
     def interrupt(self) -> None:
         """See RolloutEngine."""
 
+    async def wait_for_tokens(self) -> None:
+        """See RolloutEngine."""
+
 
 class RolloutScheduler:
     """Starts groups of completions from tasks and tracks them until their tokens are generated.
@@ -90,7 +91,7 @@ class RolloutScheduler:
         self._first_version, self._seed = first_version, seed
         self._sampler, self._explorer, self._engine = sampler, explorer, engine
         self._views = config.by_domain()
-        self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps)
+        self._pacing = Pacing(config.rollout.batch, config.steps_ahead, config.steps)
         self._submitted = 0
         self._unfinished: list[tuple[int, str]] = []  # to start again before anything else
         self._stopped = StoppedTasks(config.rollout.oversample)
@@ -220,7 +221,6 @@ class RolloutScheduler:
     ) -> list[Experience]:
         """Return a group's experiences with rewards; an interrupted group leaves the queue and is kept for later."""
         sampling = self._view(task).rollout
-        assert isinstance(self._explorer, Explorer | DomainExplorer)
         part = await self._explorer.part(task, sampling, n=sampling.group_size, seed=seed, group=group, begun=begun)
         if count_unfinished(part.experiences):
             self._interrupted[number] = part.experiences
@@ -244,11 +244,10 @@ class RolloutScheduler:
             spent = self._engine.tokens_generated >= self._budget_ends
             return self.queue.all_have_tokens(needed if spent else None)
 
-        while not (enough() or self.queue.failed()):
-            await asyncio.sleep(0)  # the engine makes one step
         assert isinstance(self._engine, Interruptible)
-        self._engine.interrupt()
-        await self.queue.wait_all_generated()
+        while not (enough() or self.queue.failed()):
+            await self._engine.wait_for_tokens()
+        await _interrupt(self._engine, self.queue)
         groups = [group.experiences or [] for group in self.queue.all()]
         taken, everything = groups[:needed], [*groups, *self._interrupted.values()]
         self._lengths = LengthBias()
@@ -274,6 +273,8 @@ class RolloutScheduler:
         others = [each for each in started if each.number not in (*chosen, *empty)]
         taken = sum(each.action_tokens for number in chosen for each in self.queue.tokens_of(number))
         await self.queue.drop([each.number for each in others])
+        if self._explorer.is_remote and isinstance(self._engine, Interruptible):
+            await self._engine.wait_for_tokens()  # counts those of dropped groups
         for each in others:
             self._stopped.add(each.task, each.stopped)
         tokens, size = self._engine.tokens_generated - before, self._rollout.group_size
@@ -362,6 +363,17 @@ def _lost_service(stage: StageConfig, seconds: float) -> str:
 def accepted(group: Sequence[Experience]) -> list[Experience]:
     """The experiences of a group, without rejected rollouts."""
     return [each for each in group if REJECTION_REASON_KEY not in each.info]
+
+
+async def _interrupt(engine: Interruptible, queue: GroupQueue) -> None:
+    """Interrupt all groups that are still generated, and wait until they have left the queue.
+
+    It is repeated for what had not reached an engine in another process when that was interrupted.
+    """
+    engine.interrupt()
+    while not (queue.all_have_tokens() or queue.failed()):
+        await queue.wait_for_news(_POLL_S)
+        engine.interrupt()
 
 
 def _is_useful(group: Sequence[Experience]) -> bool:

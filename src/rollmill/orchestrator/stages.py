@@ -6,11 +6,13 @@ processes (`remote/rollout_backend.py`).
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from rollmill.buffer.sql import SQL
+from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import DeadlineError
@@ -25,7 +27,7 @@ from rollmill.orchestrator.experts import build_expert_pool
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.learner import Learner
 from rollmill.orchestrator.offload import build_offloader
-from rollmill.orchestrator.phases import PhaseTrace
+from rollmill.orchestrator.phases import MOVE, PhaseTrace
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.progress import uncounted_work
@@ -33,6 +35,7 @@ from rollmill.remote.rollout_backend import RemoteRollouts
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
 
+ENGINE = "engine"  #: component of an offload plan: vLLM's process
 FROZEN, DRAFTS = "frozen", "drafts"
 """Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
 _ACTIVITIES = {
@@ -178,7 +181,7 @@ class Stage:
         if config.rewards or config.domains or config.algorithm.uses_rollouts or config.evaluation is not None:
             self.rewards = build_stage_rewards(config, policy)
         # completions that come after their version has ended are compared with weights that the trainer keeps
-        late = context.explorers is not None or not config.workflow.uses_tasks
+        late = context.explorers is not None or not config.workflow.uses_tasks or config.sync_interval > 1
         self.learner = Learner(
             config,
             policy,
@@ -189,6 +192,7 @@ class Stage:
             kept_versions=config.max_staleness if late else 0,
         )
         self.backend = self._choose_backend()
+        self._published = first_version
         self.backend.publish(first_version)
         self.offloader: OffloadManager | None = None
         if config.residency is not None:
@@ -252,16 +256,36 @@ class Stage:
         self.backend.load_state_dict(trainer.get(FROZEN))
         if self.drafts is not None:
             self.drafts.load_state_dict(trainer[DRAFTS])
-        self.backend.publish(self.version)
+        self.publish()
         self._mark_boundary()
 
     def finish_step(self) -> None:
-        """Count a step whose update was made, and publish its weights."""
+        """Count a step whose update was made, and publish its weights if they are due (`sync_interval`)."""
         self.state.step += 1
-        self.backend.publish(self.version)
+        if self.state.step % self.config.sync_interval == 0:
+            self.publish()
         if self.batches is not None:
             self.batches.mark_trained(self.version)
         self._mark_boundary()
+
+    async def make_room(self, phase: Phase) -> None:
+        """Wait until an engine in a process of its own has ended, if the offload plan says so for this phase."""
+        if self.offloader is None or self.offloader.plan.places[phase].get(ENGINE, "device") == "device":
+            return
+        began = time.perf_counter()
+        await self.engine.sleep(destroy=True)
+        self.trace.add(MOVE, began, began, time.perf_counter())
+
+    def publish(self) -> None:
+        """Publish the current weights, and note their version."""
+        self._published = self.version
+        self.backend.publish(self.version)
+
+    def sync_weights(self) -> None:
+        """Publish the current weights unless engines have them: they are evaluated next."""
+        if self._published != self.version:
+            self.trace.enter("train")  # the weights may be away
+            self.publish()
 
     def _rewind(self) -> None:
         """Bring the buffer back to where it was when the stage was where it is now."""
@@ -305,6 +329,7 @@ class Stage:
     async def evaluate(self) -> EvaluationResult:
         """Evaluate alone, and wait for it. Raises like `Evaluation.result`."""
         assert self.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
+        self.sync_weights()
         self.trace.enter("rollout")
         self._report("eval", "completions of held-out tasks, and their rewards")
         return await self.evaluator.evaluate()

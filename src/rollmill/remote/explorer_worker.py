@@ -69,6 +69,17 @@ class ExplorerWorker:
             self._running.discard(task)
             self._report()
 
+    async def tokens_generated(self, use: str) -> int:
+        """Return the tokens generated since the stage began. Raises like `rollout`."""
+        if use != self._use or self._stage is None:
+            raise WorkerNotReadyError(use)
+        return self._stage.tokens_generated
+
+    async def interrupt(self, use: str, through: int) -> None:
+        """See StageWorker."""
+        if use == self._use and self._stage is not None:
+            self._stage.interrupt(through)
+
     async def end(self, use: str) -> None:
         """End the stage, unless it serves another trainer by now. An empty `use` ends any."""
         async with self._lock:

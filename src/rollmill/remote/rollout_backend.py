@@ -30,7 +30,7 @@ from rollmill.remote.run_state import WEIGHTS
 from rollmill.remote.stage_worker import RolloutReply, RolloutRequest, WorkerSetup, shift_spans, trainable_parameters
 from rollmill.remote.worker_pool import WorkerPool
 from rollmill.rewards import RewardManager
-from rollmill.rollout.base import OnGenerated
+from rollmill.rollout.base import OnGenerated, PartialRollout
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.trackers.trace import Trace
 from rollmill.types import Experience, Task
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 
 _KEEP_S = 1.0
+_COUNT_S = 0.1
+"""How often explorers are asked for the tokens that count towards a budget."""
+_ANSWER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class RemoteRollouts:
         self.engine: RolloutEngine = build_native_engine(policy, config.rollout, context.precision)  # generates nothing
         self._policy, self._fleet, self._pool = policy, fleet, fleet.pool
         self.location, self.display_name = fleet.location, fleet.display_name
-        self.version, self.tokens_generated = -1, 0
+        self.version, self._tokens = -1, dict[tuple[str, int], int]()  # by explorer and its start
+        self._last_part = -1
         self._metrics: list[dict[str, float]] = []
         self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and its start, dead ones included
         self._name = uuid.uuid4().hex  # of this use of the explorers: earlier requests are dropped
@@ -109,6 +113,35 @@ class RemoteRollouts:
         )
         self._started: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens generated since the stage began, as far as explorers have reported; those of dead ones included."""
+        return sum(self._tokens.values())
+
+    async def wait_for_tokens(self) -> None:
+        """Wait a moment, and ask all explorers for the number of tokens that they have generated."""
+        await asyncio.sleep(_COUNT_S)
+        found = await self._pool.ask("tokens_generated", self._name, timeout_s=_ANSWER_S)
+        for name, tokens in found.items():
+            self._count_tokens(name, tokens)
+
+    def interrupt(self) -> None:
+        """Interrupt all parts that were requested until now; they return with what they have. May be repeated: one may
+        meanwhile have been requested of an explorer that took the place of a dead one."""
+        self._pool.notify("interrupt", self._name, self._last_part)
+
+    def next_part(self) -> int:
+        """Return the number of a new request that `interrupt` applies to."""
+        self._last_part += 1
+        return self._last_part
+
+    def _count_tokens(self, name: tuple[str, int], tokens: int) -> None:
+        """Record how many tokens an explorer has generated; answers may arrive out of order."""
+        before = self._tokens.get(name, 0)
+        if tokens > before:
+            self._tokens[name] = tokens
+            count_progress(Progress.TOKENS)
 
     def publish(self, version: int) -> None:
         """See InPlacePublisher: the trainer's parameters are now those of `version`."""
@@ -139,7 +172,7 @@ class RemoteRollouts:
         name, reply = await self._pool.call("rollout", self._name, request)
         assert isinstance(reply, RolloutReply)
         count_progress(Progress.TOKENS)
-        self.tokens_generated += reply.tokens
+        self._count_tokens(name, reply.tokens)
         self._metrics += reply.metrics
         self._counters[name] = reply.counters
         return reply
@@ -227,13 +260,35 @@ class RemoteExplorer:
         """See Explorer."""
         version = self._explorers.version
         request = RolloutRequest(task, sampling, n, seed, group, version, with_greedy, self._stage)
+        experiences = await self._roll_out(request)
+        if generated is not None:
+            generated(experiences)
+        return experiences
+
+    async def part(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        begun: Sequence[Experience] = (),
+    ) -> PartialRollout:
+        """See ExplorerProtocol. Raises like `rollout`, for rewards are computed there, too."""
+        version, part = self._explorers.version, self._explorers.next_part()
+        request = RolloutRequest(task, sampling, n, seed, group, version, stage=self._stage, part=part, begun=[*begun])
+        return PartialRollout(await self._roll_out(request))
+
+    async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
+        """See ExplorerProtocol: rewards have arrived with the tokens."""
+
+    async def _roll_out(self, request: RolloutRequest) -> list[Experience]:
         reply = await self._explorers.roll_out(request)
         if self._trace is not None:
             for span in shift_spans(reply.spans, time.perf_counter() - time.time()):
                 self._trace.add(span.kind, span.requested, span.started, span.ended)
         self._counts.update(reply.counts)
-        if generated is not None:
-            generated(reply.experiences)
         return reply.experiences
 
     def take_counts(self) -> dict[str, float]:

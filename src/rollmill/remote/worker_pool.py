@@ -164,6 +164,22 @@ class WorkerPool:
             finally:
                 worker.busy -= 1
 
+    async def ask(self, method: str, *arguments: Any, timeout_s: float) -> dict[tuple[str, int], Any]:
+        """Call a method on all workers that have begun; returns the results by name and life.
+
+        Workers that are lost, or do not answer in time, are left out. Raises what the method raised.
+        """
+        workers = [each for each in self.workers if each.ready]
+        calls = {
+            (each.name, each.life): asyncio.ensure_future(self._call(each, method, *arguments)) for each in workers
+        }
+        if calls:
+            await asyncio.wait(calls.values(), timeout=timeout_s)
+        found = {key: call.result() for key, call in calls.items() if call.done() and not _is_lost(call)}
+        for call in calls.values():
+            call.cancel()
+        return found
+
     def notify(self, method: str, *arguments: Any) -> None:
         """Call a method on all workers that have begun, and ignore the results."""
         for worker in self.workers:
@@ -277,6 +293,10 @@ class WorkerPool:
         except WorkerLostError as lost:
             with suppress(EngineError):  # the next call raises it
                 self._lose(worker, life, str(lost))
+
+
+def _is_lost(call: asyncio.Task[Any]) -> bool:
+    return isinstance(call.exception(), WorkerLostError)
 
 
 def _failed(task: asyncio.Task[None]) -> BaseException | None:

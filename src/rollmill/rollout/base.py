@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollmill.config.rollout import SamplingConfig
@@ -10,10 +11,21 @@ from rollmill.config.run import StageConfig
 from rollmill.rewards import RewardManager
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.trackers.trace import Trace
-from rollmill.types import Experience, Task
+from rollmill.types import Completion, Experience, Task
 
 OnGenerated = Callable[[list[Experience]], None]
 """Called with a group once its tokens are generated; its rewards may be set later, in the same objects."""
+
+
+@dataclass(slots=True)
+class PartialRollout:
+    """Experiences of a group, finished or interrupted, and their completions in the same order.
+
+    Where another process has rolled out, there are no completions, and finished groups have their rewards already.
+    """
+
+    experiences: list[Experience]
+    completions: list[Completion] = field(default_factory=list)
 
 
 class RolloutGenerator(Protocol):
@@ -71,6 +83,26 @@ class ExplorerProtocol(RolloutGenerator, Protocol):
     ) -> list[Experience]:
         """See RolloutGenerator. With `with_greedy` each experience's info has the reward of a greedy rollout."""
         ...
+
+    async def part(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        begun: Sequence[Experience] = (),
+    ) -> PartialRollout:
+        """Generate n completions of a task until they end, or the engine is interrupted.
+
+        Args:
+            begun: experiences of an earlier part of the same group.
+        """
+        ...
+
+    async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
+        """Set the rewards of a part whose completions have all ended, where they are missing."""
 
     def take_counts(self) -> dict[str, float]:
         """Counts of rollouts since the last call."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,19 +19,12 @@ from rollmill.data import encode_prompt, render_prompt
 from rollmill.engines.base import CompletionPrefix, GenerationRequest, RolloutEngine
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.function_threads import gather_or_cancel
-from rollmill.rollout.base import OnGenerated
+from rollmill.rollout.base import OnGenerated, PartialRollout
 from rollmill.rollout.draft_cache import DraftCache, draft_from_completion
 from rollmill.rollout.runner import WorkflowRunner, apply_repetition_penalty, assign_reward, trace_reward_result
+from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import GENERATE, Trace
 from rollmill.types import Completion, Experience, StopReason, Task, experience_from_completion
-
-
-@dataclass(slots=True)
-class PartialRollout:
-    """Completions of a group, finished or interrupted, and their experiences in the same order."""
-
-    completions: list[Completion]
-    experiences: list[Experience]
 
 
 def completion_prefix(experience: Experience) -> CompletionPrefix:
@@ -180,25 +173,27 @@ class Explorer:
         group: str,
         begun: Sequence[Experience] = (),
     ) -> PartialRollout:
-        """Generate n completions of a task until they end or the engine is interrupted. Rewards are not computed.
-
-        Args:
-            begun: experiences of an earlier part of the same group.
-
-        Raises EngineError if the prompt does not fit.
-        """
-        request = self._request(task, sampling, n=n, seed=seed, prefixes=[completion_prefix(each) for each in begun])
+        """See ExplorerProtocol. Rewards are not computed. Raises EngineError if the prompt does not fit."""
+        prefixes = [completion_prefix(each) for each in begun]
+        request = self._request(task, sampling, n=n, seed=seed, prefixes=prefixes, counted=True)
         completions = await self._engine.generate(request)
         for completion in completions:
             self._record_timing(completion)
         experiences = self._experiences(task, completions, sampling, group)
-        return PartialRollout(completions, add_earlier_timings(experiences, begun) if begun else experiences)
+        return PartialRollout(add_earlier_timings(experiences, begun) if begun else experiences, completions)
+
+    def unbegun(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
+        """Build the experiences of a group that was interrupted before it began: the prompt alone."""
+        prompt = np.asarray(encode_prompt(task, self._tokenizer), np.int32)
+        ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        completions = [
+            Completion(prompt, ids, numbers, ids, numbers, "", StopReason.ABORTED, derive_seed(seed, index), index)
+            for index in range(n)
+        ]
+        return self._experiences(task, completions, sampling, group)
 
     async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
-        """Compute the rewards of a part whose completions have all ended, and set them in its experiences.
-
-        Raises RewardError: see `rollout`.
-        """
+        """See ExplorerProtocol. Raises RewardError: see `rollout`."""
         self._add(part.experiences, await self._rewards.score_group(task, part.completions), sampling)
 
     def take_counts(self) -> dict[str, float]:
@@ -276,6 +271,10 @@ class DomainExplorer:
     ) -> PartialRollout:
         """See Explorer."""
         return await self._explorers[task.taskset].part(task, sampling, n=n, seed=seed, group=group, begun=begun)
+
+    def unbegun(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
+        """See Explorer."""
+        return self._explorers[task.taskset].unbegun(task, sampling, n=n, seed=seed, group=group)
 
     async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
         """See Explorer."""

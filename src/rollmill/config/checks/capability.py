@@ -13,6 +13,7 @@ from rollmill.config.checks.offload import offload_conflicts, unused_offload_key
 from rollmill.config.checks.placement import (
     mode_conflicts,
     placement_conflicts,
+    sync_conflicts,
     unused_mode_keys,
     unused_placement_keys,
 )
@@ -52,6 +53,7 @@ def check_capabilities(resolved: ResolvedRun) -> list[ConfigProblem]:
         *best_metric_conflicts(config, stages),
         *placement_conflicts(config, stages),
         *mode_conflicts(config, stages),
+        *sync_conflicts(config, stages),
         *buffer_conflicts(stages),
     )
     found += [ConfigProblem(*locate_key(resolved.root, path), text) for path, text in wrong]
@@ -91,7 +93,14 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
     if not algorithm.uses_rollouts:
         names = ("batch", "group_size", "reuse", "oversample", "token_budget", "partial")
         batch = [("rollout", name) for name in names]
-        for key in (*batch, ("max_staleness",), ("pipeline",), ("buffer",), ("trainer", "router_replay")):
+        for key in (
+            *batch,
+            ("max_staleness",),
+            ("sync_interval",),
+            ("pipeline",),
+            ("buffer",),
+            ("trainer", "router_replay"),
+        ):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
         if evaluation is None:
             for name in (*_TRUNCATION, *_SAMPLING):

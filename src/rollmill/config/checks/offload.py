@@ -8,6 +8,8 @@ from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.algorithms.distillation import Distill, SelfDistill
 from rollmill.config.algorithms.preferences import DPO, KTO
 from rollmill.config.checks.engine import uses_engine
+from rollmill.config.checks.modes import RESIDENCY_ENGINE, RESIDENCY_RANKS
+from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.offload import PHASES, OffloadConfig, Phase
 from rollmill.config.rewards.base import RewardSection
@@ -17,7 +19,7 @@ from rollmill.config.tree import KeyPath
 from rollmill.config.workflows import TrafficWorkflow
 
 OFFLOAD_COMPONENTS = tuple(key for key in OffloadConfig.model_fields if key not in ("budget_gb", "folder"))
-REBUILT_COMPONENTS = ("cast", "cache")
+REBUILT_COMPONENTS = ("cast", "cache", "engine")
 """Components that are destroyed and rebuilt, never moved."""
 
 
@@ -42,9 +44,16 @@ def component_phases(stage: StageConfig) -> dict[str, frozenset[Phase]]:
         # rewards of later batches are computed while it trains
         later: list[Phase] = ["train"] if stage.max_staleness else []
         needs["rewards"] = ["rollout", "inference", *later]
-    if "rollout" in phases:
+    if "rollout" in phases and engine_has_process(stage):
+        needs |= {"policy": [phase for phase in phases if phase != "rollout"], "engine": ["rollout"]}
+    elif "rollout" in phases:
         needs |= {"cast": ["rollout"], "cache": ["rollout"]}
     return {name: frozenset(some) for name, some in needs.items()}
+
+
+def engine_has_process(stage: StageConfig) -> bool:
+    """Returns whether the stage generates with vLLM, which has a copy of the weights in a process of its own."""
+    return uses_engine(stage) and isinstance(stage.engine, VLLMEngineConfig)
 
 
 def reward_models(stage: StageConfig) -> list[ModelReward]:
@@ -67,14 +76,10 @@ def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
     if isinstance(stage.workflow, TrafficWorkflow):
         text = "not honoured by workflow `traffic`, whose requests need the policy at any time; remove it"
         return {("residency",): text}
-    if uses_engine(stage) and stage.engine.name != "native":
-        text = "which has a process of its own; let that sleep (engine.sleep), use `native`, or remove it"
-        return {("residency",): f"not honoured with engine `{stage.engine.name}`, {text}"}
+    if uses_engine(stage) and stage.engine.name != "native" and not engine_has_process(stage):
+        return {("residency",): f"not honoured with engine `{stage.engine.name}`: {RESIDENCY_ENGINE}"}
     if stage.trainer.ranks > 1:
-        text = (
-            "not honoured with trainer.ranks above 1; shard what does not fit with trainer.sharding: fsdp, or remove it"
-        )
-        return {("residency",): text}
+        return {("residency",): RESIDENCY_RANKS}
     if all(needed == frozenset(stage_phases(stage)) for name, needed in needs.items() if name != "optimizer") and (
         "rollout" not in stage_phases(stage)
     ):
@@ -93,7 +98,9 @@ def offload_conflicts(model: ModelConfig, stages: Sequence[StageConfig]) -> Iter
         if chosen.reference != "auto" and model.lora is not None:
             text = "with model.lora the reference is a copy of the adapters, which stays where it is; remove this"
             yield (*at, "residency", "reference"), text
-        if "rollout" not in stage_phases(stage) or stage.trainer.precision != "fp32":
+        if isinstance(stage.engine, VLLMEngineConfig) and engine_has_process(stage) and stage.engine.sleep:
+            yield (*at, "engine", "sleep"), "with `residency` that decides (residency.engine); remove this"
+        if "rollout" not in stage_phases(stage) or stage.trainer.precision != "fp32" or engine_has_process(stage):
             continue
         if chosen.policy not in ("auto", "device"):
             text = "in fp32 rollouts need the policy's own weights, so every phase needs them; remove this"

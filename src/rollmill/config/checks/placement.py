@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rollmill.config.checks.engine import engine_conflicts, uses_engine
+from rollmill.config.checks.modes import NEEDS_ONE_PROCESS, SHARED_WEIGHTS
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.placement import RayPlacement
 from rollmill.config.run import RunConfig, StageConfig
@@ -18,9 +19,9 @@ def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Ite
     if not isinstance(config.placement, RayPlacement):
         return
     for stage in stages:
-        for path, _ in _needs_one_process(stage):
+        for path, reason in _needs_one_process(stage):
             what = f"stage {stage.name} has {format_key_path(path)}, which needs explorers in the trainer's process"
-            yield ("placement",), f"{what}; remove it, or use placement: inline"
+            yield ("placement",), f"{what} ({reason}); remove it, or use placement: inline"
     for number, kind in enumerate(config.placement.explorers):
         if isinstance(kind.engine, VLLMEngineConfig) and kind.engine.sleep:
             text = "explorers on Ray do not sleep; remove it"
@@ -34,6 +35,21 @@ def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Ite
     if 0 < config.placement.trainer_gpus < 1 and any(stage.trainer.ranks > 1 for stage in stages):
         text = "ranks cannot share a GPU, and trainer.ranks is above 1"
         yield ("placement", "trainer_gpus"), f"{text}; reserve 1 for each, or none to see all of a host"
+
+
+def sync_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
+    """Yields `sync_interval` where weights are not published, or get staler than tokens may be."""
+    here = not (config.is_split or isinstance(config.placement, RayPlacement))
+    for index, stage in enumerate(stages):
+        at: KeyPath = ("stages", index, "sync_interval") if config.stages else ("sync_interval",)
+        interval = stage.sync_interval
+        if interval == 1 or not stage.algorithm.uses_rollouts:
+            continue
+        if here and stage.engine.name == "native":
+            yield at, f"{SHARED_WEIGHTS}; remove it, or use another engine or placement"
+        elif interval - 1 > stage.max_staleness:
+            text = f"rollouts use weights that are up to {interval - 1} steps old, and max_staleness is"
+            yield at, f"{text} {stage.max_staleness}; raise that to at least {interval - 1}, or lower this"
 
 
 def unused_placement_keys(config: RunConfig, stages: Sequence[StageConfig]) -> dict[KeyPath, str]:
@@ -85,19 +101,16 @@ def _split(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[K
 def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yields what needs explorers in the trainer's process, each with the reason."""
     if isinstance(stage.workflow, TrafficWorkflow):
-        yield ("workflow",), "an application's sessions come to the process that trains: `traffic` goes with mode serve"
+        yield ("workflow",), NEEDS_ONE_PROCESS["workflow"]
     if stage.residency is not None:
-        yield ("residency",), "it moves one process's models between phases, and here each process has one phase"
-    if stage.rollout.token_budget is not None:
-        yield ("rollout", "token_budget"), "it interrupts the engine, which has to be in the trainer's process"
+        yield ("residency",), NEEDS_ONE_PROCESS["residency"]
     if stage.rollout.reuse is not None:
-        yield ("rollout", "reuse"), "drafts belong to checkpoints, which explorers do not write"
+        yield ("rollout", "reuse"), NEEDS_ONE_PROCESS["rollout.reuse"]
     if isinstance(stage.engine, VLLMEngineConfig) and stage.engine.sleep:
-        yield ("engine", "sleep"), "explorers do not sleep while the trainer works"
+        yield ("engine", "sleep"), NEEDS_ONE_PROCESS["engine.sleep"]
     for name, model in stage.models.items():
         if model.policy is not None:
-            text = "the policy at the start of the stage is not kept for explorers that start later; give `path`"
-            yield ("models", name, "policy"), text
+            yield ("models", name, "policy"), NEEDS_ONE_PROCESS["models.policy"]
 
 
 def _of_a_model(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:

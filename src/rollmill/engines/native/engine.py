@@ -73,6 +73,10 @@ class NativeEngine:
         """See RolloutEngine."""
         return self.core.tokens_generated
 
+    async def wait_for_tokens(self) -> None:
+        """See RolloutEngine. Lets the driver make one step."""
+        await asyncio.sleep(0)
+
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See RolloutEngine."""
         return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
@@ -111,7 +115,7 @@ class NativeEngine:
         while self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver])
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, destroy: bool = False) -> None:
         """See RolloutEngine. Does nothing: the stage's offload plan moves this engine's memory."""
 
     def counters(self) -> dict[str, float]:

@@ -10,34 +10,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rollmill.config.rollout import NgramConfig, RepetitionConfig
+from rollmill.config.rollout import NgramConfig
 from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.engines.native.draft import ActiveDraft, NgramSpeculator, activate_draft, activate_ngram_draft
 from rollmill.engines.native.kv_cache import CacheEntry
 from rollmill.engines.native.sampler import TopTokens
-from rollmill.engines.stop_strings import RunningRequest, completion_text, max_new_tokens_for, stop_matcher_for
+from rollmill.engines.stop_strings import (
+    RepetitionDetector,
+    RunningRequest,
+    completion_text,
+    max_new_tokens_for,
+    stop_matcher_for,
+)
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, FloatArray, IntArray, RoutingArray, StopReason
-
-
-class RepetitionDetector:
-    """Detects endless repetition in one completion as its tokens arrive.
-
-    A token costs a comparison with each of the last `period` tokens.
-    """
-
-    def __init__(self, config: RepetitionConfig) -> None:
-        periods = np.arange(1, config.period + 1)
-        self._needed = np.maximum((config.times - 1) * periods, config.tokens - periods)
-        self._recent = np.full(config.period, -1)  # the latest first
-        self._runs = np.zeros(config.period, np.int64)  # by period: how many tokens in a row equal the one before it
-
-    def add(self, token: int) -> bool:
-        """Add a token; True if the latest tokens are now one stretch repeated often enough in a row."""
-        self._runs = (self._runs + 1) * (self._recent == token)
-        self._recent[1:] = self._recent[:-1]
-        self._recent[0] = token
-        return bool((self._runs >= self._needed).any())
 
 
 @dataclass(slots=True, eq=False)

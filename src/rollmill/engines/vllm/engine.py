@@ -18,10 +18,12 @@ from typing import Any
 
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.vllm.process import VLLMLaunchConfig, VLLMProcess
-from rollmill.engines.vllm.sequence import VLLMSequence, build_vllm_sequence_group
+from rollmill.engines.vllm.sequence import NOTHING_MORE, VLLMSequence, build_vllm_sequence_group
 from rollmill.errors import DeadlineError, EngineError, EngineLostError, RollmillError
 from rollmill.progress import Progress, count_progress
 from rollmill.types import Completion
+
+_MOMENT_S = 0.01
 
 
 class VLLMEngine:
@@ -67,6 +69,10 @@ class VLLMEngine:
 
     # -- the RolloutEngine protocol ------------------------------------------------------------------------------
 
+    async def wait_for_tokens(self) -> None:
+        """See RolloutEngine. Waits a moment, since tokens come from another process."""
+        await asyncio.sleep(_MOMENT_S)
+
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See RolloutEngine."""
         return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
@@ -74,7 +80,7 @@ class VLLMEngine:
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
         """See RolloutEngine. Raises EngineError for requests that cannot be served, and if the process dies."""
         group = build_vllm_sequence_group(request, self._tokenizer, self._eos_ids, self._context)
-        samples = [VLLMSequence(group, index, next(self._numbers)) for index in range(request.n)]
+        samples = group.sequences(self._numbers)
         self._submit(samples)
         try:
             for _ in samples:
@@ -90,9 +96,8 @@ class VLLMEngine:
     def interrupt(self) -> None:
         """See RolloutEngine. Completions are returned once vLLM has confirmed the abort."""
         if self._process is None:
-            message = {"ended": "abort", "tokens": [], "logprobs": [], "versions": []}
-            for number in list(self._running):
-                self._told({"id": number, **message})
+            for sample in list(self._running.values()):
+                self._hand_out(sample, sample.completion(NOTHING_MORE))
             return
         for number in self._running:
             self._process.send("abort", number)
@@ -116,9 +121,15 @@ class VLLMEngine:
             self._counts["updates"] += 1
             self._begin(self._update(self._process, self._process.request("load"), version))
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, destroy: bool = False) -> None:
         """See RolloutEngine. Uses vLLM's sleep mode, if it was started with it."""
-        if self._process is not None and self.sleeps:
+        if destroy:
+            await asyncio.gather(*self._tasks, *filter(None, [self._starting]))
+            process, self._process = self._process, None
+            if process is not None:
+                self._counts["destroyed"] += 1
+                await process.close()
+        elif self._process is not None and self.sleeps:
             self._counts["sleeps"] += 1
             await self._answer(self._process, self._process.request("sleep"))
 
@@ -156,15 +167,18 @@ class VLLMEngine:
     def _submit(self, samples: list[VLLMSequence]) -> None:
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
-        self._running |= {sample.number: sample for sample in samples}
+        begun = [sample for sample in samples if sample.stop_reason is None]
+        for sample in [each for each in samples if each not in begun]:  # its prefix has ended already
+            sample.group.results.put_nowait(sample.completion(NOTHING_MORE))
+        self._running |= {sample.number: sample for sample in begun}
         if self._process is not None:
-            self._send(self._process, samples)
-        elif self._starting is None:
+            self._send(self._process, begun)
+        elif begun and self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
 
     def _send(self, process: VLLMProcess, samples: list[VLLMSequence]) -> None:
         for group, own in itertools.groupby(samples, lambda sample: sample.group):
-            process.send("generate", 0, **group.message([(sample.number, sample.seed) for sample in own]))
+            process.send("generate", 0, **group.message(list(own)))
 
     def _told(self, message: dict[str, Any]) -> None:
         """Handle a message of the process about a completion."""
@@ -197,8 +211,7 @@ class VLLMEngine:
         try:
             process, version = await VLLMProcess.start(self._launch, self._told, self._died)
         except RollmillError as error:
-            self._give_up(error)
-            return
+            return self._give_up(error)
         finally:
             self._starting = None
         self._process = process

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rollmill.engines.base import GenerationRequest, SampledToken
-from rollmill.engines.stop_strings import RunningRequest, completion_text, max_new_tokens_for, stop_matcher_for
+from rollmill.engines.base import CompletionPrefix, GenerationRequest, SampledToken
+from rollmill.engines.stop_strings import (
+    RepetitionDetector,
+    RunningRequest,
+    completion_text,
+    max_new_tokens_for,
+    stop_matcher_for,
+)
 from rollmill.errors import EngineError
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, StopReason
@@ -25,76 +32,126 @@ class VLLMSequenceGroup(RunningRequest):
     @property
     def streamed(self) -> bool:
         """True if tokens are needed one by one."""
-        return self.stops is not None or self.request.on_token is not None
+        request = self.request
+        ends_here = self.stops is not None or request.sampling.repetition is not None
+        return ends_here or request.counted or request.on_token is not None
 
-    def message(self, seeds: list[tuple[int, int]]) -> dict[str, Any]:
-        """Build the message for vLLM's process; `seeds` are pairs of sample number and seed."""
+    def sequences(self, numbers: Iterator[int]) -> list[VLLMSequence]:
+        """Build the completions, each with one of `numbers`."""
+        prefixes = dict(enumerate(self.request.prefixes))
+        return [VLLMSequence(self, index, next(numbers), prefixes.get(index)) for index in range(self.request.n)]
+
+    def message(self, samples: list[VLLMSequence]) -> dict[str, Any]:
+        """Build the message for vLLM's process, about some of the completions. Each continues its own tokens."""
         sampling = {
             "temperature": self.request.sampling.temperature,
-            "max_tokens": self.limit,
             "stop_token_ids": sorted(self.stop_ids),
         }
         prompt = [int(token) for token in self.request.prompt_ids]
+        own = [(each.number, each.seed, self.limit - len(each.tokens), each.tokens) for each in samples]
         return {
-            "seeds": seeds, "prompt": prompt, "sampling": sampling, "stream": self.streamed, "top": self.request.top,
+            "samples": own, "prompt": prompt, "sampling": sampling, "stream": self.streamed, "top": self.request.top,
         }  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
 class VLLMSequence:
-    """One completion of a group."""
+    """One completion of a group, perhaps begun earlier: `prefix`."""
 
     group: VLLMSequenceGroup
     index: int
     number: int  # unique within the engine
+    prefix: CompletionPrefix | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    stopped: bool = False  # by a stop string
+    stop_reason: StopReason | None = None  # found here; vLLM knows only end ids and lengths
+    repetition: RepetitionDetector | None = None
     began_at: float | None = None
+
+    def __post_init__(self) -> None:
+        """Append the tokens of the prefix, up to one that ends the completion."""
+        self.again()
 
     @property
     def seed(self) -> int:
-        """Seed derived as in the native engine, cut to the range that vLLM accepts."""
-        return derive_seed(self.group.request.seed, self.index) & _SEED_BITS
+        """Seed derived as in the native engine, cut to the range that vLLM accepts.
+
+        vLLM's random numbers begin anew with each request, so a completion that continues gets others: with those of
+        its first tokens the later ones would depend on them.
+        """
+        begun = () if not self._begun else (self._begun,)
+        return derive_seed(self.group.request.seed, self.index, *begun) & _SEED_BITS
 
     @property
     def told(self) -> bool:
         """True if the callback has received tokens, so that it cannot start over."""
-        return self.group.request.on_token is not None and bool(self.tokens)
+        return self.group.request.on_token is not None and len(self.tokens) > self._begun
+
+    @property
+    def _begun(self) -> int:
+        """Number of tokens of the prefix."""
+        return 0 if self.prefix is None else len(self.prefix.token_ids)
 
     def again(self) -> None:
-        """Start over."""
-        self.tokens, self.logprobs, self.stopped = [], [], False
+        """Start over, with the tokens of the prefix."""
+        request = self.group.request
+        self.tokens, self.logprobs, self.stop_reason = [], [], None
+        config = request.sampling.repetition
+        self.repetition = None if config is None else RepetitionDetector(config)
+        if self.prefix is None:
+            return
+        for token, logprob in zip(self.prefix.token_ids.tolist(), self.prefix.logprobs.tolist(), strict=True):
+            self._append(token, logprob)
+            if self.stop_reason is None and token in self.group.stop_ids:
+                self.stop_reason = StopReason.EOS
+            elif self.stop_reason is None and len(self.tokens) >= self.group.limit:
+                self.stop_reason = StopReason.LENGTH
+            if self.stop_reason is not None:
+                return
 
     def add(self, message: dict[str, Any]) -> bool:
-        """Append new tokens, up to one that completes a stop string; True if one does."""
-        group, request = self.group, self.group.request
+        """Append new tokens, up to one that completes a stop string or a repetition; True if one does."""
+        request = self.group.request
         self.began_at = self.began_at or time.perf_counter()
         for at, (token, logprob) in enumerate(zip(message["tokens"], message["logprobs"], strict=True)):
-            if self.stopped:
+            if self.stop_reason is not None:
                 return False
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
+            self._append(token, logprob)
             if request.on_token is not None:
                 top = tuple((int(id), float(value)) for id, value in message["top"][at]) if request.top else ()
                 request.on_token(SampledToken(self.index, token, logprob, top))
-            if group.stops is not None and token not in group.stop_ids and group.stops.complete(self.tokens):
-                self.stopped = True
-        return self.stopped
+        return self.stop_reason is not None
+
+    def _append(self, token: int, logprob: float) -> None:
+        """Append a token; set the stop reason if it completes what vLLM does not look for."""
+        group = self.group
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        repeats = self.repetition is not None and self.repetition.add(token)
+        if token in group.stop_ids:
+            return  # vLLM ends it
+        if group.stops is not None and group.stops.complete(self.tokens):
+            self.stop_reason = StopReason.STOP
+        elif repeats:
+            self.stop_reason = StopReason.REPETITION
 
     def completion(self, message: dict[str, Any]) -> Completion:
         """Build the Completion from the final message."""
         group, now, count = self.group, time.perf_counter(), len(self.tokens)
-        reason = StopReason.STOP if self.stopped else _REASONS[message["ended"]]
         versions = [version for version, length in message["versions"] for _ in range(length)]
+        kept = np.zeros(count, np.float32)
+        if self.prefix is not None:
+            versions = [*self.prefix.versions.tolist(), *versions]
+            earlier = self.prefix.kept_logmass[:count]
+            kept[: len(earlier)] = earlier
         return Completion(
             prompt_ids=np.asarray(group.request.prompt_ids, np.int32),
             token_ids=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.asarray(versions[:count], np.int32),
-            kept_logmass=np.zeros(count, np.float32),
+            kept_logmass=kept,
             text=self._text(),
-            stop_reason=reason,
+            stop_reason=self.stop_reason or _REASONS[message["ended"]],
             seed=self.seed,
             index=self.index,
             submitted_at=group.submitted_at,
@@ -104,7 +161,12 @@ class VLLMSequence:
 
     def _text(self) -> str:
         group = self.group
-        return completion_text(self.tokens, group.tokenizer, group.stops if self.stopped else None)
+        stops = group.stops if self.stop_reason is StopReason.STOP else None
+        return completion_text(self.tokens, group.tokenizer, stops)
+
+
+NOTHING_MORE: dict[str, Any] = {"ended": "abort", "tokens": [], "logprobs": [], "versions": []}
+"""Final message about a completion that vLLM was not asked for."""
 
 
 def build_vllm_sequence_group(
@@ -115,7 +177,7 @@ def build_vllm_sequence_group(
     if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
         raise EngineError(f"{request.id}: vLLM does not say how much probability truncation keeps; use top_p 1, no "
                           "top_k and no min_p, or engine `native`")  # fmt: skip
-    if any(request.prefixes) or any(request.drafts) or request.record_top:
-        raise EngineError(f"{request.id}: vLLM takes no drafts and no tokens to go on from; use engine `native`")
+    if any(request.drafts) or request.record_top:
+        raise EngineError(f"{request.id}: vLLM takes no drafts; use engine `native`")
     stops = stop_matcher_for(request, tokenizer)
     return VLLMSequenceGroup(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)

@@ -42,8 +42,8 @@ class VLLMServer:
         if kind == "generate":
             if self._asleep:
                 await self.load()
-            for index, seed in message["seeds"]:
-                self._begin(self._generate(index, seed, message))
+            for sample in message["samples"]:
+                self._begin(self._generate(sample, message))
         elif kind == "abort":
             self._begin(self._engine.abort(str(number)))
         elif kind == "load":
@@ -100,13 +100,15 @@ class VLLMServer:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             terminate_process(1)
 
-    async def _generate(self, number: int, seed: int, message: dict[str, Any]) -> None:
+    async def _generate(self, sample: tuple[int, int, int, list[int]], message: dict[str, Any]) -> None:
+        """Generate a completion: its number, its seed, the most tokens, and those that it continues."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        stream, top = message["stream"], message["top"]
+        (number, seed, limit, begun), stream, top = sample, message["stream"], message["top"]
         params = SamplingParams(
             **message["sampling"],
+            max_tokens=limit,
             seed=seed,
             ignore_eos=True,  # every id that ends a completion is among stop_token_ids
             logprobs=top,
@@ -115,7 +117,7 @@ class VLLMServer:
             output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         )
         try:
-            prompt = {"prompt_token_ids": message["prompt"]}
+            prompt = {"prompt_token_ids": [*message["prompt"], *begun]}
             async for output in self._engine.generate(prompt, params, str(number)):
                 self._tell(number, output.outputs[0], top)
                 await self._writer.drain()

@@ -1,0 +1,243 @@
+"""Features in every mode: the one table that the checks take their refusals from, and `rollmill check --matrix` prints.
+
+A cell belongs to a feature, a place (which processes roll out and train) and an engine. It works, and names the test
+that shows it, or it is refused with the reason that `rollmill check` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from rollmill.config.engines import VLLMEngineConfig
+
+
+class Place(StrEnum):
+    """The processes of a run."""
+
+    ONE_PROCESS = "one process"
+    PROCESSES = "processes"  #: modes `train` and `explore`
+    RAY = "Ray"
+    RANKS = "ranks"  #: one process rolls out, several train
+
+
+ENGINES = ("native", "vllm")
+
+NEEDS_ONE_PROCESS = {
+    "workflow": "an application's sessions come to the process that trains: `traffic` goes with mode serve",
+    "residency": "it moves one process's models between phases, and here each process has one phase",
+    "rollout.reuse": "drafts belong to checkpoints, which explorers do not write",
+    "engine.sleep": "explorers do not sleep while the trainer works",
+    "models.policy": "the policy at the start of the stage is not kept for explorers that start later; give `path`",
+}
+"""Reasons for keys that need explorers in the trainer's process."""
+
+RESIDENCY_ENGINE = "it cannot say what memory it has; use `native` or `vllm`, or remove it"
+RESIDENCY_RANKS = (
+    "not honoured with trainer.ranks above 1; shard what does not fit with trainer.sharding: fsdp, or remove it"
+)
+"""Reasons for `residency` with another engine, and with several ranks."""
+SHARED_WEIGHTS = "the native engine in the trainer's process decodes with the trainer's own, newest weights"
+"""Reason against `sync_interval` where nothing is published."""
+
+
+class Column(NamedTuple):
+    """A place and an engine."""
+
+    place: Place
+    engine: str
+
+    @property
+    def id(self) -> str:
+        """Parameter of the column's tests."""
+        return f"{self.place.replace(' ', '_').lower()}-{self.engine}"
+
+    def settings(self) -> dict[str, Any]:
+        """Sections of a run file that choose this column."""
+        place: dict[Place, dict[str, Any]] = {
+            Place.PROCESSES: {"mode": "train"},
+            Place.RAY: {"placement": {"name": "ray", "explorers": 2}},
+            Place.RANKS: {"trainer": {"ranks": 2}},
+        }
+        return place.get(self.place, {}) | ({} if self.engine == "native" else {"engine": {"name": self.engine}})
+
+
+COLUMNS = tuple(Column(place, engine) for engine in ENGINES for place in Place)
+_TESTS = "tests/modes/test_every_mode.py::test_"
+
+
+@dataclass(frozen=True)
+class ModeFeature:
+    """A row of the matrix.
+
+    Args:
+        key: of the run file.
+        settings: sections of a run file that ask for the feature.
+        test: node id of the test, without the column's parameter.
+        elsewhere: reason against explorers in other processes.
+        ranks: reason against several ranks.
+        vllm: reason against engine `vllm`.
+        shared: reason against the native engine in the trainer's process.
+    """
+
+    title: str
+    key: str
+    settings: Mapping[str, Any]
+    test: str
+    elsewhere: str | None = None
+    ranks: str | None = None
+    vllm: str | None = None
+    shared: str | None = None
+
+    def refusal(self, column: Column) -> str | None:
+        """Return the reason why `rollmill check` refuses the feature in this column; None: it works."""
+        if column.place in (Place.PROCESSES, Place.RAY) and self.elsewhere:
+            return self.elsewhere
+        if column.engine == "vllm" and self.vllm:
+            return self.vllm
+        if column.engine == "native" and column.place in (Place.ONE_PROCESS, Place.RANKS) and self.shared:
+            return self.shared
+        return self.ranks if column.place is Place.RANKS else None
+
+    def test_id(self, column: Column) -> str:
+        """Node id of the test that shows the feature in this column."""
+        return f"{self.test}[{column.id}]"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One feature in one column: `reason` why it is refused, or `test`, which shows that it works."""
+
+    feature: ModeFeature
+    column: Column
+    reason: str | None = None
+    test: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  #: of a run file that asks for it here
+
+
+def _unsupported(name: str) -> str:
+    return VLLMEngineConfig.unsupported[name]
+
+
+FEATURES = (
+    ModeFeature(
+        "token budget, partial rollouts",
+        "rollout.token_budget",
+        {"max_staleness": 1, "rollout": {"token_budget": 1000}},
+        _TESTS + "a_budget_cuts_completions_and_they_go_on",
+    ),
+    ModeFeature(
+        "repetition stop",
+        "rollout.repetition",
+        {"rollout": {"repetition": {"penalty": 0.5}}},
+        _TESTS + "repetition_ends_completions",
+    ),
+    ModeFeature(
+        "over-sampling",
+        "rollout.oversample",
+        {"rollout": {"oversample": 0.5}},
+        _TESTS + "the_slowest_groups_are_stopped",
+    ),
+    ModeFeature(
+        "drafts from earlier completions",
+        "rollout.reuse",
+        {"rollout": {"reuse": {}}},
+        _TESTS + "earlier_completions_are_drafts",
+        elsewhere=NEEDS_ONE_PROCESS["rollout.reuse"],
+        vllm=_unsupported("reuse"),
+    ),
+    ModeFeature(
+        "n-gram drafts",
+        "rollout.ngram_draft",
+        {"rollout": {"ngram_draft": {}}},
+        _TESTS + "n_grams_are_drafts",
+        vllm=_unsupported("ngram_draft"),
+    ),
+    ModeFeature(
+        "weights change while completions are under way",
+        "max_staleness",
+        {"max_staleness": 2},
+        _TESTS + "stale_tokens_stay_within_the_bound",
+    ),
+    ModeFeature(
+        "weights published every N steps",
+        "sync_interval",
+        {"max_staleness": 1, "sync_interval": 2},
+        _TESTS + "weights_are_published_every_other_step",
+        shared=SHARED_WEIGHTS,
+    ),
+    ModeFeature(
+        "stop strings", "rollout.stop", {"rollout": {"stop": ["END"]}}, _TESTS + "completions_end_at_stop_strings"
+    ),
+    ModeFeature("exact log-probs", "", {}, _TESTS + "every_token_has_the_log_prob_of_its_weights"),
+    ModeFeature(
+        "log-probs with truncation",
+        "rollout.top_p",
+        {"rollout": {"top_p": 0.9}},
+        _TESTS + "truncated_tokens_have_exact_log_probs",
+        vllm=_unsupported("truncation"),
+    ),
+    ModeFeature("seeds", "seed", {"seed": 3}, _TESTS + "a_completion_is_a_function_of_its_seed"),
+    ModeFeature(
+        "LoRA weights",
+        "model.lora",
+        {"model": {"path": "model", "new": None, "lora": {"rank": 4}}},
+        _TESTS + "adapters_reach_the_engine",
+    ),
+    ModeFeature(
+        "evaluation requests",
+        "evaluation",
+        {"evaluation": {"taskset": {"path": "tasks.jsonl"}, "every": 2}},
+        _TESTS + "held_out_tasks_are_evaluated",
+    ),
+    ModeFeature(
+        "replay", "buffer.replay", {"buffer": {"replay": {"groups": 1}}}, _TESTS + "earlier_groups_are_replayed"
+    ),
+    ModeFeature(
+        "pipeline", "pipeline", {"pipeline": [{"name": "group_variance"}]}, _TESTS + "groups_pass_the_pipeline"
+    ),
+    ModeFeature("feedback", "", {}, _TESTS + "ratings_of_people_count"),
+    ModeFeature(
+        "residency",
+        "residency",
+        {"residency": "auto"},
+        _TESTS + "components_leave_by_phase",
+        elsewhere=NEEDS_ONE_PROCESS["residency"],
+        ranks=RESIDENCY_RANKS,
+    ),
+    ModeFeature(
+        "memory budget",
+        "residency.budget_gb",
+        {"residency": {"budget_gb": 1.0}},
+        _TESTS + "a_memory_budget_counts_the_engine",
+        elsewhere=NEEDS_ONE_PROCESS["residency"],
+        ranks=RESIDENCY_RANKS,
+    ),
+    ModeFeature("resume", "", {}, _TESTS + "a_killed_run_goes_on"),
+)
+
+
+def iter_cells() -> Iterator[Cell]:
+    """Yield the cells, row by row."""
+    for feature in FEATURES:
+        for column in COLUMNS:
+            reason = feature.refusal(column)
+            test = None if reason else feature.test_id(column)
+            yield Cell(feature, column, reason, test, merge_settings(column.settings(), feature.settings))
+
+
+def merge_settings(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `changes` laid over it, section by section."""
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge_settings(merged[key], value) if both else value
+    return merged
+
+
+def refusal_reasons() -> dict[str, str]:
+    """Return the reasons of all refused cells, each with the letter that stands for it in tables."""
+    reasons = dict.fromkeys(cell.reason for cell in iter_cells() if cell.reason)
+    return {reason: chr(ord("a") + number) for number, reason in enumerate(reasons)}

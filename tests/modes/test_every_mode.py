@@ -1,0 +1,401 @@
+"""Every feature in every mode: in one process, with explorers as processes or on Ray, with several ranks; with the
+native engine and with vLLM. `rollmill check --matrix` names these tests.
+
+Each column has one run with nearly everything in it, whose command is killed and resumed, and one with adapters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from buffer_groups import experience
+from forks import Forks, forks, send
+from tiny import merged, require_log_probs, tiny_run
+from vllm_service import PYTHON, needs_vllm
+
+from rollmill.buffer import ExperienceKind, Group, open_run_store
+from rollmill.buffer.base import FEEDBACK, version_segments
+from rollmill.config.checks.modes import COLUMNS, Column, Place
+from rollmill.orchestrator.metrics import REPLAYED
+from rollmill.trackers import read_metrics
+from rollmill.trackers.rollout_log import load_experiences
+from rollmill.types import Experience, StopReason
+
+STEPS, GROUPS, KILLED_AFTER = 6, 4, 2
+STOP = "7"
+IDS = [f"train-{number:06d}/{index}" for number in range(STEPS * GROUPS) for index in range(4)]
+PLUGIN = """
+import asyncio
+
+import rollmill
+
+
+@rollmill.operator
+def mark(batch) -> None:
+    '''Notes that a completion was here.'''
+    for experience in batch.experiences:
+        experience.info["marked"] = True
+
+
+async def slow(task, completion):
+    await asyncio.sleep(0.05)
+    return float(sum(map(completion.text.count, "01234")))
+"""
+REPETITION = {"period": 2, "times": 2, "tokens": 2, "penalty": 0.25}
+EVERYTHING: dict[str, Any] = {
+    "stages": None,
+    "model": {"new": {"hidden_size": 64}},
+    "plugins": ["plugin.py"],
+    "rewards": [{"name": "python", "function": "plugin.py:slow"}],
+    "algorithm": {"name": "grpo"},
+    "steps": STEPS,
+    "max_staleness": 2,
+    "rollout": {
+        "max_new_tokens": 40,
+        "max_sequences": 2,
+        "token_budget": 90,
+        "stop": [STOP],
+        "repetition": REPETITION,
+    },
+    "trainer": {"lr": 1e-3},
+    "buffer": {"replay": {"groups": 1, "max_age": 2}},
+    "pipeline": [{"name": "mark"}],
+    "evaluation": {"every": 3},
+    "checkpoint": {"every": 1, "keep_last": 99},
+    "trainer_away_s": 120,
+}
+ADAPTERS: dict[str, Any] = {
+    "stages": None,
+    "algorithm": {"name": "grpo"},
+    "steps": 3,
+    "rollout": {"oversample": 0.5, "max_new_tokens": 24},
+    "rewards": [{"name": "python", "function": "plugin.py:slow"}],
+    "plugins": ["plugin.py"],
+    "trainer": {"lr": 1e-2},
+    "evaluation": None,
+    "checkpoint": {"every": 99},
+    "trainer_away_s": 120,
+}
+DRAFTS = {"rollout": {"ngram_draft": {"length": 1, "tokens": 3}, "top_p": 0.95}}
+
+
+def column_params(*, only: Callable[[Column], bool] = lambda column: True) -> list[Any]:
+    """The columns as parameters; those that need long are left to `make test-thorough`."""
+    found = []
+    for column in filter(only, COLUMNS):
+        marks = [pytest.mark.slow]
+        if column.engine == "vllm":
+            marks = [pytest.mark.service, needs_vllm]
+            marks += [pytest.mark.thorough] * (column.place in (Place.PROCESSES, Place.RANKS))
+        found.append(pytest.param(column, id=column.id, marks=marks))
+    return found
+
+
+pytestmark = pytest.mark.timeout(900)
+in_every_column = pytest.mark.parametrize("column", column_params())
+with_native = pytest.mark.parametrize("column", column_params(only=lambda column: column.engine == "native"))
+
+
+def made_once(make: Callable[[Any], Path]) -> Callable[[Any], Path]:
+    """`make`, whose result, or failure, is kept."""
+
+    @cache
+    def attempt(of: Any) -> Path | str:
+        try:
+            return make(of)
+        except (Exception, AssertionError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def made(of: Any) -> Path:
+        found = attempt(of)
+        assert isinstance(found, Path), found
+        return found
+
+    return made
+
+
+def publishes(column: Column) -> bool:
+    """True if the engine has a copy of the weights."""
+    return column.engine == "vllm" or column.place in (Place.PROCESSES, Place.RAY)
+
+
+class Runs:
+    """The runs of a column, each made when the first test asks for it."""
+
+    def __init__(self, folder: Path, servers: list[Forks]) -> None:
+        self._folder, self._trainer, self._explorer = folder, *servers
+        self.everything, self.adapters = made_once(self._everything), made_once(self._adapters)
+        self.reference = made_once(self._reference)
+
+    def _everything(self, column: Column) -> Path:
+        """A run that is killed after some steps, rated by a person, and resumed."""
+        folder = self._written(column, "everything", EVERYTHING)
+        out = folder / "out"
+        self._begin(column, folder)
+        assert self._trainer.reaches(lambda: (out / "metrics.jsonl").is_file() and len(steps(out)) >= KILLED_AFTER)
+        assert send(self._trainer.pid)
+        self._trainer.wait()
+        store = open_run_store(out, read_only=False)
+        rating = Group("rating-1", [experience("rating-1/0", reward=7.5)], ExperienceKind.RATED, writer=FEEDBACK)
+        rating.author, rating.info = "ann", {"of": IDS}
+        store.put([rating])
+        store.close()
+        self._trainer.start("resume", "out", folder=folder)
+        self._finish(column)
+        return out
+
+    def _adapters(self, column: Column) -> Path:
+        """Adapters on the run's last checkpoint, with over-sampling, and drafts where the engine has them."""
+        model = {"path": str(self.everything(column) / f"checkpoints/step-{STEPS:06d}"), "new": None}
+        changes = merged(ADAPTERS, DRAFTS if column.engine == "native" else {})
+        if publishes(column):
+            changes |= {"max_staleness": 1, "sync_interval": 2}
+        folder = self._written(column, "adapters", changes | {"model": model | {"lora": {"rank": 4}}})
+        self._begin(column, folder)
+        self._finish(column)
+        return folder / "out"
+
+    def _reference(self, engine: str) -> Path:
+        """One step in one process without a budget."""
+        column = Column(Place.ONE_PROCESS, engine)
+        more = {"max_staleness": 0, "steps": 1, "evaluation": None, "buffer": None, "rollout": {"token_budget": None}}
+        folder = self._written(column, "reference", merged(EVERYTHING, more))
+        self._begin(column, folder)
+        self._finish(column)
+        return folder / "out"
+
+    def offloaded(self, column: Column) -> Path:
+        """A run with reference and critic, most of which leave the device in phases that do not need them."""
+        algorithm = {"name": "ppo", "kl": 0.05, "critic": {"lr": 1e-3}}
+        places = {"reference": "disk", "optimizer": "disk", "critic_optimizer": "disk"}
+        vllm = {"engine": "destroyed", "policy": "disk"}
+        more = {"algorithm": algorithm, "steps": 2, "rollout": {"oversample": None}}
+        changes = merged(ADAPTERS, more | {"residency": places | (vllm if column.engine == "vllm" else {})})
+        folder = self._written(column, "offloaded", merged(changes, {"model": {"new": {"hidden_size": 64}}}))
+        self._begin(column, folder)
+        self._finish(column)
+        return folder / "out"
+
+    def refused(self, column: Column, settings: dict[str, Any]) -> str:
+        """The error of a run that cannot start."""
+        folder = self._written(column, "refused", merged(ADAPTERS, settings))
+        self._begin(column, folder)
+        done = self._trainer.wait()
+        assert done.code in (1, 2)
+        return done.err
+
+    def reuse(self, column: Column) -> Path:
+        """A run that rolls out the same few tasks in each step."""
+        rollout = {"reuse": {}, "oversample": None}
+        changes = merged(ADAPTERS, {"rollout": rollout, "taskset": {"options": {"size": 4}}})
+        folder = self._written(column, "reuse", changes)
+        self._begin(column, folder)
+        self._finish(column)
+        return folder / "out"
+
+    def _written(self, column: Column, name: str, changes: dict[str, Any]) -> Path:
+        folder = self._folder / column.id / name
+        folder.mkdir(parents=True)
+        (folder / "plugin.py").write_text(PLUGIN)
+        place = column.settings()
+        if column.engine == "vllm":
+            place["engine"] |= {"python": str(PYTHON), "cache_gb": 0.1}
+        if column.place is Place.RAY:
+            place["placement"] |= {"cpus": 0.5}
+            if column.engine == "vllm":  # a group may go on in another engine
+                place["placement"]["explorers"] = [{"engine": place.pop("engine")}, {}]
+        if column.place is not Place.PROCESSES:
+            changes = merged(changes, {"trainer_away_s": None})
+        tiny_run(folder, **merged(changes, place))
+        return folder
+
+    def _begin(self, column: Column, folder: Path) -> None:
+        if column.place is Place.PROCESSES:
+            self._explorer.start("run", "run.yaml", "--set", "mode=explore", "--out", "out", folder=folder)
+        self._trainer.start("run", "run.yaml", "--out", "out", folder=folder)
+
+    def _finish(self, column: Column) -> None:
+        for server in (self._trainer, self._explorer)[: 1 + (column.place is Place.PROCESSES)]:
+            done = server.wait()
+            assert done.code == 0, done.err + done.out
+
+
+@pytest.fixture(scope="module")
+def runs(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with ExitStack() as stack:
+        yield Runs(tmp_path_factory.mktemp("modes"), [server, stack.enter_context(forks())])
+
+
+def steps(out: Path) -> list[dict[str, Any]]:
+    """The metrics of training steps."""
+    return [dict(row) for row in read_metrics(out) if "loss" in row]
+
+
+def learned(out: Path) -> list[Experience]:
+    """What was rolled out for each step, without what was replayed."""
+    experiences = [each for row in steps(out) for each in load_experiences(out, step=row["step"])]
+    return [each for each in experiences if not each.info.get(REPLAYED)]
+
+
+@in_every_column
+def test_a_killed_run_goes_on(runs: Runs, column: Column) -> None:
+    """Every group is learned from once, in the order in which it was started."""
+    out = runs.everything(column)
+    assert [row["step"] for row in steps(out)] == list(range(1, STEPS + 1))
+    assert [each.id for each in learned(out)] == IDS
+
+
+@in_every_column
+def test_a_budget_cuts_completions_and_they_go_on(runs: Runs, column: Column) -> None:
+    out = runs.everything(column)
+    assert sum(row["rollout/partial"] for row in steps(out)) > 0
+    assert sum(row["rollout/continued"] for row in steps(out)) > 0
+    assert all(each.stop_reason is not StopReason.ABORTED for each in learned(out))
+    assert max(len(version_segments(each)) for each in learned(out)) > 1
+
+
+@in_every_column
+def test_every_token_has_the_log_prob_of_its_weights(runs: Runs, column: Column) -> None:
+    out = runs.everything(column)
+    compared = require_log_probs(out, learned(out))
+    assert len(compared) >= STEPS - 2
+    assert max(row["logprob_gap/max"] for row in steps(out)) < 1e-3
+
+
+@in_every_column
+def test_stale_tokens_stay_within_the_bound(runs: Runs, column: Column) -> None:
+    out = runs.everything(column)
+    assert 0 < max(row["staleness/max"] for row in steps(out)) <= 2
+
+
+@in_every_column
+def test_repetition_ends_completions(runs: Runs, column: Column) -> None:
+    ended = [each.stop_reason is StopReason.REPETITION for each in learned(runs.everything(column))]
+    assert 0 < sum(ended) < len(ended)
+    for each, repeated in zip(learned(runs.everything(column)), ended, strict=True):
+        assert each.reward_parts["rollout/repetition"] == (-0.25 if repeated else 0.0)
+
+
+@in_every_column
+def test_completions_end_at_stop_strings(runs: Runs, column: Column) -> None:
+    experiences = learned(runs.everything(column))
+    assert any(each.stop_reason is StopReason.STOP for each in experiences)
+    assert not any(STOP in each.response for each in experiences)
+
+
+@in_every_column
+def test_held_out_tasks_are_evaluated(runs: Runs, column: Column) -> None:
+    summary = json.loads((runs.everything(column) / "summary.json").read_text())
+    assert [each["step"] for each in summary["evaluations"]] == [0, 3, 6]
+
+
+@in_every_column
+def test_earlier_groups_are_replayed(runs: Runs, column: Column) -> None:
+    assert [row["replay/groups"] for row in steps(runs.everything(column))] == [0] + [1] * (STEPS - 1)
+
+
+@in_every_column
+def test_groups_pass_the_pipeline(runs: Runs, column: Column) -> None:
+    assert all(each.info["marked"] for each in learned(runs.everything(column)))
+
+
+@in_every_column
+def test_ratings_of_people_count(runs: Runs, column: Column) -> None:
+    """A person's rating replaces the reward of a group that is replayed."""
+    last = load_experiences(runs.everything(column), step=STEPS)
+    again = [each for each in last if each.info.get(REPLAYED)]
+    assert [(each.reward, each.info["rated_by"]) for each in again] == [(7.5, "ann")] * 4
+
+
+@in_every_column
+def test_a_completion_is_a_function_of_its_seed(runs: Runs, column: Column) -> None:
+    """The first step's groups are those of another run without a budget, in one process."""
+    mixed = column.place is Place.RAY and column.engine == "vllm"
+    expected = {}
+    for engine in ("native", "vllm") if mixed else (column.engine,):
+        for each in learned(runs.reference(engine)):
+            expected.setdefault(each.id, []).append(each.token_ids.tolist())
+    found = [each for each in learned(runs.everything(column)) if each.id in expected]
+    assert len(found) == GROUPS * 4
+    assert all(each.token_ids.tolist() in expected[each.id] for each in found)
+
+
+@in_every_column
+def test_the_slowest_groups_are_stopped(runs: Runs, column: Column) -> None:
+    rows = steps(runs.adapters(column))
+    assert [row["rollout/stopped"] for row in rows] == [2] * 3
+    assert all(row["rollout/wasted_tokens"] >= 0 for row in rows)
+
+
+@in_every_column
+def test_adapters_reach_the_engine(runs: Runs, column: Column) -> None:
+    """The engine's log-probs are those of the trainer, after every change of the adapters."""
+    rows = steps(runs.adapters(column))
+    assert max(row["logprob_gap/max"] for row in rows) < 1e-3
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert versions_of(runs.adapters(column)) == ({0, 2} if publishes(column) else {0, 1, 2})
+
+
+def versions_of(out: Path) -> set[int]:
+    return {version for each in learned(out) for version in each.versions[each.action_mask].tolist()}
+
+
+@pytest.mark.parametrize("column", column_params(only=lambda column: column.place is Place.ONE_PROCESS))
+def test_components_leave_by_phase(runs: Runs, column: Column) -> None:
+    """DeepSeek-R1's picture: the engine's memory is freed, then reference and critic come, then the optimizers."""
+    out = runs.offloaded(column)
+    rows = steps(out)
+    assert [row["step"] for row in rows] == [1, 2]
+    for name in ("reference", "critic_optimizer"):
+        assert all(row[f"residency/{name}/gb"] > 0 for row in rows[1:])
+    assert max(row["logprob_gap/max"] for row in rows) < 1e-3
+    if column.engine == "vllm":
+        assert [row["engine/destroyed"] for row in rows] == [1, 1]
+        assert all(row["residency/policy/gb"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("column", column_params(only=lambda column: column.place is Place.ONE_PROCESS))
+def test_a_memory_budget_counts_the_engine(runs: Runs, column: Column) -> None:
+    """vLLM with its cache, or the native engine with the policy's own weights."""
+    error = runs.refused(column, {"residency": {"budget_gb": 1e-5}})
+    phase, part = ("rollout", "engine 0.107") if column.engine == "vllm" else ("rollout", "policy")
+    assert "stage train: residency.budget_gb: the budget is 1e-05 GB, and the phase" in error
+    assert f"`{phase}` needs" in error
+    assert f"({part}" in error
+
+
+@pytest.mark.parametrize("column", column_params(only=publishes))
+def test_weights_are_published_every_other_step(runs: Runs, column: Column) -> None:
+    """The second step's rollouts are by the weights of the first."""
+    assert versions_of(runs.adapters(column)) == {0, 2}
+    assert [row["staleness/max"] for row in steps(runs.adapters(column))] == [0, 1, 0]
+
+
+@with_native
+def test_truncated_tokens_have_exact_log_probs(runs: Runs, column: Column) -> None:
+    assert max(row["logprob_gap/max"] for row in steps(runs.adapters(column))) < 1e-3
+
+
+@with_native
+def test_n_grams_are_drafts(runs: Runs, column: Column) -> None:
+    """They change no log-prob. Explorers elsewhere do not report how many were accepted."""
+    rows = steps(runs.adapters(column))
+    assert max(row["logprob_gap/max"] for row in rows) < 1e-3
+    if column.place in (Place.ONE_PROCESS, Place.RANKS):
+        assert any("rollout/guess/accepted" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    "column",
+    column_params(only=lambda column: column.engine == "native" and column.place in (Place.ONE_PROCESS, Place.RANKS)),
+)
+def test_earlier_completions_are_drafts(runs: Runs, column: Column) -> None:
+    rows = steps(runs.reuse(column))
+    assert all(row["rollout/reuse/accepted"] > 0 for row in rows[1:])
+    assert max(row["logprob_gap/max"] for row in rows) < 1e-3
