@@ -23,10 +23,10 @@ from rollmill.errors import (
     EngineLostError,
     GraderLostError,
     RewardError,
-    RollmillError,
     StoreError,
     StoreLostError,
     TrainerRankLostError,
+    TrainerRankMemoryError,
     TrainingError,
     UserExitError,
     is_out_of_memory,
@@ -51,6 +51,7 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
         StoreLostError("gone"),
         GraderLostError("gone"),
         TrainerRankLostError("gone"),
+        TrainerRankMemoryError("full"),
         caused(RewardError("judge"), EndpointLostError("gone")),
         caused(EngineError("takes no more requests"), EngineLostError("gone")),
         torch.OutOfMemoryError("CUDA out of memory"),
@@ -62,7 +63,7 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
 def test_failures_that_may_pass(error: BaseException) -> None:
     assert is_recoverable(error)
     assert RunOutcome.of(error).recoverable
-    assert is_out_of_memory(error) == (not isinstance(error, RollmillError | ExceptionGroup))
+    assert is_out_of_memory(error) == (isinstance(error, TrainerRankMemoryError | MemoryError | RuntimeError))
 
 
 @pytest.mark.parametrize(
