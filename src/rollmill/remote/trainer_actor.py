@@ -132,7 +132,9 @@ class TrainerActor:
         try:
             loaded = load_run(self._run_dir / CONFIG, out=self._run_dir)
             assert isinstance(loaded.config.placement, RayPlacement)
-            explorers = RayExplorers(loaded.config.placement, self._run_dir, self._explorers)
+            explorers = RayExplorers(
+                loaded.config.placement, self._run_dir, self._explorers, loaded.config.explorer_silent_s
+            )
             limit_s = loaded.config.supervision.stall_limit(loaded.stages)
             loaded, changes = self._reduction.apply(loaded)
             if changes:
