@@ -238,6 +238,22 @@ def test_the_command_itself_is_killed_and_resumed_and_interrupted(server: Forks,
     require_same(out, whole)
 
 
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "out"
+    rollmill.run(written(tmp_path, placement=ON_RAY), out=out)
+    *_, before, newest = sorted((out / "checkpoints").glob("step-*"))
+    with (newest / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    view = Hurting(out, 0)
+    resume(out, view)
+    says = f"the checkpoint of step {int(newest.name[5:])} is damaged (model.safetensors has 1,000 bytes"
+    assert any(text.startswith(says) for text in view.messages)
+    goes_on = f"the run goes on from the checkpoint of step {int(before.name[5:])}, the newest one that is whole"
+    assert goes_on in view.messages
+    assert (out / f"checkpoints/damaged-{newest.name[5:]}").is_dir()
+    require_same(out, whole)
+
+
 class Insisting(Interrupting):
     """A view that sends it twice."""
 
