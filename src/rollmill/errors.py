@@ -86,6 +86,10 @@ class TrainerRankLostError(TrainingError):
     recoverable = True
 
 
+class TrainerRankMemoryError(TrainerRankLostError):
+    """A trainer process has no memory left, or the kernel has killed it for that."""
+
+
 class StoreError(RollmillError):
     """A buffer's database cannot be reached, read or written."""
 
@@ -179,6 +183,7 @@ def explain_path_error(error: OSError) -> str | None:
     return f"{error.filename}: {error.strerror}; correct the path, or fix its permissions"
 
 
+_VMSTAT, _CGROUPS = Path("/proc/vmstat"), Path("/sys/fs/cgroup")
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -199,12 +204,41 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_memory_error(error: BaseException) -> bool:
     """True if this error itself says that memory ran out. Torch, which this module does not import, has its own."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    if isinstance(error, MemoryError | TrainerRankMemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text or "CUDA out of memory" in text
+
+
+def count_oom_kills() -> int:
+    """Processes that the kernel has killed because memory ran out: in this control group, and on this host."""
+    return _oom_kills_in(_VMSTAT) + sum(map(_oom_kills_in, _event_files()))
+
+
+def _event_files() -> list[Path]:
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return []
+    found = []
+    for _, kinds, path in groups:
+        if not kinds:
+            found.append(_CGROUPS / path.lstrip("/") / "memory.events")
+        elif "memory" in kinds.split(","):
+            found.append(_CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
+    return found
+
+
+def _oom_kills_in(path: Path) -> int:
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill")
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:

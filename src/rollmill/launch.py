@@ -181,7 +181,7 @@ def execute(
         monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
         buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
         if loaded.config.mode == "train":
-            explorers = JoinedExplorers(run_dir, setup.run_id)
+            explorers = JoinedExplorers(run_dir, setup.run_id, loaded.config.explorer_silent_s)
         shared = setup.context(loaded, run_dir, buffers)
         context = replace(shared, explorers=explorers, ranks=ranks, heartbeat=heartbeat)
         orchestrator = Orchestrator(

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from rollmill.rollout.endpoint.middleware import AccessRules
 from rollmill.rollout.endpoint.server import EndpointServer
 from rollmill.rollout.endpoint.service import ServiceLimits, build_application_service
 from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession, SessionSink
+from rollmill.rollout.endpoint.session_journal import SESSIONS_FILE, SessionJournal
+from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
 from rollmill.trainer import choose_precision
@@ -126,7 +128,12 @@ async def _serve(
 
 @asynccontextmanager
 async def _served(
-    policy: PolicyModel, engine: RolloutEngine, sampling: SamplingConfig, place: ServerAddress, sink: SessionSink | None
+    policy: PolicyModel,
+    engine: RolloutEngine,
+    sampling: SamplingConfig,
+    place: ServerAddress,
+    sink: SessionSink | None,
+    journal: SessionJournal | None = None,
 ) -> AsyncIterator[None]:
     service = build_application_service(
         engine,
@@ -137,6 +144,7 @@ async def _served(
         limits=place.limits,
         sink=sink,
         keys=place.rules.keys,
+        journal=journal,
     )
     server = EndpointServer(service, place.rules, place.listener)
     await server.start()
@@ -154,11 +162,13 @@ def serve_training(
     overrides: Sequence[str] = (),
     out: Path | None = None,
     view: RunView | None = None,
+    attempt: RunAttempt | None = None,
 ) -> dict[str, Any]:
     """Serve a policy and train it on committed sessions, until `steps` are made or SIGINT; return the summary.
 
     Args:
         source: a run file, or the directory of such a run to resume.
+        attempt: given in the child of a supervisor; one that has begun is resumed.
 
     Raises:
         ConfigError: the run's workflow is not `traffic`, or it has several stages.
@@ -168,7 +178,9 @@ def serve_training(
     is_run = (source / CONFIG).is_file()
     if is_run and (overrides or out is not None):
         raise ConfigError("--set and --out apply when a run is started, not when it is resumed")
-    loaded = load_run(source / CONFIG if is_run else source, overrides, out)
+    if attempt is not None and attempt.run_dir is not None:
+        source, is_run = attempt.run_dir, True
+    loaded = load_run(source / CONFIG, out=source) if is_run else load_run(source, overrides, out)
     if len(loaded.stages) > 1 or not isinstance(loaded.stages[0].workflow, TrafficWorkflow):
         raise ConfigError(f"{loaded.path}: --train needs one stage with `workflow: traffic`; other runs have a taskset")
 
@@ -178,10 +190,13 @@ def serve_training(
         assert isinstance(workflow, TrafficWorkflow)
         assert isinstance(stage.batches, TrafficBatches)
         groups = SessionGrouper(workflow, rollout.group_size, stage.batches)
-        async with _served(stage.policy, stage.engine, rollout, place, groups):
-            yield
+        with closing(SessionJournal(stage.context.run_dir / SESSIONS_FILE)) as journal:
+            async with _served(stage.policy, stage.engine, rollout, place, groups, journal):
+                yield
 
-    return resume(source, view, serving) if is_run else start(loaded, out, view, serving)
+    if is_run:
+        return resume(source, view, serving, attempt)
+    return start(loaded, out, view, serving, attempt)
 
 
 def set_threads(count: int) -> None:

@@ -15,6 +15,8 @@ import pytest
 from buffer_groups import group, ids, same_groups
 from postgres import Postgres
 from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+from waiting import wait_until
 
 from rollmill.buffer import open_run_store, open_store
 from rollmill.buffer.base import FEEDBACK, PIPELINE, ExperienceKind
@@ -249,6 +251,21 @@ def test_a_server_that_is_stopped_is_an_error(pg: Postgres) -> None:
             each.resume()
     assert store.put([group("g2")]) == 1
     store.close()
+
+
+@pytest.mark.service
+def test_a_server_ends_what_takes_too_long_by_itself(pg: Postgres) -> None:
+    """Its locks would keep others out if the process that waits for it were stopped, and could not end it."""
+    limited, watching = Database(pg.url, outage_s=0.2), Database(pg.url)
+    with limited.engine.connect() as connection, pytest.raises(DBAPIError, match="statement timeout"):
+        connection.execute(text("select pg_sleep(20)"))
+    with limited.engine.connect() as connection:
+        pid = connection.execute(text("select pg_backend_pid()")).scalar_one()  # and then nothing, in a transaction
+        there = text("select pid from pg_stat_activity where pid = :pid")
+        wait_until(lambda: not watching.read(lambda other: other.execute(there, {"pid": pid}).all()))
+        connection.invalidate()
+    for each in (limited, watching):
+        each.close()
 
 
 @pytest.mark.service

@@ -71,6 +71,7 @@ def test_a_frozen_policy_is_refused(tmp_path: Path) -> None:
         ({"mode": "serve"}, "model.path: a new model has learned nothing; give the folder of one to serve"),
         ({"mode": "bench", "evaluation": None}, "mode: mode `bench` needs an `evaluation`"),
         ({"mode": "both", "trainer_away_s": 3}, "trainer_away_s: not honoured by mode `both`"),
+        ({"mode": "both", "explorer_silent_s": 3}, "explorer_silent_s: not honoured by mode `both`"),
         ({"mode": "serve", **TRAFFIC, "stages": [{"name": "one"}, {"name": "two"}]}, "trains on traffic in one stage"),
         ({"mode": "learn"}, "mode"),
     ],

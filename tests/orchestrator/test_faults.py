@@ -332,14 +332,56 @@ def test_two_damaged_checkpoints_cost_their_steps_and_no_more(server: Forks, tmp
     assert without_aside(outcome(tmp_path / "out")) == expected
 
 
-def test_a_checkpoint_of_a_later_format_is_refused_and_left_in_place(server: Forks, copy: Path) -> None:
-    newest = checkpoints_of(copy)[-1]
-    content = json.loads((newest / "manifest.json").read_text()) | {"format": 2, "rollmill": "7.8.9"}
+def rewrite_manifest(folder: Path, **changes: Any) -> None:
+    content = json.loads((folder / "manifest.json").read_text()) | changes
     content.pop("sha256")
     content["sha256"] = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    (newest / "manifest.json").write_text(json.dumps(content))
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def test_a_checkpoint_of_a_later_format_is_refused_and_left_in_place(server: Forks, copy: Path) -> None:
+    newest = checkpoints_of(copy)[-1]
+    rewrite_manifest(newest, format=2, rollmill="7.8.9")
     clean(server.run("resume", "out", folder=copy), 1, newest.name, "format 2", "rollmill 7.8.9", "up to 1")
     assert newest.is_dir()
+
+
+@pytest.mark.parametrize("settings", ["kept", "lost"])
+def test_a_checkpoint_of_another_run_is_refused_with_both_ids(server: Forks, copy: Path, settings: str) -> None:
+    newest = checkpoints_of(copy)[-1]
+    own = json.loads((copy / "out/machine.json").read_text())["run_id"]
+    rewrite_manifest(newest, run_id="another")
+    if settings == "lost":
+        (copy / "out/machine.json").unlink()
+    clean(server.run("resume", "out", folder=copy), 1, newest.name, "was written by the run another", f"the run {own}")
+    assert newest.is_dir()
+    shutil.move(newest, copy / newest.name)
+    clean(server.run("resume", "out", folder=copy), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"algorithm": {"name": "distill", "teacher": "base"}}, 0),
+        ({"model": {"path": "base", "new": None, "lora": {"rank": 2}}}, 1),
+    ],
+    ids=["teacher", "under adapters"],
+)
+def test_a_model_that_changed_between_two_starts_is_named(
+    server: Forks, copy: Path, changes: dict[str, Any], code: int
+) -> None:
+    base = copy / "base"
+    shutil.copytree(checkpoints_of(copy)[-1], base, ignore=shutil.ignore_patterns("manifest.json", "state.json"))
+    tiny_run(copy, **ONLY_RL | {"steps": 2, "evaluation": None} | changes)
+    clean(server.run("run", "run.yaml", "--out", "mine", folder=copy), 0)
+    flip(base / "model.safetensors")
+    end = server.run("resume", "mine", folder=copy)
+    clean(end, code)
+    says = f"{base} has changed since the run's last start"
+    assert says in (end.err if code else end.out)
+    assert "model.safetensors has other content" in (end.err if code else end.out)
+    if not code:
+        assert says not in server.run("resume", "mine", folder=copy).out, "it is said once"
 
 
 @pytest.mark.parametrize("damage", [empty, Path.unlink])

@@ -63,6 +63,18 @@ def test_a_damaged_one_is_named_but_left_in_place(server: Forks, former: Path, n
     assert (former / "checkpoints/step-000002").is_dir()
 
 
+@pytest.mark.parametrize("name", ["trainer.pt", "state.json", "model.safetensors"])
+def test_a_run_goes_on_from_the_one_before_a_damaged_one(server: Forks, former: Path, name: str) -> None:
+    newest = former / "checkpoints/step-000003"
+    shutil.copytree(former / "checkpoints/step-000002", newest)
+    (newest / name).write_bytes(b"")
+    ended = server.run("resume", former.name, folder=former.parent)
+    assert ended.code == 0, ended.err
+    assert "the checkpoint of step 3 is damaged" in ended.out
+    assert "the run goes on from the checkpoint of step 2" in ended.out
+    assert (former / "checkpoints/damaged-000003").is_dir()
+
+
 def test_lost_settings_of_the_machine_are_an_error_that_says_what_to_do(server: Forks, former: Path) -> None:
     for damage in (lambda path: path.write_bytes(b""), Path.unlink):
         damage(former / "machine.json")

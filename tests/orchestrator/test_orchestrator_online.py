@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,18 +19,23 @@ import openai
 import pytest
 import schemathesis
 import yaml
+from forks import Forks, send
 from fuzzing import fuzz
+from tiny import trainer as trainer_of
 from toys import toy_checkpoint
 
 from rollmill import load_experiences
 from rollmill.config.loader import load_run
-from rollmill.errors import ConfigError
+from rollmill.errors import ConfigError, CorruptFileError
 from rollmill.launch import resume, run
 from rollmill.orchestrator.batches import RolloutBatches
 from rollmill.orchestrator.traffic import TrafficBatches
+from rollmill.rollout.endpoint import session_journal
 from rollmill.rollout.endpoint.middleware import AccessRules
 from rollmill.rollout.endpoint.service import ServiceLimits
+from rollmill.rollout.endpoint.session_journal import SESSIONS_FILE, SessionJournal
 from rollmill.serve import ServerAddress, serve_training
+from rollmill.trackers.metrics_log import read_metrics
 from rollmill.trainer import Trainer
 from rollmill.web import open_listener
 from rollmill.web.keys import KeyRing, make_key
@@ -279,6 +286,64 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     assert (summary["status"], summary["steps"]) == ("done", 4)
     learned = [one.info["session"] for one in load_experiences(tmp_path / "out")]
     assert sorted(learned) == [f"s{number}" for number in range(8)]
+
+
+def test_names_of_open_sessions_outlive_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / SESSIONS_FILE
+    monkeypatch.setattr(session_journal, "_SPARE_LINES", 3)  # the file is replaced now and then
+    first = SessionJournal(path)
+    for name in ("a", "b", "c", "d"):
+        first.opened(("x", name))
+    for key in (("x", "a"), ("y", "b"), ("x", "d")):
+        first.closed(key)
+    with path.open("a") as file:
+        file.write('["opened", "x')  # the process was killed
+    second = SessionJournal(path)
+    assert second.lost == {("x", "b"), ("x", "c")}
+    assert not second.was_lost(("x", "a"))
+    assert [second.was_lost(("x", "b")), second.was_lost(("x", "b"))] == [True, False]
+    second.opened(("x", "b"))
+    assert SessionJournal(path).lost == {("x", "b"), ("x", "c")}
+    path.write_text('["opened"\n["opened", "x", "a"]\n')
+    with pytest.raises(CorruptFileError, match=r"sessions\.jsonl:1 is damaged"):
+        SessionJournal(path)
+
+
+@pytest.mark.slow
+def test_a_server_whose_process_dies_starts_again_and_tells_who_had_a_session_open(
+    server: Forks, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    run_file(tmp_path, steps=2, rollout={"batch": 2, "max_new_tokens": 4}, supervise={"backoff_s": 0.0})
+    options = ("--port", "0", "--key", KEY, "--out", "out")
+    server.start("serve", "run.yaml", "--train", *options, folder=tmp_path)
+    assert server.reaches(lambda: (out / SESSIONS_FILE).exists() and "serving run.yaml" in server.output())
+    [address] = re.findall(r"http://[0-9.:]+", server.output())
+
+    def ask(session: str) -> httpx.Response:
+        head = {"authorization": f"Bearer {KEY}", "x-session-id": session}
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        return httpx.post(f"{address}/v1/chat/completions", json=body, headers=head, timeout=60)
+
+    conversation_of(address, "first", 1.0)
+    conversation_of(address, "second", 0.0)
+    assert ask("open").status_code == 200
+    assert server.reaches(lambda: (out / "checkpoints/step-000001").is_dir() or len(read_metrics(out)) >= 1)
+    send(trainer_of(out), signal.SIGKILL)
+    lost = ask("open")  # waits for the next process
+    assert (lost.status_code, lost.json()["error"]["code"]) == (410, "session_lost")
+    head = {"authorization": f"Bearer {KEY}"}
+    forgotten = httpx.post(f"{address}/commit", json={"session": "open"}, headers=head)
+    assert forgotten.status_code == 404
+    assert ask("open").status_code == 200, "the name may be used again"
+    for number in range(4):
+        with suppress(openai.APIConnectionError, openai.APIStatusError, httpx.TransportError, AssertionError):
+            conversation_of(address, f"later-{number}", float(number))  # until the run is done
+    end = server.wait()
+    assert end.code == 0, end.err
+    assert "restart 1 of 3" in end.out
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["restarts"]) == ("done", 2, 1)
 
 
 def test_sessions_that_wait_for_others_are_still_there_when_the_run_goes_on(tmp_path: Path) -> None:

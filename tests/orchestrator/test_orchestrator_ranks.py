@@ -113,3 +113,18 @@ def test_a_run_whose_rank_dies_says_so_and_goes_on_from_its_checkpoint(
     resume(tmp_path / "out", view=quiet())
     assert_same(tmp_path / "out", alone)
     assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_ranks_with_shards_go_on_from_the_checkpoint_before_a_damaged_one(alone: Path, tmp_path: Path) -> None:
+    pair = started(tmp_path, ranks=2, sharding="fsdp")
+    newest = pair / "checkpoints/step-000004"
+    content = bytearray((newest / "trainer.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / "trainer.pt").write_bytes(content)
+    said = io.StringIO()
+    resume(pair, view=PlainView(said))
+    assert "the checkpoint of step 4 is damaged (trainer.pt has other content" in said.getvalue()
+    assert "goes on from the checkpoint of step 2" in said.getvalue()
+    assert (pair / "checkpoints/damaged-000004").is_dir()
+    assert_same(pair, alone)

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,69 @@ def test_after_running_out_of_memory_micro_batches_are_smaller(server: Forks, tm
     assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in wanted]
     for row, other in zip(rows, wanted, strict=True):
         assert row == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+LOSS = "import torch\n@rollmill.loss\ndef mine(logprob, advantage):\n    global calls\n    calls += 1\n"
+IN_PROCESS = {
+    "the process that trains": "    where = not torch.distributed.is_initialized()\n",
+    "rank 1": "    where = torch.distributed.get_rank() == 1\n",
+}
+FIRST = "    if where and calls == 3 and not pathlib.Path('failed').exists():\n        pathlib.Path('failed').touch()\n"
+RETURN = "    return -advantage * logprob\n"
+
+
+def learned_with(server: Forks, folder: Path, process: str, does: str) -> Ended:
+    """A run whose loss does something once, in one of its processes."""
+    (folder / "user.py").write_text(HEADER + LOSS + IN_PROCESS[process] + FIRST + does + RETURN)
+    settings = {"lr": 1e-3, "micro_batch_tokens": 128, "ranks": 2 if process == "rank 1" else 1}
+    own = {"plugins": ["user.py"], "algorithm": {"name": "grpo", "loss": {"name": "mine"}}, "trainer": settings}
+    tiny_run(folder, **RL | own | {"steps": 4})
+    return server.run("run", "run.yaml", "--out", "out", folder=folder)
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_memory_starts_again_with_smaller_micro_batches(server: Forks, tmp_path: Path) -> None:
+    end = learned_with(server, tmp_path, "rank 1", "        raise torch.OutOfMemoryError('no memory')\n")
+    assert end.code == 0, end.err
+    assert "rank 1" in end.out
+    assert "failed: OutOfMemoryError: no memory" in end.out
+    assert "after running out of memory: trainer.micro_batch_tokens 64 instead of 128" in end.out
+    assert len(events(tmp_path / "out")) == len(events(tmp_path / "out", "reduced")) == 1
+    assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group with little memory, for processes that move into it."""
+    for root, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        group = root / f"rollmill-test-{os.getpid()}"
+        with suppress(OSError):
+            group.mkdir()
+            (group / limit).write_text(str(64 << 20))
+            yield group / "cgroup.procs"
+            wait_until(lambda group=group: not (group / "cgroup.procs").read_text())
+            group.rmdir()
+            return
+        if group.is_dir():
+            group.rmdir()
+    pytest.skip("this user cannot make a control group that limits memory")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", list(IN_PROCESS))
+def test_a_process_that_the_kernel_kills_for_its_memory_starts_again_with_smaller_micro_batches(
+    server: Forks, tmp_path: Path, small_group: Path, process: str
+) -> None:
+    fills = f"        pathlib.Path('{small_group}').write_text(str(os.getpid()))\n        bytearray(1 << 30)[::4096]\n"
+    end = learned_with(server, tmp_path, process, fills)
+    assert end.code == 0, end.err
+    assert process in end.out
+    assert "the kernel has killed it because memory ran out" in end.out
+    assert "after running out of memory: trainer.micro_batch_tokens 64 instead of 128" in end.out
+    assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -238,6 +238,22 @@ def test_the_command_itself_is_killed_and_resumed_and_interrupted(server: Forks,
     require_same(out, whole)
 
 
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, whole: Path) -> None:
+    out = tmp_path / "out"
+    rollmill.run(written(tmp_path, placement=ON_RAY), out=out)
+    *_, before, newest = sorted((out / "checkpoints").glob("step-*"))
+    with (newest / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    view = Hurting(out, 0)
+    resume(out, view)
+    says = f"the checkpoint of step {int(newest.name[5:])} is damaged (model.safetensors has 1,000 bytes"
+    assert any(text.startswith(says) for text in view.messages)
+    goes_on = f"the run goes on from the checkpoint of step {int(before.name[5:])}, the newest one that is whole"
+    assert goes_on in view.messages
+    assert (out / f"checkpoints/damaged-{newest.name[5:]}").is_dir()
+    require_same(out, whole)
+
+
 class Insisting(Interrupting):
     """A view that sends it twice."""
 
@@ -305,6 +321,28 @@ def test_a_trainer_that_stalls_is_started_again(tmp_path: Path) -> None:
     assert "stall.py:" in told
     assert "stall.py" in (tmp_path / "out/stall-1.txt").read_text()
     assert json.loads((tmp_path / "out/summary.json").read_text())["restarts"] == 1
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(1, "failed"), (2, "lost a rank")])
+def test_after_running_out_of_memory_micro_batches_are_smaller(tmp_path: Path, ranks: int, how: str) -> None:
+    (tmp_path / "full.py").write_text(
+        "from pathlib import Path\n\nimport torch\n\nimport rollmill\n\ncalls = 0\n\n\n"
+        "@rollmill.loss\ndef full(logprob, advantage):\n    global calls\n    calls += 1\n"
+        f"    mark = Path('{tmp_path}/failed')\n"
+        f"    last = {ranks} == 1 or torch.distributed.get_rank() == 1\n"
+        "    if last and calls == 3 and not mark.exists():\n        mark.touch()\n"
+        "        raise torch.OutOfMemoryError('no memory')\n    return -advantage * logprob\n"
+    )
+    view = Hurting(tmp_path / "out", 1)
+    own = {"plugins": [f"{tmp_path}/full.py"], "algorithm": {"name": "grpo", "loss": {"name": "full"}}, "steps": 3}
+    settings = {"lr": 1e-3, "micro_batch_tokens": 128, "ranks": ranks}
+    path = written(tmp_path, placement=ON_RAY, trainer=settings, supervise={"backoff_s": 0.0}, evaluation=None, **own)
+    rollmill.run(path, out=tmp_path / "out", view=view)
+    assert any(text.startswith(f"the trainer {how}; it is started again") for text in view.messages)
+    assert "after running out of memory: trainer.micro_batch_tokens 64 instead of 128" in view.messages
+    kinds = [json.loads(line)["event"] for line in (tmp_path / "out/events.jsonl").open()]
+    assert kinds == ["restart", "reduced"]
+    assert [row["step"] for row in learned(tmp_path / "out")] == [1, 2, 3]
 
 
 @pytest.mark.thorough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import pickle
 import stat
@@ -17,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.errors import ConfigError, RewardError
-from rollmill.remote import joined_explorers
+from rollmill.files import atomic_write
+from rollmill.remote import joined_explorers, worker_pool
 from rollmill.remote.connection import LOST, join_trainer, serve_calls
 from rollmill.remote.joined_explorers import JoinedExplorers
 from rollmill.remote.run_state import (
@@ -225,6 +227,41 @@ def test_an_explorer_that_hangs_is_left_alone(tmp_path: Path, monkeypatch: pytes
                 assert hangs.stopped.is_set()
                 assert [each.name for each in explorers.pool.workers] == ["explorer 1"]
                 call.cancel()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_an_explorer_that_neither_answers_nor_beats_is_lost_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beats: bool
+) -> None:
+    monkeypatch.setattr(worker_pool, "_LAST_CHANCE_S", 0.1)
+
+    async def beat(path: Path) -> None:
+        for number in itertools.count():
+            await asyncio.to_thread(atomic_write, path, json.dumps({"beat": float(number)}).encode())
+            await asyncio.sleep(0.01 if beats else 1000.0)
+
+    async def work() -> None:
+        explorers, hangs = JoinedExplorers(tmp_path, "id", silent_s=0.5), Worker()
+        asked = asyncio.Event()
+
+        async def never() -> int:
+            asked.set()
+            await asyncio.sleep(1000)
+            return 0
+
+        (tmp_path / "processes").mkdir()
+        beating = asyncio.ensure_future(beat(tmp_path / "processes/explorer-0.json"))
+        async with explorers.serving(), joined(tmp_path, 0, hangs) as serving:
+            await until(lambda: bool(explorers.pool.workers))
+            await explorers.pool.begin("stage")
+            hangs.ready = never  # type: ignore[method-assign]
+            await asked.wait()
+            done, _ = await asyncio.wait([serving], timeout=2.0 if beats else 60.0)
+            assert bool(done) == (not beats)
+            assert bool(explorers.pool.workers) == beats
+        beating.cancel()
 
     asyncio.run(work())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import socket
 import tempfile
@@ -14,9 +15,11 @@ import pytest
 from rollmill.sandbox import Sandbox, SandboxLimits
 from rollmill.sandbox import kernel_memory as module
 from rollmill.sandbox.backend_selection import SAFE_BACKENDS
+from rollmill.sandbox.file_locks import LOCKS
 from rollmill.sandbox.kernel_memory import count_slots, kernel_memory_mb, machine_memory_mb
 from rollmill.sandbox.limits import OPEN_FILES
 from rollmill.sandbox.semaphore import FairSemaphore
+from tests.kernels import lacks
 
 LIMITS = SandboxLimits(memory_mb=128, disk_mb=8)
 
@@ -118,12 +121,96 @@ def _locks() -> int:
     return len(Path("/proc/locks").read_text().splitlines())
 
 
-def test_locks_between_processes_fail() -> None:
-    program = (
-        "import fcntl\ntry: fcntl.lockf(open('x', 'w'), fcntl.LOCK_EX)\nexcept OSError as error: print(error.errno)"
-    )
-    with Sandbox(backend="namespaces") as sandbox:
-        assert sandbox.run_sync(program, limits=SandboxLimits(processes=2)).stdout == "37\n"
+SHARED_DATABASE = """
+import multiprocessing, sqlite3, subprocess, sys
+
+def add():
+    connection = sqlite3.connect("numbers.db", timeout=8)
+    for _ in range(10):
+        with connection:
+            connection.execute("begin immediate")
+            (value,) = connection.execute("select value from numbers").fetchone()
+            connection.execute("update numbers set value = ?", (value + 1,))
+    connection.close()
+
+connection = sqlite3.connect("numbers.db")
+connection.execute(f"pragma journal_mode = {JOURNAL}")
+connection.execute("create table numbers as select 0 as value")
+connection.commit()
+connection.close()
+processes = [multiprocessing.get_context("fork").Process(target=add) for _ in range(3)]
+for each in processes:
+    each.start()
+for each in processes:
+    each.join()
+code = "import sqlite3; print(*sqlite3.connect('numbers.db').execute('select value from numbers').fetchone())"
+print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout, end="")
+"""
+MANY = SandboxLimits(memory_mb=256, processes=6)
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[Sandbox]:
+    if lacks("namespaces"):
+        pytest.skip(lacks("namespaces"))
+    with Sandbox(MANY, backend="namespaces") as made:
+        if made.run_sync("import fcntl\nfcntl.lockf(open('x', 'w'), fcntl.LOCK_EX)").outcome != "ok":
+            pytest.skip("this kernel, or a sandbox around, does not let a filter ask")
+        yield made
+
+
+@pytest.mark.parametrize("journal", ["delete", "wal"])
+def test_processes_of_a_program_share_a_database_in_a_file(several: Sandbox, journal: str) -> None:
+    found = several.run_sync(f"JOURNAL = {journal!r}\n" + SHARED_DATABASE)
+    assert (found.outcome, found.stdout) == ("ok", "30\n"), found
+
+
+def test_a_session_of_several_processes_locks_files(several: Sandbox) -> None:
+    async def main() -> list[str]:
+        async with several.session() as session:
+            first = await session.execute("import fcntl\nfile = open('x', 'w')\nfcntl.lockf(file, fcntl.LOCK_EX)")
+            held = (
+                "import os\nif os.fork() == 0:\n"
+                "    try: fcntl.lockf(open('x', 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+                "    except BlockingIOError: os._exit(5)\n    os._exit(0)\nos.waitstatus_to_exitcode(os.wait()[1])"
+            )
+            second = await session.execute(held)
+            return [first.outcome, second.outcome, str(second.value)]
+
+    assert asyncio.run(main()) == ["ok", "ok", "5"]
+
+
+MANY_LOCKS = """
+import fcntl, os, struct
+held = 0
+for name in range(8):
+    file = os.open(f"locked{name}", os.O_RDWR | os.O_CREAT)
+    try:
+        for place in range(20_000, 0, -2):
+            fcntl.fcntl(file, fcntl.F_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, place, 1, 0))
+            held += 1
+    except OSError as error:
+        print(error.errno)
+held
+"""
+
+
+def test_locks_between_processes_take_little_memory_of_the_kernel(several: Sandbox) -> None:
+    async def count() -> tuple[int, str, str]:
+        async with several.session() as session:
+            before = _locks()
+            found = await session.execute(MANY_LOCKS)
+            return _locks() - before, str(found.value), found.stdout
+
+    more, held, stdout = asyncio.run(count())
+    assert int(held) <= LOCKS
+    assert more <= LOCKS + 100  # others may lock files meanwhile
+    assert stdout == f"{errno.ENOLCK}\n" * 8
+
+
+def test_a_program_that_locks_a_file_of_the_machine_is_killed(several: Sandbox) -> None:
+    found = several.run_sync("import fcntl, os, time\nfile = open(os.__file__)\nfcntl.lockf(file, 1)\ntime.sleep(60)")
+    assert (found.outcome, found.stderr) == ("killed", "killed: it locked a file outside of its folder\n")
 
 
 def test_several_processes_are_counted_as_several() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import platform
 import random
 import struct
@@ -20,7 +21,7 @@ from rollmill.sandbox import Sandbox
 from rollmill.sandbox.allowed_syscalls import ABSENT, ALLOWED, FIRST_UNKNOWN, OWN_PID, FilterKind
 from rollmill.sandbox.backend import BackendName
 from rollmill.sandbox.backend_selection import SAFE_BACKENDS
-from rollmill.sandbox.seccomp import ALLOW, AUDIT_ARCH, ERRNO, KILL_PROCESS, answer_of, build_filter
+from rollmill.sandbox.seccomp import ALLOW, ASK, AUDIT_ARCH, ERRNO, KILL_PROCESS, answer_of, build_filter
 from rollmill.sandbox.syscall_check import KINDS, NUMBERS, build_probes, check_syscalls, probe
 from rollmill.sandbox.syscalls import DENIED
 
@@ -87,6 +88,13 @@ def test_a_filter_that_only_logs_refuses_no_known_call() -> None:
     calls = {"bpf": (DENIED["bpf"][0], 0x7FFC0000), "read": (0, ALLOW), "socketpair": (53, ERRNO | 1)}
     for number, answer in calls.values():
         assert run_filter(code, AUDIT_ARCH["x86_64"], number, (0,) * 6) == answer
+
+
+def test_locks_between_processes_are_refused_where_the_kernel_cannot_ask() -> None:
+    for asks, answer in ((True, ASK), (False, ERRNO | errno.ENOLCK)):
+        code = build_filter("many", "x86_64", asks=asks)
+        for command in (6, 7):
+            assert run_filter(code, AUDIT_ARCH["x86_64"], 72, (3, command, 0, 0, 0, 0)) == answer
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -23,10 +23,10 @@ from rollmill.errors import (
     EngineLostError,
     GraderLostError,
     RewardError,
-    RollmillError,
     StoreError,
     StoreLostError,
     TrainerRankLostError,
+    TrainerRankMemoryError,
     TrainingError,
     UserExitError,
     is_out_of_memory,
@@ -51,6 +51,7 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
         StoreLostError("gone"),
         GraderLostError("gone"),
         TrainerRankLostError("gone"),
+        TrainerRankMemoryError("full"),
         caused(RewardError("judge"), EndpointLostError("gone")),
         caused(EngineError("takes no more requests"), EngineLostError("gone")),
         torch.OutOfMemoryError("CUDA out of memory"),
@@ -62,7 +63,7 @@ def caused(error: BaseException, cause: BaseException) -> BaseException:
 def test_failures_that_may_pass(error: BaseException) -> None:
     assert is_recoverable(error)
     assert RunOutcome.of(error).recoverable
-    assert is_out_of_memory(error) == (not isinstance(error, RollmillError | ExceptionGroup))
+    assert is_out_of_memory(error) == (isinstance(error, TrainerRankMemoryError | MemoryError | RuntimeError))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,7 @@ def test_the_limit_of_stalls_exceeds_every_deadline(tmp_path: Path) -> None:
         ({}, True),
         ({"mode": "train"}, True),
         ({"mode": "explore"}, False),
+        ({"mode": "serve"}, False),
         ({"placement": "ray"}, False),
         ({"placement": {"name": "ray"}}, False),
         ({"supervise": {"restart": 1}}, False),
@@ -141,8 +143,11 @@ def test_the_limit_of_stalls_exceeds_every_deadline(tmp_path: Path) -> None:
 )
 def test_supervision_is_read_without_the_rest(tmp_path: Path, changes: dict[str, Any], supervised: bool) -> None:
     (tmp_path / "user.py").write_text("raise RuntimeError('plugins are for the process that trains')\n")
-    found = load_supervision(tiny_run(tmp_path, plugins=["user.py"], **changes), ["supervise.backoff_s=7"])
+    path = tiny_run(tmp_path, plugins=["user.py"], **changes)
+    found = load_supervision(path, ["supervise.backoff_s=7"])
     assert (found is not None and found.backoff_s == 7.0) == supervised
+    served = load_supervision(path, serves=True)
+    assert (served is not None) == (supervised or changes.get("mode") == "serve")
 
 
 def test_the_former_key_of_ray_counts(tmp_path: Path) -> None:

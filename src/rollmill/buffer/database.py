@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
@@ -68,8 +69,8 @@ class WriteAheadLog:
             return 0
 
 
-_TRANSIENT = ("08", "40", "53300", "55P03", "57P01", "57P02", "57P03")
-"""Transient SQLSTATEs of PostgreSQL: no connection, deadlocks, too many connections, restarts."""
+_TRANSIENT = ("08", "25P03", "40", "53300", "55P03", "57014", "57P01", "57P02", "57P03")
+"""Transient SQLSTATEs of PostgreSQL: no connection, deadlocks, too many connections, timeouts, restarts."""
 
 
 def redact_url(url: URL) -> str:
@@ -159,7 +160,7 @@ class Database:
         self.url = _parsed(url)
         self.outage_s = outage_s
         self.read_only = read_only
-        self.engine = _engine(self.url, read_only)
+        self.engine = _engine(self.url, read_only, _PATIENCE * outage_s)
         self._log = WriteAheadLog(self.engine) if self.is_sqlite and not read_only else None
         self._watch = None if self.is_sqlite else ConnectionWatch(_PATIENCE * outage_s)
         self._file: os.stat_result | None = None
@@ -279,7 +280,7 @@ def _parsed(url: str | URL) -> URL:
     return parsed
 
 
-def _engine(url: URL, read_only: bool) -> Engine:
+def _engine(url: URL, read_only: bool, limit_s: float) -> Engine:
     try:
         if url.get_backend_name() == "sqlite":
             if read_only:
@@ -289,7 +290,7 @@ def _engine(url: URL, read_only: bool) -> Engine:
             event.listen(engine, "begin", _begin)
             return engine
         engine = create_engine(url, connect_args=_TIMEOUTS)
-        event.listen(engine, "begin", _begin_read_only if read_only else _begin_on_server)
+        event.listen(engine, "begin", partial(_begin_on_server, read_only=read_only, limit_s=limit_s))
         return engine
     except ModuleNotFoundError as error:
         raise StoreError(f"buffer.url needs the package `{error.name}`: pip install 'rollmill[postgres]'") from error
@@ -327,13 +328,15 @@ def _begin(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN")
 
 
-def _begin_on_server(connection: Connection) -> None:
+def _begin_on_server(connection: Connection, *, read_only: bool, limit_s: float) -> None:
+    """Have the server end what takes too long: it then gives back its locks, even if this process is stopped."""
+    if read_only:
+        connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+    limits = dict.fromkeys(("statement_timeout", "idle_in_transaction_session_timeout"), limit_s)
     if connection.get_execution_options().get("rollmill_write"):
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{BUSY_S:.0f}s'")
-
-
-def _begin_read_only(connection: Connection) -> None:
-    connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+        limits["lock_timeout"] = BUSY_S
+    calls = ", ".join(f"set_config('{name}', '{limit * 1000:.0f}ms', true)" for name, limit in limits.items())
+    connection.exec_driver_sql(f"SELECT {calls}")
 
 
 def _make_tables(connection: Connection) -> None:

@@ -39,7 +39,7 @@ def run(
             return launch.resume(attempt.run_dir, progress_view(as_json), attempt=attempt)
         return launch.start(load_run(config, overrides or [], out), out, progress_view(as_json), attempt=attempt)
 
-    if (summary := _supervised(load_supervision(config, overrides or []), train, as_json)) is not None:
+    if (summary := run_supervised(load_supervision(config, overrides or []), train, as_json)) is not None:
         print_summary(summary, as_json)
         return
     loaded = load_run(config, overrides or [], out)
@@ -68,7 +68,7 @@ def resume(
 
         return launch.resume(run_dir, progress_view(as_json), attempt=attempt)
 
-    summary = _supervised(load_supervision(run_dir / "config.yaml"), train, as_json)
+    summary = run_supervised(load_supervision(run_dir / "config.yaml"), train, as_json)
     print_summary(train(None) if summary is None else summary, as_json)
 
 
@@ -92,7 +92,7 @@ def evaluate(
         print(f"{name:20} {value:.4f}" if isinstance(value, float) else f"{name:20} {value}")
 
 
-def _supervised(
+def run_supervised(
     config: SupervisionConfig | None, train: Callable[[RunAttempt], dict[str, Any]], as_json: bool
 ) -> dict[str, Any] | None:
     """Train in child processes, and return the summary; None if this process has to train itself."""

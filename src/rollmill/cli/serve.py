@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rollmill.serve import ServerAddress
+    from rollmill.supervision.attempt import RunAttempt
     from rollmill.web.keys import KeyRing
 
 KEY_VARIABLE = "ROLLMILL_SERVE_KEY"
@@ -91,10 +93,6 @@ def command(
 ) -> None:
     """Serve a model through an OpenAI-compatible API; record sessions, and optionally train on them."""
     _check_for_training(train, (record, step, threads, device), (overrides or None, out))
-    from rollmill.rollout.endpoint.middleware import AccessRules
-    from rollmill.rollout.endpoint.service import ServiceLimits
-    from rollmill.serve import ServerAddress, serve_checkpoint, serve_training
-    from rollmill.serve import set_threads as set_threads
     from rollmill.web import ConnectionLimits, is_loopback, open_listener, server_url
 
     keys, new = _keys(key, keys_file, no_key, is_loopback(host))
@@ -102,21 +100,45 @@ def command(
         print(f"warning: other machines can reach {host}, and the traffic is not encrypted", file=sys.stderr)
     listener = open_listener(host, port)
 
+    if new is not None:
+        print(f"API key, shown once: {new}", flush=True)
+
     def ready() -> None:
-        if new is not None:
-            print(f"API key, shown once: {new}", flush=True)
         print(f"serving {model}: {server_url(host, listener)}/v1 (Ctrl-C ends)", flush=True)
 
-    limits = ServiceLimits(requests, deadline, sessions, tokens, idle, body, requests_per_minute, tokens_per_minute)
-    shown = name or model.absolute().name.removesuffix(".yaml")
-    rules = AccessRules(host, keys, ConnectionLimits(connections))
-    place = ServerAddress(listener, rules, limits, shown, ready)
+    def place() -> ServerAddress:
+        from rollmill.rollout.endpoint.middleware import AccessRules
+        from rollmill.rollout.endpoint.service import ServiceLimits
+        from rollmill.serve import ServerAddress
+
+        limits = ServiceLimits(requests, deadline, sessions, tokens, idle, body, requests_per_minute, tokens_per_minute)
+        shown = name or model.absolute().name.removesuffix(".yaml")
+        rules = AccessRules(host, keys, ConnectionLimits(connections))
+        return ServerAddress(listener, rules, limits, shown, ready)
+
     if train:
-        serve_training(model, place, overrides=overrides or [], out=out)
+        _train(model, place, overrides or [], out)
         return
+    from rollmill.serve import serve_checkpoint, set_threads
+
     set_threads(threads or 1)
-    serve_checkpoint(model, place, step=step, record=record, device=device or "auto")
+    serve_checkpoint(model, place(), step=step, record=record, device=device or "auto")
     print("ended", file=sys.stderr)
+
+
+def _train(source: Path, place: Callable[[], ServerAddress], overrides: list[str], out: Path | None) -> None:
+    """Serve and train in a supervised child, which inherits the listener: connections wait while it starts again."""
+    from rollmill.cli.run import run_supervised
+    from rollmill.config.loader import load_supervision
+
+    def train(attempt: RunAttempt | None) -> dict[str, Any]:
+        from rollmill.serve import serve_training
+
+        return serve_training(source, place(), overrides=overrides, out=out, attempt=attempt)
+
+    file = source / "config.yaml" if source.is_dir() else source
+    if run_supervised(load_supervision(file, overrides, serves=True), train, as_json=False) is None:
+        train(None)
 
 
 def _check_for_training(train: bool, without: Sequence[object], only: Sequence[object]) -> None:

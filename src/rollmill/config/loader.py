@@ -179,11 +179,14 @@ def load_run(
     return LoadedRun(resolved.config.model_copy(update=first), stages, path, out or Path("runs") / resolved.config.name)
 
 
-def load_supervision(path: Path, overrides: Sequence[str] = ()) -> SupervisionConfig | None:
+def load_supervision(path: Path, overrides: Sequence[str] = (), *, serves: bool = False) -> SupervisionConfig | None:
     """Loads only `supervise` of a run file, without its plugins, for a process that supervises the run.
 
     None if there is nothing to supervise: in modes that do not train, on Ray (whose supervisor is another one), and if
     the file is wrong, so that `load_run` will say how.
+
+    Args:
+        serves: mode `serve` trains, too.
     """
     problems: list[ConfigProblem] = []
     try:
@@ -194,7 +197,7 @@ def load_supervision(path: Path, overrides: Sequence[str] = ()) -> SupervisionCo
         values = to_plain_data(root)
         placement = expand_name(values.get("placement"))
         on_ray = isinstance(placement, dict) and placement.get("name") == "ray"
-        if on_ray or values.get("mode", "both") not in ("both", "train"):
+        if on_ray or values.get("mode", "both") not in ("both", "train", *(["serve"] if serves else [])):
             return None
         return SupervisionConfig.model_validate(values.get("supervise") or {})
     except (ConfigError, ValidationError):

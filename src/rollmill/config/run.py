@@ -277,6 +277,10 @@ class RunConfig(StageConfig):
     trainer_away_s: float = Field(600.0, gt=0)
     """With mode `explore`: longest time without a sign of life from the trainer, for example while it starts or
     resumes."""
+    explorer_silent_s: float = Field(20.0, gt=0)
+    """With mode `train` and with placement `ray`: an explorer that gives no answer and writes no heartbeat for so long
+    is lost, and others roll out its groups. One that writes heartbeats, but does not answer, is lost after 60 seconds
+    (`placement.health_s`)."""
     plugins: list[Path] = []
     """Python files to import before the run file is checked. Components that they register (`@rollmill.reward`,
     `@rollmill.loss`, `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from rollmill.config.loader import LoadedRun
 from rollmill.errors import CheckpointError, DamagedCheckpointError
 from rollmill.files import sweep_temporary
 from rollmill.orchestrator.checkpoint import Checkpoints
-from rollmill.orchestrator.manifest import find_damage, read_manifest, verifying
-from rollmill.orchestrator.setup import RunSetup, set_up_run
+from rollmill.orchestrator.manifest import Manifest, find_damage, read_manifest, verifying
+from rollmill.orchestrator.model_fingerprints import check_models
+from rollmill.orchestrator.setup import MACHINE, RunSetup, read_run_id, set_up_run
 from rollmill.orchestrator.state import RunState
 
 
@@ -34,38 +36,71 @@ def load_start_point(loaded: LoadedRun, run_dir: Path, *, resumed: bool) -> Star
         resumed: False for a new run, which has no checkpoints.
 
     Raises:
-        CheckpointError: all checkpoints are damaged, or one is of a later format.
+        CheckpointError: all checkpoints are damaged, or one is of a later format, or of another run.
         RollmillError: the run cannot be set up; see `set_up_run`.
     """
     checkpoints = Checkpoints(run_dir)
     checkpoints.sweep()
     sweep_temporary(run_dir)
     messages: list[str] = []
-    while resumed and (steps := checkpoints.steps()):
+    unreadable = dict[int, CheckpointError]()  # of format 0
+    while resumed and (steps := [each for each in checkpoints.steps() if each not in unreadable]):
         step = steps[-1]
+        _require_own(checkpoints, run_dir)
         try:
             with verifying(checkpoints.path(step)):
                 start = checkpoints.read(step)
                 setup = set_up_run(loaded, run_dir, step)
         except DamagedCheckpointError as error:
-            messages.append(_set_aside(checkpoints, step, error))
+            messages.append(_set_aside(checkpoints, step, error.damage))
             continue
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError | MemoryError) or read_manifest(checkpoints.path(step)) is not None:
+                raise
+            unreadable[step] = error  # without hashes, another checkpoint has to show that this one is the cause
+            continue
+        messages += [
+            _set_aside(checkpoints, each, [str(error.__cause__ or error)]) for each, error in unreadable.items()
+        ]
         if messages:
             messages.append(f"the run goes on from the checkpoint of step {step}, the newest one that is whole")
         if read_manifest(checkpoints.path(step)) is None:
             messages.append(f"the checkpoint of step {step} has format 0, without hashes; it could not be verified")
-        return StartPoint(setup, step, start, messages)
+        return StartPoint(setup, step, start, [*messages, *check_models(loaded, run_dir)])
+    if unreadable:
+        raise next(iter(unreadable.values()))
     if resumed and (aside := checkpoints.set_aside()):
         damage = messages or [f"{path} is damaged" for path in aside]
         raise CheckpointError(
             f"{run_dir} has no whole checkpoint left: {'; '.join(damage)}. Put the files of one back and rename its "
             f"folder to step-N, or start again by `rollmill run {run_dir}/config.yaml --out FOLDER`."
         )
-    return StartPoint(set_up_run(loaded, run_dir, None))
+    setup = set_up_run(loaded, run_dir, None)
+    return StartPoint(setup, messages=check_models(loaded, run_dir))
 
 
-def _set_aside(checkpoints: Checkpoints, step: int, error: DamagedCheckpointError) -> str:
+def _require_own(checkpoints: Checkpoints, run_dir: Path) -> None:
+    """Raise CheckpointError if a checkpoint was written by another run than the others, or than machine.json says."""
+    ids = {step: each.run_id for step in checkpoints.steps() if (each := _manifest(checkpoints.path(step))) is not None}
+    own, first = read_run_id(run_dir), f"{run_dir / MACHINE} names"
+    if own is None and ids:
+        own, first = next(iter(ids.values())), f"{checkpoints.path(next(iter(ids)))} belongs to"
+    if foreign := [step for step, each in ids.items() if each != own]:
+        path = checkpoints.path(foreign[-1])
+        raise CheckpointError(
+            f"{path} was written by the run {ids[foreign[-1]]}, but {first} the run {own}. Move what was copied from "
+            f"elsewhere out of {path.parent}; to train from its weights, start a new run with it as model.path."
+        )
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    with suppress(CheckpointError):  # damaged, or of a later format: said when it is loaded
+        return read_manifest(folder)
+    return None
+
+
+def _set_aside(checkpoints: Checkpoints, step: int, known: list[str]) -> str:
     """Move a damaged checkpoint aside; returns a message that names all of its damaged files."""
-    damage = find_damage(checkpoints.path(step)) or error.damage
+    damage = find_damage(checkpoints.path(step)) or known
     moved = checkpoints.move_aside(step)
     return f"the checkpoint of step {step} is damaged ({'; '.join(damage)}) and kept as {moved}"

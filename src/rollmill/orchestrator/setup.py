@@ -184,12 +184,11 @@ def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> 
 
     A file that is lost or damaged is made again from the newest checkpoint that has a manifest.
     """
-    path = run_dir / MACHINE
     stored = _stored_settings(run_dir)
     if stored is not None:
         if "run_id" not in stored:  # made by an older version
             stored["run_id"] = uuid.uuid4().hex
-            _store(path, stored)
+            store_machine(run_dir, stored)
         return stored
     wanted = {stage.trainer.precision for stage in loaded.stages}
     if len(wanted) > 1:
@@ -201,7 +200,7 @@ def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> 
     if precision == "auto":
         precision = choose_precision(policy.model, policy.device)
     machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
-    _store(path, machine)
+    store_machine(run_dir, machine)
     return machine
 
 
@@ -224,12 +223,13 @@ def _stored_settings(run_dir: Path) -> dict[str, Any] | None:
             f"{path} is {damage}, and no checkpoint of the run says what was in it: thread count, precision and the "
             "run's id. So put the file back, or start a new run."
         )
-    _store(path, found)
+    store_machine(run_dir, found)
     return found
 
 
-def _store(path: Path, machine: dict[str, Any]) -> None:
-    atomic_write(path, (json.dumps(machine) + "\n").encode(), durable=True)
+def store_machine(run_dir: Path, machine: dict[str, Any]) -> None:
+    """Write machine.json."""
+    atomic_write(run_dir / MACHINE, (json.dumps(machine) + "\n").encode(), durable=True)
 
 
 def read_run_id(run_dir: Path) -> str | None:

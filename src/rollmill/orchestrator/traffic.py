@@ -8,15 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rollmill.buffer.base import FEEDBACK, ExperienceKind, Group
 from rollmill.config.workflows import TrafficWorkflow
 from rollmill.data import Sampler
 from rollmill.orchestrator.batches import RolloutBatches
+from rollmill.progress import Progress, count_progress
 from rollmill.rollout.endpoint.protocol import ApiError
 from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession
 from rollmill.types import Experience, Task
+
+_LOOK_S = 1.0
 
 
 class SessionGrouper:
@@ -113,7 +117,10 @@ class TrafficBatches(RolloutBatches):
         self._version = version
         while self._failure is None and self._waiting(version) < self._config.rollout.batch:
             self._news.clear()
-            await self._news.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._news.wait()
+            count_progress(Progress.PHASES)  # applications may be silent for any time
         if self._failure is not None:
             raise self._failure
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import socket
 from asyncio import StreamReader, StreamWriter
@@ -32,9 +33,9 @@ class JoinedExplorers:
 
     display_name, transport = "explorers", WeightTransport("folder")
 
-    def __init__(self, run_dir: Path, run_id: str) -> None:
+    def __init__(self, run_dir: Path, run_id: str, silent_s: float = math.inf) -> None:
         self._run_dir, self._run_id = run_dir, run_id
-        self.pool = WorkerPool(EXPLORER, {}, health_s=HEALTH_S)
+        self.pool = WorkerPool(EXPLORER, {}, health_s=HEALTH_S, silent_s=silent_s, run_dir=run_dir)
         join = f"rollmill run {run_dir}/config.yaml --set mode=explore --out {run_dir}"
         self.location = f"explorers join by: {join}"
         self._key = secrets.token_bytes(_KEY_BYTES)

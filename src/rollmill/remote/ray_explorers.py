@@ -13,7 +13,7 @@ from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
 from rollmill.remote.rollout_backend import WeightTransport
 from rollmill.remote.run_state import EXPLORER, WEIGHTS
 from rollmill.remote.stage_worker import WorkerSetup
-from rollmill.remote.worker_pool import WorkerLostError, WorkerPool
+from rollmill.remote.worker_pool import WorkerHandle, WorkerLostError, WorkerPool
 from rollmill.trackers.heartbeat import HeartbeatWriter
 
 
@@ -62,13 +62,16 @@ class RayExplorers:
 
     Args:
         actors: by name; see `start_explorers`.
+        silent_s: see WorkerPool.
     """
 
-    def __init__(self, placement: RayPlacement, run_dir: Path, actors: dict[str, Any]) -> None:
+    def __init__(self, placement: RayPlacement, run_dir: Path, actors: dict[str, Any], silent_s: float) -> None:
         address = join(placement.address)
-        handles = {name: RayWorkerHandle(actor) for name, actor in actors.items()}
+        handles: dict[str, WorkerHandle] = {name: RayWorkerHandle(actor) for name, actor in actors.items()}
         health, replacements = placement.health_s, placement.replacements
-        self.pool = WorkerPool(EXPLORER, dict(handles), health_s=health, replacements=replacements)
+        self.pool = WorkerPool(
+            EXPLORER, handles, health_s=health, replacements=replacements, silent_s=silent_s, run_dir=run_dir
+        )
         self.location = f"{len(actors)} explorer{'s' * (len(actors) > 1)} on Ray at {address}"
         self.display_name = self.location
         folder = str(Path(placement.weights_folder or run_dir / WEIGHTS).absolute())

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollmill.config.loader import LoadedRun
 from rollmill.config.placement import RayPlacement
-from rollmill.errors import TrainerRankLostError, TrainingError
+from rollmill.errors import TrainerRankLostError, TrainingError, count_oom_kills
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.setup import read_run_id
@@ -70,6 +70,7 @@ class Supervisor:
         self._explorers = start_explorers(placement, group, run_dir)
         self._trainer: Any = None
         self._started = False  # the trainer's process
+        self._killed_before = 0
         self._budget, self._reduction = RestartBudget(loaded.config.supervision), MemoryReduction()
         self._interrupts = Interrupts()
 
@@ -103,7 +104,7 @@ class Supervisor:
         """Run one trainer process. Raises _TrainerLostError if it ends before the run does."""
         made = ray_module().remote(TrainerActor)
         options, *ranks = map(self._group.options, range(len(self._explorers), len(self._group)))
-        shows = not isinstance(self._view, PlainView)
+        shows, self._killed_before = not isinstance(self._view, PlainView), count_oom_kills()
         self._trainer = made.options(max_restarts=0, max_concurrency=100, **options).remote(
             self._run_dir,
             self._explorers,
@@ -153,8 +154,13 @@ class Supervisor:
             return await wait_with_grace(reference, deadline_s)
         except TimeoutError:
             raise _TrainerLostError(f"did not answer for {deadline_s:g} s") from None
+        except ray_module().exceptions.OutOfMemoryError as error:
+            why = str(error).strip().splitlines()[0]
+            raise _TrainerLostError("was ended by Ray because memory ran out", why, out_of_memory=True) from None
         except ray_module().exceptions.RayActorError as error:
-            raise _TrainerLostError("died", str(error).strip().splitlines()[-1]) from None
+            memory = count_oom_kills() > self._killed_before  # on this host, which most runs have alone
+            how = "died, and the kernel has killed a process because memory ran out" if memory else "died"
+            raise _TrainerLostError(how, str(error).strip().splitlines()[-1], out_of_memory=memory) from None
 
     def _show(self, event: ViewCall) -> None:
         getattr(self._view, event.method)(*event.arguments)
@@ -227,7 +233,7 @@ class Supervisor:
 def _outcome(ended: RunEnded) -> dict[str, Any]:
     """Return the summary; else raise what the run raised."""
     if isinstance(ended.error, TrainerRankLostError):
-        raise _TrainerLostError("lost a rank", str(ended.error))
+        raise _TrainerLostError("lost a rank", str(ended.error), out_of_memory=ended.out_of_memory)
     if ended.error is not None and ended.may_pass:
         raise _TrainerLostError("failed", str(ended.error), out_of_memory=ended.out_of_memory)
     if ended.error is not None:

@@ -22,9 +22,11 @@ from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock
 from rollmill.progress import has_worked
 from rollmill.remote.connection import portable_error
 from rollmill.remote.ray_explorers import RayExplorers
+from rollmill.supervision.attempt import REDUCED
 from rollmill.supervision.memory import MemoryReduction
 from rollmill.supervision.watchdog import StallWatchdog, blocked_in, read_stacks, write_stacks
 from rollmill.trackers.console import Stages
+from rollmill.trackers.event_log import record_event
 from rollmill.trackers.metrics_log import Metrics
 from rollmill.types import Experience
 
@@ -130,9 +132,13 @@ class TrainerActor:
         try:
             loaded = load_run(self._run_dir / CONFIG, out=self._run_dir)
             assert isinstance(loaded.config.placement, RayPlacement)
-            explorers = RayExplorers(loaded.config.placement, self._run_dir, self._explorers)
+            explorers = RayExplorers(
+                loaded.config.placement, self._run_dir, self._explorers, loaded.config.explorer_silent_s
+            )
             limit_s = loaded.config.supervision.stall_limit(loaded.stages)
             loaded, changes = self._reduction.apply(loaded)
+            if changes:
+                record_event(self._run_dir, REDUCED, changes=changes)
             self._watchdog = StallWatchdog(os.getpid(), limit_s, _LONGEST_LOOK_S)
             # the trainer of a killed command may still be ending
             with hold_run_lock(self._run_dir, TRAINER_LOCK, _LEAVING_S):

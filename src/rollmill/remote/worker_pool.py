@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from rollmill.errors import DeadlineError, EngineError, EngineLostError
 from rollmill.progress import Progress, count_progress
+from rollmill.trackers.heartbeat import HEARTBEAT_INTERVAL_S, read_beat
 from rollmill.waiting import OUTAGES, Outage, wait_with_grace
 
 _RETRY_S = 0.2
+_LAST_CHANCE_S = 2 * HEARTBEAT_INTERVAL_S
 SHUTDOWN_S = 30.0
 """Timeout for workers that free their resources; vLLM's processes may take 20 s to stop."""
 START_S = 300.0
@@ -96,11 +100,22 @@ class WorkerPool:
         what: the kind of worker, for messages.
         workers: the first ones, by name.
         health_s: a worker that does not answer `ready` for so long is killed.
+        silent_s: so is one that neither answers nor writes heartbeats for so long, for example because it is stopped.
+        run_dir: folder of the run with the heartbeats.
         replacements: how many restarts are allowed between two calls of `reset_restart_budget`.
     """
 
-    def __init__(self, what: str, workers: dict[str, WorkerHandle], *, health_s: float, replacements: int = 0) -> None:
-        self._what, self._health_s = what, health_s
+    def __init__(
+        self,
+        what: str,
+        workers: dict[str, WorkerHandle],
+        *,
+        health_s: float,
+        replacements: int = 0,
+        silent_s: float = math.inf,
+        run_dir: Path | None = None,
+    ) -> None:
+        self._what, self._health_s, self._silent_s, self._run_dir = what, health_s, silent_s, run_dir
         self._allowed, self._left = replacements, replacements
         self._arguments: Sequence[Any] | None = None  # of `begin`; None while the pool is not in use
         self._lives, self._joined = itertools.count(1), asyncio.Event()
@@ -277,13 +292,14 @@ class WorkerPool:
     async def _keep_watch(self) -> None:
         """Kill workers that do not answer."""
         while True:
-            await asyncio.sleep(self._health_s / 4)
+            await asyncio.sleep(min(self._health_s, self._silent_s) / 4)
             await asyncio.gather(*(self._check(each) for each in self.workers if each.ready))
 
     async def _check(self, worker: PooledWorker) -> None:
-        life = worker.life
+        life, answer = worker.life, asyncio.ensure_future(self._call(worker, "ready"))
         try:
-            worker.note_outages(await wait_with_grace(self._call(worker, "ready"), self._health_s))
+            await self._require_sign(worker.name, answer)
+            worker.note_outages(await wait_with_grace(answer, max(0.0, self._health_s - self._silent_s)))
         except TimeoutError:
             if worker.life == life and worker.handle.restartable:
                 worker.handle.kill()
@@ -293,6 +309,24 @@ class WorkerPool:
         except WorkerLostError as lost:
             with suppress(EngineError):  # the next call raises it
                 self._lose(worker, life, str(lost))
+        finally:
+            answer.cancel()
+
+    async def _require_sign(self, name: str, answer: asyncio.Future[Any]) -> None:
+        """Wait for an answer for up to `silent_s`. Raises TimeoutError if there was no heartbeat meanwhile, either.
+
+        Heartbeats come from a thread, so a worker that computes in its event loop gives this sign. They are compared
+        with each other: clocks of hosts may differ.
+        """
+        if self._silent_s >= self._health_s or self._run_dir is None:
+            await asyncio.wait([answer], timeout=min(self._silent_s, self._health_s))
+            return
+        before = await asyncio.to_thread(read_beat, self._run_dir, name)
+        for limit in (self._silent_s, _LAST_CHANCE_S):  # both processes may have been stopped by Ctrl-Z
+            await asyncio.wait([answer], timeout=limit)
+            if answer.done() or before is None or await asyncio.to_thread(read_beat, self._run_dir, name) != before:
+                return
+        raise TimeoutError
 
 
 def _is_lost(call: asyncio.Task[Any]) -> bool:

@@ -55,6 +55,8 @@ class AllowedCall:
     """The error of a call whose arguments fail a test."""
     answered: tuple[tuple[ArgumentTest, int], ...] = ()
     """Calls that are not made: those that pass the test get this error, or success for 0."""
+    asked: tuple[tuple[ArgumentTest, int], ...] = ()
+    """Calls that the program's supervisor admits (`file_locks`); this error where the kernel cannot ask it."""
 
     def number(self, machine: str) -> int:
         """Return its number on "x86_64" or "aarch64", -1 if there is none."""
@@ -162,10 +164,10 @@ _FILES_TABLE = (
         "fcntl",
         72,
         25,
-        "as for one process, but a lock fails with ENOLCK: it would have to keep other processes out",
+        "as for one process, but a lock keeps other processes out: it is made while the program has few",
         _MANY,
         (_one_of(1, *_FCNTL),),
-        answered=((_SET_LOCK, errno.ENOLCK),),
+        asked=((_SET_LOCK, errno.ENOLCK),),
     ),
     AllowedCall(
         "ioctl",

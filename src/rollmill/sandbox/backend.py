@@ -8,6 +8,7 @@ import tempfile
 from typing import Literal
 
 from rollmill.sandbox.cgroups import Cgroup
+from rollmill.sandbox.file_locks import FileLockGate
 from rollmill.sandbox.job_folders import JobFolders
 from rollmill.sandbox.limits import SandboxLimits
 from rollmill.sandbox.protocol import Job
@@ -48,8 +49,15 @@ class IsolationBackend:
         """Move the supervisor into a separate folder with the job's files."""
         raise NotImplementedError
 
-    def confine(self, limits: SandboxLimits, session: bool) -> None:
-        """Drop all rights of this process, which then runs the program."""
+    def confine(self, limits: SandboxLimits, session: bool) -> int | None:
+        """Drop all rights of this process, which then runs the program.
+
+        Returns the descriptor on which the supervisor admits its locks of files, if it does.
+        """
+        raise NotImplementedError
+
+    def admit_locks(self, listener: int) -> FileLockGate:
+        """Return the gate of the program's locks, in its supervisor."""
         raise NotImplementedError
 
     def signal_all(self, program: int, number: int) -> None:

@@ -70,11 +70,11 @@ def start_program(job: Job, backend: IsolationBackend) -> tuple[RunningProgram, 
     if session:
         channel, channel_end = socket.socketpair()
         theirs.append(channel_end.detach())
-    failed, failed_end = os.pipe()
+    confined, confined_end = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         try:
-            _confine(job, backend, failed_end)
+            _confine(job, backend, confined_end)
             for number, descriptor in enumerate(theirs):
                 os.dup2(descriptor, number, inheritable=number < 3)
             os.closerange(len(theirs), 1 << 16)
@@ -84,22 +84,25 @@ def start_program(job: Job, backend: IsolationBackend) -> tuple[RunningProgram, 
             run_program(job.program)
         finally:
             os._exit(1)
-    for descriptor in (*theirs, failed_end):
+    for descriptor in theirs:
         os.close(descriptor)
-    failure = os.read(failed, 4096)  # empty if the program is confined
-    os.close(failed)
-    if failure:
+    confined_end.close()
+    failure, listeners, _, _ = socket.recv_fds(confined, 4096, 1)  # nothing, or a listener, if the program is confined
+    confined.close()
+    if failure and not listeners:
         raise OSError(failure.decode())
-    return RunningProgram(pid, stdout, stderr), channel
+    gate = backend.admit_locks(listeners[0]) if listeners else None
+    return RunningProgram(pid, stdout, stderr, gate), channel
 
 
-def _confine(job: Job, backend: IsolationBackend, failed: int) -> None:
-    """Drop all rights of this process; if that fails, write the error to `failed` and exit."""
+def _confine(job: Job, backend: IsolationBackend, supervisor: socket.socket) -> None:
+    """Drop all rights of this process; if that fails, send the error to the supervisor and exit."""
     try:
         os.setsid()
-        backend.confine(job.limits, job.idle_s > 0)
+        if (listener := backend.confine(job.limits, job.idle_s > 0)) is not None:
+            socket.send_fds(supervisor, [b"listener"], [listener])
     except BaseException as error:
-        os.write(failed, f"cannot confine it: {error}".encode())
+        supervisor.send(f"cannot confine it: {error}".encode())
         os._exit(1)
 
 

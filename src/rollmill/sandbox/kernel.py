@@ -18,6 +18,8 @@ _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT
 _PR_CAP_AMBIENT_CLEAR_ALL, _SECCOMP_MODE_FILTER = 4, 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+_SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_MOUNT_SETATTR = 442
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _AT_RECURSIVE, _AT_FDCWD = 1, 2, 0x8000, -100
@@ -97,6 +99,16 @@ def install_filter(code: bytes) -> None:
     """Install a seccomp filter on this process; `code` is an array of struct sock_filter."""
     program = _FilterProgram(len(code) // 8, code)
     _prctl("PR_SET_SECCOMP", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))
+
+
+def install_asking_filter(code: bytes) -> int:
+    """Install a seccomp filter, and return a descriptor for whoever admits the calls that it asks about.
+
+    Raises OSError if a process above has such a filter already, or the kernel has none (before Linux 5.5).
+    """
+    program = _FilterProgram(len(code) // 8, code)
+    number = _SYS_SECCOMP[platform.machine()]
+    return syscall("seccomp", number, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(program))
 
 
 def syscall(name: str, number: int, *arguments: Any) -> int:

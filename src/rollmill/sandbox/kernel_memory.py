@@ -2,8 +2,8 @@
 
 `memory_mb` limits a program's address space, and the kernel kills whoever has most of it when memory ends. Neither
 holds for memory that the kernel itself needs for a program: contents of sockets, items of epoll, inodes. Where no
-control group counts it, the sandbox bounds what can take it (few open files, no large buffers, no locks: see
-`allowed_syscalls`) and runs only so many programs at once that the worst of them fit into the machine.
+control group counts it, the sandbox bounds what can take it (few open files, no large buffers, few locks: see
+`allowed_syscalls` and `file_locks`) and runs only so many programs at once that the worst of them fit into the machine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from rollmill.sandbox.file_locks import LOCK_BYTES, LOCKS
 from rollmill.sandbox.limits import INODES, OPEN_FILES, SandboxLimits
 
 SHARE_OF_PROGRAMS, SHARE_OF_SESSIONS = 0.25, 0.5
@@ -38,6 +39,8 @@ def kernel_memory_mb(limits: SandboxLimits) -> int:
     taken = files * (_buffer_bytes() + _MESSAGE_BYTES)
     if not several:  # half of the files watch the others, each under every number
         taken += (OPEN_FILES // 2) ** 2 * OPEN_FILES * _EPOLL_ITEM_BYTES
+    else:
+        taken += LOCKS * LOCK_BYTES
     taken += processes * min(_MAPPINGS, (limits.memory_mb << 20) // _PAGE) * _MAPPING_BYTES
     taken += (limits.processes + limits.threads) * _TASK_BYTES + INODES * _INODE_BYTES
     return math.ceil(taken / (1 << 20)) + limits.disk_mb

@@ -73,7 +73,7 @@ class LandlockBackend(IsolationBackend):
         assert self.folders is not None
         enter_folder(self.folders, job)
 
-    def confine(self, limits: SandboxLimits, session: bool) -> None:
+    def confine(self, limits: SandboxLimits, session: bool) -> int | None:
         kernel.die_with_parent()
         folder = use_current_folder()
         most = _tasks() + 1 + limits.threads
@@ -90,6 +90,7 @@ class LandlockBackend(IsolationBackend):
         ruleset.restrict()
         set_limits(limits, most, session)
         kernel.install_filter(build_filter("alone", own_pid=os.getpid()))
+        return None
 
     def signal_all(self, program: int, number: int) -> None:
         with suppress(ProcessLookupError):

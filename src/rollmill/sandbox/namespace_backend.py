@@ -14,6 +14,7 @@ from contextlib import suppress
 from rollmill.sandbox import kernel
 from rollmill.sandbox.allowed_syscalls import FilterKind
 from rollmill.sandbox.backend import IsolationBackend, write_job_files
+from rollmill.sandbox.file_locks import FileLockGate
 from rollmill.sandbox.landlock import landlock_version, restrict_files
 from rollmill.sandbox.limits import INODES, SandboxLimits
 from rollmill.sandbox.program import set_limits
@@ -41,10 +42,12 @@ class NamespaceBackend(IsolationBackend):
     def __init__(self, view: FilesystemView) -> None:
         super().__init__(view)
         self._filters: dict[FilterKind, bytes] = {}
+        self._without_locks = b""
         self._proc = -1
 
     def prepare(self) -> str:
         self._filters = {"one": build_filter_here("one"), "many": build_filter_here("many")}
+        self._without_locks = build_filter("many", asks=False)
         self.landlock = landlock_version()
         self._proc = os.open("/proc", os.O_PATH)
         enter_root(self.view)
@@ -52,7 +55,8 @@ class NamespaceBackend(IsolationBackend):
 
     def enter(self, job: Job) -> None:
         map_user(self._proc, _USER, _USER, os.geteuid(), os.getegid())
-        os.close(self._proc)
+        if job.limits.processes == 1:
+            os.close(self._proc)
         kernel.set_dumpable(False)
         kernel.set_host_name("sandbox")
         options = f"mode=700,size={job.limits.disk_mb}m,nr_inodes={INODES}"
@@ -60,14 +64,24 @@ class NamespaceBackend(IsolationBackend):
         os.chdir(FOLDER)
         write_job_files(job)
 
-    def confine(self, limits: SandboxLimits, session: bool) -> None:
+    def confine(self, limits: SandboxLimits, session: bool) -> int | None:
         kernel.drop_privileges()
         if self.landlock:
             restrict_files(self.landlock, FOLDER)
         set_limits(limits, 1 + limits.processes + limits.threads, session)
-        if limits.processes > 1:
-            selectors.DefaultSelector = selectors.PollSelector  # type: ignore[misc, assignment]  # epoll is refused
-        kernel.install_filter(self._filters["many" if limits.processes > 1 else "one"])
+        if limits.processes == 1:
+            kernel.install_filter(self._filters["one"])
+            return None
+        selectors.DefaultSelector = selectors.PollSelector  # type: ignore[misc, assignment]  # epoll is refused
+        kernel.set_dumpable(True)  # the supervisor tells its locks from others
+        try:
+            return kernel.install_asking_filter(self._filters["many"])
+        except OSError:  # within another sandbox that asks, or on an older kernel
+            kernel.install_filter(self._without_locks)
+            return None
+
+    def admit_locks(self, listener: int) -> FileLockGate:
+        return FileLockGate(listener, self._proc, os.stat(FOLDER).st_dev)
 
     def signal_all(self, program: int, number: int) -> None:
         with suppress(ProcessLookupError):

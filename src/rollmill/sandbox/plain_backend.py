@@ -30,10 +30,11 @@ class PlainBackend(IsolationBackend):
         assert self.folders is not None
         enter_folder(self.folders, job)
 
-    def confine(self, limits: SandboxLimits, session: bool) -> None:
+    def confine(self, limits: SandboxLimits, session: bool) -> int | None:
         kernel.die_with_parent()
         use_current_folder()
         set_limits(limits, None, session)
+        return None
 
     def signal_all(self, program: int, number: int) -> None:
         with suppress(ProcessLookupError):

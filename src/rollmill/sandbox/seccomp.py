@@ -23,7 +23,7 @@ from rollmill.sandbox.allowed_syscalls import (
 )
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+ALLOW, KILL_PROCESS, ERRNO, ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 _LOG = 0x7FFC0000
 _LOAD, _AND, _JUMP, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0x35, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; both architectures are little endian
@@ -32,20 +32,23 @@ _FARTHEST = 255
 _REFUSED = ERRNO | errno.EPERM
 
 
-def build_filter(kind: FilterKind, machine: str = "", own_pid: int = 0, log_only: bool = False) -> bytes:
+def build_filter(
+    kind: FilterKind, machine: str = "", own_pid: int = 0, log_only: bool = False, asks: bool = True
+) -> bytes:
     """Return the filter as an array of struct sock_filter.
 
     A call that is not in the table fails with EPERM, one that no table knows with ENOSYS; a call of another
     architecture kills the process. `machine` is "x86_64" or "aarch64", by default this machine's; KeyError for another.
     `own_pid` is the process id of a program of the kind "alone". With `log_only`, calls that are not in the table are
-    made and written to the kernel's log (type 1326): for extending the table, never for untrusted programs.
+    made and written to the kernel's log (type 1326): for extending the table, never for untrusted programs. Without
+    `asks`, calls that the supervisor would admit fail.
     """
-    code = _compile(kind, machine or platform.machine(), log_only)
+    code = _compile(kind, machine or platform.machine(), log_only, asks)
     return code.replace(struct.pack("<I", OWN_PID), struct.pack("<I", own_pid))
 
 
 def answer_of(kind: FilterKind, machine: str, own_pid: int, number: int, arguments: tuple[int, ...]) -> int:
-    """Return what a filter answers to a call: ALLOW, or ERRNO with the number of an error in its lower half.
+    """Return what a filter answers to a call: ALLOW, ASK, or ERRNO with the number of an error in its lower half.
 
     Reads the table directly, so that it can be compared with the compiled filter. `arguments` are six, of 64 bits.
     """
@@ -57,12 +60,14 @@ def answer_of(kind: FilterKind, machine: str, own_pid: int, number: int, argumen
     for test, error in call.answered:
         if test.holds(arguments, own_pid):
             return ERRNO | error
+    if any(test.holds(arguments, own_pid) for test, _ in call.asked):
+        return ASK
     passed = all(test.holds(arguments, own_pid) for test in call.tests)
     return ALLOW if passed else ERRNO | call.refusal
 
 
 @cache
-def _compile(kind: FilterKind, machine: str, log_only: bool) -> bytes:
+def _compile(kind: FilterKind, machine: str, log_only: bool, asks: bool) -> bytes:
     refused = _LOG if log_only else _REFUSED
     calls = _calls(kind, machine)
     ranges: list[tuple[int, list[bytes]]] = []
@@ -70,7 +75,7 @@ def _compile(kind: FilterKind, machine: str, log_only: bool) -> bytes:
         if number == FIRST_UNKNOWN or number in _absent(machine):
             answer = [_step(_RETURN, ERRNO | errno.ENOSYS)]
         elif number in calls:
-            answer = _answer_code(calls[number])
+            answer = _answer_code(calls[number], asks)
         else:
             answer = [_step(_RETURN, refused)]
         if not ranges or ranges[-1][1] != answer:
@@ -106,10 +111,12 @@ def _search(ranges: list[tuple[int, list[bytes]]]) -> list[bytes]:
     return [_step(_AT_LEAST, first, 0, 1), _step(_JUMP, len(below)), *below, *above]
 
 
-def _answer_code(call: AllowedCall) -> list[bytes]:
+def _answer_code(call: AllowedCall, asks: bool) -> list[bytes]:
     code = []
-    for test, error in call.answered:
-        code += [*_load(test), *_equal_any(test.values, 0, 1), _step(_RETURN, ERRNO | error)]
+    answers = [(test, ERRNO | error) for test, error in call.answered]
+    answers += [(test, ASK if asks else ERRNO | error) for test, error in call.asked]
+    for test, answer in answers:
+        code += [*_load(test), *_equal_any(test.values, 0, 1), _step(_RETURN, answer)]
     for test in call.tests:
         code += [*_load(test), *_equal_any(test.values, 1, 0), _step(_RETURN, ERRNO | call.refusal)]
     return [*code, _step(_RETURN, ALLOW)]

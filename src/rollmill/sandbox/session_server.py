@@ -6,6 +6,7 @@ writes nothing. The program's output on its channel is validated here and never 
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from rollmill.sandbox.backend import IsolationBackend
 from rollmill.sandbox.frames import FrameError, FrameReader, FrameTooLongError, pack_frame
 from rollmill.sandbox.protocol import Job
-from rollmill.sandbox.watchdog import DISK_FULL, RunningProgram, gather, has_ended
+from rollmill.sandbox.watchdog import DISK_FULL, FOREIGN_LOCK, RunningProgram, gather, has_ended
 
 _CHUNK = 1 << 16
 _REQUEST_BYTES = (1 << 32) - 1
@@ -49,6 +50,8 @@ class SessionServer:
             os.set_blocking(descriptor, False)
             self._poll.register(descriptor, select.POLLIN)
         self._poll.register(caller, 0)
+        if program.locks is not None:
+            self._poll.register(program.locks, select.POLLIN)
 
     def serve(self) -> None:
         """Serve until the session ends.
@@ -112,7 +115,9 @@ class SessionServer:
             if left <= 0 or cpu_left <= 0:
                 return b"timeout"
             self._poll.modify(channel, select.POLLIN | (select.POLLOUT if self._to_send else 0))
-            ready = dict(self._poll.poll(min(left, cpu_left / _CORES + 0.002, self._backend.look_s) * 1000 + 1))
+            locks = self._program.locks
+            look_s = min(self._backend.look_s, locks.look_s() if locks is not None else math.inf)
+            ready = dict(self._poll.poll(min(left, cpu_left / _CORES + 0.002, look_s) * 1000 + 1))
             for descriptor in ready.keys() & self._output.keys():
                 if not gather(descriptor, self._output[descriptor]):
                     self._poll.unregister(descriptor)
@@ -126,6 +131,9 @@ class SessionServer:
                 return b"killed"
             if self._backend.full(self._program.pid, self._limits) and not has_ended(self._process):
                 self._output[self._program.stderr] += DISK_FULL
+                return b"killed"
+            if locks is not None and locks.answer():
+                self._output[self._program.stderr] += FOREIGN_LOCK
                 return b"killed"
 
     def _talk(self, events: int) -> bool:

@@ -18,7 +18,7 @@ from rollmill.sandbox.allowed_syscalls import ALLOWED, EVERY_BIT, OWN_PID, Allow
 from rollmill.sandbox.backend import BackendName
 from rollmill.sandbox.limits import SandboxLimits
 from rollmill.sandbox.sandbox import Sandbox
-from rollmill.sandbox.seccomp import ALLOW, ERRNO, answer_of
+from rollmill.sandbox.seccomp import ALLOW, ASK, ERRNO, answer_of
 from rollmill.sandbox.syscalls import UNFILTERED, find_name
 
 KINDS: dict[BackendName, tuple[FilterKind, ...]] = {"namespaces": ("one", "many"), "landlock": ("alone",), "plain": ()}
@@ -66,7 +66,7 @@ class SyscallProbe:
     def is_as_expected(self, error: int | None, machine: str) -> bool:
         """True if the error of the call (0: none, None: it did not return) is one that the answer allows."""
         name = find_name(self.number, machine)
-        if self.answer == ALLOW:
+        if self.answer in (ALLOW, ASK):
             return error != errno.EPERM or name in _KERNEL_REFUSES
         return error == self.answer ^ ERRNO or (name in UNFILTERED and error != 0)
 
@@ -103,7 +103,7 @@ async def check_syscalls(sandbox: Sandbox, kind: FilterKind, probes: Iterable[Sy
 
 def _batch_of(probe: SyscallProbe) -> int:
     """Put all refused calls into one program, and the calls of each allowed number into one."""
-    return probe.number if probe.answer == ALLOW else -1
+    return probe.number if probe.answer in (ALLOW, ASK) else -1
 
 
 async def _check_batch(
@@ -111,7 +111,7 @@ async def _check_batch(
 ) -> list[str]:
     """Make calls in one program, and go on in another one behind a call that ends it."""
     machine, wrong = platform.machine(), []
-    limits = replace(_MADE if batch[0].answer == ALLOW else _REFUSED, processes=4 if kind == "many" else 1)
+    limits = replace(_MADE if batch[0].answer in (ALLOW, ASK) else _REFUSED, processes=4 if kind == "many" else 1)
     while batch:
         lines = "\n".join(" ".join(map(str, (each.number, *each.arguments))) for each in batch)
         async with limit:
@@ -129,7 +129,7 @@ async def _check_batch(
 
 
 def _describe(kind: FilterKind, probe: SyscallProbe, error: int | None, outcome: str) -> str:
-    expected = "allowed" if probe.answer == ALLOW else _error_name(probe.answer ^ ERRNO)
+    expected = "allowed" if probe.answer in (ALLOW, ASK) else _error_name(probe.answer ^ ERRNO)
     result = f"ended its program ({outcome})" if error is None else _error_name(error)
     call = f"{find_name(probe.number, platform.machine())}({', '.join(map(hex, probe.arguments))})"
     return f"{call} in a program of the kind {kind}: {result}; the table says {expected}"
@@ -141,7 +141,7 @@ def _error_name(error: int) -> str:
 
 def _sets_of(call: AllowedCall) -> list[tuple[int, ...]]:
     """Return arguments that pass all tests, and for each value of each test, some that pass or fail that one."""
-    tests = (*call.tests, *(test for test, _ in call.answered))
+    tests = (*call.tests, *(test for test, _ in (*call.answered, *call.asked)))
     passing = [0] * 6
     for test in call.tests:
         passing[test.argument] |= _word(test, test.values[0])

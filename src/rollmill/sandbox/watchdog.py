@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -10,11 +11,13 @@ from dataclasses import dataclass, field
 from resource import struct_rusage
 
 from rollmill.sandbox.backend import IsolationBackend
+from rollmill.sandbox.file_locks import FileLockGate
 from rollmill.sandbox.limits import SandboxLimits
 from rollmill.sandbox.protocol import JobReply
 
 DISK_FULL = b"killed: it uses more disk than allowed\n"
 """Added to a program's stderr if the supervisor, not the kernel, enforces the disk limit."""
+FOREIGN_LOCK = b"killed: it locked a file outside of its folder\n"
 _CHUNK = 1 << 16
 
 
@@ -25,6 +28,8 @@ class RunningProgram:
     pid: int
     stdout: int
     stderr: int
+    locks: FileLockGate | None = None
+    """The gate of its locks of files, if its supervisor admits them."""
     started: float = field(default_factory=time.monotonic)
 
 
@@ -37,11 +42,14 @@ def watch_program(program: RunningProgram, limits: SandboxLimits, backend: Isola
         os.set_blocking(descriptor, False)
         poll.register(descriptor, select.POLLIN)
     poll.register(caller, 0)
+    if program.locks is not None:
+        poll.register(program.locks, select.POLLIN)
     stopped = ""
     running = True
     while running and not stopped:
         left = program.started + limits.wall_s - time.monotonic()
-        ready = {descriptor for descriptor, _ in poll.poll(min(left, backend.look_s) * 1000 + 1)} if left > 0 else set()
+        look_s = min(left, backend.look_s, program.locks.look_s() if program.locks is not None else math.inf)
+        ready = {descriptor for descriptor, _ in poll.poll(look_s * 1000 + 1)} if left > 0 else set()
         for descriptor in ready & gathered.keys():
             if not gather(descriptor, gathered[descriptor]):
                 poll.unregister(descriptor)
@@ -55,6 +63,9 @@ def watch_program(program: RunningProgram, limits: SandboxLimits, backend: Isola
         elif running and backend.full(program.pid, limits) and not has_ended(process):
             stopped = "error"
             gathered[program.stderr] += DISK_FULL
+        elif program.locks is not None and program.locks.answer():
+            stopped = "killed"
+            gathered[program.stderr] += FOREIGN_LOCK
     seconds = time.monotonic() - program.started
     backend.signal_all(program.pid, signal.SIGKILL)
     status, cpu, peak = reap(program.pid, backend.reaps(program.pid))

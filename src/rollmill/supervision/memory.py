@@ -1,4 +1,4 @@
-"""Running out of memory: evidence of the kernel's killer, and smaller settings for the next attempt.
+"""Running out of memory: smaller settings for the next attempt.
 
 Smaller micro-batches change nothing but rounding: all of an optimizer step have the same denominator.
 """
@@ -6,42 +6,12 @@ Smaller micro-batches change nothing but rounding: all of an optimizer step have
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rollmill.config.loader import LoadedRun
 from rollmill.config.run import StageConfig
 
-_VMSTAT = Path("/proc/vmstat")
-_CGROUPS = Path("/sys/fs/cgroup")
 _GENERATES = ("roll out", "evaluate")
 """Activities of the heartbeat in which the engine needs the memory."""
-
-
-def count_oom_kills() -> int:
-    """Processes that the kernel has killed because memory ran out: in this control group, and on this host."""
-    return _kills(_VMSTAT) + sum(map(_kills, _event_files()))
-
-
-def _event_files() -> list[Path]:
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-    found = []
-    for _, kinds, path in groups:
-        if not kinds:
-            found.append(_CGROUPS / path.lstrip("/") / "memory.events")
-        elif "memory" in kinds.split(","):
-            found.append(_CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
-    return found
-
-
-def _kills(path: Path) -> int:
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return 0
-    return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill")
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.config.supervision import SupervisionConfig
+from rollmill.errors import count_oom_kills
 from rollmill.orchestrator.run_lock import hold_run_lock
 from rollmill.progress import end_for_restart, has_worked, reset_progress, signals_handled, step_reached
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.supervision.budget import RestartBudget, RunFailedError
-from rollmill.supervision.memory import MemoryReduction, count_oom_kills
+from rollmill.supervision.memory import MemoryReduction
 from rollmill.supervision.watchdog import StallWatchdog, blocked_in, dump_stacks, read_stacks, write_stacks
 from rollmill.trackers.event_log import RESTART, record_event
 from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_heartbeats, trainer_activity

@@ -51,12 +51,12 @@ class HeartbeatWriter:
     """Writes a heartbeat every two seconds from a thread, and immediately when the activity changes.
 
     The file of a killed process has an old `beat`. Write errors are ignored, because only `rollmill status`, and
-    explorers that wait for a trainer in another process, depend on the file.
+    trainer and explorers that wait for each other, depend on the file.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
         now = time.time()
-        self._path = run_dir / HEARTBEAT_FOLDER / f"{name.replace(' ', '-')}.json"
+        self._path = _heartbeat_path(run_dir, name)
         self._now = HeartbeatRecord(name, socket.gethostname(), os.getpid(), now, now, "start", since=now)
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._write()
@@ -122,6 +122,18 @@ def read_heartbeats(run_dir: Path) -> list[HeartbeatRecord]:
         except (OSError, ValueError, TypeError, RecursionError):
             continue
     return found
+
+
+def read_beat(run_dir: Path, name: str) -> float | None:
+    """Time of a process's last heartbeat, by its own clock; None if there is none to read."""
+    try:
+        return float(json.loads(_heartbeat_path(run_dir, name).read_text())["beat"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _heartbeat_path(run_dir: Path, name: str) -> Path:
+    return run_dir / HEARTBEAT_FOLDER / f"{name.replace(' ', '-')}.json"
 
 
 def trainer_activity(run_dir: Path) -> str:

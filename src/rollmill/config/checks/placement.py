@@ -82,7 +82,11 @@ def unused_mode_keys(config: RunConfig) -> dict[KeyPath, str]:
     """Returns keys that only separate explorer processes use."""
     if config.is_split:
         return {}
-    return {("trainer_away_s",): f"not honoured by mode `{config.mode}`; it is by `explore` (and `train` may have it)"}
+    text = f"not honoured by mode `{config.mode}`; it is by"
+    found: dict[KeyPath, str] = {("trainer_away_s",): f"{text} `explore` (and `train` may have it)"}
+    if not isinstance(config.placement, RayPlacement):
+        found["explorer_silent_s",] = f"{text} `train` (and `explore` may have it), and by placement `ray`"
+    return found
 
 
 def _split(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:

@@ -19,6 +19,7 @@ from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.endpoint.middleware import Caller, EndpointMetrics
 from rollmill.rollout.endpoint.protocol import ApiError
 from rollmill.rollout.endpoint.session import EndpointSession, SessionSink
+from rollmill.rollout.endpoint.session_journal import SessionJournal
 from rollmill.rollout.endpoint.session_store import MakeSession, SessionStore
 from rollmill.types import Completion
 from rollmill.web.keys import KeyRateLimiter, KeyRing
@@ -334,6 +335,7 @@ def build_application_service(
     limits: ServiceLimits,
     sink: SessionSink | None = None,
     keys: KeyRing | None = None,
+    journal: SessionJournal | None = None,
 ) -> EndpointService:
     """Build the service of a model for applications, where any call may start a session.
 
@@ -350,7 +352,12 @@ def build_application_service(
         name=name,
         context=context,
         sessions=SessionStore(
-            gauges, make, most=limits.sessions, most_tokens=limits.session_tokens, idle_s=limits.idle_s
+            gauges,
+            make,
+            most=limits.sessions,
+            most_tokens=limits.session_tokens,
+            idle_s=limits.idle_s,
+            journal=journal,
         ),
         gate=AdmissionLimiter(limits.requests, limits.deadline_s, gauges),
         gauges=gauges,

@@ -12,6 +12,7 @@ from typing import Protocol
 from rollmill.rollout.endpoint.middleware import Caller, EndpointMetrics
 from rollmill.rollout.endpoint.protocol import ApiError
 from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession, SessionSink
+from rollmill.rollout.endpoint.session_journal import SessionJournal
 from rollmill.rollout.recorder import DecodeTokens
 from rollmill.rollout.runner import apply_repetition_penalty
 from rollmill.types import StopReason
@@ -32,6 +33,7 @@ class SessionStore:
         most: maximum number; beyond it the least recently used one of the client with the most is dropped.
         most_tokens: maximum tokens of all, prompts and completions; likewise.
         idle_s: seconds after which an unused one is dropped.
+        journal: names of open sessions that another process has lost.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class SessionStore:
         most: int = 2000,
         most_tokens: float = float("inf"),
         idle_s: float = 3600.0,
+        journal: SessionJournal | None = None,
     ) -> None:
-        self._make, self._gauges = make, gauges
+        self._make, self._gauges, self._journal = make, gauges, journal
         self._most, self._most_tokens, self._idle_s = most, most_tokens, idle_s
         self._held: OrderedDict[tuple[str, str], EndpointSession] = OrderedDict()  # least recently used first
         self._by_answer: dict[str, tuple[str, str]] = {}
@@ -57,9 +60,12 @@ class SessionStore:
         self._drop_old()
         key = (caller.client, caller.session or "")
         if key not in self._held:
+            self._require_kept(key)
             if self._make is None:
                 raise ApiError(f"there is no session {key[1]}; it has ended", 404, code="session_not_found")
             self.add(self._make(key[1], owner=key[0]))
+            if self._journal is not None:
+                self._journal.opened(key)
         return self._used(self._held[key])
 
     def add(self, session: EndpointSession) -> None:
@@ -98,6 +104,8 @@ class SessionStore:
             raise ApiError(text, code="invalid_value", param="session")
         self._drop_old()
         wanted = (client, name) if name is not None else self._by_answer.get(answer or "")
+        if wanted is not None and wanted not in self._held:
+            self._require_kept(wanted)
         if wanted is None or wanted[0] != client or wanted not in self._held:
             what = f"session {name!r}" if answer is None else f"completion {answer[:100]!r}"
             text = f"{what} is not held: you never asked for it, or it was committed or dropped before"
@@ -112,7 +120,8 @@ class SessionStore:
     def remove(self, session: EndpointSession) -> None:
         """Remove a session; it takes no more calls."""
         session.closed = True
-        self._held.pop(_key(session), None)
+        if self._held.pop(_key(session), None) is not None and self._journal is not None:
+            self._journal.closed(_key(session))
         for answer in session.answers:
             self._by_answer.pop(answer, None)
         self._gauges.sessions.set(len(self._held))
@@ -158,6 +167,8 @@ class SessionStore:
             return
         session.closed = False
         self.add(session)
+        if self._journal is not None and session.id not in session.answers:  # it has a name
+            self._journal.opened(_key(session))
         self._by_answer |= dict.fromkeys(session.answers, _key(session))
 
     def _finished(self, session: EndpointSession, decode: DecodeTokens) -> FinishedSession:
@@ -172,6 +183,12 @@ class SessionStore:
         repeated = any(call.learned and call.completion.stop_reason is StopReason.REPETITION for call in calls)
         apply_repetition_penalty(made, session.sampling, repeated)
         return FinishedSession(id, calls[0].prompt, made)
+
+    def _require_kept(self, key: tuple[str, str]) -> None:
+        """Raise ApiError if a session was open when the server was started again."""
+        if self._journal is not None and self._journal.was_lost(key):
+            text = f"the server was started again, and has lost the calls of session {key[1]!r}; begin it anew"
+            raise ApiError(text, 410, code="session_lost")
 
     def _drop_old(self) -> None:
         limit = time.monotonic() - self._idle_s

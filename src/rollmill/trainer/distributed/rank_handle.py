@@ -19,7 +19,14 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
-from rollmill.errors import DeadlineError, RollmillError, TrainerRankLostError, TrainingError
+from rollmill.errors import (
+    DeadlineError,
+    RollmillError,
+    TrainerRankLostError,
+    TrainerRankMemoryError,
+    TrainingError,
+    count_oom_kills,
+)
 from rollmill.trainer.distributed.ranks import FileRendezvous, GroupRendezvous
 
 _LONGER = "Raise trainer.rank_deadline_s, or see what it does."
@@ -36,12 +43,14 @@ class CommandResult:
 
     kind: CommandStatus
     text: str = ""
+    out_of_memory: bool = False  #: the reason why it failed or ended
 
 
 class RankHandle(ABC):
     """Runs commands on one rank, one after the other; sending a command never waits."""
 
     rank: int
+    _killed_before: int
     lost: ClassVar[tuple[CommandStatus, ...]] = ("ended",)
     """Outcomes that restarting the trainer may fix."""
 
@@ -95,7 +104,12 @@ class RankHandle(ABC):
         hows = {"ended": outcome.text, "done": "lost rank 0", "late": f"did not answer for {deadline_s:g} s"}
         how = hows.get(outcome.kind, f"failed: {outcome.text}")
         again = longer if outcome.kind == "late" else "Go on from the last checkpoint with `rollmill resume`."
-        return (TrainerRankLostError if lost else TrainingError)(f"{told}, {how}. {again} {self.log}")
+        kind = TrainerRankLostError if lost else TrainingError
+        return (TrainerRankMemoryError if outcome.out_of_memory else kind)(f"{told}, {how}. {again} {self.log}")
+
+    def killed_for_memory(self) -> bool:
+        """True if the kernel of this host has killed a process because memory ran out since the rank was started."""
+        return count_oom_kills() > self._killed_before
 
 
 class RankLauncher(Protocol):
@@ -124,6 +138,7 @@ class RankLauncher(Protocol):
 
 
 _TAIL = 2000
+_KILLED_FOR_MEMORY = ": the kernel has killed it because memory ran out"
 _END_S = 5.0
 
 
@@ -138,7 +153,7 @@ class ProcessRankHandle(RankHandle):
     """
 
     def __init__(self, rank: int, folder: Path, log: Path, threads: int) -> None:
-        self.rank, self._log = rank, log
+        self.rank, self._log, self._killed_before = rank, log, count_oom_kills()
         self._connection, theirs = multiprocessing.Pipe()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -211,8 +226,8 @@ class ProcessRankHandle(RankHandle):
             return CommandResult("ended", "hung up")
         if code >= 0:
             return CommandResult("ended", f"ended with exit status {code}")
-        memory = " (out of memory?)" if code == -9 else ""
-        return CommandResult("ended", f"was killed by signal {-code}{memory}")
+        memory = code == -9 and self.killed_for_memory()
+        return CommandResult("ended", f"was killed by signal {-code}{_KILLED_FOR_MEMORY if memory else ''}", memory)
 
 
 class ProcessRankLauncher:

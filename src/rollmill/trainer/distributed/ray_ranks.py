@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch._C._distributed_c10d import Store
 
+from rollmill.errors import count_oom_kills
 from rollmill.ray_session import ray_module
 from rollmill.trainer.distributed.rank_handle import CommandResult, CommandStatus, RankHandle
 from rollmill.trainer.distributed.ranks import TCPRendezvous, open_rendezvous_port
@@ -31,7 +32,7 @@ class RayRankHandle(RankHandle):
     log = "What it printed is in the logs of Ray's session on its host."
 
     def __init__(self, rank: int, options: dict[str, Any]) -> None:
-        self.rank = rank
+        self.rank, self._killed_before = rank, count_oom_kills()
         self._actor = ray_module().remote(RankWorker).options(max_restarts=0, **options).remote()
         self._where: Future[str] = self._actor.where.remote().future()
         self._pending: deque[Future[CommandResult]] = deque()
@@ -53,7 +54,10 @@ class RayRankHandle(RankHandle):
         try:
             found = self._pending[0].result(deadline_s)
         except errors.RayActorError as error:
-            found = CommandResult("ended", f"ended: {str(error).strip().splitlines()[-1].rstrip('.')}")
+            text = f"ended: {str(error).strip().splitlines()[-1].rstrip('.')}"
+            found = CommandResult("ended", text, self.killed_for_memory())
+        except errors.OutOfMemoryError as error:  # by Ray, before the kernel does
+            found = CommandResult("ended", f"ended: {str(error).strip().splitlines()[0].rstrip('.')}", True)
         except errors.RayError as error:  # it could not deserialize the command
             found = CommandResult("failed", str(error).strip().splitlines()[-1])
         except TimeoutError:

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from rollmill.errors import is_out_of_memory
 from rollmill.trackers.heartbeat import HeartbeatWriter
 from rollmill.trainer.distributed.fsdp import gather_weights
 from rollmill.trainer.distributed.rank_handle import CommandResult
-from rollmill.trainer.distributed.ranks import RankGroup, is_process_group_error, join_group
+from rollmill.trainer.distributed.ranks import RankGroup, is_process_group_error, join_group, leave_group
 from rollmill.trainer.distributed.spec import RankSetup, allocate_weights, broadcast_weights
 from rollmill.trainer.reward_trainer import RewardTrainer
 from rollmill.trainer.trainer import Trainer
@@ -50,7 +51,9 @@ class RankWorker:
             traceback.print_exc()
             what = f"{type(error).__name__}: {error}"
             self.ended(what)
-            return CommandResult("alone" if is_process_group_error(error) else "failed", what)
+            leave_group()  # others may wait for this rank, and an actor of Ray does not exit
+            memory = is_out_of_memory(error)
+            return CommandResult("alone" if is_process_group_error(error) and not memory else "failed", what, memory)
         if self._heartbeat is not None:
             self._heartbeat.set_activity("rest", "rank 0")
         return CommandResult("done")
