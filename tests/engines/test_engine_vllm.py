@@ -336,6 +336,7 @@ def _stop_core(running: Running) -> psutil.Process:
     return core
 
 
+@pytest.mark.thorough
 def test_a_subprocess_that_is_killed_with_requests_under_way_costs_a_restart(running: Running) -> None:
     async def killed() -> list[Completion]:
         core = _stop_core(running)
@@ -353,6 +354,7 @@ def test_a_subprocess_that_is_killed_with_requests_under_way_costs_a_restart(run
     assert running.engine.counters()["restarts"] == restarts + 1
 
 
+@pytest.mark.thorough
 def test_a_subprocess_that_is_killed_while_it_loads_weights_costs_a_restart(running: Running) -> None:
     """vLLM never answers the call that loads them, so the run would be silent for engine.deadline_s."""
 

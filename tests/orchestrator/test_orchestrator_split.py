@@ -30,6 +30,20 @@ SLOW = {"name": "python", "function": "mine.py:mine"}
 SLOW_REWARD = (
     "import time\ndef mine(task, completion):\n    time.sleep(0.03)\n    return float('1' in completion.text)\n"
 )
+HELD_REWARD = """
+import time
+from pathlib import Path
+
+calls = []
+
+
+def mine(task, completion):
+    calls.append(1)
+    while len(calls) > 40 and not (Path(__file__).parent / "go").exists():
+        time.sleep(0.01)
+    return float("1" in completion.text)
+"""
+"""Rewards of two and a half steps; the others wait for the test."""
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +266,10 @@ def stop_one(folder: Path, servers: list[Forks], **changes: Any) -> int:
 @pytest.mark.timeout(400)
 def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path) -> None:
     """Its groups go to the other one, whatever it holds; when it goes on, it finds the run done."""
-    pid = stop_one(tmp_path, servers)
+    (tmp_path / "quick.py").write_text(
+        "from rollmill.remote import joined_explorers\njoined_explorers.HEALTH_S = 15.0\n"
+    )
+    pid = stop_one(tmp_path, servers, plugins=["quick.py"])
     trainer, stopped, other = servers
     with ExitStack() as stack:
         stack.callback(send, pid, signal.SIGCONT)
@@ -411,15 +428,20 @@ def test_the_trainer_is_interrupted_and_resumed_with_the_same_explorer(servers: 
     require_sound(tmp_path, 10, 2)
 
 
-def test_a_run_goes_on_though_the_folder_of_weights_is_removed(servers: list[Forks], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SLOW_REWARD)
-    tiny_run(tmp_path, **RL | {"steps": 6, "max_staleness": 1, "rewards": [SLOW]})
+def test_a_run_goes_on_though_its_weights_and_its_address_are_removed(servers: list[Forks], tmp_path: Path) -> None:
+    """The trainer writes both again; until then its explorer goes on, and another one waits."""
+    (tmp_path / "mine.py").write_text(HELD_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 6, "max_staleness": 1, "rewards": [SLOW | {"time_limit_s": 60}]})
     trainer, explorer, other = servers
     start(trainer, tmp_path, "train")
     start(explorer, tmp_path, "explore")
     wait_until(lambda: len(steps(tmp_path)) >= 2, trainer)
     shutil.rmtree(tmp_path / "out/weights", ignore_errors=True)
+    address = tmp_path / "out/trainer.json"
+    address.unlink()
     start(other, tmp_path, "explore")  # needs the weights, too
+    wait_until(address.exists, trainer)
+    (tmp_path / "go").touch()
     fine(trainer)
     fine(explorer)
     fine(other)

@@ -269,6 +269,7 @@ def test_a_ray_that_dies_ends_the_run(server: Forks, tmp_path: Path) -> None:
     assert " of 1000; go on with: rollmill resume" in found.err
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_complete_when_ray_dies_is_done(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\n\nimport rollmill\n\n\n@rollmill.tracker\nclass slow:\n"

@@ -85,6 +85,7 @@ def hurting(tmp_path: Path, times: int = 1, signal_number: int = 9, **placement:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_a_killed_explorer_is_replaced_and_its_tasks_are_run_again(tmp_path: Path) -> None:
     assert sum(row.get("explorer/replaced", 0) for row in hurting(tmp_path)) == 1
 

@@ -127,7 +127,7 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+@pytest.mark.parametrize("sharding", ["fsdp", pytest.param("none", marks=pytest.mark.thorough)])
 def test_actors_learn_what_processes_learn(toy: Any, steps: Any, tmp_path: Path, sharding: str) -> None:
     model, other = toy("qwen3"), toy("qwen3")
     with ranked(model, tmp_path / "processes", None, sharding=sharding) as pair:
