@@ -280,14 +280,14 @@ def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path
 
 
 def test_the_error_names_the_stopped_explorer(servers: list[Forks], tmp_path: Path) -> None:
-    pid = stop_one(tmp_path, servers, rollout={"deadline_s": 6}, supervise={"restarts": 0})
+    pid = stop_one(tmp_path, servers, rollout={"deadline_s": 20}, supervise={"restarts": 0})
     trainer, stopped, other = servers
     with ExitStack() as stack:
         stack.callback(send, pid)
         done = trainer.wait()
         send(other.pid)
     assert done.code == 1
-    assert "the orchestrator waited 6 s for explorers to finish their rollouts" in done.err
+    assert "the orchestrator waited 20 s for explorers to finish their rollouts" in done.err
     assert f"(process {pid} on {socket.gethostname()}) is stopped; `kill -CONT {pid}` continues it" in done.err
     stopped.wait()
     other.wait()
@@ -313,6 +313,7 @@ def test_without_explorers_the_trainer_says_how_to_start_one(servers: list[Forks
 def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: Path) -> None:
     tiny_run(tmp_path, **RL | {"steps": 200})
     start(servers[0], tmp_path, "train")
+    wait_until((tmp_path / "out/trainer.json").exists, servers[0])
     start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
     wait_until(lambda: len(steps(tmp_path)) >= 2, servers[0])
     send(servers[0].pid)
@@ -326,6 +327,7 @@ def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: 
 def test_an_explorer_whose_trainer_is_stopped_says_so(servers: list[Forks], tmp_path: Path) -> None:
     tiny_run(tmp_path, **RL | {"steps": 200, "supervise": {"restarts": 0}})  # the command is the trainer
     pid = start(servers[0], tmp_path, "train")
+    wait_until((tmp_path / "out/trainer.json").exists, servers[0])
     start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
     wait_until(lambda: len(steps(tmp_path)) >= 2, servers[0])
     send(pid, signal.SIGSTOP)
@@ -341,6 +343,7 @@ def test_an_error_of_a_reward_ends_the_run_as_in_one_process(servers: list[Forks
     (tmp_path / "mine.py").write_text("def mine(task, completion):\n    raise ValueError('no good')\n")
     tiny_run(tmp_path, **RL | {"steps": 2, "rewards": [SLOW]})
     start(servers[0], tmp_path, "train")
+    wait_until((tmp_path / "out/trainer.json").exists, servers[0])
     start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=5")
     failed = servers[0].wait()
     assert failed.code == 1
