@@ -134,7 +134,7 @@ def test_a_resumed_run_says_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("transport", "wrong"),
     [
@@ -156,7 +156,7 @@ def test_every_step_says_it_on_ray(server: Forks, tmp_path: Path, transport: str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("wrong", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_every_step_says_it_with_an_explorer_of_its_own(server: Forks, tmp_path: Path, wrong: bool) -> None:
     (tmp_path / "wrong.py").write_text(HOTTER if wrong else "")
@@ -171,7 +171,7 @@ def test_every_step_says_it_with_an_explorer_of_its_own(server: Forks, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "sharding", ["tensor", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("none", "fsdp"))]
 )

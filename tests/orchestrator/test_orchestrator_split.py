@@ -23,7 +23,7 @@ from rollmill.buffer.base import EXPLORER
 from rollmill.trackers import read_metrics
 from rollmill.trackers.heartbeat import read_heartbeats
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "evaluation": None}
 SLOW = {"name": "python", "function": "mine.py:mine"}
@@ -263,7 +263,7 @@ def stop_one(folder: Path, servers: list[Forks], **changes: Any) -> int:
     return stopped.pid
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path) -> None:
     """Its groups go to the other one, whatever it holds; when it goes on, it finds the run done."""
     (tmp_path / "quick.py").write_text(

@@ -17,7 +17,7 @@ from tiny import metrics, ran, rolled_out
 from rollmill.trackers.heartbeat import read_heartbeats
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GRPO: dict[str, Any] = {"stages": None, "steps": 6, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}}
 BROADCAST = {"name": "ray", "explorers": 2, "weights": "broadcast"}

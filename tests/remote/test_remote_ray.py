@@ -14,7 +14,7 @@ import rollmill
 from rollmill.errors import ConfigError, EngineError, RewardError
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HURT = """
 import os

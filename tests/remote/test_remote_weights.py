@@ -21,7 +21,7 @@ VLLM = {"name": "vllm", "python": str(PYTHON), "cache_gb": 0.1}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_of_a_model_with_adapters_the_adapters_alone_travel(tmp_path: Path) -> None:
     alone = {"evaluation": None, "rewards": None, "rollout": None}
     warm = ran(GRPO, tmp_path, "warm", steps=40, algorithm=SFT["algorithm"], trainer=SFT["trainer"], **alone)
