@@ -31,7 +31,7 @@ from rollmill.orchestrator.engine import build_engine, build_native_engine, buil
 from rollmill.types import Completion, StopReason
 from rollmill.weights import InPlacePublisher, WeightPublisher
 
-pytestmark = [pytest.mark.service, needs_vllm]
+pytestmark = [pytest.mark.service, pytest.mark.timeout(900), needs_vllm]
 
 LONG = 1500
 """Tokens that take a while, where nothing ends a completion before."""
@@ -76,7 +76,7 @@ class Running:
 
     def run(self, work: Awaitable[Any]) -> Any:
         async def within() -> Any:
-            async with asyncio.timeout(500):
+            async with asyncio.timeout(800):
                 return await work
 
         return self.loop.run_until_complete(within())
