@@ -51,7 +51,7 @@ def test_a_plan_against_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_two_workers_measured_and_simulated(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     sizes = ("--model", "tiny", "--prompts", "4", "--new-tokens", "16", "--rounds", "1", "--steps", "2")

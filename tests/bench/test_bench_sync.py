@@ -21,7 +21,7 @@ def test_sync_against_a_memory_copy(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_steps_in_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     options = ("--model", "tiny", "--rounds", "1", "--steps", "2", "--staleness", "2", "--new-tokens", "16")
