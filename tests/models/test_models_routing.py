@@ -96,6 +96,17 @@ def test_its_own_routing_changes_nothing(kind: str) -> None:
     assert outcome(model)[0].equal(plain), "the model is as before"
 
 
+def test_scoring_the_only_group_of_experts_is_not_a_choice() -> None:
+    """With one group, DeepSeek's router takes the best two of all experts to score it, and then the token's two."""
+    model = moe("DeepseekV3", n_group=1, topk_group=1, num_experts_per_tok=2)
+    plain, _ = outcome(model)
+    routing = recorded(model)
+    with replay_routing(model, routing.int()):
+        assert torch.equal(outcome(model)[0], plain)
+    with replay_routing(model, others(model)):
+        assert not torch.allclose(outcome(model)[0], plain, atol=1e-3)
+
+
 def softmax_first(logits: Tensor, indices: Tensor, _: Any) -> Tensor:
     chosen = logits.softmax(-1)[torch.arange(len(logits))[:, None], indices]
     return chosen / chosen.sum(-1, keepdim=True)
