@@ -113,7 +113,7 @@ def _chunks(x: Tensor, size: int) -> Tensor:
 
 
 def _decays_between(decay: Tensor) -> Tensor:
-    """Factor that is left at token i of what token j added, [..., C, C]: exp of the sum over j + 1 to i; 0 for j > i."""
+    """Part of what token j added that is left at token i, [..., C, C]: exp of the decays of j + 1 to i; 0 for j > i."""
     size = decay.shape[-1]
     lower = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril()
     steps = decay[..., None].expand(*decay.shape, size).masked_fill(~lower.tril(-1), 0)
