@@ -1,12 +1,19 @@
-"""The gated delta rule in chunks, against the recurrence token by token in float64."""
+"""The gated delta rule in chunks, against the recurrence token by token in float64; Mamba 2's step with its limit."""
 
 from __future__ import annotations
 
+import math
+import sys
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+from transformers.models.mamba2 import modeling_mamba2
 
-from rollmill.models.recurrent_functions import chunk_gated_delta_rule
+from rollmill.models.recurrent_functions import chunk_gated_delta_rule, step_limit, use_exact_functions
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 KEY_HEADS, HEADS, SIZE = 2, 4, 8
@@ -84,3 +91,69 @@ def test_the_type_of_the_queries_is_kept_and_the_state_left_out_unless_asked_for
     output, state = chunk_gated_delta_rule(query.bfloat16(), key.bfloat16(), value.bfloat16(), g, beta.bfloat16())
     assert output.dtype == torch.bfloat16
     assert state is None
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """A layer class of a module that has both functions."""
+    module: Any = ModuleType("layers")
+    module.torch_chunk_gated_delta_rule = module.mamba2_selective_state_update = lambda *args, **kwargs: (args, kwargs)
+    monkeypatch.setitem(sys.modules, "layers", module)
+    return type("Layer", (nn.Module,), {"__module__": "layers"})
+
+
+@pytest.mark.parametrize("fla", [False, True])
+def test_functions_of_a_layers_module_are_replaced_once(
+    fla: bool, layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fla` has its own kernels for the delta rule, which transformers then uses."""
+    found = {"fla": object()} if fla else {}
+    monkeypatch.setattr("rollmill.models.recurrent_functions.find_spec", found.get)
+    module: Any = sys.modules["layers"]
+    use_exact_functions(layer)
+    step = module.mamba2_selective_state_update
+    assert (module.torch_chunk_gated_delta_rule is chunk_gated_delta_rule) == (not fla)
+    use_exact_functions(type("Other", (nn.Module,), {"__module__": "layers"}))
+    assert module.mamba2_selective_state_update is step
+
+
+def test_a_module_without_these_functions_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("others")
+    monkeypatch.setitem(sys.modules, "others", module)
+    names = set(vars(module))
+    layer: Any = type("Layer", (nn.Module,), {"__module__": "others", "time_step_limit": (0.1, 1.0)})
+    use_exact_functions(layer)
+    assert set(vars(module)) == names
+    assert step_limit(layer()) == {}
+
+
+def test_a_limit_is_handed_to_the_step_if_it_limits_anything(layer: type[nn.Module]) -> None:
+    one: Any = layer()
+    assert step_limit(one) == {}
+    for limit, expected in ((None, {}), ((0.0, math.inf), {}), ([1e-3, math.inf], {"dt_limit": (1e-3, math.inf)})):
+        one.time_step_limit = limit
+        assert step_limit(one) == expected
+    one.time_step_limit = (0.0, 2.0)
+    assert step_limit(one) == {"dt_limit": (0.0, 2.0)}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("positive", [True, False])
+def test_the_size_of_a_step_is_limited(bias: bool, positive: bool) -> None:
+    use_exact_functions(modeling_mamba2.Mamba2Mixer)
+    step = modeling_mamba2.mamba2_selective_state_update
+    generator = torch.Generator().manual_seed(3)
+    state, hidden = torch.randn(2, 4, 3, 5, generator=generator), torch.randn(2, 4, 3, generator=generator)
+    dt, shift = torch.randn(2, 4, 3, generator=generator), torch.randn(4, 3, generator=generator)
+    decay, skip = -torch.rand(4, 3, 5, generator=generator), torch.randn(4, 3, generator=generator)
+    written, read = torch.randn(2, 1, 5, generator=generator), torch.randn(2, 1, 5, generator=generator)
+    options = {"dt_bias": shift if bias else None, "dt_softplus": positive}
+    others = (decay, written, read, skip)
+    size = dt + shift if bias else dt
+    size = softplus(size) if positive else size
+    for given, taken in ((options, size), (options | {"dt_limit": (0.5, 1.0)}, size.clamp(0.5, 1.0))):
+        own, expected = state.clone(), state.clone()
+        output = step(own, hidden, dt, *others, **given)
+        torch.testing.assert_close(output, step(expected, hidden, taken, *others))
+        torch.testing.assert_close(own, expected)
+        assert not torch.equal(own, state)
