@@ -94,41 +94,41 @@ def test_the_type_of_the_queries_is_kept_and_the_state_left_out_unless_asked_for
 
 
 @pytest.fixture
-def layer(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
-    """A layer class of a module that has both functions."""
-    module: Any = ModuleType("layers")
+def module(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """A module that has both functions."""
+    module: Any = ModuleType(request.node.name)
     module.torch_chunk_gated_delta_rule = module.mamba2_selective_state_update = lambda *args, **kwargs: (args, kwargs)
-    monkeypatch.setitem(sys.modules, "layers", module)
-    return type("Layer", (nn.Module,), {"__module__": "layers"})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def layer_of(module: Any) -> Any:
+    return type("Layer", (nn.Module,), {"__module__": module.__name__})()
 
 
 @pytest.mark.parametrize("fla", [False, True])
-def test_functions_of_a_layers_module_are_replaced_once(
-    fla: bool, layer: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_of_a_module_are_replaced(fla: bool, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fla` has its own kernels for the delta rule, which transformers then uses."""
     found = {"fla": object()} if fla else {}
     monkeypatch.setattr("rollmill.models.recurrent_functions.find_spec", found.get)
-    module: Any = sys.modules["layers"]
-    use_exact_functions(layer)
     step = module.mamba2_selective_state_update
+    use_exact_functions(module.__name__)
     assert (module.torch_chunk_gated_delta_rule is chunk_gated_delta_rule) == (not fla)
-    use_exact_functions(type("Other", (nn.Module,), {"__module__": "layers"}))
-    assert module.mamba2_selective_state_update is step
+    assert module.mamba2_selective_state_update is not step
 
 
-def test_a_module_without_these_functions_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("others")
-    monkeypatch.setitem(sys.modules, "others", module)
+def test_a_module_without_these_functions_is_left_alone(module: Any) -> None:
+    del module.torch_chunk_gated_delta_rule, module.mamba2_selective_state_update
     names = set(vars(module))
-    layer: Any = type("Layer", (nn.Module,), {"__module__": "others", "time_step_limit": (0.1, 1.0)})
-    use_exact_functions(layer)
+    use_exact_functions(module.__name__)
     assert set(vars(module)) == names
-    assert step_limit(layer()) == {}
+    layer = layer_of(module)
+    layer.time_step_limit = (0.1, 1.0)
+    assert step_limit(layer) == {}
 
 
-def test_a_limit_is_handed_to_the_step_if_it_limits_anything(layer: type[nn.Module]) -> None:
-    one: Any = layer()
+def test_a_limit_is_handed_to_the_step_if_it_limits_anything(module: Any) -> None:
+    one = layer_of(module)
     assert step_limit(one) == {}
     for limit, expected in ((None, {}), ((0.0, math.inf), {}), ([1e-3, math.inf], {"dt_limit": (1e-3, math.inf)})):
         one.time_step_limit = limit
@@ -140,7 +140,7 @@ def test_a_limit_is_handed_to_the_step_if_it_limits_anything(layer: type[nn.Modu
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("positive", [True, False])
 def test_the_size_of_a_step_is_limited(bias: bool, positive: bool) -> None:
-    use_exact_functions(modeling_mamba2.Mamba2Mixer)
+    use_exact_functions(modeling_mamba2.__name__)
     step = modeling_mamba2.mamba2_selective_state_update
     generator = torch.Generator().manual_seed(3)
     state, hidden = torch.randn(2, 4, 3, 5, generator=generator), torch.randn(2, 4, 3, generator=generator)

@@ -132,7 +132,7 @@ def use_recurrent_handler(model: nn.Module, recur: RecurrentHandler) -> Iterator
     layers: list[Any] = recurrent_layers(model)
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        use_exact_functions(type(layer))
+        use_exact_functions(type(layer).__module__)
         layer.forward = _PatchedForward(layer, recur)
     try:
         yield

@@ -28,17 +28,16 @@ _EPS = 1e-6  # of the norms of queries and keys, as in transformers
 
 
 @functools.cache
-def use_exact_functions(layer: type[nn.Module]) -> None:
-    """Replaces both functions, for the whole process, in the module of a layer class that calls them.
+def use_exact_functions(name: str) -> None:
+    """Replaces both functions, for the whole process, in the module `name` of transformers, if it has them.
 
     The gated delta rule stays as it is where the library `fla` computes it.
     """
-    module: Any = sys.modules[layer.__module__]
+    module: Any = sys.modules[name]
     if hasattr(module, _DELTA_RULE) and find_spec("fla") is None:
         setattr(module, _DELTA_RULE, chunk_gated_delta_rule)
-    own = getattr(module, _STEP, None)
-    if own is not None and not hasattr(own, "limits_step"):
-        setattr(module, _STEP, _limit_step(own))
+    if hasattr(module, _STEP):
+        setattr(module, _STEP, _limit_step(getattr(module, _STEP)))
 
 
 def step_limit(layer: nn.Module) -> dict[str, tuple[float, float]]:
@@ -109,7 +108,8 @@ def chunk_gated_delta_rule(
 
 def _chunks(x: Tensor, size: int) -> Tensor:
     """Splits [n, H, S, d] into [n, H, N, C, d], padded with zeros at the end."""
-    return pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
+    chunks: Tensor = pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
+    return chunks
 
 
 def _decays_between(decay: Tensor) -> Tensor:
@@ -140,5 +140,4 @@ def _limit_step(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
             dt_bias, dt_softplus = None, False
         return own(state, hidden, dt, *others, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
 
-    step.limits_step = True  # type: ignore[attr-defined]
     return step
