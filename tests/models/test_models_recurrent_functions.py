@@ -31,11 +31,14 @@ def inputs(length: int, seed: int = 0) -> Inputs:
     return query, key, value, decay, torch.rand(2, length, HEADS, generator=generator)
 
 
-def token_by_token(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Inputs:
+def token_by_token(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, norm: bool = True
+) -> Inputs:
     """Outputs and last state by the definition: the state decays, and the value that it has for a key moves to the
     token's by `beta`.
     """
-    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    if norm:
+        query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
     query, key = (x.repeat_interleave(HEADS // KEY_HEADS, 2) for x in (query, key))
     outputs = []
     for t in range(value.shape[1]):
@@ -86,11 +89,24 @@ def test_gradients_are_those_of_the_definition() -> None:
         assert off(own, theirs) < 1e-10
 
 
+def test_queries_and_keys_are_taken_as_they_are_unless_norms_are_asked_for() -> None:
+    query, key, value, g, beta = inputs(10)
+    key = 0.5 * key / key.norm(dim=-1, keepdim=True)
+    state = torch.zeros(2, HEADS, SIZE, SIZE)
+    expected, _ = token_by_token(*(x.double() for x in (query, key, value, g, beta, state)), norm=False)  # type: ignore[misc]
+    found, _ = chunk_gated_delta_rule(query, key, value, g, beta)
+    assert off(found, expected) < 2e-6
+
+
 def test_the_type_of_the_queries_is_kept_and_the_state_left_out_unless_asked_for() -> None:
     query, key, value, g, beta = inputs(10)
-    output, state = chunk_gated_delta_rule(query.bfloat16(), key.bfloat16(), value.bfloat16(), g, beta.bfloat16())
+    state = torch.ones(2, HEADS, SIZE, SIZE, dtype=torch.bfloat16)
+    output, after = chunk_gated_delta_rule(
+        query.bfloat16(), key.bfloat16(), value.bfloat16(), g, beta.bfloat16(), initial_state=state
+    )
     assert output.dtype == torch.bfloat16
-    assert state is None
+    assert output.is_contiguous()
+    assert after is None
 
 
 @pytest.fixture
