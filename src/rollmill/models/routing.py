@@ -41,7 +41,7 @@ class Router(NamedTuple):
     experts: int
     k: int  #: experts per token
     sequential: bool  #: selects with `max`, k times
-    groups: int = 0  #: groups of experts that are scored before, by their best two: [..., groups, experts of each]
+    groups: int  #: groups of experts that are scored before, by their best two: [..., groups, experts of each]
 
 
 _found: WeakKeyDictionary[nn.Module, list[Router]] = WeakKeyDictionary()
@@ -66,7 +66,7 @@ class RecordedRouting:
 
     def __init__(self, routers: list[Router]) -> None:
         self._routers = routers
-        self._width = max(router.experts for router in routers)
+        self._width = 0  #: most experts of a router that has run
         self._chosen: dict[int, Tensor] = {}  # router -> [T, k]
 
     def take(self) -> Tensor:
@@ -201,7 +201,7 @@ class _SelectionMode(TorchFunctionMode):
         scores = args[0]
         if scores.shape[-1] < self._router.experts:
             return 0
-        if self._router.groups and scores.shape[1:] == (self._router.groups, self._router.experts):  # one group of all
+        if scores.shape[1:] == (self._router.groups, self._router.experts):  # one group of all
             return 0
         if self._router.sequential:
             return int(kwargs.get("dim") == -1 and kwargs.get("keepdim", False))
