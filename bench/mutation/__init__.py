@@ -47,6 +47,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     "src/rollmill/trainer/batch.py": ("tests/trainer/test_trainer_batch.py", "tests/trainer/test_trainer_packing*.py"),
     "src/rollmill/rollout/recorder.py": ("tests/rollout/test_rollout_recording.py",),
     "src/rollmill/buffer/group_queue.py": ("tests/buffer/test_buffer_queue.py",),
+    "src/rollmill/models/recurrent_functions.py": ("tests/models/test_models_recurrent_functions.py",),
+    "src/rollmill/models/routing.py": ("tests/models/test_models_routing.py",),
+    "src/rollmill/rewards/judges/parsing.py": ("tests/rewards/test_rewards_judges_verdict.py",),
     "src/rollmill/orchestrator/pacing.py": ("tests/orchestrator/test_orchestrator_pacing.py",),
 }
 ACCEPTED = Path(__file__).with_name("accepted.toml")

@@ -14,7 +14,10 @@ from rollmill.config.model import TokenizerConfig
 from rollmill.models.from_scratch import save_policy, train_tokenizer
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_next", "lfm2", "phimoe"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["gpt_oss", "qwen3_next", "lfm2", "phimoe", pytest.param("nemotron_h", marks=pytest.mark.slow)],
+)
 def test_two_steps_of_grpo(architecture: str, tmp_path: Path) -> None:
     """The engine's log-probs are the trainer's, before and after the weights have moved."""
     tokenizer = train_tokenizer(TokenizerConfig(kind="char"), ["".join(map(chr, range(32, 127)))])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from toys import toy_model
 
 from rollmill.errors import ModelError
@@ -94,6 +95,18 @@ def test_its_own_routing_changes_nothing(kind: str) -> None:
     assert torch.equal(again, plain)
     assert all(torch.equal(replayed[name], each) for name, each in gradient.items())
     assert outcome(model)[0].equal(plain), "the model is as before"
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_scoring_groups_of_experts_is_not_a_choice(groups: int) -> None:
+    """DeepSeek's router takes the best two experts of each group to score it; with one group, of all."""
+    model = moe("DeepseekV3", n_group=groups, topk_group=max(1, groups // 2), num_experts_per_tok=2)
+    plain, _ = outcome(model)
+    routing = recorded(model)
+    with replay_routing(model, routing.int()):
+        assert torch.equal(outcome(model)[0], plain)
+    with replay_routing(model, others(model)):
+        assert not torch.allclose(outcome(model)[0], plain, atol=1e-3)
 
 
 def softmax_first(logits: Tensor, indices: Tensor, _: Any) -> Tensor:
@@ -186,5 +199,111 @@ def test_dense_models_have_no_routers() -> None:
 def test_a_router_that_runs_twice_in_a_pass_is_refused() -> None:
     model = moe("Mixtral")
     model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(ModelError, match=r"MixtralTopKRouter runs several times in one pass.*router_replay: false"):
+    with pytest.raises(ModelError, match=r"MixtralTopKRouter runs several times in one pass, so .*replay: false"):
         recorded(model)
+
+
+class Gate(nn.Module):
+    """A router of its own size, whose scores may have any axes before that of the experts."""
+
+    def __init__(self, experts: int, k: int) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = experts, k
+        self.weight = nn.Parameter(torch.randn(experts, 8, generator=torch.Generator().manual_seed(experts)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.topk(hidden @ self.weight.T, self.top_k, dim=-1)[1]
+
+
+class Sorting(Gate):
+    """Has `topk` in its code, but chooses in another way."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores = hidden @ self.weight.T
+        return torch.topk(scores, 1)[1] if scores.isnan().any() else scores.argsort(-1)[..., -self.top_k :]
+
+
+class ByKeyword(Gate):
+    """Names the argument by which a choice is recognised."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.topk(input=hidden @ self.weight.T, k=self.top_k)[1]
+
+
+class Normalising(Gate):
+    """Looks for the best expert before it chooses."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores = hidden @ self.weight.T
+        return torch.topk(scores - torch.topk(scores, 1)[0], self.top_k)[1]
+
+
+HIDDEN = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_routers_of_different_sizes_share_a_table() -> None:
+    """The smaller one's row ends with 0; more than 256 experts of any need two bytes."""
+    gates = nn.ModuleList([Gate(4, 1), Gate(257, 3), Gate(6, 2)])
+    assert routing_shape(gates) == (3, 3)
+    with capture_routing(gates) as recorded:
+        chosen = [gate(HIDDEN)[0] for gate in gates]
+    routing = recorded.take()
+    assert (tuple(routing.shape), routing.dtype) == ((5, 3, 3), torch.int16)
+    for row, own in enumerate(chosen):
+        assert torch.equal(routing[:, row, : own.shape[1]], own.short())
+        assert not routing[:, row, own.shape[1] :].any()
+    other = (routing.int() + 1) % 4
+    other[:2] = -1
+    with replay_routing(gates, other):
+        again = [gate(HIDDEN)[0] for gate in gates]
+    for row, (own, replayed) in enumerate(zip(chosen, again, strict=True)):
+        assert torch.equal(replayed[:2], own[:2])
+        assert torch.equal(replayed[2:], other[2:, row, : own.shape[1]].long())
+    with replay_routing(gates, torch.full_like(other, -1)):
+        assert all(torch.equal(gate(HIDDEN)[0], own) for gate, own in zip(gates, chosen, strict=True))
+    assert not any("forward" in vars(gate) for gate in gates)
+
+
+def test_the_outer_context_applies_again_after_the_inner_one() -> None:
+    gates = nn.ModuleList([Gate(6, 2)])
+    own = gates[0](HIDDEN)[0]
+    other = (own[:, None].int() + 1) % 6
+    with replay_routing(gates, other):
+        with capture_routing(gates):
+            assert torch.equal(gates[0](HIDDEN)[0], own)
+        assert torch.equal(gates[0](HIDDEN)[0], other[:, 0].long())
+    assert torch.equal(gates[0](HIDDEN)[0], own)
+
+
+def test_a_router_may_have_its_sizes_in_its_configuration() -> None:
+    """As Gemma 4's. Doge's experts and whole models have sizes and use `topk`, too, but choose no experts by it."""
+    gates: Any = nn.ModuleList([Gate(6, 2) for _ in range(5)])
+    gates[0].config = SimpleNamespace(num_experts=6, top_k_experts=2)
+    gates[0].num_experts = gates[0].top_k = gates[1].num_experts = gates[2].top_k = None
+    gates[3].num_keys = 3
+    gates[4].get_output_embeddings = None
+    assert [tuple(each) for each in find_routers(gates)] == [(gates[0], 6, 2, False, 0)]
+
+
+def test_a_router_that_does_not_run_has_zeros() -> None:
+    gates = nn.ModuleList([Gate(4, 1), Gate(6, 2)])
+    with capture_routing(gates) as recorded:
+        chosen = gates[1](HIDDEN)[0]
+    routing = recorded.take()
+    assert not routing[:, 0].any()
+    assert torch.equal(routing[:, 1], chosen.byte())
+
+
+@pytest.mark.parametrize("kind", [Sorting, ByKeyword])
+def test_a_router_that_selects_in_another_way_is_refused(kind: type[Gate]) -> None:
+    gates = nn.ModuleList([kind(6, 2)])
+    known = f"{kind.__name__} selects its experts in a way that is not known, so its choice cannot"
+    with pytest.raises(ModelError, match=known), capture_routing(gates):
+        gates[0](HIDDEN)
+
+
+def test_a_search_for_fewer_experts_is_no_choice() -> None:
+    gates = nn.ModuleList([Normalising(6, 2)])
+    with capture_routing(gates) as recorded:
+        chosen = gates[0](HIDDEN)[0]
+    assert torch.equal(recorded.take()[:, 0], chosen.byte())

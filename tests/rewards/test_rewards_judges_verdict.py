@@ -11,7 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from reward_helpers import task
 
-from rollmill.rewards.judges.parsing import combine_votes, last_json_object, parse_ranking, parse_score, parse_winner
+from rollmill.rewards.judges.parsing import (
+    combine_votes,
+    last_json_object,
+    parse_ranking,
+    parse_score,
+    parse_winner,
+    verdict_schema,
+)
 from rollmill.rewards.judges.prompts import (
     SCORING_TEMPLATE,
     SYSTEM_PROMPT,
@@ -57,6 +64,10 @@ from rollmill.types import Task
         ("7/10", None),
         ("", None),
         ('{"score": 7', None),
+        ('{"score": 7}' + " " * 65_000, 0.7),
+        ('{"score": 7}' + " " * 65_536, None),
+        ('{" ' * 399 + '{"score": 7}', 0.7),
+        ('{" ' * 400 + '{"score": 7}', None),
     ],
 )
 def test_a_score_is_read_strictly(text: str, score: float | None) -> None:
@@ -121,6 +132,29 @@ def test_winners(value: Any, winner: float | None) -> None:
         ('{"score": 7', None),
         ('Score: 7 {"x": 1}', None),
         ("", None),
+        ("Score:", None),
+        ("Score 8", None),
+        ("I rate it7.", None),
+        ("[[5]", None),
+        ("[[5?]]", None),
+        ("Score: \\boxed{7}", 0.7),
+        ("Score: 5. The sum is $\\boxed{7}$", 0.5),
+        ("\\boxed{7}, that is \\boxed{7}.", 0.7),
+        ("\\boxed{3} + \\boxed{7}", None),
+        ("Is it \\boxed{7}?", None),
+        ("I don't think it is bad. Score: 8", 0.8),
+        ("I don't think it is bad! Score: 8", 0.8),
+        ("I don't think it is bad\nScore: 8", 0.8),
+        ("I don't think the score is\n8", None),
+        ("I don't think that it, after a look at every step of the whole long solution, has a score: 8", None),
+        ("So the grade is 8 for it? Fine.", None),
+        ("So the grade is\n8 for it? Fine.", None),
+        ("Score: 8 is wrong.", None),
+        ("Score: 8. It might also be 7", None),
+        ("Score: 4 to 5", None),
+        ("Score: 80 %", None),
+        ("Score: 8. " + "and " * 1900, 0.8),
+        ("Score: 8. " + "and " * 2000, None),
     ],
 )
 def test_a_score_in_words_counts_without_json_if_it_is_the_only_one(text: str, score: float | None) -> None:
@@ -136,6 +170,7 @@ def test_a_score_in_words_counts_without_json_if_it_is_the_only_one(text: str, s
         ("The better response is **A**.", 1.0),
         ("Final verdict: tie", 0.5),
         ("Verdict: A tie", 0.5),
+        ("Final verdict: Tie", 0.5),
         ("\\boxed{A}", 1.0),
         ("[[A]] or [[B]]", None),
         ("[[C]]", None),
@@ -147,6 +182,15 @@ def test_a_score_in_words_counts_without_json_if_it_is_the_only_one(text: str, s
 def test_a_winner_in_words(text: str, winner: float | None) -> None:
     assert parse_winner(text, "winner", ["four", "five"]) == winner
     assert parse_winner(text, "winner_1a2b3c", ["four", "five"]) is None
+
+
+def test_a_winner_in_words_counts_only_without_json_and_where_it_is_asked_for() -> None:
+    assert parse_winner('{"x": 1} Winner: A', "winner", ["four"]) is None
+    assert parse_winner("Winner: A", "winner") is None
+
+
+def test_texts_that_make_a_verdict_together_are_none() -> None:
+    assert parse_score("Score: 8", "score", (0, 10), ["It has Score", ": 9"]) is None
 
 
 @pytest.mark.parametrize(
@@ -183,6 +227,24 @@ def test_rankings(value: Any, ranking: list[int] | None) -> None:
     assert parse_ranking(json.dumps({"ranking": value}), "ranking", 3) == ranking
 
 
+def test_a_reply_without_json_has_no_ranking() -> None:
+    assert parse_ranking("1, 2, 3", "ranking", 3) is None
+
+
+def test_numbers_of_twenty_digits_are_floats() -> None:
+    """Longer ones would take Python's conversion of integers too long, or be refused."""
+    assert [type((last_json_object(f'{{"x": {"9" * n}}}') or {})["x"]) for n in (19, 20)] == [int, float]
+
+
+def test_the_schema_has_thoughts_and_the_verdict_and_nothing_else() -> None:
+    assert verdict_schema("score", {"type": "number"}) == {
+        "type": "object",
+        "properties": {"thoughts": {"type": "string"}, "score": {"type": "number"}},
+        "required": ["thoughts", "score"],
+        "additionalProperties": False,
+    }
+
+
 def test_votes() -> None:
     votes = [0.1, 0.9, 0.9, 0.2, 0.2, 1.0]
     assert combine_votes(votes, "mean") == pytest.approx(0.55)
@@ -190,6 +252,9 @@ def test_votes() -> None:
     assert combine_votes(votes, "majority") == pytest.approx(0.55)
     assert combine_votes([0.0, 0.0, 1.0], "majority") == 0
     assert combine_votes([0.0, 0.0, 1.0], "median") == 0
+    assert combine_votes([0.0, 0.25, 1.0, 1.0], "mean") == 0.5625
+    assert combine_votes([0.0, 0.25, 1.0, 1.0], "median") == 0.625
+    assert combine_votes([0.0, 0.25, 1.0, 1.0], "majority") == 1
 
 
 @pytest.mark.parametrize(

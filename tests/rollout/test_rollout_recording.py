@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollmill.progress import Progress, progress_counters
 from rollmill.rollout.recorder import REPETITION_KEY, RecordedCall, Recorder
 from rollmill.types import Completion, Experience, StopReason
 
@@ -50,6 +51,14 @@ def test_turns_that_go_on_are_one_experience() -> None:
         ("prompt", "prompt 0"), ("assistant", "call 0"), ("observation", "5"), ("assistant", "call 1"),
     ]  # fmt: skip
     assert (one.id, one.response, "episode" in one.info) == ("g/0", "call 1", False)
+
+
+def test_every_completion_counts_as_progress() -> None:
+    """A supervisor tells by it that rollouts are made."""
+    recorder, before = Recorder(), progress_counters()[Progress.TOKENS]
+    for number in (1, 2):
+        call(recorder, [1], [2])
+        assert progress_counters()[Progress.TOKENS] == before + number
 
 
 def with_routing(recorder: Recorder, prompt: list[int], tokens: list[int]) -> None:

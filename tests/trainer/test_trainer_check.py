@@ -32,6 +32,7 @@ SUPPORTED = {
     "lfm2": "short convolutions",
     "falcon_h1": "Mamba 2 beside attention",
     "bamba": "Mamba 2",
+    "zamba2": "Mamba 2 with a least step size, which transformers' own decoding leaves out",
     "jamba": "Mamba 1, which cannot go on from a state with several tokens",
     "minimax": "lightning attention",
     "hrm_text": "layers that are run several times",
@@ -41,7 +42,7 @@ SUPPORTED = {
 }
 
 
-QUICK = ("gpt_oss", "llama4_text", "phimoe", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v3")
+QUICK = ("gpt_oss", "llama4_text", "phimoe", "qwen3_next", "lfm2", "falcon_h1", "zamba2", "deepseek_v3")
 """One of each kind; `python -m bench architectures` runs all that transformers has."""
 
 

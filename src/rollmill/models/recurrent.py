@@ -4,7 +4,8 @@ Such a layer reads its input from left to right and keeps a state, so the sequen
 `use_recurrent_handler` intercepts the calls of all recurrent layers of a transformers model: the handler, which knows
 the sequences of the row, runs the layer's own forward pass over each of them, from an earlier state or from none.
 States are plain tensors and are never written in place, so gradients flow through them and several sequences may
-continue from the same state. No layer is implemented here; all use transformers' code.
+continue from the same state. No layer is implemented here; all use transformers' code (with two functions that
+`recurrent_functions.py` replaces).
 
 Shapes: T tokens of the row, n sequences of a call, S their length, d hidden size.
 """
@@ -20,6 +21,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+
+from rollmill.models.recurrent_functions import step_limit, use_exact_functions
 
 RecurrentState = dict[tuple[str, int], Tensor]
 """State of one layer after some tokens: (kind, index) -> tensor [n, ...]."""
@@ -129,6 +132,7 @@ def use_recurrent_handler(model: nn.Module, recur: RecurrentHandler) -> Iterator
     layers: list[Any] = recurrent_layers(model)
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
+        use_exact_functions(type(layer).__module__)
         layer.forward = _PatchedForward(layer, recur)
     try:
         yield
@@ -199,7 +203,8 @@ class _LayerCall:
         cache = StateCache(before)
         picked = places if at is None else at.to(places.device)[None]
         inputs = hidden[0].index_select(0, picked.flatten()).view(*picked.shape, -1)
-        output = self._own(inputs, **_of_call(self._given, places, cache))
+        limit = step_limit(self._layer) if before is not None and places.shape[1] == 1 else {}
+        output = self._own(inputs, **_of_call(self._given, places, cache), **limit)
         if isinstance(output, tuple):
             self.others = [None] * (len(output) - 1)
             output = output[0]

@@ -41,6 +41,7 @@ class Router(NamedTuple):
     experts: int
     k: int  #: experts per token
     sequential: bool  #: selects with `max`, k times
+    groups: int  #: groups of experts that are scored before, by their best two: [..., groups, experts of each]
 
 
 _found: WeakKeyDictionary[nn.Module, list[Router]] = WeakKeyDictionary()
@@ -65,7 +66,7 @@ class RecordedRouting:
 
     def __init__(self, routers: list[Router]) -> None:
         self._routers = routers
-        self._width = max(router.experts for router in routers)
+        self._width = 0  #: most experts of a router that has run
         self._chosen: dict[int, Tensor] = {}  # router -> [T, k]
 
     def take(self) -> Tensor:
@@ -194,11 +195,13 @@ class _SelectionMode(TorchFunctionMode):
         return (torch.return_types.max if self._router.sequential else torch.return_types.topk)(selected)
 
     def _selects(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Number of experts that a call selects; 0 if it selects none. (Groups of experts are fewer than experts.)"""
+        """Number of experts that a call selects; 0 if it selects none, for example scores groups of experts."""
         if func not in (_MAX if self._router.sequential else _TOPK) or not args:
             return 0
         scores = args[0]
         if scores.shape[-1] < self._router.experts:
+            return 0
+        if scores.shape[1:] == (self._router.groups, self._router.experts):  # one group of all
             return 0
         if self._router.sequential:
             return int(kwargs.get("dim") == -1 and kwargs.get("keepdim", False))
@@ -237,4 +240,5 @@ def _as_router(module: nn.Module) -> Router | None:
     # Doge composes experts of pairs of keys, each chosen separately; whole models use topk in their sampling code
     if hasattr(module, "num_keys") or hasattr(module, "get_output_embeddings"):
         return None
-    return Router(module, experts, k, _SPARSEMIXER in names)
+    groups = getattr(module, "num_group", None)
+    return Router(module, experts, k, _SPARSEMIXER in names, groups if isinstance(groups, int) else 0)
