@@ -18,6 +18,7 @@ NAMES = (
     "gradient",
     "learn",
     "curriculum",
+    "mixing",
     "verify",
     "overlap",
     "tail",

@@ -58,6 +58,14 @@ def test_curriculum_against_the_uniform_order(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_shares_by_need_against_equal_ones(tmp_path: Path) -> None:
+    line = bench(str(tmp_path), "mixing", "--seeds", "0", "--steps", "8", "--warm-steps", "40", "--target", "0")
+    assert (line["peer_name"], line["unit"]) == ("weight", "completions")
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_reward_that_is_wrong_in_a_fifth_of_all_cases(tmp_path: Path) -> None:
     options = ("--seeds", "0", "--steps", "5", "--held-out", "60")
     line = bench(str(tmp_path), "verify", *options, "--svg", str(tmp_path / "curves.svg"))

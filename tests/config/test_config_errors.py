@@ -96,7 +96,8 @@ CASES = {
         GOOD + "temperature: 1",
         "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature`, "
         "`rewards.N.temperature (reward judge, pairwise, ranking)`, `models.NAME.temperature`, "
-        "`algorithm.temperature (algorithm distill, jsd, self_distill)` and `evaluation.sampling.temperature`",
+        "`algorithm.temperature (algorithm distill, jsd, self_distill)`, `evaluation.sampling.temperature` and "
+        "`domains.NAME.rollout.temperature`",
     ),
     "key of another tool": (
         GOOD + "trainer: {learning_rate: 1}",

@@ -1,0 +1,93 @@
+"""examples/kimi.yaml: four domains learn together, with partial rollouts, replay, curricula and kimi's algorithm."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import Forks, send
+from tiny import outcome
+from waiting import wait_until
+
+from rollmill.cli import main
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "kimi.yaml"
+DOMAINS = ("math", "code", "school", "pictures")
+SHORT = [
+    "stages.0.steps=30",
+    "stages.0.evaluation.every=30",
+    "stages.0.trainer.warmup_steps=2",
+    "stages.1.steps=6",
+    "stages.1.rollout.token_budget=400",
+    "evaluation.every=3",
+    "checkpoint.every=2",
+    *(f"domains.{name}.evaluation.limit=4" for name in DOMAINS),
+]
+RAY = ["placement={name: ray, explorers: 2}"]
+
+
+def settings(*given: str) -> list[str]:
+    return [word for each in given for word in ("--set", each)]
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_each_domains_right_answer_earns_exactly_1(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["audit", str(EXAMPLE), "--stage", "kimi", "--tasks", "20"])
+    told = capsys.readouterr().out
+    for name in DOMAINS:
+        [line] = [each for each in told.splitlines() if f"{name}/oracle" in each]
+        assert line.startswith("ok")
+        assert "the right answer earns the full reward of 1 on all 20 tasks" in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_twice_it_ends_as_if_nothing_had_happened(server: Forks, tmp_path: Path) -> None:
+    once = server.run("run", EXAMPLE, "--out", "once", *settings(*SHORT), folder=tmp_path)
+    assert once.code == 0, once.err
+    twice = tmp_path / "twice"
+    command: list[Any] = ["run", EXAMPLE, "--out", "twice", *settings(*SHORT, "supervise.restarts=0")]
+    for step in (32, 34):
+        server.start(*command, folder=tmp_path)
+        checkpoint = twice / f"checkpoints/step-{step:06d}"
+        wait_until(checkpoint.is_dir, 400)
+        send(server.pid)
+        assert server.wait().code == -signal.SIGKILL
+        command = ["resume", "twice"]
+    ended = server.run(*command, folder=tmp_path)
+    assert ended.code == 0, ended.err
+    assert outcome(twice) == outcome(tmp_path / "once")
+    trained = [row for row in rows(twice) if row.get("stage") == "kimi" and "loss" in row]
+    assert sum(row["rollout/partial"] for row in trained) > 0
+    assert any("replay/age" in row for row in trained)
+    assert {name for row in trained for name in DOMAINS if f"domain/{name}/reward" in row} == set(DOMAINS)
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(900)
+def test_it_runs_with_explorers_on_ray(server: Forks, tmp_path: Path) -> None:
+    ended = server.run("run", EXAMPLE, "--out", "out", *settings(*SHORT, *RAY), folder=tmp_path)
+    assert ended.code == 0, ended.err
+    trained = [row for row in rows(tmp_path / "out") if row.get("stage") == "kimi" and "loss" in row]
+    assert len(trained) == 6
+    assert {name for row in trained for name in DOMAINS if f"domain/{name}/reward" in row} == set(DOMAINS)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_domain_learns(server: Forks, tmp_path: Path, seed: int) -> None:
+    ended = server.run("run", EXAMPLE, "--out", "out", *settings(f"seed={seed}"), folder=tmp_path)
+    assert ended.code == 0, ended.err
+    evaluated = [row for row in rows(tmp_path / "out") if "eval/math/sampled" in row]
+    for name in DOMAINS:
+        assert evaluated[-1][f"eval/{name}/sampled"] > evaluated[0][f"eval/{name}/sampled"], name
