@@ -33,6 +33,7 @@ NAMES = (
     "modes",
     "ranks",
     "simulate",
+    "simulation",
     "plan",
     "architectures",
     "mutation",

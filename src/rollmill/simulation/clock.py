@@ -77,9 +77,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._selector = _NextTimer(self)
         self._clock_resolution = _RESOLUTION_S
-        self.blocked_s = 0.0  #: seconds for which code has held up the loop
+        self.watchers: list[Callable[[], None]] = []  #: called after every turn; may raise
         self.set_task_factory(self._make_task)
         self.set_exception_handler(lambda loop, context: None)  # tasks of killed processes end with errors
+
+    def _run_once(self) -> None:
+        super()._run_once()  # type: ignore[misc]
+        for watcher in self.watchers:
+            watcher()
 
     def time(self) -> float:
         """See asyncio.AbstractEventLoop."""
@@ -99,7 +104,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._thread_s += seconds
         else:
             self._now += seconds
-            self.blocked_s += seconds
 
     def create_future(self) -> asyncio.Future[Any]:
         """See asyncio.AbstractEventLoop."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from rollmill.buffer import ExperienceStore
 from rollmill.config.run import StageConfig
 from rollmill.data import Taskset
@@ -20,7 +22,7 @@ from rollmill.rewards.base import RewardResult
 from rollmill.simulation.clock import SimulatedProcess, VirtualLoop
 from rollmill.simulation.costs import SimulationCosts
 from rollmill.simulation.history import EventHistory
-from rollmill.types import Completion, Experience, Task
+from rollmill.types import Completion, Experience, IntArray, Task
 from rollmill.waiting import OutageLog
 from rollmill.weights import FolderReceiver
 
@@ -30,6 +32,11 @@ _ASK_AGAIN_S = 0.5
 def digest_of(*parts: object) -> int:
     """A 48-bit digest of values by their text."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "big")
+
+
+def simulated_reward(token_ids: IntArray, index: int) -> float:
+    """Reward of a completion, 0 or 1, by its tokens [T] and its index in the group."""
+    return float(digest_of(token_ids.astype(np.int32).tobytes(), index) % 2)
 
 
 class SimulatedTokenizer:
@@ -78,7 +85,7 @@ class SimulatedJudges:
         if self._seconds > 0:
             async with self._places:
                 await asyncio.sleep(self._seconds * self._random.lognormvariate(0.0, self._spread))
-        return float(digest_of(completion.token_ids.tobytes(), completion.seed, completion.index) % 2)
+        return simulated_reward(completion.token_ids, completion.index)
 
 
 class SimulatedRewards:

@@ -17,7 +17,7 @@ import numpy as np
 from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.simulation.clock import SimulatedProcess
 from rollmill.simulation.costs import SimulationCosts
-from rollmill.types import Completion, StopReason
+from rollmill.types import Completion, IntArray, StopReason
 
 _VOCABULARY = 32_000
 _DIGESTS = 1 << 20
@@ -30,9 +30,9 @@ def shown_digest(digest: int) -> int:
     return digest % (_DIGESTS - 1) + 1
 
 
-def simulated_tokens(seed: int, index: int, positions: np.ndarray, digest: int) -> np.ndarray:
+def simulated_tokens(seed: int, index: int, positions: IntArray, digest: int) -> IntArray:
     """Tokens [T] at these positions of a completion, by weights with this digest."""
-    mixed = (positions.astype(np.int64) * 7919 + index * 104_729 + seed % 1_000_003 * 31 + digest % 1_000_033 * 17) * 40_503
+    mixed = (np.asarray(positions, np.int64) * 7919 + index * 104_729 + seed % 1_000_003 * 31 + digest % 1_000_033 * 17) * 40_503
     return (mixed % _VOCABULARY).astype(np.int32)
 
 
