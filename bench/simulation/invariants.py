@@ -75,6 +75,8 @@ class InvariantChecks:
         rollout, done = self._config.rollout, stage.state.step
         admitted = (min(self._config.max_staleness + 1, self._config.steps - done)) * rollout.batch
         extra = int(np.ceil(round(rollout.oversample * admitted, 9))) if rollout.oversample else 0
+        if self._scenario.shared:  # groups of others take places of those that are under way
+            extra += sum(fault.kind == "import" for fault in self._scenario.faults)
         if len(scheduler.queue) > admitted + extra:
             raise ViolationError(PACING, f"{len(scheduler.queue)} groups under way at version {done}, not {admitted}")
 

@@ -22,6 +22,7 @@ EPOCH = 1_700_000_000.0
 _RESOLUTION_S = 1e-6
 _KILL_S = 1e-3
 _OUTSIDE = -1.0
+_MAX_TURNS = 100_000
 
 
 class SimulationStuckError(Exception):
@@ -77,12 +78,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._selector = _NextTimer(self)
         self._clock_resolution = _RESOLUTION_S
+        self._turned, self._turns = 0.0, 0  # turns since time has passed
         self.watchers: list[Callable[[], None]] = []  #: called after every turn; may raise
         self.set_task_factory(self._make_task)
         self.set_exception_handler(lambda loop, context: None)  # tasks of killed processes end with errors
 
     def _run_once(self) -> None:
         super()._run_once()  # type: ignore[misc]
+        self._turns = 0 if self._now > self._turned else self._turns + 1
+        self._turned = self._now
+        if self._turns > _MAX_TURNS:
+            raise SimulationStuckError(f"no time passes any more after {self._now:.3f} s")
         for watcher in self.watchers:
             watcher()
 

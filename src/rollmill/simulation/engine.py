@@ -272,7 +272,7 @@ class SimulatedEngine:
 
 def _spans(segments: list[tuple[int, int]], count: int) -> Iterator[tuple[int, int, int]]:
     """First and last token (exclusive) of each segment with tokens, and its version."""
-    ends = [*(first for first, _ in segments[1:]), count]
-    for (first, version), end in zip(segments, ends, strict=True):
+    for number, (first, version) in enumerate(segments):
+        end = segments[number + 1][0] if number + 1 < len(segments) else count
         if end > first:
             yield first, end, version
