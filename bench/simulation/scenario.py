@@ -26,7 +26,8 @@ _DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong: from `at` seconds on, for `seconds`; `node` is an explorer's number."""
+    """Something that goes wrong, for `seconds`; `node` is an explorer's number. `at` is when: in a drawn scenario as a
+    share of the undisturbed run's time, in a run in seconds."""
 
     kind: str
     at: float
@@ -73,6 +74,10 @@ class Scenario:
         """The same run without faults."""
         return replace(self, faults=())
 
+    def disturbed(self, seconds: float) -> Scenario:
+        """The run with its faults, if it takes so many seconds undisturbed."""
+        return replace(self, faults=tuple(replace(each, at=each.at * seconds) for each in self.faults))
+
     def __str__(self) -> str:
         config, rollout = self.config, self.config.rollout
         more = [
@@ -85,14 +90,14 @@ class Scenario:
         ]
         size = f"{config.steps} steps of {rollout.batch} x {rollout.group_size}, max_staleness {config.max_staleness}"
         where = f"{self.placement}, {self.explorers} explorers, {self.ranks} ranks, store {self.store}"
-        faults = ", ".join(f"{each.kind} at {each.at:.2f} s" for each in self.faults) or "no faults"
+        faults = ", ".join(f"{each.kind} at {each.at:.2f}" for each in self.faults) or "no faults"
         return f"seed {self.seed}: {where}; {', '.join([size, *filter(None, more)])}; {faults}"
 
 
 def draw_scenario(seed: int) -> Scenario:
     """Draw the scenario of a seed."""
     draw = random.Random(seed)
-    placement = draw.choices((LOCAL, RAY, JOINED), (3, 4, 4))[0]
+    placement = draw.choices((LOCAL, RAY, JOINED), (4, 4, 4))[0]
     large = placement != LOCAL and draw.random() < 0.01
     explorers = draw.choice(CLUSTERS) if large else 0 if placement == LOCAL else draw.randint(1, 5)
     shared = placement != LOCAL and not large and draw.random() < 0.08
@@ -109,17 +114,17 @@ def draw_scenario(seed: int) -> Scenario:
         ranks=draw.choice((1, 1, 2, 8)),
         store=store,
         shared=shared,
-        checkpoint_every=draw.randint(1, 3),
+        checkpoint_every=draw.choice((1, 1, 2, 3)),
         judge_s=draw.choice((0.0, 0.05, 0.3)),
         judge_places=draw.choice((1, 4, 64)),
         delay_s=draw.choice((0.0005, 0.005, 0.05)),
         weights_delay_s=draw.choice((0.0, 0.01, 0.5)),
-        faults=_draw_faults(draw, placement, explorers, config.steps, shared=shared),
+        faults=_draw_faults(draw, placement, explorers, shared=shared),
     )
 
 
 def _draw_config(draw: random.Random, placement: str, cluster: int) -> StageConfig:
-    staleness, steps = draw.choice((0, 0, 1, 1, 2, 3)), draw.randint(2, 6)
+    staleness, steps = draw.choice((0, 0, 1, 1, 2, 3)), draw.randint(3, 6)
     rollout: dict[str, Any] = {"group_size": draw.randint(1, 3), "batch": draw.randint(1, 4), "refills": 10**4}
     if cluster:
         steps, rollout["batch"], rollout["group_size"] = 2, cluster // 2, 1
@@ -129,9 +134,9 @@ def _draw_config(draw: random.Random, placement: str, cluster: int) -> StageConf
     if placement == LOCAL and staleness and special < 0.25:
         rollout["token_budget"] = rollout["batch"] * rollout["group_size"] * draw.randint(3, 12)
         rollout["partial"] = {"learn": draw.choice(("all", "newest"))}
-    elif special < 0.4 and not cluster:
+    elif special < 0.35 and not cluster:
         rollout["oversample"] = draw.choice((0.25, 0.5, 1.0))
-    elif special < 0.6 and rollout["group_size"] > 1:
+    elif special < 0.55 and rollout["group_size"] > 1:
         config["pipeline"] = [{"name": "group_variance"}]
     if draw.random() < 0.2 and not cluster:
         config["buffer"]["replay"] = {"groups": draw.randint(1, 2), "order": draw.choice(("fifo", "uniform"))}
@@ -149,22 +154,22 @@ def _draw_costs(draw: random.Random) -> SimulationCosts:
     return SimulationCosts(lengths, [train * draw.lognormvariate(0, 0.2) for _ in range(5)], **cost)
 
 
-def _draw_faults(draw: random.Random, placement: str, explorers: int, steps: int, *, shared: bool) -> tuple[Fault, ...]:
-    kinds = ["trainer", "trainer", "rank", "judge", "database", "database"]
+def _draw_faults(draw: random.Random, placement: str, explorers: int, *, shared: bool) -> tuple[Fault, ...]:
+    kinds = ["trainer", "trainer", "trainer", "rank", "judge", "database"]
     if placement != LOCAL:
         kinds += ["explorer", "explorer", "partition", "slow", "break", "break", "duplicate"]
     count = draw.choice((0, 1, 1, 2, 3, 5))
-    faults = [_draw_fault(draw, draw.choice(kinds), explorers, steps) for _ in range(count)]
+    faults = [_draw_fault(draw, draw.choice(kinds), explorers) for _ in range(count)]
     if shared:
-        faults += [_draw_fault(draw, "import", explorers, steps) for _ in range(draw.randint(1, 6))]
+        faults += [_draw_fault(draw, "import", explorers) for _ in range(draw.randint(1, 6))]
     return tuple(sorted(faults, key=lambda each: each.at))
 
 
-def _draw_fault(draw: random.Random, kind: str, explorers: int, steps: int) -> Fault:
+def _draw_fault(draw: random.Random, kind: str, explorers: int) -> Fault:
     longest = {"partition": 30.0, "slow": 20.0, "judge": 30.0}.get(kind, 0.0)
     return Fault(
         kind,
-        draw.uniform(0.0, 2.0 * steps),
+        draw.uniform(0.0, 1.0),
         draw.randrange(max(explorers, 1)),
         draw.uniform(0.1, 1.0) * longest,
         draw.uniform(2.0, 15.0),

@@ -154,6 +154,7 @@ class World:
             node.link.break_streams()
         self.store.close()
         if lost or task.cancelled():
+            self.checks.stage = None
             return False
         error = task.exception()
         if error is None:
@@ -207,7 +208,6 @@ class World:
 
     def _kill_trainer(self) -> None:
         if self.trainer is not None and self.trainer.process.alive:
-            self.checks.stage = None
             self.loop.create_task(self.trainer.process.kill())
 
     def _kill_rank(self) -> None:
@@ -275,4 +275,4 @@ def simulate_seed(scenario: Scenario) -> Outcome:
     quiet = simulate_scenario(scenario.undisturbed())
     if quiet.violation is not None or not scenario.faults:
         return quiet
-    return simulate_scenario(scenario, compared=quiet.checks)
+    return simulate_scenario(scenario.disturbed(quiet.seconds), compared=quiet.checks)
