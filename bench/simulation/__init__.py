@@ -1,4 +1,4 @@
-"""The orchestrator's own code on virtual time, with faults: `python -m bench simulation [--seed N | --seeds N | --bugs]`.
+"""The orchestrator's code on virtual time, with faults: `python -m bench simulation [--seed N | --seeds N | --bugs]`.
 
 Each seed is one history: a run with up to 1,000 explorers, trainer ranks, judges and a store, and what goes wrong on
 the way. Invariants are checked after every event (`invariants.py`). `--seed N` replays one seed and prints its history.

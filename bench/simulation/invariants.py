@@ -183,7 +183,9 @@ class InvariantChecks:
         queue = len(stage.batches._scheduler.queue)  # type: ignore[attr-defined]
         admitted = (min(config.max_staleness + 1, config.steps - version) - 1) * config.rollout.batch
         if queue != admitted:
-            raise ViolationError(PROGRESS, f"{queue} groups under way beside the batch of version {version}, not {admitted}")
+            raise ViolationError(
+                PROGRESS, f"{queue} groups under way beside the batch of version {version}, not {admitted}"
+            )
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -213,7 +215,9 @@ class InvariantChecks:
             if self._digests != undisturbed._digests:
                 raise ViolationError(RESUME, "the weights differ from those of an undisturbed run")
         elif self._scenario.plain:
-            tasks = [[(group, task) for batch in each.learned for group, task, _ in batch] for each in (self, undisturbed)]
+            tasks = [
+                [(group, task) for batch in each.learned for group, task, _ in batch] for each in (self, undisturbed)
+            ]
             if tasks[0] != tasks[1]:
                 raise ViolationError(RESUME, "the groups have other tasks than in an undisturbed run")
 

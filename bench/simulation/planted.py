@@ -314,7 +314,9 @@ def _function(bug: PlantedBug) -> FunctionType:
 def _changed_code(bug: PlantedBug, function: FunctionType) -> CodeType:
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(bug.old) != 1:
-        raise BenchError(f"{bug.function} has {source.count(bug.old)} times {bug.old!r}; correct the planted bug {bug.name!r}")
+        raise BenchError(
+            f"{bug.function} has {source.count(bug.old)} times {bug.old!r}; correct the planted bug {bug.name!r}"
+        )
     compiled = compile(f"from __future__ import annotations\n{source.replace(bug.old, bug.new)}", bug.module, "exec")
     code = next(each for each in compiled.co_consts if isinstance(each, CodeType) and each.co_name == function.__name__)
     if code.co_freevars != function.__code__.co_freevars:
@@ -332,7 +334,12 @@ def search(seeds: int) -> int:
     """Look for every bug in the first `seeds` seeds, and write the table. Returns 1 if too few are found."""
     rows: list[dict[str, Any]] = []
     for bug in BUGS:
-        row: dict[str, Any] = {"bug": bug.name, "where": f"{bug.module}:{bug.function}", "invariant": None, "seed": None}
+        row: dict[str, Any] = {
+            "bug": bug.name,
+            "where": f"{bug.module}:{bug.function}",
+            "invariant": None,
+            "seed": None,
+        }
         for seed in range(seeds):
             outcome = replay_bug(bug.name, seed)
             if outcome.violation is not None:

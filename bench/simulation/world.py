@@ -111,7 +111,10 @@ class World:
         skews = np.random.default_rng(scenario.seed).normal(0.0, _HOST_SKEW_S, scenario.explorers)
         self.nodes = [
             SimulatedNode(
-                f"explorer {number}", self.site, SimulatedLink(loop, scenario.delay_s, 1000 * scenario.seed + number), skew
+                f"explorer {number}",
+                self.site,
+                SimulatedLink(loop, scenario.delay_s, 1000 * scenario.seed + number),
+                skew,
             )
             for number, skew in enumerate(skews)
         ]

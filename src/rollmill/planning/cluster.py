@@ -165,5 +165,3 @@ def _bounds(stage: StageConfig, costs: SimulationCosts, explorer: ExplorerCosts,
         LONGEST: (max(lengths) - mean) * pass_s / ahead,
         WEIGHTS: costs.publish_s + costs.receive_s + costs.recompute_s * min(rows, completions),
     }
-
-

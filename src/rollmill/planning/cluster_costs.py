@@ -122,7 +122,7 @@ def smallest_explorer(model: ClusterModel, kind: GPUKind, *, sequences: int) -> 
 
 def trainer_memory(model: ClusterModel, ranks: int) -> float:
     """Bytes of each rank of a trainer with `trainer.sharding: fsdp`."""
-    policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, torch.device("cpu"))  # type: ignore[arg-type]
+    policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, torch.device("cpu"))
     sizes = estimate_component_sizes(model.stage, policy, "bf16")
     sharded = sum(size for name, size in sizes.items() if name not in ("cast", "cache", "rewards"))
     config, trainer = model.model.config, model.stage.trainer
@@ -131,16 +131,15 @@ def trainer_memory(model: ClusterModel, ranks: int) -> float:
     kept = _BF16 * config.num_hidden_layers if trainer.gradient_checkpointing else 0
     activations = tokens * config.hidden_size * (_ACTIVATIONS * layers + kept)
     gathered = 2 * _BF16 * model.parameters / config.num_hidden_layers
-    return sharded / ranks + activations + gathered + _LOGITS
+    return float(sharded / ranks + activations + gathered + _LOGITS)
 
 
-def cluster_costs(model: ClusterModel, kind: GPUKind, explorer: ExplorerCosts, ranks: int, seed: int) -> SimulationCosts:
+def cluster_costs(
+    model: ClusterModel, kind: GPUKind, explorer: ExplorerCosts, ranks: int, seed: int
+) -> SimulationCosts:
     """Estimate the costs of a trainer with `ranks` GPUs and of explorers."""
     weights = _BF16 * model.parameters
-    flops, read = (
-        explorer.gpus * rate
-        for rate in (FLOPS_REACHED * kind.flops, BANDWIDTH_REACHED * kind.bandwidth)
-    )
+    flops, read = (explorer.gpus * rate for rate in (FLOPS_REACHED * kind.flops, BANDWIDTH_REACHED * kind.bandwidth))
     token_s, context = 2 * model.parameters / flops, model.prompt + model.mean / 2
     train_s = training_s(model, kind, ranks)
     draw = random.Random(seed)
@@ -160,7 +159,7 @@ def cluster_costs(model: ClusterModel, kind: GPUKind, explorer: ExplorerCosts, r
 def training_s(model: ClusterModel, kind: GPUKind, ranks: int) -> float:
     """Seconds of a training step: products or transfers of weights and gradients, whichever takes longer."""
     trainer, tokens = model.stage.trainer, _step_tokens(model)
-    policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, torch.device("cpu"))  # type: ignore[arg-type]
+    policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, torch.device("cpu"))
     sizes = estimate_component_sizes(model.stage, policy, "bf16")
     passes = (8 if trainer.gradient_checkpointing else 6) * trainer.epochs_per_batch
     forward = 2 * sum(name in sizes for name in ("reference", "critic", "teacher"))

@@ -70,7 +70,8 @@ class _NextTimer:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop on virtual time, in seconds from 0. Functions for threads run at once and take the time they spend."""
+    """An event loop on virtual time, in seconds from 0. Functions for threads run at once and take the time they
+    spend."""
 
     def __init__(self) -> None:
         self._now, self._thread_s = 0.0, _OUTSIDE
@@ -80,7 +81,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._clock_resolution = _RESOLUTION_S
         self._turned, self._turns = 0.0, 0  # turns since time has passed
         self.watchers: list[Callable[[], None]] = []  #: called after every turn; may raise
-        self.set_task_factory(self._make_task)
+        self.set_task_factory(_make_task)
         self.set_exception_handler(lambda loop, context: None)  # tasks of killed processes end with errors
 
     def _run_once(self) -> None:
@@ -88,6 +89,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._turns = 0 if self._now > self._turned else self._turns + 1
         self._turned = self._now
         if self._turns > _MAX_TURNS:
+            self._turns = 0
             raise SimulationStuckError(f"no time passes any more after {self._now:.3f} s")
         for watcher in self.watchers:
             watcher()
@@ -113,16 +115,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def create_future(self) -> asyncio.Future[Any]:
         """See asyncio.AbstractEventLoop."""
-        return _NumberedFuture(next(self._numbers), loop=self)
+        return _NumberedFuture(self.next_number(), loop=self)
 
-    def _make_task(
-        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any
-    ) -> asyncio.Task[Any]:
-        task = _NumberedTask(next(self._numbers), work, loop=loop, **options)
-        process = CURRENT.get()
-        if process is not None:
-            process.adopt(task)
-        return task
+    def next_number(self) -> int:
+        """A number for the next task or future."""
+        return next(self._numbers)
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Result], *args: Any
@@ -152,6 +149,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         """Nobody else wakes this loop."""
+
+
+def _make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    assert isinstance(loop, VirtualLoop)
+    task = _NumberedTask(loop.next_number(), work, loop=loop, **options)
+    process = CURRENT.get()
+    if process is not None:
+        process.adopt(task)
+    return task
 
 
 class SimulatedProcess:

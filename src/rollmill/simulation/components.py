@@ -226,7 +226,9 @@ class SimulatedReceiver(FolderReceiver):
     def newest(self) -> int | None:
         """See WeightReceiver."""
         known = self._shelf.digests.get(self._place, {})
-        seen = [each for each in known if self._shelf.visible_at[self._place, each] + self._delay_s <= self._loop.time()]
+        seen = [
+            each for each in known if self._shelf.visible_at[self._place, each] + self._delay_s <= self._loop.time()
+        ]
         return max(seen, default=None)
 
     def fetch(self, version: int | None = None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.simulation.clock import SimulatedProcess
@@ -30,9 +31,11 @@ def shown_digest(digest: int) -> int:
     return digest % (_DIGESTS - 1) + 1
 
 
-def simulated_tokens(seed: int, index: int, positions: IntArray, digest: int) -> IntArray:
+def simulated_tokens(seed: int, index: int, positions: npt.ArrayLike, digest: int) -> IntArray:
     """Tokens [T] at these positions of a completion, by weights with this digest."""
-    mixed = (np.asarray(positions, np.int64) * 7919 + index * 104_729 + seed % 1_000_003 * 31 + digest % 1_000_033 * 17) * 40_503
+    mixed = (
+        np.asarray(positions, np.int64) * 7919 + index * 104_729 + seed % 1_000_003 * 31 + digest % 1_000_033 * 17
+    ) * 40_503
     return (mixed % _VOCABULARY).astype(np.int32)
 
 

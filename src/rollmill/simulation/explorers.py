@@ -190,9 +190,9 @@ class SimulatedActorHandle:
         if not self._caller.alive:
             return
         node, payload = self._node, pickle.dumps(arguments)
+        process = node.process
         times = 2 if method in _REPEATABLE and node.link.taken("duplicates") else 1
         for _ in range(times):
-            process = node.process
             node.link.send(lambda: self._deliver(process, method, payload, reply), _TRAINER)
 
     def _deliver(
@@ -284,9 +284,9 @@ class JoiningFleet(JoinedExplorers):
             await asyncio.sleep(_JOIN_AGAIN_S)
 
     async def _join(self, number: int, node: SimulatedNode, worker: ExplorerWorker) -> None:
-        opened = node.site.loop.create_future()
-        node.link.send(lambda: opened.done() or opened.set_result(None), _WORKER)
-        await opened
+        opened = asyncio.Event()
+        node.link.send(opened.set, _WORKER)
+        await opened.wait()
         if not self._trainer.alive:
             return
         theirs, (reader, writer) = node.link.connect(self._trainer, node.process)

@@ -14,6 +14,9 @@ from typing import Any
 
 from rollmill.simulation.clock import SimulatedProcess, VirtualLoop
 
+_APART_S = 1e-9
+"""Timers of the same time have no order."""
+
 
 class SimulatedLink:
     """A link between two hosts, with its delays in both directions.
@@ -33,7 +36,7 @@ class SimulatedLink:
     def send(self, deliver: Callable[[], None], direction: int) -> None:
         """Let `deliver` be called when a message arrives at the other end."""
         delay = self._delay_s * self._random.lognormvariate(0.0, self._spread)
-        at = max(self._loop.time() + delay, self.held_until, self._last[direction])
+        at = max(self._loop.time() + delay, self.held_until, self._last[direction] + _APART_S)
         self._last[direction] = at
         self._loop.call_at(at, deliver)
 
@@ -113,5 +116,3 @@ class _PipeTransport(asyncio.Transport):
         if self._open:
             self._open = False
             self.mine.feed_eof()
-
-

@@ -22,6 +22,7 @@ from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.remote.rollout_backend import RemoteRollouts
 from rollmill.rollout import Explorer
+from rollmill.seeds import derive_seed
 from rollmill.simulation.clock import SimulatedProcess
 from rollmill.simulation.components import (
     SimulatedBuffers,
@@ -34,7 +35,6 @@ from rollmill.simulation.components import (
 )
 from rollmill.simulation.engine import SimulatedEngine
 from rollmill.simulation.explorers import JoiningFleet, RayLikeFleet, SimulatedNode, SimulatedSite
-from rollmill.seeds import derive_seed
 from rollmill.weights import InPlacePublisher
 
 _NOWHERE = Path("/nonexistent")

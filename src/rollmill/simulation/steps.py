@@ -57,7 +57,10 @@ def simulate_steps(
     config = stage.model_copy(update={**more, "rollout": rollout, "buffer": BufferConfig(store="memory")})
     tasks = 2 * rollout.batch
     with virtual_time() as loop:
-        history, judges = EventHistory(loop), SimulatedJudges(loop, costs.judge_s, spread=0.0, places=_JUDGES, seed=seed)
+        history, judges = (
+            EventHistory(loop),
+            SimulatedJudges(loop, costs.judge_s, spread=0.0, places=_JUDGES, seed=seed),
+        )
         site = SimulatedSite(loop, costs, judges, WeightShelf(), history, max_sequences)
         nodes = [
             SimulatedNode(f"explorer {number}", site, SimulatedLink(loop, DELAY_S, seed + number))
