@@ -21,13 +21,13 @@ def main(arguments: list[str], only_json: bool) -> int:
     parser.add_argument("--seed", type=int, help="replay this seed and print its history")
     parser.add_argument("--seeds", type=int, default=200, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--bug", help="with --seed: with this bug planted")
+    parser.add_argument("--bug", help="with --seed: with this bug planted; with --bugs: those whose names have this")
     parser.add_argument("--bugs", action="store_true", help="look for all planted bugs, and write the table")
     args = parser.parse_args(arguments)
     if args.bugs:
         from bench.simulation.planted import search
 
-        return search(args.seeds)
+        return search(args.seeds, args.bug or "")
     if args.seed is not None:
         return _replay(args.seed, args.bug)
     return _many(range(args.first, args.first + args.seeds))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bench.simulation.scenario import Scenario
+from rollmill.buffer import ExperienceKind
 from rollmill.orchestrator.metrics import REPLAYED
 from rollmill.seeds import derive_seed
 from rollmill.simulation.components import digest_of, simulated_reward
@@ -171,6 +172,10 @@ class InvariantChecks:
         if self._config.rollout.token_budget is not None:
             return  # unfinished groups are overtaken
         numbers = [int(name.rpartition("-")[2]) for name in fresh if not name.startswith(IMPORT)]
+        batch = self._config.rollout.batch
+        first = batch * len(self.learned)
+        if self._scenario.plain and numbers != list(range(first, first + batch)):
+            raise ViolationError(ONCE, f"groups {numbers} are trained on, not the {batch} from {first} on")
         before = [int(name.rpartition("-")[2]) for each in self.learned for name, _, _ in each if name[:6] == "train-"]
         if numbers != sorted(numbers) or (before and numbers and numbers[0] < max(before)):
             raise ViolationError(ONCE, f"groups {numbers} are trained on after {before[-1:]}: not in their order")
@@ -193,9 +198,11 @@ class InvariantChecks:
         """Check a run that is done: nothing is left over, and every task had its turns."""
         if len(self.learned) != self._config.steps:
             raise ViolationError(PROGRESS, f"{len(self.learned)} of {self._config.steps} steps were made")
+        assert self.stage is not None
+        if self._config.rollout.token_budget is not None:
+            self._accounted(self.stage)
         if not self._scenario.plain:
             return
-        assert self.stage is not None
         left = self.stage.store.waiting() + len(self.stage.batches._scheduler.queue)  # type: ignore[union-attr]
         if left:
             raise ViolationError(ONCE, f"{left} groups were never trained on")
@@ -204,6 +211,15 @@ class InvariantChecks:
         for first in range(0, len(tasks), size):
             if most := [task for task, count in Counter(tasks[first : first + size]).items() if count > 1]:
                 raise ViolationError(ONCE, f"task {most[0]} is rolled out twice in an epoch")
+
+    def _accounted(self, stage: SimulatedStage) -> None:
+        """Every group was trained on, is under way, or is put away unfinished."""
+        scheduler: Any = stage.batches._scheduler  # type: ignore[union-attr]
+        known = {int(name.rpartition("-")[2]) for batch in self.learned for name, _, _ in batch}
+        known |= {group.number for group in scheduler.queue.all()}
+        known |= {int(group.info["number"]) for _, group in stage.store.read(ExperienceKind.PARTIAL)}
+        if lost := set(range(scheduler._submitted)) - known:
+            raise ViolationError(ONCE, f"groups {sorted(lost)} were neither finished nor put away")
 
     def compare(self, undisturbed: InvariantChecks) -> None:
         """Compare a disturbed run with the same run undisturbed."""

@@ -71,8 +71,8 @@ class Scenario:
         return not (special or self.shared)
 
     def undisturbed(self) -> Scenario:
-        """The same run without faults."""
-        return replace(self, faults=())
+        """The same run without faults; its store is in memory, unless others write to it."""
+        return replace(self, faults=(), store=self.store if self.shared else "memory")
 
     def disturbed(self, seconds: float) -> Scenario:
         """The run with its faults, if it takes so many seconds undisturbed."""
@@ -131,10 +131,10 @@ def _draw_config(draw: random.Random, placement: str, cluster: int) -> StageConf
     rollout |= {"max_new_tokens": 40, "deadline_s": _DEADLINE_S, "max_sequences": draw.choice((2, 8, 256))}
     config: dict[str, Any] = {"max_staleness": staleness, "steps": steps, "buffer": {}}
     special = draw.random()
-    if placement == LOCAL and staleness and special < 0.25:
+    if placement == LOCAL and staleness and special < 0.2:
         rollout["token_budget"] = rollout["batch"] * rollout["group_size"] * draw.randint(3, 12)
         rollout["partial"] = {"learn": draw.choice(("all", "newest"))}
-    elif special < 0.35 and not cluster:
+    elif special < 0.4 and not cluster:
         rollout["oversample"] = draw.choice((0.25, 0.5, 1.0))
     elif special < 0.55 and rollout["group_size"] > 1:
         config["pipeline"] = [{"name": "group_variance"}]

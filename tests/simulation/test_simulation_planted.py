@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.harness import BenchError
+from bench.simulation import main
 from bench.simulation.invariants import INVARIANTS
 from bench.simulation.planted import BUGS, FOUND, TABLE, planted, replay_bug
 
@@ -39,6 +41,13 @@ def test_a_seed_finds_its_bug(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", SEEN[3:], ids=lambda row: row["bug"])
 def test_every_seed_of_the_table_finds_its_bug(row: dict[str, Any]) -> None:
     test_a_seed_finds_its_bug(row)
+
+
+def test_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.simulation.planted.TABLE", tmp_path / "simulation.json")
+    assert main(["--bugs", "--seeds", "2", "--bug", BUGS[0].name], only_json=True) == 0
+    [row] = json.loads((tmp_path / "simulation.json").read_text())["bugs"]
+    assert (row["bug"], row["invariant"], row["seed"]) == (BUGS[0].name, "pacing", 0)
 
 
 def test_unknown_bugs_are_refused() -> None:

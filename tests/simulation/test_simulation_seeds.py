@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from bench.harness import ROOT
+from bench.simulation import main
 from bench.simulation.scenario import CLUSTERS, Scenario, draw_scenario
 from bench.simulation.world import Outcome, simulate_seed
 
@@ -32,6 +34,12 @@ def test_a_seed_is_one_history() -> None:
     digests = {simulate_seed(draw_scenario(7)).digest for _ in range(2)}
     assert len(digests) == 1
     assert simulate_seed(draw_scenario(9)).digest not in digests
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "2", "--first", "3"], only_json=True) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (line["bench"], line["seeds"], line["failed"]) == ("simulation", 2, [])
 
 
 @pytest.mark.slow
