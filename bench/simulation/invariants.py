@@ -199,7 +199,7 @@ class InvariantChecks:
         if len(self.learned) != self._config.steps:
             raise ViolationError(PROGRESS, f"{len(self.learned)} of {self._config.steps} steps were made")
         assert self.stage is not None
-        if self._config.rollout.token_budget is not None:
+        if self._config.rollout.token_budget is not None and self._config.buffer.max_age is None:
             self._accounted(self.stage)
         if not self._scenario.plain:
             return
