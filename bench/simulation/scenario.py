@@ -114,7 +114,7 @@ def draw_scenario(seed: int) -> Scenario:
         ranks=draw.choice((1, 1, 2, 8)),
         store=store,
         shared=shared,
-        checkpoint_every=draw.choice((1, 1, 2, 3)),
+        checkpoint_every=draw.choice((1, 1, 1, 2)),
         judge_s=draw.choice((0.0, 0.05, 0.3)),
         judge_places=draw.choice((1, 4, 64)),
         delay_s=draw.choice((0.0005, 0.005, 0.05)),
@@ -147,8 +147,13 @@ def _draw_config(draw: random.Random, placement: str, cluster: int) -> StageConf
 
 
 def _draw_costs(draw: random.Random) -> SimulationCosts:
-    """Measured costs, each times a log-normal factor; lengths are log-normal, with a tail."""
+    """Measured costs, each times a log-normal factor; lengths are log-normal, with a tail.
+
+    In half of the runs rollouts take longer than training, as with long completions.
+    """
     cost = {name: value * draw.lognormvariate(0.0, 0.7) for name, value in MEASURED.items()}
+    longer = draw.choice((1.0, 20.0))
+    cost |= {name: longer * cost[name] for name in ("pass_s", "row_s")}
     train, mean = cost.pop("train_s"), draw.choice((4.0, 10.0))
     lengths = [[max(1, min(40, round(mean * draw.lognormvariate(0, 0.8)))) for _ in range(3)] for _ in range(24)]
     return SimulationCosts(lengths, [train * draw.lognormvariate(0, 0.2) for _ in range(5)], **cost)
@@ -169,7 +174,7 @@ def _draw_fault(draw: random.Random, kind: str, explorers: int) -> Fault:
     longest = {"partition": 30.0, "slow": 20.0, "judge": 30.0}.get(kind, 0.0)
     return Fault(
         kind,
-        draw.uniform(0.0, 1.0),
+        draw.uniform(0.2 if kind in ("trainer", "rank") else 0.0, 1.0),
         draw.randrange(max(explorers, 1)),
         draw.uniform(0.1, 1.0) * longest,
         draw.uniform(2.0, 15.0),
