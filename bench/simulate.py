@@ -92,7 +92,7 @@ def simulated(
     """Simulated steps per second."""
     from rollmill.orchestrator.pacing import Pacing
     from rollmill.planning.simulation import simulate_stage
-    from rollmill.simulation.costs import SimulationCosts
+    from rollmill.simulation.engine import SimulationCosts
 
     passes = costs["passes"]
     step = SimulationCosts(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmill.config.run import StageConfig
-from rollmill.simulation.costs import SimulationCosts
+from rollmill.simulation.engine import SimulationCosts
 
 LOCAL, RAY, JOINED = "local", "ray", "joined"
 MEASURED: dict[str, float] = {

@@ -17,7 +17,7 @@ from rollmill.planning.cluster import plan_cluster, plan_stage_on
 from rollmill.planning.cluster_costs import read_cluster_model, smallest_explorer, trainer_memory, training_s
 from rollmill.planning.gpus import GPU_KINDS, gpu_kind
 from rollmill.planning.simulation import simulate_stage
-from rollmill.simulation.costs import SimulationCosts
+from rollmill.simulation.engine import SimulationCosts
 from rollmill.simulation.steps import simulate_steps
 
 BATCH = 8

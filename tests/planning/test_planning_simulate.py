@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollmill.orchestrator.pacing import Pacing
 from rollmill.planning.simulation import simulate_stage
-from rollmill.simulation.costs import SimulationCosts
+from rollmill.simulation.engine import SimulationCosts
 
 ROWS, TOKENS, BATCH = 4, 50, 8
 

@@ -12,8 +12,7 @@ import pytest
 from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.simulation.clock import ProcessKilled, SimulatedProcess, SimulationStuckError, VirtualLoop, virtual_time
-from rollmill.simulation.costs import SimulationCosts
-from rollmill.simulation.engine import SimulatedEngine, shown_digest, simulated_tokens
+from rollmill.simulation.engine import SimulatedEngine, SimulationCosts, shown_digest, simulated_tokens
 from rollmill.simulation.network import SimulatedLink
 from rollmill.types import Completion, StopReason
 

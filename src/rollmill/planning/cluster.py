@@ -27,7 +27,7 @@ from rollmill.planning.cluster_costs import (
 )
 from rollmill.planning.gpus import MEMORY_USABLE, GPUKind, gpu_kind
 from rollmill.planning.simulation import simulate_stage
-from rollmill.simulation.costs import SimulationCosts
+from rollmill.simulation.engine import SimulationCosts
 from rollmill.simulation.steps import simulate_steps
 
 GPU_COUNTS = (8, 64, 512)

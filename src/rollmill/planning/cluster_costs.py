@@ -23,7 +23,7 @@ from rollmill.planning.gpus import (
     NETWORK_REACHED,
     GPUKind,
 )
-from rollmill.simulation.costs import SimulationCosts
+from rollmill.simulation.engine import SimulationCosts
 
 _BF16, _FP32 = 2, 4
 _PASS_S = 1e-3

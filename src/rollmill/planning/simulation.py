@@ -19,7 +19,7 @@ from rollmill.orchestrator.pacing import Pacing
 from rollmill.planning.measurement import StepMeasurement
 from rollmill.planning.prediction import StepPrediction, StepTimeModel, unattributed_seconds
 from rollmill.planning.rollouts import draw_groups
-from rollmill.simulation.costs import SimulationCosts
+from rollmill.simulation.engine import SimulationCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from rollmill.errors import TrainerRankLostError
 from rollmill.orchestrator.learner import Learner
 from rollmill.rewards.base import RewardResult
 from rollmill.simulation.clock import SimulatedProcess, VirtualLoop
-from rollmill.simulation.costs import SimulationCosts
+from rollmill.simulation.engine import SimulationCosts
 from rollmill.simulation.history import EventHistory
 from rollmill.types import Completion, Experience, IntArray, Task
 from rollmill.waiting import OutageLog

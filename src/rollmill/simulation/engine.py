@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import random
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,6 @@ import numpy.typing as npt
 
 from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.simulation.clock import SimulatedProcess
-from rollmill.simulation.costs import SimulationCosts
 from rollmill.types import Completion, IntArray, StopReason
 
 _VOCABULARY = 32_000
@@ -37,6 +37,26 @@ def simulated_tokens(seed: int, index: int, positions: npt.ArrayLike, digest: in
         np.asarray(positions, np.int64) * 7919 + index * 104_729 + seed % 1_000_003 * 31 + digest % 1_000_033 * 17
     ) * 40_503
     return (mixed % _VOCABULARY).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationCosts:
+    """Costs in seconds. Groups and training times are drawn from measurements."""
+
+    groups: Sequence[Sequence[int]]  #: tokens of each completion, by group
+    train_s: Sequence[float]  #: a training step, without publishing
+    pass_s: float  #: constant cost of a decode pass
+    row_s: float  #: cost of a decode pass per completion in it
+    group_s: float = 0.0  #: to start and deliver a group; its explorer does not decode meanwhile
+    judge_s: float = 0.0  #: from a group's last token to its rewards
+    publish_s: float = 0.0  #: for the trainer to send new weights
+    receive_s: float = 0.0  #: for an explorer to receive them
+    recompute_s: float = 0.0  #: per running completion then, to recompute its keys and values
+
+    def lengths(self, seed: int, count: int) -> list[int]:
+        """Tokens of each of `count` completions of the group with this seed."""
+        group = random.Random(seed).choice(self.groups)
+        return [group[index % len(group)] for index in range(count)]
 
 
 @dataclass(slots=True, eq=False)

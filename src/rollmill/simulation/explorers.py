@@ -26,8 +26,7 @@ from rollmill.simulation.components import (
     SimulatedRewards,
     WeightShelf,
 )
-from rollmill.simulation.costs import SimulationCosts
-from rollmill.simulation.engine import SimulatedEngine
+from rollmill.simulation.engine import SimulatedEngine, SimulationCosts
 from rollmill.simulation.history import EventHistory
 from rollmill.simulation.network import SimulatedLink
 from rollmill.trackers.trace import Trace

@@ -10,7 +10,7 @@ from rollmill.config.buffer import BufferConfig
 from rollmill.config.run import StageConfig
 from rollmill.simulation.clock import virtual_time
 from rollmill.simulation.components import SimulatedJudges, WeightShelf
-from rollmill.simulation.costs import SimulationCosts
+from rollmill.simulation.engine import SimulationCosts
 from rollmill.simulation.explorers import SimulatedNode, SimulatedSite
 from rollmill.simulation.history import EventHistory
 from rollmill.simulation.network import SimulatedLink
