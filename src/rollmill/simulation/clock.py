@@ -22,7 +22,7 @@ EPOCH = 1_700_000_000.0
 _RESOLUTION_S = 1e-6
 _KILL_S = 1e-3
 _OUTSIDE = -1.0
-_MAX_TURNS = 100_000
+_MAX_TURNS = 2_000
 
 
 class SimulationStuckError(Exception):
