@@ -34,6 +34,7 @@ NAMES = (
     "modes",
     "ranks",
     "simulate",
+    "simulation",
     "plan",
     "architectures",
     "mutation",

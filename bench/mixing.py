@@ -49,9 +49,10 @@ def main(arguments: list[str], only_json: bool) -> None:
         reached["need"],
         reached[PEER],
         False,
+        {"runs": raw},
     )
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    finish("mixing", [case], versions=versions, only_json=only_json, raw=raw)
+    finish("mixing", [case], versions=versions, only_json=only_json)
 
 
 def _warm_start(out: Path, seed: int, steps: int) -> Path:

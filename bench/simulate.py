@@ -91,7 +91,8 @@ def simulated(
 ) -> float:
     """Simulated steps per second."""
     from rollmill.orchestrator.pacing import Pacing
-    from rollmill.planning.simulation import SimulationCosts, simulate_stage
+    from rollmill.planning.simulation import simulate_stage
+    from rollmill.simulation.engine import SimulationCosts
 
     passes = costs["passes"]
     step = SimulationCosts(

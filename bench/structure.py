@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pipelines", "rollout", "trainer", "offload"),
     ("audit", "feedback"),
     ("orchestrator", "remote", "supervision"),
+    ("simulation",),
     ("launch", "planning"),
     ("quickstart", "serve", "cli"),
 )

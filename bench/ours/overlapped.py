@@ -52,7 +52,7 @@ def ray_explorers(count: int, folder: Path) -> Any:
     placement = RayPlacement(explorers=count)
     join(placement.address)
     group = PlacementGroup(explorer_needs(placement), one_host=False)
-    return RayExplorers(placement, folder, start_explorers(placement, group, folder))
+    return RayExplorers(placement, folder, start_explorers(placement, group, folder), silent_s=20.0)
 
 
 def main() -> None:

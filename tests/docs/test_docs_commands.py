@@ -60,6 +60,14 @@ RUN_ELSEWHERE = {
         "--option endpoint=http://localhost:8000/v1 --option model=Qwen/Qwen3-8B"
     ): "tests/rewards/test_rewards_judges_endpoint.py::test_grade_asks_an_endpoint",
     "rollmill plan examples/minimal.yaml": "tests/planning/test_planning_plan.py::test_the_command",
+    "rollmill plan examples/minimal.yaml --cluster h100 --gpus 8,64,512 --prompt-tokens 256 --mean-tokens 1": (
+        "tests/planning/test_planning_cluster.py::test_the_command"
+    ),
+    "python -m bench simulation --seeds 200": "tests/simulation/test_simulation_seeds.py::test_the_command",
+    "python -m bench simulation --seed 38": (
+        "tests/simulation/test_simulation_seeds.py::test_a_seed_is_one_history_in_any_process"
+    ),
+    "python -m bench simulation --bugs --seeds 120": "tests/simulation/test_simulation_planted.py::test_the_search",
     "rollmill plan examples/minimal.yaml --cores 8 --memory-gb 16 --json": (
         "tests/planning/test_planning_plan.py::test_the_command"
     ),

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.orchestrator.pacing import Pacing
-from rollmill.planning.simulation import SimulationCosts, simulate_stage
+from rollmill.planning.simulation import simulate_stage
+from rollmill.simulation.engine import SimulationCosts
 
 ROWS, TOKENS, BATCH = 4, 50, 8
 

@@ -11,6 +11,7 @@ import typer
 from rollmill.cli.printing import print_json, print_line, print_table
 
 if TYPE_CHECKING:
+    from rollmill.planning.cluster import ClusterPlan
     from rollmill.planning.memory import PhaseMemory
     from rollmill.planning.planner import StagePlan
 
@@ -25,9 +26,30 @@ def command(
     cores: Annotated[int | None, typer.Option(min=1, help="Cores (or GPUs) to split. Default: this machine's.")] = None,
     memory_gb: Annotated[float | None, typer.Option(help="Device memory in GB. Default: this machine's.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum completion length during the measurement.")] = 512,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Estimate for GPUs of this kind, such as h100; measures nothing.")
+    ] = None,
+    gpus: Annotated[str, typer.Option(help="With --cluster: numbers of GPUs, separated by commas.")] = "8,64,512",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="With --cluster: tokens of a prompt.")] = 256,
+    mean_tokens: Annotated[
+        float | None, typer.Option(min=1, help="With --cluster: mean tokens of a completion. Default: half the limit.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure a run file briefly and predict memory, tokens per second, step time and the best split over processes."""
+    """Measure a run file briefly and predict memory, tokens per second, step time and the best split over processes;
+    or estimate them for a cluster of GPUs."""
+    if cluster is not None:
+        from rollmill.planning.cluster import plan_cluster
+
+        counts = _gpu_counts(gpus)
+        found = plan_cluster(
+            config, overrides or [], kind=cluster, counts=counts, prompt_tokens=prompt_tokens, mean_tokens=mean_tokens
+        )
+        if as_json:
+            print_json({"config": str(config), "cluster": cluster, "plans": [plan.to_json() for plan in found]})
+        else:
+            print_clusters(cluster, found)
+        return
     from rollmill.planning.planner import plan_run
 
     print("measuring a few small steps of every stage ...", file=sys.stderr)
@@ -58,6 +80,39 @@ def print_plan(plan: StagePlan) -> None:
         _show_splits(plan)
     for problem in plan.too_large:
         print_line(f"does not fit: {problem}")
+
+
+def _gpu_counts(text: str) -> list[int]:
+    """Parse the numbers of --gpus. Raises typer.BadParameter."""
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text} is not a list of numbers, such as 8,64,512", param_hint="--gpus") from None
+
+
+def print_clusters(kind: str, plans: list[ClusterPlan]) -> None:
+    """Print the plans of a run's stages on GPUs of a kind."""
+    header = ["stage", "GPUs", "trainer", "explorers", "steps/s", "tokens/s", "trainer waits", "limited by"]
+    header += ["GB of a trainer's GPU", "of an explorer's"]
+    rows = [
+        [
+            each.stage,
+            each.gpus,
+            each.trainer_ranks,
+            f"{each.explorers} x {each.gpus_of_explorer}",
+            each.steps_per_s,
+            each.tokens_per_s,
+            f"{100 * each.waits:.0f} %",
+            each.bottleneck,
+            _gb(each.trainer_memory),
+            _gb(each.explorer_memory),
+        ]
+        for each in plans
+    ]
+    print_table(f"Estimates for GPUs of kind {kind}, max_staleness {plans[0].max_staleness}", header, rows)
+    for each in plans:
+        if each.too_large:
+            print_line(f"does not fit: a trainer on {each.trainer_ranks} of {each.gpus} GPUs; give it more, or a LoRA")
 
 
 def _show_rollouts(plan: StagePlan) -> None:

@@ -43,6 +43,27 @@ def init_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed:
     return model
 
 
+def build_new_meta_model(config: NewModelConfig) -> PreTrainedModel:
+    """Builds the model on the meta device, to read its sizes. Its vocabulary has the largest size that its tokenizer
+    may have; one of characters counts 256."""
+    size = 256 if config.tokenizer.kind == "char" else config.tokenizer.vocab_size
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(_architecture(config, _Vocabulary(size)))
+    return model
+
+
+class _Vocabulary:
+    """The part of a tokenizer that a model's sizes depend on."""
+
+    pad_token_id = bos_token_id = eos_token_id = None
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Writes a Hugging Face directory (safetensors, generation_config.json, tokenizer).
 
@@ -76,7 +97,7 @@ def silence_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _architecture(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def _architecture(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase | _Vocabulary) -> PreTrainedConfig:
     made: PreTrainedConfig = _CONFIGS[config.architecture](
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,

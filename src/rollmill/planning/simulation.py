@@ -2,7 +2,8 @@
 
 The trainer admits groups by the pacing rule, each to the explorer with the least work, waits for the oldest batch,
 trains and publishes; explorers continue meanwhile. An explorer decodes all of its completions together: a pass gives
-each of them a token, and takes longer the more there are.
+each of them a token, and takes longer the more there are. This is fast, for many splits; `simulation/` runs the
+orchestrator's own code, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -18,21 +19,7 @@ from rollmill.orchestrator.pacing import Pacing
 from rollmill.planning.measurement import StepMeasurement
 from rollmill.planning.prediction import StepPrediction, StepTimeModel, unattributed_seconds
 from rollmill.planning.rollouts import draw_groups
-
-
-@dataclass(frozen=True, slots=True)
-class SimulationCosts:
-    """Costs in seconds. Groups and training times are drawn from measurements."""
-
-    groups: Sequence[Sequence[int]]  #: tokens of each completion, by group
-    train_s: Sequence[float]  #: a training step, without publishing
-    pass_s: float  #: constant cost of a decode pass
-    row_s: float  #: cost of a decode pass per completion in it
-    group_s: float = 0.0  #: to start and deliver a group; its explorer does not decode meanwhile
-    judge_s: float = 0.0  #: from a group's last token to its rewards
-    publish_s: float = 0.0  #: for the trainer to send new weights
-    receive_s: float = 0.0  #: for an explorer to receive them
-    recompute_s: float = 0.0  #: per running completion then, to recompute its keys and values
+from rollmill.simulation.engine import SimulationCosts
 
 
 @dataclass(frozen=True, slots=True)

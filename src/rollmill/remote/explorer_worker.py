@@ -9,7 +9,7 @@ from rollmill.config.placement import ExplorerSpec
 from rollmill.remote.stage_worker import RolloutReply, RolloutRequest, StageWorker, WorkerSetup
 from rollmill.remote.worker_pool import WorkerNotReadyError
 from rollmill.trackers.heartbeat import HeartbeatWriter
-from rollmill.waiting import OUTAGES, Outage
+from rollmill.waiting import OUTAGES, Outage, OutageLog
 
 _IDLE = "nothing", "the trainer"
 
@@ -20,6 +20,8 @@ class ExplorerWorker:
     Args:
         kind: what sets it apart from others.
         localize: puts this process's policy, threads and paths into the trainer's setup.
+        build_stage: builds what works on a stage.
+        outages: the outages of this process.
     """
 
     def __init__(
@@ -27,7 +29,11 @@ class ExplorerWorker:
         heartbeat: HeartbeatWriter,
         kind: ExplorerSpec,
         localize: Callable[[WorkerSetup], WorkerSetup] = lambda setup: setup,
+        *,
+        build_stage: Callable[[WorkerSetup, ExplorerSpec], StageWorker] = StageWorker,
+        outages: OutageLog = OUTAGES,
     ) -> None:
+        self._build_stage, self._outages = build_stage, outages
         self._heartbeat, self._kind, self._localize = heartbeat, kind, localize
         self._doing = "roll out" if kind.engine is None else f"roll out with {kind.engine.name}"
         self._heartbeat.set_activity(*_IDLE)
@@ -38,14 +44,14 @@ class ExplorerWorker:
 
     async def ready(self) -> list[Outage]:
         """Return the endpoints that are away for this process; answers while rollouts are running."""
-        return OUTAGES.current()
+        return self._outages.current()
 
     async def begin(self, use: str, setup: WorkerSetup) -> None:
         """Start another stage, or serve another trainer; rollouts requested before are dropped."""
         async with self._lock:
             await self._leave()
             self._heartbeat.set_activity("begin a stage")
-            self._stage, self._use = StageWorker(self._localize(setup), self._kind), use
+            self._stage, self._use = self._build_stage(self._localize(setup), self._kind), use
             self._heartbeat.set_activity(*_IDLE)
 
     async def update(self, use: str, version: int) -> None:

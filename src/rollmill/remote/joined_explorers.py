@@ -52,7 +52,7 @@ class JoinedExplorers:
     async def serving(self) -> AsyncIterator[None]:
         """See ExplorerFleet. Afterwards explorers know that the run is done, unless it has failed."""
         listening = socket.create_server(("", 0), family=_family(), dualstack_ipv6=_family() == socket.AF_INET6)
-        server = await asyncio.start_server(self._welcome, sock=listening)
+        server = await asyncio.start_server(self.welcome, sock=listening)
         host, port = socket.gethostname(), listening.getsockname()[1]
         status = TrainerStatus(self._run_id, host, tuple(_own_addresses(host)), port, self._key.hex())
         try:
@@ -76,7 +76,7 @@ class JoinedExplorers:
                 with suppress(RollmillError):  # a run directory that cannot be written is noticed by others
                     status.write(self._run_dir)
 
-    async def _welcome(self, reader: StreamReader, writer: StreamWriter) -> None:
+    async def welcome(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Add a process that connects and has the key."""
         try:
             async with asyncio.timeout(_HANDSHAKE_S):

@@ -89,7 +89,6 @@ class RemoteRollouts:
 
     def __init__(self, stage: Stage, fleet: ExplorerFleet) -> None:
         config, policy, context = stage.config, stage.policy, stage.context
-        self.engine: RolloutEngine = build_native_engine(policy, config.rollout, context.precision)  # generates nothing
         self._policy, self._fleet, self._pool = policy, fleet, fleet.pool
         self.location, self.display_name = fleet.location, fleet.display_name
         self.version, self._tokens = -1, dict[tuple[str, int], int]()  # by explorer and its start
@@ -97,7 +96,7 @@ class RemoteRollouts:
         self._metrics: list[dict[str, float]] = []
         self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and its start, dead ones included
         self._name = uuid.uuid4().hex  # of this use of the explorers: earlier requests are dropped
-        place, self._sender = open_transport(fleet.transport, config, context, policy, self._name)
+        self.engine, place, self._sender = self._open(stage)
         examples = [task for task in stage.tasks.training.tasks if task.response is not None]
         self._setup = fleet.share(
             WorkerSetup(
@@ -142,6 +141,12 @@ class RemoteRollouts:
         if tokens > before:
             self._tokens[name] = tokens
             count_progress(Progress.TOKENS)
+
+    def _open(self, stage: Stage) -> tuple[RolloutEngine, str, WeightSender]:
+        """Make this process's engine, which generates nothing, and the sender of weights and its place."""
+        config, policy, context = stage.config, stage.policy, stage.context
+        engine = build_native_engine(policy, config.rollout, context.precision)
+        return engine, *open_transport(self._fleet.transport, config, context, policy, self._name)
 
     def publish(self, version: int) -> None:
         """See InPlacePublisher: the trainer's parameters are now those of `version`."""

@@ -1,0 +1,178 @@
+"""Estimates what the parts of a step cost on GPUs of a kind: seconds from the data sheet, and bytes of each process."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.config.run import StageConfig
+from rollmill.errors import ConfigError
+from rollmill.models.from_scratch import build_new_meta_model
+from rollmill.models.load import PolicyModel, build_meta_model
+from rollmill.offload.plan import estimate_component_sizes
+from rollmill.planning.gpus import (
+    BANDWIDTH_REACHED,
+    FLOPS_REACHED,
+    GPUS_PER_NODE,
+    MEMORY_USABLE,
+    NETWORK_REACHED,
+    GPUKind,
+)
+from rollmill.simulation.engine import SimulationCosts
+
+_BF16, _FP32 = 2, 4
+_PASS_S = 1e-3
+"""Launching the kernels of a decoding pass, sampling included."""
+_ACTIVATIONS = 34
+"""Bytes of activations of a layer per token and unit of width, in bf16 (Korthikanti et al., arXiv:2205.05198)."""
+_LOGITS = 256 << 20
+_SPREAD = 0.8
+"""Standard deviation of the logarithm of completions' lengths."""
+_GROUPS, _STEPS_DRAWN, _JITTER = 256, 16, 0.03
+
+
+@dataclass(frozen=True)
+class ClusterModel:
+    """Sizes of a policy and of a step, for estimates.
+
+    `prompt` and `mean` are tokens of a prompt and of a completion.
+    """
+
+    stage: StageConfig
+    model: Any
+    prompt: int
+    mean: float
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(each.numel() for each in self.model.parameters())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt + self.stage.rollout.max_new_tokens
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values per token."""
+        config = self.model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * heads * width * _BF16)
+
+    def lengths(self, seed: int) -> list[list[int]]:
+        """Draw the lengths of groups: log-normal around the mean, at most max_new_tokens."""
+        draw, rollout = random.Random(seed), self.stage.rollout
+        middle = math.log(self.mean) - _SPREAD**2 / 2
+        return [
+            [
+                max(1, min(rollout.max_new_tokens, round(draw.lognormvariate(middle, _SPREAD))))
+                for _ in range(rollout.group_size)
+            ]
+            for _ in range(_GROUPS)
+        ]
+
+
+def read_cluster_model(config: ModelConfig, stage: StageConfig, prompt: int, mean: float | None) -> ClusterModel:
+    """Build the policy without weights. Raises ModelError if its folder holds no causal language model."""
+    if config.path == "new":
+        model = build_new_meta_model(config.new or NewModelConfig())
+    else:
+        model = build_meta_model(config.path)
+    return ClusterModel(stage, model, prompt, stage.rollout.max_new_tokens / 2 if mean is None else mean)
+
+
+@dataclass(frozen=True, slots=True)
+class ExplorerCosts:
+    """An explorer on `gpus` GPUs: completions that fit at a time, and bytes of each GPU."""
+
+    gpus: int
+    max_sequences: int
+    memory: float
+
+
+def smallest_explorer(model: ClusterModel, kind: GPUKind, *, sequences: int) -> ExplorerCosts:
+    """Choose the fewest GPUs that hold the weights and `sequences` completions, or at least a group of them.
+
+    Raises ConfigError if a node is too small for one group.
+    """
+    weights, each = _BF16 * model.parameters, model.cache_bytes * model.longest
+    wanted = min(sequences, model.stage.rollout.max_sequences)
+    found: ExplorerCosts | None = None
+    for gpus in (1, 2, 4, GPUS_PER_NODE):
+        room = MEMORY_USABLE * kind.memory * gpus - weights
+        fit = min(wanted, int(room // each)) if room > 0 else 0
+        if fit >= min(model.stage.rollout.group_size, wanted):
+            found = ExplorerCosts(gpus, fit, (weights + fit * each) / gpus)
+        if fit == wanted or (found is not None and fit >= wanted / 2):
+            break
+    if found is None:
+        raise ConfigError(
+            f"a node of {GPUS_PER_NODE} such GPUs has no room for the weights ({weights / 1e9:.3g} GB) and one group "
+            f"of completions ({wanted} of {each / 1e9:.3g} GB); lower rollout.max_new_tokens, or choose larger GPUs"
+        )
+    return found
+
+
+def trainer_memory(model: ClusterModel, ranks: int) -> float:
+    """Bytes of each rank of a trainer with `trainer.sharding: fsdp`."""
+    policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, torch.device("cpu"))
+    sizes = estimate_component_sizes(model.stage, policy, "bf16")
+    sharded = sum(size for name, size in sizes.items() if name not in ("cast", "cache", "rewards"))
+    config, trainer = model.model.config, model.stage.trainer
+    tokens = min(trainer.micro_batch_tokens, _step_tokens(model) / ranks)
+    layers = 1 if trainer.gradient_checkpointing else config.num_hidden_layers
+    kept = _BF16 * config.num_hidden_layers if trainer.gradient_checkpointing else 0
+    activations = tokens * config.hidden_size * (_ACTIVATIONS * layers + kept)
+    gathered = 2 * _BF16 * model.parameters / config.num_hidden_layers
+    return float(sharded / ranks + activations + gathered + _LOGITS)
+
+
+def cluster_costs(
+    model: ClusterModel, kind: GPUKind, explorer: ExplorerCosts, ranks: int, seed: int
+) -> SimulationCosts:
+    """Estimate the costs of a trainer with `ranks` GPUs and of explorers."""
+    weights = _BF16 * model.parameters
+    flops, read = (explorer.gpus * rate for rate in (FLOPS_REACHED * kind.flops, BANDWIDTH_REACHED * kind.bandwidth))
+    token_s, context = 2 * model.parameters / flops, model.prompt + model.mean / 2
+    train_s = training_s(model, kind, ranks)
+    draw = random.Random(seed)
+    return SimulationCosts(
+        groups=model.lengths(seed),
+        train_s=[train_s * draw.lognormvariate(0.0, _JITTER) for _ in range(_STEPS_DRAWN)],
+        pass_s=_PASS_S + weights / read,
+        row_s=model.cache_bytes * context / read + token_s,
+        group_s=token_s * model.prompt,
+        judge_s=0.0,
+        publish_s=weights / (NETWORK_REACHED * kind.network),
+        receive_s=weights / (explorer.gpus * NETWORK_REACHED * kind.network),
+        recompute_s=token_s * context,
+    )
+
+
+def training_s(model: ClusterModel, kind: GPUKind, ranks: int) -> float:
+    """Seconds of a training step: products or transfers of weights and gradients, whichever takes longer."""
+    trainer, tokens = model.stage.trainer, _step_tokens(model)
+    policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, torch.device("cpu"))
+    sizes = estimate_component_sizes(model.stage, policy, "bf16")
+    passes = (8 if trainer.gradient_checkpointing else 6) * trainer.epochs_per_batch
+    forward = 2 * sum(name in sizes for name in ("reference", "critic", "teacher"))
+    learned = passes * (2 if "critic" in sizes else 1)
+    products = (learned + forward) * model.parameters * tokens / (ranks * FLOPS_REACHED * kind.flops)
+    micro_batches = trainer.epochs_per_batch * math.ceil(tokens / (ranks * trainer.micro_batch_tokens))
+    link = NETWORK_REACHED * (kind.node_link if ranks <= GPUS_PER_NODE else kind.network)
+    transfers = 3 * _BF16 * model.parameters * micro_batches / link * (ranks - 1) / ranks
+    optimizer = 4 * _FP32 * model.parameters / (ranks * BANDWIDTH_REACHED * kind.bandwidth)
+    return max(products, transfers) + optimizer * trainer.epochs_per_batch * trainer.updates_per_batch
+
+
+def _step_tokens(model: ClusterModel) -> float:
+    """Tokens of a step in the trainer's rows; a prompt counts once per group."""
+    rollout = model.stage.rollout
+    return rollout.batch * (model.prompt + rollout.group_size * model.mean)
