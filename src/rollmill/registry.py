@@ -1,20 +1,13 @@
-"""Users' Python code: imports objects by name and has the decorators that register rewards, workflows, environments,
-tools, engines, trackers, algorithms, losses and advantages."""
+"""The decorators that register users' rewards, workflows, environments, tools, engines, trackers, algorithms, losses
+and advantages."""
 
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
-from hashlib import sha1
-from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
 from pydantic import ValidationError, create_model
@@ -28,8 +21,9 @@ from rollmill.config.tools import ToolSection
 from rollmill.config.trackers import TrackerSection
 from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import ConfigError
-from rollmill.files import describe_non_file
-from rollmill.former_names import find_former_names
+from rollmill.user_code import did_you_mean
+from rollmill.user_code import import_file as import_file
+from rollmill.user_code import import_object as import_object
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,27 +60,10 @@ def find_reward(spec: str) -> Callable[..., Any]:
     else:
         known = f"registered: {', '.join(sorted(_rewards))}" if _rewards else "none is registered"
         advice = "decorate it with @rollmill.reward in a file listed under `plugins`, or write FILE.py:NAME"
-        raise ConfigError(f"no reward `{spec}`{_did_you_mean(spec, _rewards)} ({known}); {advice}")
+        raise ConfigError(f"no reward `{spec}`{did_you_mean(spec, _rewards)} ({known}); {advice}")
     if not callable(found):
         raise ConfigError(f"{spec} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
-
-
-def import_object(spec: str) -> Any:
-    """Import `FILE.py:NAME` or `package.module:NAME`. A file is executed once per process.
-
-    Raises ConfigError when the file, the module or the name does not exist, or when importing it fails.
-    """
-    source, colon, name = spec.rpartition(":")
-    if not colon or not source or not name:
-        raise ConfigError(f"`{spec}`: expected FILE.py:NAME or package.module:NAME")
-    module = import_file(Path(source)) if source.endswith(".py") else _import_module(source)
-    if not hasattr(module, name):
-        public = [known for known in vars(module) if not known.startswith("_")]
-        raise ConfigError(
-            f"{source} defines no `{name}`{_did_you_mean(name, public)}; correct the name after the colon"
-        )
-    return getattr(module, name)
 
 
 def build_component(section: Section, *resources: Any) -> Any:
@@ -107,59 +84,6 @@ def build_component(section: Section, *resources: Any) -> Any:
 
 def _positional_count(target: Callable[..., Any]) -> int:
     return sum(each.kind in _POSITIONAL for each in inspect.signature(target).parameters.values())
-
-
-def import_file(path: Path) -> ModuleType:
-    """Import a Python file (a plugin, or the file of FILE.py:NAME), once per process; its folder becomes importable.
-
-    Raises ConfigError naming the file and the line that failed.
-    """
-    path = path.absolute()
-    name = f"rollmill_user_{path.stem}_{sha1(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if what := describe_non_file(path):
-        raise ConfigError(f"{path}: {what}; correct the path")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    find_former_names()
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        if isinstance(error, ConfigError):  # raised by a decorator, with file and line
-            raise
-        raise ConfigError(_import_failure(path, error)) from error
-    return module
-
-
-def _import_module(name: str) -> ModuleType:
-    find_former_names()
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = "" if error.name == name else f" (it needs `{error.name}`)"
-        raise ConfigError(f"module `{name}` cannot be imported{missing}; install it or write FILE.py:NAME") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"importing `{name}` failed: {type(error).__name__}: {error}") from error
-
-
-def _import_failure(path: Path, error: BaseException) -> str:
-    if isinstance(error, SyntaxError):
-        place = f"{error.filename or path}" + (f":{error.lineno}" if error.lineno else "")
-        return f"{place}: syntax error: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    place = f"{path}:{lines[-1]}" if lines else str(path)
-    return f"{place}: importing it failed: {type(error).__name__}: {error}"
-
-
-def _did_you_mean(word: str, known: Any) -> str:
-    near = get_close_matches(word, list(known), n=1)
-    return f"; did you mean `{near[0]}`?" if near else ""
 
 
 Target = TypeVar("Target", bound=Callable[..., Any])

@@ -147,3 +147,13 @@ def test_a_worker_that_does_not_read_its_answer_is_replaced(pool: GraderPool) ->
     assert pool.submit("math", large, 0.5).result(30).outcome == "timeout"
     assert pool.submit("math", EASY, 10).result(30).value == 1.0
     assert not psutil.pid_exists(first)
+
+
+def test_what_a_grader_imports_has_no_sections_of_run_files() -> None:
+    """They are most of the start of a process that a user's function or a schema needs nothing of."""
+    program = (
+        "import sys\n"
+        "import rollmill.user_code, rollmill.rewards.values, rollmill.rewards.text.json_schema\n"
+        "assert not {'pydantic', 'torch', 'rollmill.config', 'rollmill.registry'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -25,10 +25,11 @@ from rollmill.config.rewards.text import ExactReward, FormatReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import import_file, reward
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
-from rollmill.rewards.base import Score, validate_value
+from rollmill.rewards.base import Score
 from rollmill.rewards.function_threads import MAX_STUCK_THREADS, MAX_THREADS
 from rollmill.rewards.manager import WeightedReward
 from rollmill.rewards.resources import RewardResources
+from rollmill.rewards.values import validate_value
 from rollmill.types import Completion, Task
 
 Make = Callable[..., RewardManager]

@@ -97,14 +97,14 @@ def _load_reasoning_gym(setup: str) -> None:
 
 
 def _load_python(setup: str) -> None:
-    from rollmill.registry import import_object
+    from rollmill.user_code import import_object
 
     functions[setup] = import_object(setup)
 
 
 def _python(setup: str, payload: tuple[list[Any], dict[str, Any]]) -> dict[str, Any]:
     """Return the validated result of a user's function for these arguments."""
-    from rollmill.rewards.base import validate_result
+    from rollmill.rewards.values import validate_result
 
     arguments, options = payload
     function = functions[setup]

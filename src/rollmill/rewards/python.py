@@ -15,10 +15,11 @@ from typing import Any
 from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import find_reward
-from rollmill.rewards.base import OK, TIMEOUT, RewardResult, RewardValue, Score, validate_result
+from rollmill.rewards.base import OK, TIMEOUT, RewardResult, RewardValue, Score
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError, start_user_task
 from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.resources import RewardResources
+from rollmill.rewards.values import validate_result
 from rollmill.types import Completion, Task
 
 RewardFunction = Callable[..., Any]

@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from rollmill.config.rewards.judges import ModelReward
 from rollmill.data.encoding import encode_prompt
 from rollmill.models.classifier import load_classifier
-from rollmill.rewards.base import RewardResult, Score, validate_value
+from rollmill.rewards.base import RewardResult, Score
 from rollmill.rewards.resources import RewardResources
+from rollmill.rewards.values import validate_value
 from rollmill.types import Completion, StopReason, Task
 
 _log = logging.getLogger(__name__)

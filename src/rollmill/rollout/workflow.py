@@ -9,7 +9,7 @@ from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.rewards import RewardManager, RewardResult
-from rollmill.rewards.base import RewardValue, validate_value
+from rollmill.rewards.values import RewardValue, validate_value
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.recorder import Recorder
 from rollmill.types import Completion, Task

@@ -1,0 +1,86 @@
+"""Imports of users' Python code by name. Needs no section of a run file, so that a grader process starts quickly."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from difflib import get_close_matches
+from hashlib import sha1
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollmill.errors import ConfigError
+from rollmill.files import describe_non_file
+from rollmill.former_names import find_former_names
+
+
+def import_object(spec: str) -> Any:
+    """Import `FILE.py:NAME` or `package.module:NAME`. A file is executed once per process.
+
+    Raises ConfigError when the file, the module or the name does not exist, or when importing it fails.
+    """
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise ConfigError(f"`{spec}`: expected FILE.py:NAME or package.module:NAME")
+    module = import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    if not hasattr(module, name):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise ConfigError(f"{source} defines no `{name}`{did_you_mean(name, public)}; correct the name after the colon")
+    return getattr(module, name)
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a Python file (a plugin, or the file of FILE.py:NAME), once per process; its folder becomes importable.
+
+    Raises ConfigError naming the file and the line that failed.
+    """
+    path = path.absolute()
+    name = f"rollmill_user_{path.stem}_{sha1(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if what := describe_non_file(path):
+        raise ConfigError(f"{path}: {what}; correct the path")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    find_former_names()
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        if isinstance(error, ConfigError):  # raised by a decorator, with file and line
+            raise
+        raise ConfigError(_import_failure(path, error)) from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    find_former_names()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = "" if error.name == name else f" (it needs `{error.name}`)"
+        raise ConfigError(f"module `{name}` cannot be imported{missing}; install it or write FILE.py:NAME") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"importing `{name}` failed: {type(error).__name__}: {error}") from error
+
+
+def _import_failure(path: Path, error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename or path}" + (f":{error.lineno}" if error.lineno else "")
+        return f"{place}: syntax error: {error.msg}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    place = f"{path}:{lines[-1]}" if lines else str(path)
+    return f"{place}: importing it failed: {type(error).__name__}: {error}"
+
+
+def did_you_mean(word: str, known: Any) -> str:
+    """Suggest the known name that is closest to a word; empty if none is close."""
+    near = get_close_matches(word, list(known), n=1)
+    return f"; did you mean `{near[0]}`?" if near else ""
