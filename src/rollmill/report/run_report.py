@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,7 @@ def write_report(run_dir: Path | str) -> Path:
     Raises ConfigError if `run_dir` is not a run directory, RollmillError if a file in it is damaged.
     """
     run = check_run_dir(run_dir)
-    environment = Environment(
-        loader=PackageLoader("rollmill.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    environment.filters |= {"number": format_metric, "seconds": format_duration, "axis": charts.format_tick}
+    environment = _templates()
     script = environment.get_template("report.js.j2").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     context = _context(run) | {"script": Markup(script), "script_hash": digest, "geometry": charts}
@@ -116,6 +114,16 @@ def write_report(run_dir: Path | str) -> Path:
     path = run / REPORT_FILE
     atomic_write(path, page.encode("utf-8", "backslashreplace"))
     return path
+
+
+@cache
+def _templates() -> Environment:
+    """The templates, compiled once per process: a run writes its report again and again."""
+    environment = Environment(
+        loader=PackageLoader("rollmill.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"number": format_metric, "seconds": format_duration, "axis": charts.format_tick}
+    return environment
 
 
 @dataclass
