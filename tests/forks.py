@@ -1,15 +1,17 @@
 """The command line in real processes, without paying for its imports each time.
 
-A server process imports rollmill once, has one thread, and forks a child per command; the child is a process like any
-other: it can be killed, interrupted, or run as another user.
+One process imports rollmill, has one thread, and forks a server for each `Forks`; a server forks a child per command.
+The child is a process like any other: it can be killed, interrupted, or run as another user.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,16 +40,8 @@ class Forks:
     """Runs one command at a time."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC), "TOKENIZERS_PARALLELISM": "false"}
-        self._server = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        self._answer()
+        self._socket = _new_server()
+        self._replies = self._socket.makefile("r")
         self._busy = False
         self._output = tempfile.TemporaryDirectory(prefix="forks-")
 
@@ -62,9 +56,7 @@ class Forks:
             send(self.pid)
             self.wait()
         request = {"argv": [str(word) for word in argv], "folder": str(folder), "uid": uid, "output": self._output.name}
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
+        self._socket.sendall((json.dumps(request) + "\n").encode())
         self.pid, self._busy = int(self._answer()), True
         return self.pid
 
@@ -94,19 +86,18 @@ class Forks:
 
     def close(self) -> None:
         """End the server."""
-        assert self._server.stdin is not None
         if self._busy:
             send(self.pid)
-        self._server.stdin.close()
-        self._server.wait(timeout=30)
+            self.wait()
+        self._replies.close()
+        self._socket.close()
         self._output.cleanup()
 
     def _written(self, name: str) -> str:
         return Path(self._output.name, name).read_text(errors="replace")
 
     def _answer(self) -> str:
-        assert self._server.stdout is not None
-        line = self._server.stdout.readline()
+        line = self._replies.readline()
         assert line, "the server ended"
         return line
 
@@ -140,25 +131,55 @@ def ended(pid: int) -> bool:
         return True
 
 
-def _serve() -> None:
+_importer: list[tuple[int, socket.socket]] = []
+"""Id of the process that uses it, and the socket of the process that has imported rollmill."""
+
+
+def _new_server() -> socket.socket:
+    """Return a connection to a new server."""
+    if not _importer or _importer[0][0] != os.getpid():
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC), "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
+        theirs.close()
+        _importer[:] = [(os.getpid(), ours)]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        socket.send_fds(_importer[0][1], [b"\n"], [theirs.fileno()])
+    return ours
+
+
+def _fork_servers(requests: socket.socket) -> None:
+    """Fork a server for each socket that comes, until the tests have ended."""
     for module in ("cli", "launch", "quickstart.addition"):
         import_module(f"rollmill.{module}")
     with redirect_stdout(io.StringIO()):
         import_module("rollmill.cli").main(["--version"])  # imports all commands
-    _say("ready")
-    for line in sys.stdin:
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # servers are not waited for
+    while (found := socket.recv_fds(requests, 1, 1))[0]:
+        with socket.socket(fileno=found[1][0]) as connection:
+            if os.fork() == 0:
+                requests.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()
+                _serve(connection)
+                os._exit(0)
+
+
+def _serve(connection: socket.socket) -> None:
+    """Run one command after the other until the connection is closed."""
+    for line in connection.makefile("r"):
         request = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            os.close(connection.detach())
             _child(request)
-        _say(str(pid))
+        connection.sendall(f"{pid}\n".encode())
         _, status = os.waitpid(pid, 0)
-        _say(str(os.waitstatus_to_exitcode(status)))
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
 def _child(request: dict[str, Any]) -> None:
@@ -167,6 +188,7 @@ def _child(request: dict[str, Any]) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(request["output"], name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
     os.chdir(request["folder"])
     if request["uid"] is not None:
         os.setgroups([])
@@ -186,4 +208,4 @@ def _child(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _fork_servers(socket.socket(fileno=int(sys.argv[1])))

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -124,15 +123,17 @@ def test_interrupted_with_rewards_under_way_keeps_them(server: Forks, tmp_path: 
 def test_interrupted_twice_ends_at_once_with_older_checkpoints_whole(server: Forks, tmp_path: Path) -> None:
     """The first Ctrl-C waits for rewards that a checkpoint has to hold; these take minutes."""
     (tmp_path / "mine.py").write_text(
-        SLOW_REWARD.format("1000 if (__import__('pathlib').Path(__file__).parent / 'slow').exists() else 0")
+        "import pathlib, time\nhere = pathlib.Path(__file__).parent\ndef mine(task, completion):\n"
+        "    if (here / 'slow').exists():\n        (here / 'begun').touch()\n        time.sleep(1000)\n"
+        "    return float('1' in completion.text)\n"
     )
     tiny_run(tmp_path, **ONLY_RL | {"steps": 40}, max_staleness=1, rewards=MINE, evaluation=None)
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert server.reaches(lambda: (tmp_path / "out/checkpoints/step-000002").exists())
     (tmp_path / "slow").touch()
-    time.sleep(0.5)
+    wait_until((tmp_path / "begun").exists)
     send(server.pid, signal.SIGINT)
-    time.sleep(0.5)
+    wait_until(lambda: "ending after this step" in server.output())
     assert not ended(server.pid), "the first Ctrl-C waits for the rewards"
     send(server.pid, signal.SIGINT)
     assert server.reaches(lambda: False, limit_s=30) is False, "the second does not"

@@ -23,13 +23,27 @@ from rollmill.buffer.base import EXPLORER
 from rollmill.trackers import read_metrics
 from rollmill.trackers.heartbeat import read_heartbeats
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "evaluation": None}
 SLOW = {"name": "python", "function": "mine.py:mine"}
 SLOW_REWARD = (
     "import time\ndef mine(task, completion):\n    time.sleep(0.03)\n    return float('1' in completion.text)\n"
 )
+HELD_REWARD = """
+import time
+from pathlib import Path
+
+calls = []
+
+
+def mine(task, completion):
+    calls.append(1)
+    while len(calls) > 40 and not (Path(__file__).parent / "go").exists():
+        time.sleep(0.01)
+    return float("1" in completion.text)
+"""
+"""Rewards of two and a half steps; the others wait for the test."""
 
 
 @pytest.fixture(scope="module")
@@ -249,10 +263,13 @@ def stop_one(folder: Path, servers: list[Forks], **changes: Any) -> int:
     return stopped.pid
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path) -> None:
     """Its groups go to the other one, whatever it holds; when it goes on, it finds the run done."""
-    pid = stop_one(tmp_path, servers)
+    (tmp_path / "quick.py").write_text(
+        "from rollmill.remote import joined_explorers\njoined_explorers.HEALTH_S = 15.0\n"
+    )
+    pid = stop_one(tmp_path, servers, plugins=["quick.py"])
     trainer, stopped, other = servers
     with ExitStack() as stack:
         stack.callback(send, pid, signal.SIGCONT)
@@ -263,14 +280,14 @@ def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path
 
 
 def test_the_error_names_the_stopped_explorer(servers: list[Forks], tmp_path: Path) -> None:
-    pid = stop_one(tmp_path, servers, rollout={"deadline_s": 6}, supervise={"restarts": 0})
+    pid = stop_one(tmp_path, servers, rollout={"deadline_s": 20}, supervise={"restarts": 0})
     trainer, stopped, other = servers
     with ExitStack() as stack:
         stack.callback(send, pid)
         done = trainer.wait()
         send(other.pid)
     assert done.code == 1
-    assert "the orchestrator waited 6 s for explorers to finish their rollouts" in done.err
+    assert "the orchestrator waited 20 s for explorers to finish their rollouts" in done.err
     assert f"(process {pid} on {socket.gethostname()}) is stopped; `kill -CONT {pid}` continues it" in done.err
     stopped.wait()
     other.wait()
@@ -296,6 +313,7 @@ def test_without_explorers_the_trainer_says_how_to_start_one(servers: list[Forks
 def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: Path) -> None:
     tiny_run(tmp_path, **RL | {"steps": 200})
     start(servers[0], tmp_path, "train")
+    wait_until((tmp_path / "out/trainer.json").exists, servers[0])
     start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
     wait_until(lambda: len(steps(tmp_path)) >= 2, servers[0])
     send(servers[0].pid)
@@ -309,6 +327,7 @@ def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: 
 def test_an_explorer_whose_trainer_is_stopped_says_so(servers: list[Forks], tmp_path: Path) -> None:
     tiny_run(tmp_path, **RL | {"steps": 200, "supervise": {"restarts": 0}})  # the command is the trainer
     pid = start(servers[0], tmp_path, "train")
+    wait_until((tmp_path / "out/trainer.json").exists, servers[0])
     start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
     wait_until(lambda: len(steps(tmp_path)) >= 2, servers[0])
     send(pid, signal.SIGSTOP)
@@ -324,6 +343,7 @@ def test_an_error_of_a_reward_ends_the_run_as_in_one_process(servers: list[Forks
     (tmp_path / "mine.py").write_text("def mine(task, completion):\n    raise ValueError('no good')\n")
     tiny_run(tmp_path, **RL | {"steps": 2, "rewards": [SLOW]})
     start(servers[0], tmp_path, "train")
+    wait_until((tmp_path / "out/trainer.json").exists, servers[0])
     start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=5")
     failed = servers[0].wait()
     assert failed.code == 1
@@ -411,15 +431,20 @@ def test_the_trainer_is_interrupted_and_resumed_with_the_same_explorer(servers: 
     require_sound(tmp_path, 10, 2)
 
 
-def test_a_run_goes_on_though_the_folder_of_weights_is_removed(servers: list[Forks], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SLOW_REWARD)
-    tiny_run(tmp_path, **RL | {"steps": 6, "max_staleness": 1, "rewards": [SLOW]})
+def test_a_run_goes_on_though_its_weights_and_its_address_are_removed(servers: list[Forks], tmp_path: Path) -> None:
+    """The trainer writes both again; until then its explorer goes on, and another one waits."""
+    (tmp_path / "mine.py").write_text(HELD_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 6, "max_staleness": 1, "rewards": [SLOW | {"time_limit_s": 60}]})
     trainer, explorer, other = servers
     start(trainer, tmp_path, "train")
     start(explorer, tmp_path, "explore")
     wait_until(lambda: len(steps(tmp_path)) >= 2, trainer)
     shutil.rmtree(tmp_path / "out/weights", ignore_errors=True)
+    address = tmp_path / "out/trainer.json"
+    address.unlink()
     start(other, tmp_path, "explore")  # needs the weights, too
+    wait_until(address.exists, trainer)
+    (tmp_path / "go").touch()
     fine(trainer)
     fine(explorer)
     fine(other)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
-import agents
 import openai
 from endpoints import CLIENT, KEY, running
 
 from rollmill.rollout.endpoint.service import ServiceLimits
 
+if TYPE_CHECKING:
+    from agents import Agent
+
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 17, "b": 23}}\n</tool_call>'
-agents.set_tracing_disabled(True)
 
 
-@agents.function_tool
-def multiply(a: int, b: int) -> str:
-    """Multiply two numbers."""
-    return str(a * b)
+def agent(base_url: str) -> Agent:
+    import agents  # here, since it takes long, and every process of pytest collects this file
 
+    def multiply(a: int, b: int) -> str:
+        """Multiply two numbers."""
+        return str(a * b)
 
-def agent(base_url: str) -> agents.Agent:
+    agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=base_url, api_key=f"{KEY}:framework", max_retries=0)
     model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
-    return agents.Agent(name="calculator", instructions="Use tools.", tools=[multiply], model=model)
+    tools = [agents.function_tool(multiply)]
+    return agents.Agent(name="calculator", instructions="Use tools.", tools=tools, model=model)
 
 
 def test_an_agent_with_a_tool_is_recorded_as_one_trajectory() -> None:
@@ -32,9 +36,11 @@ def test_an_agent_with_a_tool_is_recorded_as_one_trajectory() -> None:
 
         async def use() -> list[str]:
             made = agent(site.base_url)
-            first = await agents.Runner.run(made, "What is 17 times 23?")
+            from agents import Runner
+
+            first = await Runner.run(made, "What is 17 times 23?")
             again = [*first.to_input_list(), {"role": "user", "content": "Thanks."}]
-            second = agents.Runner.run_streamed(made, again)
+            second = Runner.run_streamed(made, again)
             async for _ in second.stream_events():
                 pass
             return [str(first.final_output), str(second.final_output)]
