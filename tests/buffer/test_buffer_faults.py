@@ -65,7 +65,7 @@ def run_workers(url: str, folder: Path, *, kills: int, seed: int) -> subprocess.
 
 def check(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Every group was learned from once or waits, in the surviving lineage."""
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=280)
     assert process.returncode == 0
     found: dict[str, Any] = json.loads(out)
     assert found["codes"] == {"writer": 0, "reader": 0}, found["logs"]
@@ -78,6 +78,7 @@ def check(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_hundred_kills_on_sqlite(tmp_path: Path) -> None:
     found = check(run_workers(f"sqlite:///{tmp_path / 'b.sqlite'}", tmp_path, kills=KILLS, seed=1))
@@ -86,10 +87,11 @@ def test_a_hundred_kills_on_sqlite(tmp_path: Path) -> None:
 
 
 @pytest.mark.service
-def test_a_hundred_kills_on_postgresql(pg: Postgres, tmp_path: Path) -> None:
-    found = check(run_workers(pg.url, tmp_path, kills=KILLS, seed=2))
-    assert sum(found["killed"].values()) == KILLS
-    assert min(found["killed"].values()) > 30
+@pytest.mark.parametrize("kills", [20, pytest.param(KILLS, marks=pytest.mark.thorough)])
+def test_kills_on_postgresql(pg: Postgres, tmp_path: Path, kills: int) -> None:
+    found = check(run_workers(pg.url, tmp_path, kills=kills, seed=2))
+    assert sum(found["killed"].values()) == kills
+    assert min(found["killed"].values()) > 0.3 * kills
 
 
 @pytest.mark.slow

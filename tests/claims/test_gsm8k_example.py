@@ -28,8 +28,7 @@ SHORT = [
     "architecture",
     [
         "qwen3",
-        pytest.param("qwen3_moe", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.thorough]) for name in ("qwen2", "llama")),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("qwen3_moe", "qwen2", "llama")),
     ],
 )
 def test_a_checkpoint_folder_needs_only_the_path(

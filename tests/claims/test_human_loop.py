@@ -52,7 +52,7 @@ def tokens(experiences: list[Experience], source: ExperienceSource) -> set[tuple
     return {(e.response, tuple(e.token_ids.tolist())) for e in experiences if e.source is source}
 
 
-@pytest.mark.parametrize("store", ["memory", "sql"])
+@pytest.mark.parametrize("store", ["sql", pytest.param("memory", marks=pytest.mark.thorough)])
 def test_the_next_runs_learn_from_exactly_what_was_said(tmp_path: Path, store: str) -> None:
     first = finished(tmp_path, "first", steps=2, algorithm={"name": "grpo"}, buffer={"store": store})
     told = load_experiences(first, step=2)

@@ -84,7 +84,15 @@ def test_a_group_that_was_being_verified_is_verified_again_from_the_start(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("at", [2, 10])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "at"),
+    [
+        (variant, at)
+        if (variant, at) in {("synchronous", 2), ("asynchronous", 10), ("mix_memory", 10)}
+        else pytest.param(variant, at, marks=pytest.mark.thorough)
+        for variant in VARIANTS
+        for at in (2, 10)
+    ],
+)
 def test_nor_does_it_matter_in_other_modes(tmp_path: Path, variant: str, at: int) -> None:
     check(tmp_path, variant, at)

@@ -98,6 +98,7 @@ def test_two_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
     check(server, tmp_path, "one_step_off", kills=2, seed=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_thirty_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
@@ -106,8 +107,16 @@ def test_thirty_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("variant", [each for each in VARIANTS if each != "grpo"])
+@pytest.mark.parametrize("variant", ["asynchronous", "stores", "partials"])
 def test_kills_change_nothing_in_other_modes(server: Forks, tmp_path: Path, variant: str) -> None:
+    check(server, tmp_path, variant, kills=3, seed=3)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if each != "grpo"])
+def test_six_kills_change_nothing_in_any_mode(server: Forks, tmp_path: Path, variant: str) -> None:
     check(server, tmp_path, variant, kills=6, seed=3)
 
 
@@ -115,4 +124,4 @@ def test_kills_change_nothing_in_other_modes(server: Forks, tmp_path: Path, vari
 @pytest.mark.service
 @pytest.mark.timeout(600)
 def test_kills_change_nothing_in_a_database_on_a_server(server: Forks, tmp_path: Path, pg: Postgres) -> None:
-    check(server, tmp_path, "refilled", kills=6, seed=4, buffer={"url": pg.url})
+    check(server, tmp_path, "refilled", kills=3, seed=4, buffer={"url": pg.url})

@@ -14,7 +14,7 @@ REWARD, CALLS = "reward/mean", "tools/calc/calls"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_tool_calling_agent_of_the_example_learns(tmp_path: Path) -> None:
     rollmill.run(EXAMPLE, ["evaluation.every=1000", "stages.0.steps=300", "stages.1.steps=25"], tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

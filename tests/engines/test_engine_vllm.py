@@ -31,7 +31,7 @@ from rollmill.orchestrator.engine import build_engine, build_native_engine, buil
 from rollmill.types import Completion, StopReason
 from rollmill.weights import InPlacePublisher, WeightPublisher
 
-pytestmark = [pytest.mark.service, needs_vllm]
+pytestmark = [pytest.mark.service, pytest.mark.timeout(900), needs_vllm]
 
 LONG = 1500
 """Tokens that take a while, where nothing ends a completion before."""
@@ -76,7 +76,7 @@ class Running:
 
     def run(self, work: Awaitable[Any]) -> Any:
         async def within() -> Any:
-            async with asyncio.timeout(500):
+            async with asyncio.timeout(800):
                 return await work
 
         return self.loop.run_until_complete(within())
@@ -336,6 +336,7 @@ def _stop_core(running: Running) -> psutil.Process:
     return core
 
 
+@pytest.mark.thorough
 def test_a_subprocess_that_is_killed_with_requests_under_way_costs_a_restart(running: Running) -> None:
     async def killed() -> list[Completion]:
         core = _stop_core(running)
@@ -353,6 +354,7 @@ def test_a_subprocess_that_is_killed_with_requests_under_way_costs_a_restart(run
     assert running.engine.counters()["restarts"] == restarts + 1
 
 
+@pytest.mark.thorough
 def test_a_subprocess_that_is_killed_while_it_loads_weights_costs_a_restart(running: Running) -> None:
     """vLLM never answers the call that loads them, so the run would be silent for engine.deadline_s."""
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import forks
+from forks import Forks, forks
 from tiny import metrics, outcome, ran, tiny_run
 
 from rollmill.launch import resume
@@ -135,7 +134,7 @@ def test_a_resumed_run_says_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("transport", "wrong"),
     [
@@ -146,37 +145,36 @@ def test_a_resumed_run_says_the_same(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_every_step_says_it_on_ray(tmp_path: Path, transport: str, wrong: bool) -> None:
+def test_every_step_says_it_on_ray(server: Forks, tmp_path: Path, transport: str, wrong: bool) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     (tmp_path / "wrong.py").write_text(HOTTER if wrong else "")
     placement = {"name": "ray", "explorers": 1, "weights": transport}
-    with ExitStack() as stack:
-        server = stack.enter_context(forks())
-        tiny_run(tmp_path, **RL, plugins=["wrong.py"], placement=placement)
-        done = server.run("run", "run.yaml", "--out", "out", folder=tmp_path)
+    tiny_run(tmp_path, **RL, plugins=["wrong.py"], placement=placement)
+    done = server.run("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert done.code == 0, done.err + done.out
     require_measured(tmp_path / "out", wrong=wrong)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("wrong", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_every_step_says_it_with_an_explorer_of_its_own(tmp_path: Path, wrong: bool) -> None:
+def test_every_step_says_it_with_an_explorer_of_its_own(server: Forks, tmp_path: Path, wrong: bool) -> None:
     (tmp_path / "wrong.py").write_text(HOTTER if wrong else "")
     tiny_run(tmp_path, **RL, plugins=["wrong.py"])
-    with ExitStack() as stack:
-        trainer, explorer = (stack.enter_context(forks()) for _ in range(2))
-        for server, mode in ((explorer, "explore"), (trainer, "train")):
-            server.start("run", "run.yaml", "--set", f"mode={mode}", "--out", "out", folder=tmp_path)
-        for server in (trainer, explorer):
-            done = server.wait()
+    with forks() as explorer:
+        for process, mode in ((explorer, "explore"), (server, "train")):
+            process.start("run", "run.yaml", "--set", f"mode={mode}", "--out", "out", folder=tmp_path)
+        for process in (server, explorer):
+            done = process.wait()
             assert done.code == 0, done.err + done.out
     require_measured(tmp_path / "out", wrong=wrong)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("sharding", ["none", "fsdp", "tensor"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "sharding", ["tensor", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("none", "fsdp"))]
+)
 def test_ranks_say_it_together(tmp_path: Path, sharding: str) -> None:
     trainer = {"lr": 1e-3, "ranks": 2, "sharding": sharding}
     model = {"new": {"kv_heads": 2}}  # one for each rank

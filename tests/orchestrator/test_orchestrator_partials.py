@@ -127,9 +127,12 @@ def test_resumed_behind_a_checkpoint_a_run_goes_on_with_what_was_put_away(
     "changes",
     [
         merged(BUDGET, {"buffer": {"store": "memory"}}),
-        NEWEST,
-        merged(NEWEST, {"rollout": {"token_budget": 1}, "pipeline": [{"name": "group_variance"}]}),
-        {"rollout": {"oversample": 0.75}},
+        pytest.param(NEWEST, marks=pytest.mark.thorough),
+        pytest.param(
+            merged(NEWEST, {"rollout": {"token_budget": 1}, "pipeline": [{"name": "group_variance"}]}),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param({"rollout": {"oversample": 0.75}}, marks=pytest.mark.thorough),
         {"rollout": {"oversample": 0.5}, "max_staleness": 1, "taskset": {"order": "prioritised"}},
     ],
 )

@@ -19,27 +19,26 @@ FUNCTION = "rollmill.quickstart.addition:rows"
 TASKS = {"function": FUNCTION, "options": {"size": 2000, "seed": 1, "digits": 2, "forget": 0.65}}
 HELD_OUT = {"function": FUNCTION, "options": {"size": 100, "seed": 2, "digits": 2}}
 MODEL = {"hidden_size": 96, "layers": 2, "heads": 3, "kv_heads": 1, "intermediate_size": 256, "initializer_range": 0.06}
-IMITATE: dict[str, Any] = {
-    "name": "imitate",
-    "algorithm": {"name": "sft", "batch": 32},
-    "steps": 260,
-    "trainer": {"lr": 3e-3, "schedule": "cosine", "warmup_steps": 20},
-}
-STEPS, KILLED_AFTER = 30, 8
-REPAIR: dict[str, Any] = {
-    "name": "repair",
-    "algorithm": {"name": "grpo"},
-    "steps": STEPS,
-    "trainer": {"lr": 1e-4},
-    "engine": {"name": "vllm", "python": str(PYTHON), "cache_gb": 0.25},
-    "evaluation": {"taskset": HELD_OUT, "every": STEPS},
-}
+ENGINE = {"name": "vllm", "python": str(PYTHON), "cache_gb": 0.25}
+
+
+def stages(imitated: int, repaired: int) -> list[dict[str, Any]]:
+    """Imitation of a forgetful teacher, then repair by rewards, with so many steps."""
+    schedule = {"lr": 3e-3, "schedule": "cosine", "warmup_steps": imitated // 13}
+    imitate = {"name": "imitate", "algorithm": {"name": "sft", "batch": 32}, "steps": imitated, "trainer": schedule}
+    evaluation = {"taskset": HELD_OUT, "every": repaired}
+    repair = {"name": "repair", "algorithm": {"name": "grpo"}, "steps": repaired, "trainer": {"lr": 1e-4}}
+    return [imitate, repair | {"engine": ENGINE, "evaluation": evaluation}]
 
 
 @pytest.mark.service
 @pytest.mark.timeout(900)
 @needs_vllm
-def test_reward_goes_up_with_vllm_though_its_process_is_killed(server: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("imitated", "repaired"), [(52, 8), pytest.param(260, 30, marks=pytest.mark.thorough)])
+def test_a_run_learns_with_vllm_though_its_process_is_killed(
+    server: Forks, tmp_path: Path, imitated: int, repaired: int
+) -> None:
+    """With many steps, rewards go up."""
     tiny_run(
         tmp_path,
         model={"new": MODEL},
@@ -48,13 +47,13 @@ def test_reward_goes_up_with_vllm_though_its_process_is_killed(server: Forks, tm
         rollout={"batch": 16, "group_size": 8, "max_new_tokens": 28},
         evaluation=None,
         checkpoint={"every": 1000},
-        stages=[IMITATE, REPAIR],
+        stages=stages(imitated, repaired),
     )
     metrics = tmp_path / "out/metrics.jsonl"
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
 
     def has_learned() -> bool:
-        return metrics.is_file() and metrics.read_text().count("\n") >= IMITATE["steps"] + KILLED_AFTER
+        return metrics.is_file() and metrics.read_text().count("\n") >= imitated + repaired // 4
 
     assert server.reaches(has_learned, limit_s=500)
     _kill_vllm(server.pid)
@@ -62,15 +61,18 @@ def test_reward_goes_up_with_vllm_though_its_process_is_killed(server: Forks, tm
     assert ended.code == 0, ended.err
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     learned = [step for step in steps if step["stage"] == "repair" and "logprob_gap/mean" in step]
-    assert len(learned) == STEPS
+    assert len(learned) == repaired
     assert max(step["logprob_gap/mean"] for step in learned) < 1e-3
     assert sum(step.get("engine/restarts", 0) for step in learned) == 1
-    assert sum(step.get("engine/updates", 0) for step in learned) >= STEPS - 2
+    assert sum(step.get("engine/updates", 0) for step in learned) >= repaired - 2
     assert max(step["staleness/max"] for step in learned) == 0
     summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
+    assert summary["status"] == "done"
+    if repaired >= 30:
+        assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
 
 
+@pytest.mark.thorough
 @pytest.mark.service
 @pytest.mark.timeout(600)
 @needs_vllm
@@ -84,9 +86,7 @@ def test_it_sleeps_while_the_trainer_works(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(VLLMEngine, "__init__", init)
     shape = {"hidden_size": 64, "heads": 2, "kv_heads": 1}
-    path = tiny_run(
-        tmp_path, model={"new": shape}, stages=None, algorithm={"name": "grpo"}, engine=REPAIR["engine"], steps=3
-    )
+    path = tiny_run(tmp_path, model={"new": shape}, stages=None, algorithm={"name": "grpo"}, engine=ENGINE, steps=3)
     rollmill.run(path, out=tmp_path / "out")
     steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     learned = [step for step in steps if "engine/sleeps" in step]

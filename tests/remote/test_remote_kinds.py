@@ -89,7 +89,7 @@ def test_shared_weights_are_verified_by_what_every_kind_has(tmp_path: Path) -> N
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_every_explorer_has_the_threads_of_its_kind(tmp_path: Path) -> None:
     kinds = [{"cpus": 0.5, "engine": "native"}, {"cpus": 0.5, "threads": 2}]
     out = ran(tmp_path, kinds, steps=2)
@@ -100,7 +100,7 @@ def test_every_explorer_has_the_threads_of_its_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_one_that_takes_a_dead_one_s_place_is_of_its_kind(tmp_path: Path) -> None:
     workflow = {"name": "seen", "ends_one": True}
     out = ran(tmp_path, [{"threads": 2}], steps=2, evaluation=None, workflow=workflow)
@@ -111,7 +111,7 @@ def test_one_that_takes_a_dead_one_s_place_is_of_its_kind(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_room_is_reserved_for_every_explorer_of_every_kind(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reserve 801 cores"):
         ran(tmp_path, [{}, {"count": 2, "cpus": 400}], steps=1)

@@ -40,7 +40,7 @@ def weights(run: Path) -> dict[str, Any]:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_ranks_on_ray_compute_the_same_in_every_stage(tmp_path: Path) -> None:
     """Two stages with other ranks and shards; both sums are rounded alike."""
     sft = {"name": "warm", "algorithm": {"name": "sft", "batch": 8}, "steps": 3, "trainer": TWO | {"sharding": "fsdp"}}
@@ -57,7 +57,7 @@ def test_ranks_on_ray_compute_the_same_in_every_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_a_room_has_a_place_for_each_rank() -> None:
     join(None)
     room = PlacementGroup([ResourceRequest(0.25), *[ResourceRequest(0.5)] * 2, ResourceRequest(0)], one_host=False)
@@ -96,7 +96,7 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_ranks_on_two_nodes(cluster: Any, server: Forks, tmp_path: Path) -> None:
     """Trainer and rank reserve 2 cores each, so they are on different nodes."""
     here = ran(SHORT, tmp_path, "here", trainer=TWO)

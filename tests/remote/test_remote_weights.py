@@ -21,7 +21,7 @@ VLLM = {"name": "vllm", "python": str(PYTHON), "cache_gb": 0.1}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_of_a_model_with_adapters_the_adapters_alone_travel(tmp_path: Path) -> None:
     alone = {"evaluation": None, "rewards": None, "rollout": None}
     warm = ran(GRPO, tmp_path, "warm", steps=40, algorithm=SFT["algorithm"], trainer=SFT["trainer"], **alone)
@@ -46,11 +46,12 @@ def test_of_a_model_with_adapters_the_adapters_alone_travel(tmp_path: Path) -> N
 
 
 @pytest.mark.service
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @needs_vllm
-def test_every_explorer_has_a_vllm_of_its_own_which_reads_the_shared_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("explorers", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_every_explorer_has_a_vllm_of_its_own_which_reads_the_shared_weights(tmp_path: Path, explorers: int) -> None:
     model = {"new": {"hidden_size": 96, "heads": 3}}
-    placement = {"name": "ray", "explorers": 2, "cpus": 0.5}
+    placement = {"name": "ray", "explorers": explorers, "cpus": 0.5}
     changes: dict[str, Any] = {"engine": VLLM, "model": model, "placement": placement, "steps": 4, "max_staleness": 1}
     out = ran(GRPO, tmp_path, "run", **changes)
     assert [row["step"] for row in metrics(out)] == [0, 1, 2, 3, 4]

@@ -229,7 +229,7 @@ def test_one_probe_at_a_time() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
 def test_a_run_survives_its_judges_restart(server: Forks, tmp_path: Path, number: signal.Signals) -> None:
     """The judge is away for longer than judging.deadline_s, rollout.deadline_s and supervise.stall_s."""
     with ChatProcess(SEVEN) as judge:

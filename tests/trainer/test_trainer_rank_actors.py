@@ -109,7 +109,7 @@ def learned(pair: DistributedTrainer, model: Any, steps: list[list[Experience]])
     return metrics, weights, state, pair.step(steps[2], 2), flat(model)
 
 
-def ends(pid: int, limit_s: float = 20.0) -> bool:
+def ends(pid: int, limit_s: float = 60.0) -> bool:
     """Whether a process ends; Ray says that it is gone a moment before."""
     limit = time.monotonic() + limit_s
     while not ended(pid) and time.monotonic() < limit:
@@ -126,8 +126,8 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sharding", ["fsdp", pytest.param("none", marks=pytest.mark.thorough)])
 def test_actors_learn_what_processes_learn(toy: Any, steps: Any, tmp_path: Path, sharding: str) -> None:
     model, other = toy("qwen3"), toy("qwen3")
     with ranked(model, tmp_path / "processes", None, sharding=sharding) as pair:
@@ -141,7 +141,7 @@ def test_actors_learn_what_processes_learn(toy: Any, steps: Any, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_an_actor_that_is_killed_in_a_step_is_lost(toy: Any, steps: Any, tmp_path: Path) -> None:
     with on_ray(toy("qwen3"), tmp_path) as pair:
         pair.start()
@@ -154,7 +154,7 @@ def test_an_actor_that_is_killed_in_a_step_is_lost(toy: Any, steps: Any, tmp_pat
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_an_actor_that_hangs_is_lost_at_the_deadline(toy: Any, steps: Any, tmp_path: Path) -> None:
     with on_ray(toy("qwen3"), tmp_path, rank_deadline_s=4) as pair:
         pair.start()
@@ -169,7 +169,7 @@ def test_an_actor_that_hangs_is_lost_at_the_deadline(toy: Any, steps: Any, tmp_p
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_what_an_actor_raises_would_be_raised_again(toy: Any, tmp_path: Path) -> None:
     plugin = tmp_path / "elsewhere.py"
     plugin.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    raise OSError('no such scanner')\n")

@@ -88,7 +88,7 @@ def alone(toy: Any, steps: Any) -> Alone:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["fsdp", "none", "tensor"])
+@pytest.mark.parametrize("sharding", ["fsdp", "tensor", pytest.param("none", marks=pytest.mark.thorough)])
 def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp_path: Path, sharding: str) -> None:
     whole = toy("qwen3")
     with ranked(whole, tmp_path, sharding=sharding) as pair:
@@ -105,7 +105,7 @@ def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["fsdp", "tensor"])
+@pytest.mark.parametrize("sharding", ["fsdp", pytest.param("tensor", marks=pytest.mark.thorough)])
 def test_two_ranks_go_on_where_one_was(steps: Any, alone: Alone, tmp_path: Path, sharding: str) -> None:
     model = copy.deepcopy(alone.model)
     with ranked(model, tmp_path, sharding=sharding) as pair:
@@ -114,7 +114,7 @@ def test_two_ranks_go_on_where_one_was(steps: Any, alone: Alone, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+@pytest.mark.parametrize("sharding", ["none", pytest.param("fsdp", marks=pytest.mark.thorough)])
 def test_passes_made_ahead_are_used_by_all_ranks(
     toy: Any, steps: Any, alone: Alone, tmp_path: Path, sharding: str
 ) -> None:
