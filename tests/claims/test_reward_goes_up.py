@@ -29,8 +29,9 @@ def has_learned(out: Path) -> list[dict[str, Any]]:
     return trained
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [1, pytest.param(0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("max_staleness", [0, 1])
 def test_reward_goes_up(server: Forks, tmp_path: Path, repair: dict[str, Any], max_staleness: int) -> None:
     tiny_run(tmp_path, **repair, max_staleness=max_staleness)
     ended = server.run("run", "run.yaml", "--out", "out", folder=tmp_path)
