@@ -141,7 +141,8 @@ def _new_server() -> socket.socket:
         ours, theirs = socket.socketpair()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC), "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, __file__, str(theirs.fileno())]
-        subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
+        fds, nothing = [theirs.fileno()], subprocess.DEVNULL
+        subprocess.Popen(command, pass_fds=fds, stdin=nothing, stdout=nothing, env=environment, start_new_session=True)
         theirs.close()
         _importer[:] = [(os.getpid(), ours)]
     ours, theirs = socket.socketpair()

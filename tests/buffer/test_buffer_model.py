@@ -182,6 +182,7 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(getattr(self, "folder", "/nonexistent"), ignore_errors=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_memory_and_sqlite_do_the_same() -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))

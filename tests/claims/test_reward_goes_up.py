@@ -29,6 +29,7 @@ def has_learned(out: Path) -> list[dict[str, Any]]:
     return trained
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_reward_goes_up(server: Forks, tmp_path: Path, repair: dict[str, Any], max_staleness: int) -> None:

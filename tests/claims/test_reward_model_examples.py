@@ -16,6 +16,7 @@ from rollmill.trackers.metrics_log import read_metrics
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_policy_learns_from_the_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

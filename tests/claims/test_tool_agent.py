@@ -13,6 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/tool_agent.yaml"
 REWARD, CALLS = "reward/mean", "tools/calc/calls"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tool_calling_agent_of_the_example_learns(tmp_path: Path) -> None:
@@ -25,3 +26,13 @@ def test_the_tool_calling_agent_of_the_example_learns(tmp_path: Path) -> None:
     assert mean[CALLS][1] > mean[CALLS][0] + 20  # of 128 rollouts
     before, after = [line["eval/sampled"] for line in lines if "eval/sampled" in line]
     assert after > before + 0.15
+
+
+@pytest.mark.slow
+def test_a_few_steps_of_the_example_call_the_tool(tmp_path: Path) -> None:
+    few = ["evaluation.limit=4", "stages.0.steps=60", "stages.1.steps=2", "rollout.batch=4"]
+    rollmill.run(EXAMPLE, few, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    practised = [line for line in lines if REWARD in line]
+    assert len(practised) == 2
+    assert all(CALLS in line for line in practised)

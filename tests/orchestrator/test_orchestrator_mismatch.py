@@ -133,17 +133,11 @@ def test_a_resumed_run_says_the_same(tmp_path: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("transport", "wrong"),
-    [
-        ("memory", False),
-        *(
-            pytest.param(transport, wrong, marks=pytest.mark.thorough)
-            for transport, wrong in (("memory", True), *itertools.product(("folder", "broadcast"), (False, True)))
-        ),
-    ],
+    ("transport", "wrong"), list(itertools.product(("memory", "folder", "broadcast"), (False, True)))
 )
 def test_every_step_says_it_on_ray(server: Forks, tmp_path: Path, transport: str, wrong: bool) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")

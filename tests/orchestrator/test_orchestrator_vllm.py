@@ -114,6 +114,7 @@ def test_a_budget_cuts_completions_and_over_sampling_and_repetition_end_them(tmp
         assert each.reward_parts["rollout/repetition"] == (-0.25 if repeated else 0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.service
 @pytest.mark.timeout(600)
 @needs_vllm

@@ -308,6 +308,7 @@ def test_a_run_that_is_complete_when_ray_dies_is_done(server: Forks, tmp_path: P
     assert (tmp_path / "out/report.html").exists()
 
 
+@pytest.mark.thorough
 def test_a_trainer_that_stalls_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "stall.py").write_text(
         "import time\nfrom pathlib import Path\n\nimport rollmill\n\n\n@rollmill.operator\ndef stall(batch):\n"

@@ -69,6 +69,9 @@ def test_stale_explorers_stay_within_the_bound(tmp_path: Path, weights: str) -> 
     assert [row["step"] for row in steps] == list(range(1, 9))
     assert max(row["staleness/max"] for row in steps) <= 2
     assert max(row["staleness/max"] for row in steps) > 0
+    gaps = [row["logprob_gap/max"] for row in steps if "logprob_gap/max" in row]
+    assert len(gaps) > 0
+    assert max(gaps) < 1e-4
     run_id = json.loads((out / "machine.json").read_text())["run_id"]
     assert not list(Path("/dev/shm").glob(f"rollmill-{run_id}*"))
 
@@ -101,6 +104,7 @@ def test_explorers_that_die_again_and_again_end_the_run(tmp_path: Path) -> None:
         hurting(tmp_path, times=9, replacements=1, explorers=2)
 
 
+@pytest.mark.thorough
 def test_what_a_reward_raises_elsewhere_is_raised_here(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def mine(task, completion):\n    raise ValueError('no good')\n")
     rewards = [{"name": "python", "function": f"{tmp_path}/mine.py:mine"}]

@@ -64,7 +64,8 @@ def test_every_explorer_has_a_vllm_of_its_own_which_reads_the_shared_weights(tmp
     assert not list(Path("/dev/shm").glob(f"rollmill-{json.loads((out / 'machine.json').read_text())['run_id']}*"))
 
 
-_WORKER = "PYTEST_XDIST_WORKER"
+_OURS = ("ROLLMILL_CACHE", "PYTEST_XDIST_WORKER")
+"""Variables that together only the processes of this process of pytest have; see conftest.py."""
 
 
 def _is_ours(process: psutil.Process) -> bool:
@@ -72,6 +73,6 @@ def _is_ours(process: psutil.Process) -> bool:
     if "rollmill.engines.vllm.worker" not in (process.info["cmdline"] or [])[:5]:
         return False
     try:
-        return process.environ().get(_WORKER) == os.environ.get(_WORKER)
+        return all(process.environ().get(name) == os.environ.get(name) for name in _OURS)
     except psutil.Error:
         return False

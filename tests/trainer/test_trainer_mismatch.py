@@ -186,7 +186,9 @@ def test_kept_weights_come_and_go_bit_for_bit(toy: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", "fsdp", "tensor"])
+@pytest.mark.parametrize(
+    "sharding", ["tensor", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("none", "fsdp"))]
+)
 def test_ranks_compare_late_tokens_with_the_parts_they_hold(
     toy: Any, make_batch: Any, tmp_path: Path, sharding: str
 ) -> None:
