@@ -14,7 +14,7 @@ from typing import Any
 
 from rollmill.config.loader import LoadedRun
 from rollmill.config.placement import RayPlacement
-from rollmill.errors import TrainerRankLostError, TrainingError
+from rollmill.errors import RollmillError, TrainerRankLostError, TrainingError
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.setup import read_run_id
@@ -194,7 +194,10 @@ class Supervisor:
         if gone.out_of_memory:
             self._reduction = self._reduction.further(trainer_activity(self._run_dir))
         reason = ": ".join(filter(None, [f"the trainer {how}", gone.why]))
-        record_event(self._run_dir, RESTART, step=self._budget.furthest, reason=reason)
+        try:
+            record_event(self._run_dir, RESTART, step=self._budget.furthest, reason=reason)
+        except RollmillError as error:
+            self._view.message(f"the restart is not recorded: {error}")
         self._view.message(f"the trainer {how}; it is started again from the newest checkpoint, explorers go on")
         with suppress(TimeoutError):
             await asyncio.wait_for(self._interrupts.wait(), wait_s)

@@ -134,11 +134,32 @@ def make_view(show_completions: int, stream: TextIO | None = None) -> RunView:
     return LiveView(show_completions, stream)
 
 
+def print_or_drop(text: str, stream: TextIO) -> str:
+    """Print a line of a run, which does not depend on its output; returns why it could not, or an empty text.
+
+    What cannot be written to a full disk is dropped; after the reader of a pipe has gone, everything is.
+    """
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:  # such as `rollmill run ... | head -3`
+        drop_output(stream)
+        return "the reader of the output has gone"
+    except OSError as error:
+        return f"the output cannot be written: {error.strerror}"
+    return ""
+
+
+def drop_output(stream: TextIO) -> None:
+    """Drop what else this process prints to a stream, and what Python flushes at the end."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
 class PlainView:
     """One line per step, easy to grep: `step 12/30 stage=rl reward=0.531 loss=0.0123 812 tok/s 0.62 s`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._stream, self._failed = stream or sys.stdout, False
         self._progress = RunProgress([])
 
     def start(self, run_name: str, stages: Stages) -> None:
@@ -157,12 +178,9 @@ class PlainView:
         """Print `text`."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = printable(text).encode(encoding, "backslashreplace").decode(encoding)
-        try:
-            print(line, file=self._stream, flush=True)
-        except BrokenPipeError:  # such as `rollmill run ... | head -3`: the reader has gone, the run goes on
-            with open(os.devnull, "w") as nothing:
-                os.dup2(nothing.fileno(), self._stream.fileno())  # for what else the process prints there
-            print("the reader of the output has gone; the run goes on (see `rollmill status`)", file=sys.stderr)
+        if (why := print_or_drop(line, self._stream)) and not self._failed:
+            self._failed = True
+            print_or_drop(f"{why}; the run goes on (see `rollmill status`)", sys.stderr)
 
     def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
         """Print the line of a step."""
@@ -175,7 +193,9 @@ class PlainView:
         self.message(self._line("eval", metrics))
 
     def close(self) -> None:
-        """Does nothing, because every line is flushed."""
+        """Drop lines that could not be written: Python would fail when it flushes them at the end."""
+        if self._failed:
+            drop_output(self._stream)
 
     def _line(self, what: str, metrics: Metrics) -> str:
         words = [what, f"{metrics['step']}/{self._progress.total}"]
