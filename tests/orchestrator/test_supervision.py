@@ -79,6 +79,14 @@ def test_a_killed_process_starts_again_and_the_run_is_that_of_before(
     assert json.loads(server.run("status", "out", "--json", folder=tmp_path).out)["restarts"] == [restart]
 
 
+def test_a_restart_that_cannot_be_recorded_is_made(server: Forks, whole: Path, tmp_path: Path) -> None:
+    spoil = "pathlib.Path('out/events.jsonl').mkdir()\n        "
+    end = operated(server, tmp_path, ONCE + spoil + "os.kill(os.getpid(), signal.SIGKILL)")
+    assert end.code == 0, end.err
+    assert "the restart is not recorded: cannot write out/events.jsonl" in end.out
+    assert outcome(tmp_path / "out") == outcome(whole)
+
+
 def test_a_lost_store_leaves_a_checkpoint_of_the_last_step(server: Forks, whole: Path, tmp_path: Path) -> None:
     end = operated(
         server, tmp_path, ONCE + "raise errors.StoreLostError('the database is away')", checkpoint={"every": 50}
