@@ -16,6 +16,8 @@ from rollmill.files import explain_write_errors
 EVENTS_FILE = "events.jsonl"
 RESTART = "restart"
 """The process that trains was started again: `step`, the furthest one; `reason`; `change` of settings, if any."""
+INCIDENT = "incident"
+"""Something failed, or works again, and the run went on: `text`; `process`, unless it is the one that trains."""
 DAMAGED = "damaged"
 """In place of a line that cannot be read: its number as `line`."""
 
