@@ -157,7 +157,7 @@ class RunSupervisor:
         self._signals += 1
         if self._signals >= _ENDS_AT_ONCE:
             os.kill(pid, signal.SIGKILL)
-        if found.si_code > 0:
+        if found.si_code > 0 and found.si_signo != signal.SIGHUP:  # which a closed terminal sends to its first process
             return
         before = signals_handled()
         time.sleep(_SAME_SIGNAL_S)
@@ -198,7 +198,9 @@ class RunSupervisor:
             text = f"the process that trains exited with code {code} and without a result: users' code has ended it"
             return {}, _Failure(f"{text}; raise an exception that says what is wrong", may_pass=False)
         if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # the live view hides the cursor
+            with suppress(OSError):  # the terminal was just closed
+                sys.stdout.write("\x1b[?25h")  # the live view hides the cursor
+                sys.stdout.flush()
         name = signal.Signals(-code).name
         memory = ": the kernel has killed it because memory ran out" if oom_killed and -code == signal.SIGKILL else ""
         text = f"the process that trains was killed by {name}{memory}"

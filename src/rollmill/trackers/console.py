@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rollmill.trackers.eval_metrics import accuracies
 from rollmill.trackers.metrics_log import Metric, Metrics
@@ -153,6 +153,31 @@ def drop_output(stream: TextIO) -> None:
     """Drop what else this process prints to a stream, and what Python flushes at the end."""
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), stream.fileno())
+
+
+class DroppingOutput:
+    """Stream that drops what it cannot write, such as to a terminal that was closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or drop this and what follows."""
+        try:
+            return self._stream.write(text)
+        except OSError:  # a run does not depend on who looks at it
+            drop_output(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what is left and what follows."""
+        try:
+            self._stream.flush()
+        except OSError:
+            drop_output(self._stream)
 
 
 class PlainView:
