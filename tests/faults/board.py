@@ -201,7 +201,7 @@ def whole(scene: Scene, services: Services) -> Path:
         other = Scene(services, folder, scene.mode, scene.store)
         other.write(**scene.changes)
         other.begin()
-        end = other.finish(240, resumes=False)
+        end = other.finish(600, resumes=False)
         codes = other.explorers_end()
         other.close()
         assert end is not None, "the undisturbed run does not end"

@@ -15,7 +15,7 @@ ON_VLLM = ("vllm/memory",)
 
 def _working(scene: Scene) -> None:
     scene.begin()
-    scene.wait(lambda: scene.step() >= 2, 240)
+    scene.wait(lambda: scene.step() >= 2, 500)
 
 
 def vllm_process(owner: int, of: str) -> int:
@@ -27,19 +27,19 @@ def vllm_process(owner: int, of: str) -> int:
     raise AssertionError("no process of vLLM")
 
 
-@fault("vLLM's process is killed", *ON_VLLM, deadline_s=300)
+@fault("vLLM's process is killed", *ON_VLLM, deadline_s=600)
 def _(scene: Scene) -> None:
     _working(scene)
     scene.signal(vllm_process(scene.pid, "worker"))
 
 
-@fault("vLLM's EngineCore is killed", *ON_VLLM, deadline_s=300)
+@fault("vLLM's EngineCore is killed", *ON_VLLM, deadline_s=600)
 def _(scene: Scene) -> None:
     _working(scene)
     scene.signal(vllm_process(scene.pid, "EngineCore"))
 
 
-@fault("vLLM's process is stopped for five seconds", *ON_VLLM, deadline_s=300)
+@fault("vLLM's process is stopped for five seconds", *ON_VLLM, deadline_s=600)
 def _(scene: Scene) -> None:
     _working(scene)
     scene.hit()
@@ -47,12 +47,12 @@ def _(scene: Scene) -> None:
         time.sleep(5)
 
 
-@fault("vLLM's process is stopped for good", *ON_VLLM, deadline_s=400)
+@fault("vLLM's process is stopped for good", *ON_VLLM, deadline_s=900)
 def _(scene: Scene) -> None:
     _working(scene)
     scene.signal(vllm_process(scene.pid, "worker"), signal.SIGSTOP)
 
 
-@fault("the trainer is killed in an optimizer step", *ON_VLLM, deadline_s=400)
+@fault("the trainer is killed in an optimizer step", *ON_VLLM, deadline_s=900)
 def _(scene: Scene) -> None:
     scene.trap("optimizer", nth=4)

@@ -23,7 +23,7 @@ STEPS = 10
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("engine", ["native", pytest.param("vllm", marks=[pytest.mark.service, needs_vllm])])
 def test_judge_engine_lock_checkpoint_and_trainer_fail_in_one_run(tmp_path: Path, engine: str) -> None:
     services = Services(tmp_path)
@@ -62,7 +62,7 @@ def _survive(scene: Scene, engine: str) -> str:
     scene.pace(0.05)
     scene.begin()
 
-    scene.wait(lambda: scene.step() >= 2, 300)
+    scene.wait(lambda: scene.step() >= 2, 500)
     judge.end()
     time.sleep(6)
     judge.start()
@@ -71,15 +71,15 @@ def _survive(scene: Scene, engine: str) -> str:
     explorer = scene.process("explorer 1")
     scene.signal(explorer if engine == "native" else vllm_process(explorer, "worker"))
 
-    scene.wait(lambda: scene.step() >= 6, 300)
+    scene.wait(lambda: scene.step() >= 6, 500)
     stopped = scene.process("explorer 0")  # it holds explorers/0.lock
     scene.signal(stopped, signal.SIGSTOP)
     scene.keep_explorers()  # one that was killed
 
-    scene.wait(lambda: scene.step() >= 8 and newest(scene.out).name == "step-000008", 300)
+    scene.wait(lambda: scene.step() >= 8 and newest(scene.out).name == "step-000008", 500)
     flip(newest(scene.out) / "model.safetensors")
     scene.signal(scene.process("trainer"))
-    end = scene.finish(300, resumes=True)
+    end = scene.finish(600, resumes=True)
     send(stopped, signal.SIGCONT)
     assert end is not None, "the run does not end"
     assert end.code == 0, end.err
