@@ -259,9 +259,13 @@ def _(scene: Scene) -> None:
     assert (scene.first.code, "it does not start again: out is in use by process" in scene.first.err) == (1, True)
 
 
-@fault("the trainer is stopped for good", "inline/sqlite", "async/sqlite", "processes/sqlite", "ranks/memory")
+@fault(
+    "the trainer is stopped for good",
+    *("inline/sqlite", "async/sqlite", "processes/sqlite", "ranks/memory"),
+    deadline_s=240,
+)
 def _(scene: Scene) -> None:
-    scene.write(supervise={"backoff_s": 0.1, "stall_s": 4.0})
+    scene.write(supervise={"backoff_s": 0.1, "stall_s": 15.0})
     scene.pace(0.02)
     scene.begin()
     scene.wait(lambda: scene.step() >= 2)

@@ -91,6 +91,17 @@ def test_a_restart_that_cannot_be_recorded_is_made(server: Forks, whole: Path, t
     assert outcome(tmp_path / "out") == outcome(whole)
 
 
+def test_a_supervisor_that_was_stopped_takes_that_for_no_signal(server: Forks, whole: Path, tmp_path: Path) -> None:
+    then = "\n        "
+    stop = f"os.kill(os.getppid(), signal.SIGSTOP){then}time.sleep(0.6){then}os.kill(os.getppid(), signal.SIGCONT)\n"
+    end = operated(
+        server, tmp_path, ONCE + stop + "        time.sleep(0.3)\n        os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert end.code == 0, end.err
+    assert "restart 1 of 2" in end.out
+    assert outcome(tmp_path / "out") == outcome(whole)
+
+
 def test_a_lost_store_leaves_a_checkpoint_of_the_last_step(server: Forks, whole: Path, tmp_path: Path) -> None:
     end = operated(
         server, tmp_path, ONCE + "raise errors.StoreLostError('the database is away')", checkpoint={"every": 50}

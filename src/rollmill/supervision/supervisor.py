@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_h
 Train = Callable[[RunAttempt], dict[str, Any]]
 """Trains in the process that calls it, and returns the run's summary. `attempt.run_dir` says what to resume."""
 
-_TICK_S, _LONGEST_LOOK_S = 0.25, 1.0
+_TICK_S, _LOOK_S, _LONGEST_LOOK_S = 0.25, 0.02, 1.0
 _SAME_SIGNAL_S = 0.1
 """A signal that was sent to all processes of a group reaches the child within this time, too."""
 _GRACE_S, _LEAVING_S = 60.0, 60.0
@@ -52,6 +52,18 @@ def can_supervise(config: SupervisionConfig) -> bool:
         and threading.active_count() == 1
         and sys.stdout is sys.__stdout__  # a program that calls this one, and keeps the output, gets it in its process
     )
+
+
+def _wait_for_signal(signals: Sequence[int], wait_s: float) -> signal.struct_siginfo | None:
+    """Wait for a blocked signal; None if there is none in time.
+
+    Python's sigtimedwait returns memory that nobody has written if its process is stopped and continued meanwhile, and
+    its time has passed: so it is asked without waiting.
+    """
+    ends = time.monotonic() + wait_s
+    while (found := signal.sigtimedwait(signals, 0)) is None and (left := ends - time.monotonic()) > 0:
+        time.sleep(min(left, _LOOK_S))
+    return found
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,7 @@ class RunSupervisor:
         """Wait for the child's end, and return its exit code, or minus the signal that killed it."""
         watchdog, begun = StallWatchdog(pid, self._config.stall_limit(()), _LONGEST_LOOK_S), False
         while True:
-            found = signal.sigtimedwait(self._waited, _TICK_S)
+            found = _wait_for_signal(self._waited, _TICK_S)
             if found is not None and found.si_signo != signal.SIGCHLD:
                 self._pass_on(pid, found)
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -223,7 +235,7 @@ class RunSupervisor:
         count = f"restart {self._budget.used} of {self._budget.allowed}"
         start = "from its newest checkpoint" if self._begun else "from the beginning"
         self._say(f"{failure.reason}\nit starts again {start} in {wait_s:g} s ({count})")
-        if signal.sigtimedwait([each for each in self._waited if each != signal.SIGCHLD], wait_s) is not None:
+        if _wait_for_signal([each for each in self._waited if each != signal.SIGCHLD], wait_s) is not None:
             self._say(f"interrupted; {resume}")
             raise KeyboardInterrupt
 
