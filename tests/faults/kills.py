@@ -203,7 +203,7 @@ def _(scene: Scene) -> None:
     go.touch()
 
 
-@fault("another rank is stopped for good", "ranks/memory", names=("rank 1", "rank_deadline_s"))
+@fault("another rank is stopped for good", "ranks/memory", names=("rank 1", "rank_deadline_s"), deadline_s=300)
 def _(scene: Scene) -> None:
     scene.pace(0.02)
     scene.begin()
