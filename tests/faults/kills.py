@@ -244,10 +244,10 @@ def _(scene: Scene) -> None:
         time.sleep(2)
 
 
-@fault("another command takes a run while its own is stopped", "inline/sqlite")
+@fault("another command takes a run while its own is stopped", "inline/sqlite", deadline_s=240)
 def _(scene: Scene) -> None:
     """The trainer is killed meanwhile. The first command ends, and says who has the run; the second one finishes it."""
-    scene.pace(0.2)
+    scene.pace(1.5)  # the second one has the run for longer than the first one waits
     scene.begin()
     scene.wait(lambda: scene.step() >= 2)
     with scene.stopped(scene.pid):
