@@ -270,7 +270,7 @@ BUGS: tuple[PlantedBug, ...] = (
     PlantedBug(
         "weights are published before the step is counted",
         _STAGES,
-        "Stage.finish_step",
+        "Stage.publish",
         "self.backend.publish(self.version)",
         "self.backend.publish(self.version - 1)",
     ),

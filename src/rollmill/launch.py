@@ -196,7 +196,10 @@ def execute(
         )
         try:
             buffers.open_all(loaded.stages)
-            for message in (setup.describe(run_dir), *point.messages, *notes):
+            monitor.message(setup.describe(run_dir))
+            for message in point.messages:
+                monitor.incident(message)
+            for message in notes:
                 monitor.message(message)
             if resumed:
                 monitor.resume_at(point.step)

@@ -33,7 +33,11 @@ class _State(IntEnum):
     ENDING = 8  #: 1: a supervisor ends the process to start it again
 
 
-_numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+def _shared_numbers() -> memoryview:
+    return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+
+
+_numbers = _shared_numbers()
 
 
 def count_progress(kind: Progress, count: int = 1) -> None:
@@ -52,9 +56,9 @@ def has_worked() -> bool:
 
 
 def reset_progress() -> None:
-    """Set everything to 0, before a process that trains is started."""
-    for index in [*Progress, *_State]:
-        _numbers[index] = 0
+    """Begin with 0, before a process that trains is started; what is left of an earlier one still counts elsewhere."""
+    global _numbers
+    _numbers = _shared_numbers()
 
 
 def reach_step(step: int) -> None:

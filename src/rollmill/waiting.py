@@ -67,7 +67,7 @@ class OutageLog:
             if not self._outages:
                 self._began = self._clock()
             self._outages[name] = Outage(name, reason, self._clock())
-        self._tell(text)
+        self.tell(text)
 
     def end(self, name: str, text: str = "") -> None:
         """Record that it answers again, or is no longer needed. `text` tells the user."""
@@ -76,7 +76,7 @@ class OutageLog:
                 return
             if not self._outages:
                 self._ended_s += self._clock() - self._began
-        self._tell(text)
+        self.tell(text)
 
     def seconds(self) -> float:
         """Seconds so far in which at least one service was away."""
@@ -102,7 +102,8 @@ class OutageLog:
         finally:
             self._listeners.remove(listener)
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Tell the user that something has failed, or works again, though the run goes on."""
         if text and not self._listeners:
             _log.warning("%s", text)
         for listener in self._listeners if text else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -129,19 +130,28 @@ def _moments(chosen: argparse.Namespace, services: Services) -> list[dict[str, A
 def write(rows: Sequence[Row], killed: Sequence[dict[str, Any]]) -> None:
     """Merge rows and kills into the result, and write the tables of the documentation from it."""
     before = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": [], "moments": []}
-    new = {_key(row): row for row in to_json(rows)}
+    commit = {"commit": _commit()}
+    new = {_key(row): row | commit for row in to_json(rows)}
     known = {_key(row): row for row in before["rows"]}
     order = [(it.name, it.mode, it.store) for it in every_fault()]
     merged = sorted(
         (known | new).values(), key=lambda row: order.index(_key(row)) if _key(row) in order else len(order)
     )
     merged = [row for row in merged if _key(row) in order]
-    kills = {kill["kill"]: kill for kill in [*before["moments"], *killed]}
+    kills = {kill["kill"]: kill for kill in [*before["moments"], *(kill | commit for kill in killed)]}
     result = {"bench": "faults", "rows": merged, "moments": sorted(kills.values(), key=lambda kill: kill["area"])}
     RESULT.write_text(json.dumps(result | {"machine": machine.describe()}, indent=1) + "\n")
     page = PAGE.read_text()
     text = f"{BEGIN}\n\n{_page(result)}\n\n{END}"
     PAGE.write_text(re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: text, page, flags=re.DOTALL))
+
+
+def _commit() -> str:
+    """The commit of the source that runs, with a + where it was changed."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "tests/faults"]).returncode
+    return head.strip() + "+" * bool(changed)
 
 
 def _key(row: Row | dict[str, Any]) -> tuple[str, str, str]:
@@ -159,10 +169,11 @@ def _page(result: dict[str, Any]) -> str:
     ]
     if result["moments"]:
         within = sum(kill["area"] == "checkpoints" for kill in result["moments"])
+        commits = ", ".join(sorted({kill["commit"] for kill in result["moments"]}))
         parts.append(
             f"### Killed at every file operation\n\n{len(result['moments'])} kills, {within} of them while a "
             "checkpoint is written or removed. Each is at one operation of the run or up to 6 ms later; then the run "
-            "goes on.\n\n" + moments.summary(result["moments"])
+            f"goes on. Commits: {commits}.\n\n" + moments.summary(result["moments"])
         )
     for family in FAMILIES:
         if some := [row for row in rows if row.family == family]:

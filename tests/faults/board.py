@@ -65,6 +65,7 @@ class Row:
     seconds_to_recovery: float | None = None  #: from the fault to the next step, or to the diagnosis
     message: str = ""
     wrong: list[str] = field(default_factory=list)  #: what was not as promised
+    commit: str = ""  #: of the source that ran
 
 
 FAULTS: list[Fault] = []
@@ -200,7 +201,7 @@ def whole(scene: Scene, services: Services) -> Path:
         other = Scene(services, folder, scene.mode, scene.store)
         other.write(**scene.changes)
         other.begin()
-        end = other.finish(240, resumes=False)
+        end = other.finish(600, resumes=False)
         codes = other.explorers_end()
         other.close()
         assert end is not None, "the undisturbed run does not end"
@@ -269,15 +270,23 @@ def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, by family."""
     lines = [
-        "| fault | mode | outcome | tries | lost | doubled | seconds | message |",
-        "|---|---|---|---|---|---|---|---|",
+        "| fault | mode | outcome | tries | lost | doubled | seconds | message | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         seen = f"{row.outcome}, {row.level}" if row.level and row.outcome != "diagnosed" else row.outcome
         numbers = ("", "", "") if row.outcome == "skipped" else (row.tries, row.lost, row.doubled)
         seconds = "" if row.seconds_to_recovery is None else f"{row.seconds_to_recovery:.1f}"
         said = "; ".join(row.wrong) if row.outcome == "FAILED" else row.message
-        cells = [_cell(row.fault), f"{row.mode}, {row.store}", seen, *map(str, numbers), seconds, _cell(said)]
+        cells = [
+            _cell(row.fault),
+            f"{row.mode}, {row.store}",
+            seen,
+            *map(str, numbers),
+            seconds,
+            _cell(said),
+            row.commit,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

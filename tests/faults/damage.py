@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from faults.board import fault
@@ -134,3 +135,42 @@ def _(scene: Scene) -> None:
         (run / ".machine.json.99.tmp").write_bytes(b"{")
 
     scene.kill_then_spoil(spoil)
+
+
+@fault("a line of events.jsonl is damaged, and the last one torn", "inline/memory")
+def _(scene: Scene) -> None:
+    def spoil(run: Path) -> None:
+        (run / "events.jsonl").write_bytes(b'{"time": 17\nno event\n{"time": 18.0, "eve')
+
+    scene.kill_then_spoil(spoil)
+    scene.trap("optimizer", nth=7)  # a restart is recorded after them
+
+
+def _between_restarts(scene: Scene, spoil: Callable[[Path], object]) -> None:
+    """Spoil the run directory, and kill the process that trains; the command starts it again by itself."""
+    held = scene.trap("optimizer", nth=6, do="hold")  # there are two checkpoints
+    scene.begin()
+    scene.held(held)
+    spoil(scene.out)
+    scene.signal(scene.process("trainer"))
+
+
+@fault("machine.json is damaged between two restarts", "inline/sqlite", "processes/sqlite")
+def _(scene: Scene) -> None:
+    _between_restarts(scene, lambda run: cut(run / "machine.json"))
+
+
+@fault("the newest checkpoint is damaged between two restarts", "inline/sqlite", "ranks/memory")
+def _(scene: Scene) -> None:
+    _between_restarts(scene, lambda run: flip(newest(run) / "trainer.pt"))
+
+
+@fault("config.yaml is cut between two restarts", "inline/memory", promise="diagnosed", code=2, names=("config.yaml",))
+def _(scene: Scene) -> None:
+    _between_restarts(scene, lambda run: cut(run / "config.yaml"))
+
+
+@fault("events.jsonl becomes a folder between two restarts", "inline/memory")
+def _(scene: Scene) -> None:
+    """A restart that cannot be recorded is made nevertheless."""
+    _between_restarts(scene, lambda run: (run / "events.jsonl").mkdir())

@@ -193,3 +193,19 @@ def _(scene: Scene) -> None:
     _mounted(folder, "ro,bind")
     scene.mend = lambda: _mounted(folder, "rw,bind")
     go.touch()
+
+
+@fault("the disk becomes read-only before a restart", "inline/memory", names=("Read-only file system",))
+def _(scene: Scene) -> None:
+    """Neither lock nor event can be written, so the command ends, and says why."""
+    disk = scene.disk("24m")
+    held = scene.trap("optimizer", nth=4, do="hold")
+    scene.begin()
+    scene.held(held)
+    folder = disk / "out"
+    if subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True).returncode:
+        raise CannotRunError("mounting a read-only folder needs root")
+    scene.cleanup.callback(subprocess.run, ["umount", "-l", str(folder)], capture_output=True)
+    _mounted(folder, "ro,bind")
+    scene.mend = lambda: _mounted(folder, "rw,bind")
+    scene.signal(scene.process("trainer"))

@@ -6,7 +6,7 @@ import signal
 import time
 
 from faults.board import fault
-from faults.scene import Scene
+from faults.scene import GROUPS, SIZE, Scene
 
 ALONE = ("inline/memory", "inline/sqlite", "inline/postgresql", "async/sqlite", "async/postgresql", "ranks/memory")
 SPLIT = ("processes/memory", "processes/sqlite", "processes/postgresql")
@@ -203,7 +203,7 @@ def _(scene: Scene) -> None:
     go.touch()
 
 
-@fault("another rank is stopped for good", "ranks/memory", names=("rank 1", "rank_deadline_s"))
+@fault("another rank is stopped for good", "ranks/memory", names=("rank 1", "rank_deadline_s"), deadline_s=300)
 def _(scene: Scene) -> None:
     scene.pace(0.02)
     scene.begin()
@@ -219,3 +219,70 @@ def _(scene: Scene) -> None:
     scene.hit()
     with scene.stopped(scene.process("trainer rank 1")):
         time.sleep(5)
+
+
+# -- the command, which supervises the process that trains ---------------------------------------------------------
+
+
+@fault("the command is stopped for five seconds", "inline/sqlite", "ranks/memory")
+def _(scene: Scene) -> None:
+    scene.pace(0.02)
+    scene.begin()
+    scene.wait(lambda: scene.step() >= 2)
+    scene.hit()
+    with scene.stopped(scene.pid):
+        time.sleep(5)
+
+
+@fault("the trainer is killed while the command is stopped", "inline/sqlite", "async/sqlite", "processes/sqlite")
+def _(scene: Scene) -> None:
+    scene.pace(0.02)
+    scene.begin()
+    scene.wait(lambda: scene.step() >= 2)
+    with scene.stopped(scene.pid):
+        scene.signal(scene.process("trainer"))
+        time.sleep(2)
+
+
+@fault("another command takes a run while its own is stopped", "inline/sqlite", deadline_s=240)
+def _(scene: Scene) -> None:
+    """The trainer is killed meanwhile. The first command ends, and says who has the run; the second one finishes it."""
+    scene.pace(1.5)  # the second one has the run for longer than the first one waits
+    scene.begin()
+    scene.wait(lambda: scene.step() >= 2)
+    with scene.stopped(scene.pid):
+        killed = scene.process("trainer")
+        scene.signal(killed)
+        scene.beside("resume", "out")
+        scene.wait(lambda: scene.process("trainer") != killed)
+    scene.first_ends()
+    assert scene.first is not None, "the first command does not end"
+    assert (scene.first.code, "it does not start again: out is in use by process" in scene.first.err) == (1, True)
+
+
+@fault(
+    "the trainer is stopped for good",
+    *("inline/sqlite", "async/sqlite", "processes/sqlite", "ranks/memory"),
+    deadline_s=240,
+)
+def _(scene: Scene) -> None:
+    scene.write(supervise={"backoff_s": 0.1, "stall_s": 15.0})
+    scene.pace(0.02)
+    scene.begin()
+    scene.wait(lambda: scene.step() >= 2)
+    scene.signal(scene.process("trainer"), signal.SIGSTOP)
+
+
+@fault("the trainer is killed in an evaluation", "inline/memory", "processes/sqlite", "ranks/memory")
+def _(scene: Scene) -> None:
+    """The one after step 3."""
+    if scene.mode.explorers:  # whose rewards these are
+        scene.trap("metrics", "before", nth=2, place="orchestrator/monitor.py:evaluation")
+    else:
+        scene.trap("reward", nth=28 + 3 * GROUPS * SIZE + 10)
+
+
+@fault("the trainer is killed as it records smaller settings", "inline/sqlite")
+def _(scene: Scene) -> None:
+    scene.trap("optimizer", nth=4, do="raise", error="memory")
+    scene.trap("open", "events.jsonl")

@@ -64,7 +64,7 @@ MODES = {
             "vllm",
             "same rollouts",
             {
-                "engine": {"name": "vllm", "python": str(PYTHON), "cache_gb": 0.25, "deadline_s": 120},
+                "engine": {"name": "vllm", "python": str(PYTHON), "cache_gb": 0.25, "deadline_s": 300},
                 "model": {"new": {"hidden_size": 64, "heads": 2, "kv_heads": 1}},
             },
         ),

@@ -76,8 +76,12 @@ def test_quick_faults_are_on_the_board() -> None:
 
 
 def test_a_table_has_a_row_for_each_fault() -> None:
-    row = Row("a | b", "kills", "inline", "memory", "recovered", "recovered", "bit-equal", 2, message="x\ny")
-    assert table([row]).splitlines()[2] == ("| a \\| b | inline, memory | recovered, bit-equal | 2 | 0 | 0 |  | x y |")
+    row = Row(
+        "a | b", "kills", "inline", "memory", "recovered", "recovered", "bit-equal", 2, message="x\ny", commit="12ab"
+    )
+    assert table([row]).splitlines()[2] == (
+        "| a \\| b | inline, memory | recovered, bit-equal | 2 | 0 | 0 |  | x y | 12ab |"
+    )
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,20 @@ def test_a_run_goes_on_though_the_reader_of_its_output_has_gone(tmp_path: Path) 
     assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "done"
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_though_the_disk_of_its_output_is_full(tmp_path: Path) -> None:
+    tiny_run(tmp_path, **ONLY_RL, evaluation=None)
+    for name, options, code in (("out", [], 0), ("again", ["--json"], 1)):
+        command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", name, *options]
+        with open("/dev/full", "w") as full:
+            run = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert run.returncode == code, run.stderr
+        assert "Traceback" not in run.stderr
+        assert "Exception ignored" not in run.stderr
+        assert "No space left" in run.stderr
+        assert json.loads((tmp_path / name / "summary.json").read_text())["status"] == "done"
+
+
 # -- damaged and misused run directories --------------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +18,8 @@ import pytest
 from forks import Ended, Forks, ended, send
 from tiny import metrics, outcome, tiny_run, trainer
 from waiting import wait_until
+
+from rollmill.trackers.heartbeat import read_heartbeats
 
 AGAIN = {"restarts": 2, "backoff_s": 0.0}
 RL: dict[str, Any] = {
@@ -79,6 +83,25 @@ def test_a_killed_process_starts_again_and_the_run_is_that_of_before(
     shown = server.run("status", "out", folder=tmp_path)
     assert "restarts: 1, the last one" in shown.out
     assert json.loads(server.run("status", "out", "--json", folder=tmp_path).out)["restarts"] == [restart]
+
+
+def test_a_restart_that_cannot_be_recorded_is_made(server: Forks, whole: Path, tmp_path: Path) -> None:
+    spoil = "pathlib.Path('out/events.jsonl').mkdir()\n        "
+    end = operated(server, tmp_path, ONCE + spoil + "os.kill(os.getpid(), signal.SIGKILL)")
+    assert end.code == 0, end.err
+    assert "the restart is not recorded: cannot write out/events.jsonl" in end.out
+    assert outcome(tmp_path / "out") == outcome(whole)
+
+
+def test_a_supervisor_that_was_stopped_takes_that_for_no_signal(server: Forks, whole: Path, tmp_path: Path) -> None:
+    then = "\n        "
+    stop = f"os.kill(os.getppid(), signal.SIGSTOP){then}time.sleep(0.6){then}os.kill(os.getppid(), signal.SIGCONT)\n"
+    end = operated(
+        server, tmp_path, ONCE + stop + "        time.sleep(0.3)\n        os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert end.code == 0, end.err
+    assert "restart 1 of 2" in end.out
+    assert outcome(tmp_path / "out") == outcome(whole)
 
 
 def test_a_lost_store_leaves_a_checkpoint_of_the_last_step(server: Forks, whole: Path, tmp_path: Path) -> None:
@@ -265,3 +288,27 @@ def test_a_signal_to_the_whole_group_counts_once(tmp_path: Path) -> None:
     assert run.returncode == 130, said
     assert list((tmp_path / "out/checkpoints").glob("step-*")), "the second signal would end it at once"
     assert said.count("ending after this step") == 1
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP to the first process of the terminal alone, and nothing can be printed any more."""
+    tiny_run(tmp_path, **RL | {"steps": 2000, "checkpoint": {"every": 1000}})
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
+        command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out"]
+        os.execve(sys.executable, command, os.environ | {"TERM": "xterm"})
+
+    def works() -> bool:
+        if select.select([terminal], [], [], 0)[0]:
+            os.read(terminal, 65536)
+        return steps(tmp_path / "out") >= 1
+
+    wait_until(works)
+    os.close(terminal)
+    wait_until(lambda: ended(pid))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert list((tmp_path / "out/checkpoints").glob("step-*"))
+    assert [beat.ended for beat in read_heartbeats(tmp_path / "out")] == ["interrupted"]

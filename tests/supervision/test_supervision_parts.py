@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sysconfig
 import time
@@ -32,10 +33,21 @@ from rollmill.errors import (
     is_out_of_memory,
     is_recoverable,
 )
-from rollmill.progress import Progress, count_progress, has_worked, reset_progress, uncounted_work
-from rollmill.supervision.budget import RestartBudget, RunOutcome
+from rollmill.progress import (
+    Progress,
+    begin_uncounted_work,
+    count_progress,
+    does_uncounted_work,
+    has_worked,
+    reset_progress,
+    uncounted_work,
+)
+from rollmill.supervision.attempt import RunAttempt
+from rollmill.supervision.budget import RestartBudget, RunFailedError, RunOutcome
 from rollmill.supervision.memory import MemoryReduction
-from rollmill.supervision.watchdog import StallWatchdog, blocked_in
+from rollmill.supervision.supervisor import RunSupervisor
+from rollmill.supervision.watchdog import StallWatchdog, blocked_in, write_stacks
+from rollmill.trackers.event_log import read_events, record_event
 
 
 def caused(error: BaseException, cause: BaseException) -> BaseException:
@@ -169,6 +181,58 @@ def test_only_finished_work_is_progress() -> None:
     assert watchdog.is_stalled()
     reset_progress()
     assert not has_worked()
+
+
+def test_an_earlier_process_counts_nothing_in_a_later_attempt() -> None:
+    reset_progress()
+    reads, writes = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.read(reads, 1)  # until there is a later attempt
+        count_progress(Progress.TOKENS)
+        begin_uncounted_work()
+        os._exit(0)
+    reset_progress()
+    os.write(writes, b"x")
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not has_worked()
+    assert not does_uncounted_work()
+
+
+def test_a_supervisor_needs_no_disk_and_no_writable_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    attempt = RunAttempt(None, False, MemoryReduction())
+    assert attempt.outcome() is None
+    attempt.close()
+    (tmp_path / "run").touch()  # in place of the directory
+    lost = write_stacks(tmp_path / "run", "crash", "killed", "Thread 1")
+    assert lost.startswith("; the stacks of its threads are lost: cannot write")
+    assert "in " + str(tmp_path / "crash-1.txt") in write_stacks(tmp_path, "crash", "killed", "Thread 1")
+    assert write_stacks(tmp_path, "crash", "killed", "") == ""
+
+
+def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    said: list[str] = []
+    supervisor = RunSupervisor(SupervisionConfig(restarts=1, backoff_s=0.0), lambda attempt: {}, said.append)
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(RunFailedError, match=r"no process that trains could be started: Resource .*\n.*failed 2 times"):
+        supervisor.run()
+    assert "from the beginning" in said[0]
+
+
+def test_a_damaged_line_of_events_is_an_event(tmp_path: Path) -> None:
+    record_event(tmp_path, "restart", step=3)
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'no event\n{"time": 1}\n{"time": 2.0, "eve')
+    assert [row["event"] for row in read_events(tmp_path)] == ["restart", "damaged", "damaged"]
+    record_event(tmp_path, "reduced")  # after half a line
+    rows = read_events(tmp_path)
+    assert [row["event"] for row in rows] == ["restart", "damaged", "damaged", "damaged", "reduced"]
+    assert [row["line"] for row in rows[1:4]] == [2, 3, 4]
+    assert rows[1]["time"] == rows[0]["time"]
+    assert len(read_events(tmp_path, "restart")) == 1
 
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:

@@ -71,6 +71,16 @@ def test_a_run_that_has_not_made_a_step(run: Path) -> None:
     assert status.state == "unknown"
 
 
+def test_a_clock_that_was_set_ahead_makes_no_other_process(tmp_path: Path) -> None:
+    """The start of a process in seconds since the epoch moves with the clock."""
+    HeartbeatWriter(tmp_path, "trainer").close("")
+    [beat] = read_heartbeats(tmp_path)
+    before = replace(beat, began=NOW - 3 * 86400, beat=NOW - 3 * 86400)
+    assert process_state(before, before.beat) == "alive"
+    assert process_state(replace(before, started=0), before.beat) == "gone"
+    assert process_state(replace(beat, started=beat.started - 1), beat.beat) == "gone", "its number was given again"
+
+
 def test_states_of_processes() -> None:
     assert process_state(ALIVE, NOW + HEARTBEAT_INTERVAL_S) == "alive"
     assert process_state(ALIVE, NOW + LATE_BEATS * HEARTBEAT_INTERVAL_S + 1) == "late"

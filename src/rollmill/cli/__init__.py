@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -87,18 +88,23 @@ def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("ROLLMILL_TRACEBACK") == "1":
                 traceback.print_exc()
             else:
-                print(error, file=sys.stderr)
+                _complain(str(error))
             raise typer.Exit(error.exit_code) from None
         except OSError as error:
             if (text := explain_path_error(error)) is None or os.environ.get("ROLLMILL_TRACEBACK") == "1":
                 raise
-            print(text, file=sys.stderr)
+            _complain(text)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            _complain("interrupted")
             raise typer.Exit(130) from None
 
     return wrapper
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):  # the exit code counts, though nobody reads this any more
+        print(text, file=sys.stderr)
 
 
 def _version(wanted: bool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from rollmill.errors import RollmillError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -70,20 +71,19 @@ def progress_view(as_json: bool) -> PlainView | None:
 
 
 def print_summary(summary: dict[str, Any], as_json: bool) -> None:
-    """Print the summary of a run as JSON, or its final line."""
+    """Print the summary of a run as JSON, or its final line. Raises RollmillError if the JSON cannot be written."""
+    from rollmill.trackers.console import drop_output, print_or_drop
+
     if as_json:
-        print_or_drop(json.dumps(summary), sys.stdout)
+        try:
+            print(json.dumps(summary), flush=True)
+        except OSError as error:
+            drop_output(sys.stdout)
+            if not isinstance(error, BrokenPipeError):
+                raise RollmillError(f"the run is done, but its summary cannot be printed: {error.strerror}") from error
         return
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     accuracy = "" if after is None else f"; accuracy {before:.3f} -> {after:.3f}"
     done = f"done: {summary['steps']} steps in {summary['seconds']:.1f} s{accuracy}; {summary['checkpoint']}"
-    print_or_drop(done, sys.stdout)
-
-
-def print_or_drop(text: str, stream: TextIO) -> None:
-    """Print a line about a run, if somebody still reads the output: the run does not depend on it."""
-    try:
-        print(text, file=stream, flush=True)
-    except BrokenPipeError:
-        with open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), stream.fileno())  # for what Python flushes at the end
+    if print_or_drop(done, sys.stdout):
+        drop_output(sys.stdout)  # else Python fails when it flushes it at the end

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from rollmill.cli.printing import print_or_drop, print_summary, progress_view
+from rollmill.cli.printing import print_summary, progress_view
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -102,14 +101,23 @@ def run_supervised(
 
     if not can_supervise(config):
         return None
-    return RunSupervisor(config, train, partial(print_or_drop, stream=sys.stderr if as_json else sys.stdout)).run()
+    return RunSupervisor(config, train, _say_on(sys.stderr if as_json else sys.stdout)).run()
+
+
+def _say_on(stream: TextIO) -> Callable[[str], None]:
+    from rollmill.trackers.console import print_or_drop
+
+    def say(text: str) -> None:
+        print_or_drop(text, stream)
+
+    return say
 
 
 def _explore(loaded: LoadedRun, as_json: bool) -> None:
     """Join the run in --out as an explorer."""
     from rollmill.remote.explorer_process import run_explorer
 
-    made = run_explorer(loaded, loaded.out, partial(print, file=sys.stderr if as_json else sys.stdout, flush=True))
+    made = run_explorer(loaded, loaded.out, _say_on(sys.stderr if as_json else sys.stdout))
     if as_json:
         print(json.dumps(made))
 

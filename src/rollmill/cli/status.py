@@ -56,7 +56,7 @@ def _restarts(status: RunStatus) -> list[str]:
     if not status.restarts:
         return []
     last = status.restarts[-1]
-    reason = str(last["reason"]).partition("\n")[0]
+    reason = str(last.get("reason", "")).partition("\n")[0]
     return [f"restarts: {len(status.restarts)}, the last one {duration(status.now - last['time'])} ago: {reason}"]
 
 

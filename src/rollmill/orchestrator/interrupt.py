@@ -56,9 +56,10 @@ class Interrupts:
         note_signal()
         if self.requested:
             raise KeyboardInterrupt
-        if not ends_for_restart():
-            os.write(2, _ENDING)  # a signal may come in the middle of a print, which cannot be entered twice
         self.request()
+        if not ends_for_restart():
+            with suppress(OSError):  # SIGHUP comes because the terminal is gone
+                os.write(2, _ENDING)  # a signal may come in the middle of a print, which cannot be entered twice
 
     def request(self) -> bool:
         """Request a clean stop, from any thread; False if nothing is running yet that could stop so."""

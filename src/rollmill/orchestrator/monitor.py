@@ -11,11 +11,13 @@ from typing import Any
 import rollmill.trackers.metrics_log as metrics_file
 import rollmill.trackers.rollout_log as rollouts
 from rollmill.config.trackers import MonitorConfig, TensorBoardSection
+from rollmill.errors import RollmillError
 from rollmill.files import explain_write_errors, sync
 from rollmill.registry import build_component
 from rollmill.report.run_report import write_report
 from rollmill.report.step_timeline import TIMELINE_FILE, drop_steps_after, write_step_timeline
 from rollmill.trackers.console import RunView, Stages
+from rollmill.trackers.event_log import INCIDENT, record_event
 from rollmill.trackers.metrics_log import Metrics, MetricsLog, TrackedRun, Tracker, read_metrics, write_summary
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.trackers.trace import Span
@@ -62,13 +64,21 @@ class Monitor:
         """Show the user a message."""
         self._view.message(text)
 
+    def incident(self, text: str) -> None:
+        """Show the user a failure that the run gets over, and record it for the report."""
+        self.message(text)
+        try:
+            record_event(self._run_dir, INCIDENT, text=text)
+        except RollmillError as error:
+            self.message(f"this is not recorded: {error}")
+
     def showing_outages(self) -> AbstractContextManager[None]:
-        """Inside, show when an endpoint is away and when it is back; called in the event loop."""
+        """Inside, show and record when a service is away or back, or a process is lost; called in the event loop."""
         loop = asyncio.get_running_loop()
 
         def show(text: str) -> None:
             with suppress(RuntimeError):  # the loop has just been closed
-                loop.call_soon_threadsafe(self.message, text)
+                loop.call_soon_threadsafe(self.incident, text)
 
         return OUTAGES.listening(show)
 

@@ -6,18 +6,21 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import ExplorerSpec
-from rollmill.errors import ConfigError
+from rollmill.errors import ConfigError, RollmillError
 from rollmill.orchestrator.setup import read_run_id, set_up_run
 from rollmill.remote.connection import LOST, join_trainer, serve_calls
 from rollmill.remote.explorer_worker import ExplorerWorker
 from rollmill.remote.run_state import EXPLORER, TrainerStatus, TrainerWatch, acquire_worker_number, read_trainer_status
 from rollmill.remote.stage_worker import WorkerSetup
+from rollmill.trackers.event_log import INCIDENT, record_event
 from rollmill.trackers.heartbeat import CONFIG, HeartbeatWriter, keep_heartbeat
+from rollmill.waiting import OUTAGES
 
 WAIT_S = 0.2
 KEYS_OF_EXPLORERS = ("mode", "device", "threads", "trainer_away_s", "explorer_silent_s", "supervise")
@@ -50,9 +53,20 @@ async def _join(loaded: LoadedRun, run_dir: Path, watch: TrainerWatch, report: R
         acquire_worker_number(run_dir) as number,
         keep_heartbeat(run_dir, f"{EXPLORER} {number}") as heartbeat,
     ):
-        groups = 0 if status.done else await _serve_run(loaded, run_dir, number, watch, heartbeat, report)
+        tell = partial(_tell, run_dir, f"{EXPLORER} {number}", report)
+        with OUTAGES.listening(tell):
+            groups = 0 if status.done else await _serve_run(loaded, run_dir, number, watch, heartbeat, report)
     report(f"{EXPLORER} {number}: the run is done; {groups} groups were rolled out")
     return {"explorer": number, "groups": groups}
+
+
+def _tell(run_dir: Path, process: str, report: Report, text: str) -> None:
+    """Report a failure that the run gets over, and record it."""
+    report(f"{process}: {text}")
+    try:
+        record_event(run_dir, INCIDENT, process=process, text=text)
+    except RollmillError as error:
+        report(f"{process}: this is not recorded: {error}")
 
 
 async def _serve_run(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from rollmill.config.loader import LoadedRun
 from rollmill.config.placement import RayPlacement
-from rollmill.errors import TrainerRankLostError, TrainingError, count_oom_kills
+from rollmill.errors import RollmillError, TrainerRankLostError, TrainingError, count_oom_kills
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.setup import read_run_id
@@ -118,7 +119,7 @@ class Supervisor:
         hosts_gone = asyncio.ensure_future(_ray_has_died(self._address))
         try:
             await asyncio.wait([followed, signalled, hosts_gone], return_when=asyncio.FIRST_COMPLETED)
-            if hosts_gone.done() and not followed.done():
+            if await self._has_lost_ray(followed, hosts_gone):
                 abandon_ray()  # what is left of it answers no call, and would end this process after a minute
                 return self._finish_without_ray()
             if not followed.done() and not await self._end_requested():
@@ -127,6 +128,13 @@ class Supervisor:
         finally:
             for pending in (signalled, followed, hosts_gone):
                 pending.cancel()
+
+    async def _has_lost_ray(self, followed: asyncio.Future[RunEnded], hosts_gone: asyncio.Future[None]) -> bool:
+        """True if Ray has died, which may show first in a trainer that does not answer."""
+        if not followed.done():
+            return hosts_gone.done()
+        lost = (_TrainerLostError, ray_module().exceptions.RayError, ConnectionError)
+        return isinstance(followed.exception(), lost) and not await asyncio.to_thread(_answers, self._address)
 
     async def _follow(self) -> RunEnded:
         """Show the trainer's events until the run ends; return how it ended."""
@@ -200,7 +208,10 @@ class Supervisor:
         if gone.out_of_memory:
             self._reduction = self._reduction.further(trainer_activity(self._run_dir))
         reason = ": ".join(filter(None, [f"the trainer {how}", gone.why]))
-        record_event(self._run_dir, RESTART, step=self._budget.furthest, reason=reason)
+        try:
+            record_event(self._run_dir, RESTART, step=self._budget.furthest, reason=reason)
+        except RollmillError as error:
+            self._view.message(f"the restart is not recorded: {error}")
         self._view.message(f"the trainer {how}; it is started again from the newest checkpoint, explorers go on")
         with suppress(TimeoutError):
             await asyncio.wait_for(self._interrupts.wait(), wait_s)
@@ -254,9 +265,17 @@ class _TrainerLostError(Exception):
 async def _ray_has_died(address: str) -> None:
     """Wait until Ray's control service at `address` is gone, or all hosts are, so that nothing could be restarted."""
     while await asyncio.to_thread(_answers, address):
-        if not any(node["Alive"] for node in await asyncio.to_thread(ray_module().nodes)):
-            return
+        nodes: list[dict[str, Any]] = []
+        # a call to a service that has just died waits for a minute, and the end of the event loop for its own threads
+        threading.Thread(target=_list_nodes, args=(nodes,), daemon=True).start()
         await asyncio.sleep(_POLL_S)
+        if nodes and not any(node["Alive"] for node in nodes):
+            return
+
+
+def _list_nodes(found: list[dict[str, Any]]) -> None:
+    with suppress(ray_module().exceptions.RayError, ConnectionError):  # `_answers` says what is wrong
+        found.extend(ray_module().nodes())
 
 
 def _answers(address: str) -> bool:

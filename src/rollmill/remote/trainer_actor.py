@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from rollmill.config.loader import load_run
@@ -24,7 +23,7 @@ from rollmill.remote.connection import portable_error
 from rollmill.remote.ray_explorers import RayExplorers
 from rollmill.supervision.attempt import REDUCED
 from rollmill.supervision.memory import MemoryReduction
-from rollmill.supervision.watchdog import StallWatchdog, blocked_in, read_stacks, write_stacks
+from rollmill.supervision.watchdog import StallWatchdog, blocked_in, memory_file, read_stacks, write_stacks
 from rollmill.trackers.console import Stages
 from rollmill.trackers.event_log import record_event
 from rollmill.trackers.metrics_log import Metrics
@@ -117,13 +116,12 @@ class TrainerActor:
 
     def _describe_stall(self, quiet_s: float) -> str:
         """Write the stacks of all threads to a file, and name it and users' code in it."""
-        with TemporaryFile() as file:
+        with memory_file() as file:
             faulthandler.dump_traceback(file)
             stacks = read_stacks(file)
         where = blocked_in(stacks)
         reason = f"made no progress for {quiet_s:.0f} s" + (f"; it is in {where}" if where else "")
-        path = write_stacks(self._run_dir, "stall", f"the trainer {reason}", stacks)
-        return f"{reason}; the stacks of its threads are in {path}"
+        return reason + write_stacks(self._run_dir, "stall", f"the trainer {reason}", stacks)
 
     def _run(self) -> None:
         self._put(self._ended())

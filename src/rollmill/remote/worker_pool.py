@@ -238,6 +238,8 @@ class WorkerPool:
         if worker.life != life or worker not in self.workers:
             return
         worker.note_outages([])
+        if worker.ready:
+            OUTAGES.tell(f"{worker.name} is lost: {why}; its work is done again")
         if not worker.handle.restartable:
             self.replaced += worker.ready
             self.workers.remove(worker)

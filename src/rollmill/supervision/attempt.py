@@ -13,23 +13,18 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, Any, NoReturn
 
 from rollmill.config.loader import LoadedRun
 from rollmill.progress import begin_uncounted_work, end_uncounted_work
 from rollmill.supervision.budget import RunOutcome
 from rollmill.supervision.memory import MemoryReduction
-from rollmill.supervision.watchdog import DUMP_SIGNAL
+from rollmill.supervision.watchdog import DUMP_SIGNAL, memory_file
 from rollmill.trackers.event_log import record_event
 
 _PR_SET_PDEATHSIG = 1
 REDUCED = "reduced"
 """Event: an attempt has smaller settings (`changes`)."""
-
-
-def _temporary_file() -> IO[bytes]:
-    return TemporaryFile()
 
 
 @dataclass(frozen=True)
@@ -45,8 +40,8 @@ class RunAttempt:
     locked: bool
     reduction: MemoryReduction
     supervisor: int = field(default_factory=os.getpid)
-    report: IO[bytes] = field(default_factory=_temporary_file)
-    stacks: IO[bytes] = field(default_factory=_temporary_file)
+    report: IO[bytes] = field(default_factory=memory_file)
+    stacks: IO[bytes] = field(default_factory=memory_file)
 
     # -- in the process that trains ------------------------------------------------------------------------------
 

@@ -11,14 +11,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollmill.config.supervision import SupervisionConfig
-from rollmill.errors import count_oom_kills
+from rollmill.errors import ConfigError, RollmillError, count_oom_kills
 from rollmill.orchestrator.run_lock import hold_run_lock
 from rollmill.progress import end_for_restart, has_worked, reset_progress, signals_handled, step_reached
 from rollmill.supervision.attempt import RunAttempt
@@ -31,7 +33,7 @@ from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_h
 Train = Callable[[RunAttempt], dict[str, Any]]
 """Trains in the process that calls it, and returns the run's summary. `attempt.run_dir` says what to resume."""
 
-_TICK_S, _LONGEST_LOOK_S = 0.25, 1.0
+_TICK_S, _LOOK_S, _LONGEST_LOOK_S = 0.25, 0.02, 1.0
 _SAME_SIGNAL_S = 0.1
 """A signal that was sent to all processes of a group reaches the child within this time, too."""
 _GRACE_S, _LEAVING_S = 60.0, 60.0
@@ -50,6 +52,18 @@ def can_supervise(config: SupervisionConfig) -> bool:
         and threading.active_count() == 1
         and sys.stdout is sys.__stdout__  # a program that calls this one, and keeps the output, gets it in its process
     )
+
+
+def _wait_for_signal(signals: Sequence[int], wait_s: float) -> signal.struct_siginfo | None:
+    """Wait for a blocked signal; None if there is none in time.
+
+    Python's sigtimedwait returns memory that nobody has written if its process is stopped and continued meanwhile, and
+    its time has passed: so it is asked without waiting.
+    """
+    ends = time.monotonic() + wait_s
+    while (found := signal.sigtimedwait(signals, 0)) is None and (left := ends - time.monotonic()) > 0:
+        time.sleep(min(left, _LOOK_S))
+    return found
 
 
 @dataclass(frozen=True)
@@ -110,9 +124,14 @@ class RunSupervisor:
         attempt = RunAttempt(self._run_dir if self._begun else None, self._holds_lock, self._reduction)
         reset_progress()
         killed_before = count_oom_kills()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # nobody takes the output; the run does not depend on it
+                stream.flush()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            attempt.close()
+            return {}, _Failure(f"no process that trains could be started: {error.strerror}")
         if pid == 0:
             attempt.run(self._train, self._mask)
         self._stall, self._kill_at = "", float("inf")
@@ -129,7 +148,7 @@ class RunSupervisor:
         """Wait for the child's end, and return its exit code, or minus the signal that killed it."""
         watchdog, begun = StallWatchdog(pid, self._config.stall_limit(()), _LONGEST_LOOK_S), False
         while True:
-            found = signal.sigtimedwait(self._waited, _TICK_S)
+            found = _wait_for_signal(self._waited, _TICK_S)
             if found is not None and found.si_signo != signal.SIGCHLD:
                 self._pass_on(pid, found)
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -150,7 +169,7 @@ class RunSupervisor:
         self._signals += 1
         if self._signals >= _ENDS_AT_ONCE:
             os.kill(pid, signal.SIGKILL)
-        if found.si_code > 0:
+        if found.si_code > 0 and found.si_signo != signal.SIGHUP:  # which a closed terminal sends to its first process
             return
         before = signals_handled()
         time.sleep(_SAME_SIGNAL_S)
@@ -162,11 +181,13 @@ class RunSupervisor:
         beat = self._heartbeat() if attempt.read("run_dir") is not None else None
         does = " while it was loading" if beat is None else f" while it was at `{beat.doing}`"
         waits = f", waiting for {beat.waits_for}" if beat is not None and beat.waits_for else ""
-        reason = f"the run made no progress for {quiet_s:.0f} s{does}{waits}"
+        stopped = "; its process is stopped" if psutil.Process(pid).status() == psutil.STATUS_STOPPED else ""
+        reason = f"the run made no progress for {quiet_s:.0f} s{does}{waits}{stopped}"
         stacks = dump_stacks(pid, attempt.stacks)
         place = f"; it is in {where}" if (where := blocked_in(stacks)) else ""
-        path = None if self._run_dir is None else write_stacks(self._run_dir, "stall", reason + place, stacks)
-        self._stall = f"{reason}{place}" + (f"; the stacks of its threads are in {path}" if path else "")
+        self._stall = reason + place
+        if self._run_dir is not None:
+            self._stall += write_stacks(self._run_dir, "stall", self._stall, stacks)
         end_for_restart()
         os.kill(pid, signal.SIGTERM)
         self._kill_at = time.monotonic() + self._grace_s
@@ -189,13 +210,14 @@ class RunSupervisor:
             text = f"the process that trains exited with code {code} and without a result: users' code has ended it"
             return {}, _Failure(f"{text}; raise an exception that says what is wrong", may_pass=False)
         if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # the live view hides the cursor
+            with suppress(OSError):  # the terminal was just closed
+                sys.stdout.write("\x1b[?25h")  # the live view hides the cursor
+                sys.stdout.flush()
         name = signal.Signals(-code).name
         memory = ": the kernel has killed it because memory ran out" if oom_killed and -code == signal.SIGKILL else ""
         text = f"the process that trains was killed by {name}{memory}"
-        stacks = read_stacks(attempt.stacks)
-        path = write_stacks(self._run_dir, "crash", text, stacks) if self._run_dir is not None and self._begun else None
-        text += f"; the stacks of its threads are in {path}" if path is not None else ""
+        if self._run_dir is not None and self._begun:
+            text += write_stacks(self._run_dir, "crash", text, read_stacks(attempt.stacks))
         return {}, _Failure(text, out_of_memory=bool(memory))
 
     def _prepare_restart(self, failure: _Failure) -> None:
@@ -209,17 +231,28 @@ class RunSupervisor:
         if failure.out_of_memory:
             self._reduction = self._reduction.further("" if self._run_dir is None else trainer_activity(self._run_dir))
         if self._begun and self._run_dir is not None:
-            record_event(self._run_dir, RESTART, step=self._budget.furthest, reason=failure.reason)
-        if self._begun and self._run_dir is not None and not self._holds_lock:
-            # later attempts inherit it, so that no other process takes the run between two
-            self._lock.enter_context(hold_run_lock(self._run_dir, wait_s=_LOCK_S))
-            self._holds_lock = True
+            self._keep_run(self._run_dir, failure)
         count = f"restart {self._budget.used} of {self._budget.allowed}"
         start = "from its newest checkpoint" if self._begun else "from the beginning"
         self._say(f"{failure.reason}\nit starts again {start} in {wait_s:g} s ({count})")
-        if signal.sigtimedwait([each for each in self._waited if each != signal.SIGCHLD], wait_s) is not None:
+        if _wait_for_signal([each for each in self._waited if each != signal.SIGCHLD], wait_s) is not None:
             self._say(f"interrupted; {resume}")
             raise KeyboardInterrupt
+
+    def _keep_run(self, run_dir: Path, failure: _Failure) -> None:
+        """Lock the run directory for later attempts, which inherit the lock, and record the restart.
+
+        Raises RunFailedError if another process has taken the run in the meantime.
+        """
+        try:
+            if not self._holds_lock:
+                self._lock.enter_context(hold_run_lock(run_dir, wait_s=_LOCK_S))
+                self._holds_lock = True
+            record_event(run_dir, RESTART, step=self._budget.furthest, reason=failure.reason)
+        except ConfigError as error:
+            raise RunFailedError(f"{failure.reason}\nit does not start again: {error}", failure.exit_code) from error
+        except RollmillError as error:  # the next attempt may find a directory that can be written, or says that not
+            self._say(f"the restart is not recorded: {error}")
 
     def _heartbeat(self) -> HeartbeatRecord | None:
         """The last heartbeat of the process that trains."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO
 
 import psutil
 
 import rollmill
-from rollmill.errors import user_code_frame
+from rollmill.errors import RollmillError, user_code_frame
+from rollmill.files import explain_write_errors
 from rollmill.progress import does_uncounted_work, progress_counters
 
 DUMP_SIGNAL = signal.SIGRTMAX - 2
@@ -78,6 +81,11 @@ def _use_of_resources(pid: int) -> tuple[float, int]:
     return seconds, count
 
 
+def memory_file() -> IO[bytes]:
+    """Return a file without a name; in memory where the system can do that, so that no full disk matters."""
+    return os.fdopen(os.memfd_create("rollmill"), "w+b") if sys.platform == "linux" else TemporaryFile()
+
+
 def dump_stacks(pid: int, written: IO[bytes]) -> str:
     """Return the stacks of the threads of a process that has called `faulthandler.register(DUMP_SIGNAL, written)`.
 
@@ -112,12 +120,17 @@ def blocked_in(stacks: str) -> str:
     return ""
 
 
-def write_stacks(run_dir: Path, kind: str, why: str, stacks: str) -> Path | None:
-    """Write stacks to the next file KIND-N.txt of the run directory; None if there are none."""
+def write_stacks(run_dir: Path, kind: str, why: str, stacks: str) -> str:
+    """Write stacks to the next file KIND-N.txt of the run directory. Returns `; the stacks of its threads are in FILE`,
+    or why they are not, for the end of a message; empty if there are none."""
     if not stacks:
-        return None
+        return ""
     number = 1
     while (path := run_dir / f"{kind}-{number}.txt").exists():
         number += 1
-    path.write_text(f"{why}\n\n{stacks}\n")
-    return path
+    try:
+        with explain_write_errors(path):
+            path.write_text(f"{why}\n\n{stacks}\n")
+    except RollmillError as error:  # the message is worth more than the stacks
+        return f"; the stacks of its threads are lost: {str(error).rstrip('.')}"
+    return f"; the stacks of its threads are in {path}"

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rollmill.trackers.eval_metrics import accuracies
 from rollmill.trackers.metrics_log import Metric, Metrics
@@ -134,11 +134,57 @@ def make_view(show_completions: int, stream: TextIO | None = None) -> RunView:
     return LiveView(show_completions, stream)
 
 
+def print_or_drop(text: str, stream: TextIO) -> str:
+    """Print a line of a run, which does not depend on its output; returns why it could not, or an empty text.
+
+    What cannot be written to a full disk is dropped; after the reader of a pipe has gone, everything is.
+    """
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:  # such as `rollmill run ... | head -3`
+        drop_output(stream)
+        return "the reader of the output has gone"
+    except OSError as error:
+        return f"the output cannot be written: {error.strerror}"
+    return ""
+
+
+def drop_output(stream: TextIO) -> None:
+    """Drop what else this process prints to a stream, and what Python flushes at the end."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
+class DroppingOutput:
+    """Stream that drops what it cannot write, such as to a terminal that was closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or drop this and what follows."""
+        try:
+            return self._stream.write(text)
+        except OSError:  # a run does not depend on who looks at it
+            drop_output(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what is left and what follows."""
+        try:
+            self._stream.flush()
+        except OSError:
+            drop_output(self._stream)
+
+
 class PlainView:
     """One line per step, easy to grep: `step 12/30 stage=rl reward=0.531 loss=0.0123 812 tok/s 0.62 s`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._stream, self._failed = stream or sys.stdout, False
         self._progress = RunProgress([])
 
     def start(self, run_name: str, stages: Stages) -> None:
@@ -157,12 +203,9 @@ class PlainView:
         """Print `text`."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = printable(text).encode(encoding, "backslashreplace").decode(encoding)
-        try:
-            print(line, file=self._stream, flush=True)
-        except BrokenPipeError:  # such as `rollmill run ... | head -3`: the reader has gone, the run goes on
-            with open(os.devnull, "w") as nothing:
-                os.dup2(nothing.fileno(), self._stream.fileno())  # for what else the process prints there
-            print("the reader of the output has gone; the run goes on (see `rollmill status`)", file=sys.stderr)
+        if (why := print_or_drop(line, self._stream)) and not self._failed:
+            self._failed = True
+            print_or_drop(f"{why}; the run goes on (see `rollmill status`)", sys.stderr)
 
     def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
         """Print the line of a step."""
@@ -175,7 +218,9 @@ class PlainView:
         self.message(self._line("eval", metrics))
 
     def close(self) -> None:
-        """Does nothing, because every line is flushed."""
+        """Drop lines that could not be written: Python would fail when it flushes them at the end."""
+        if self._failed:
+            drop_output(self._stream)
 
     def _line(self, what: str, metrics: Metrics) -> str:
         words = [what, f"{metrics['step']}/{self._progress.total}"]

@@ -44,6 +44,7 @@ class HeartbeatRecord:
     waits_for: str = ""  #: such as `4 groups of explorers`, or an endpoint that is away; empty while it computes
     since: float = 0.0  #: start of the activity or of the wait
     version: int = -1  #: version of its weights
+    started: int = 0  #: clock ticks from the host's boot to the process's start, which no set clock changes; 0: unknown
     ended: str = ""  #: `done`, `interrupted`, or an error; empty while it runs
 
 
@@ -57,7 +58,8 @@ class HeartbeatWriter:
     def __init__(self, run_dir: Path, name: str) -> None:
         now = time.time()
         self._path = _heartbeat_path(run_dir, name)
-        self._now = HeartbeatRecord(name, socket.gethostname(), os.getpid(), now, now, "start", since=now)
+        host, pid = socket.gethostname(), os.getpid()
+        self._now = HeartbeatRecord(name, host, pid, now, now, "start", since=now, started=_start_ticks(pid))
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
@@ -215,11 +217,21 @@ def _state_here(beat: HeartbeatRecord) -> ProcessState:
     try:
         process = psutil.Process(beat.pid)
         status, same = process.status(), process.create_time() < beat.began + _SAME_PROCESS_S
+        if beat.started and (ticks := _start_ticks(beat.pid)):
+            same = ticks == beat.started
     except psutil.NoSuchProcess:
         return "gone"
     if status == psutil.STATUS_ZOMBIE or not same:
         return "gone"
     return "stopped" if status == psutil.STATUS_STOPPED else "alive"
+
+
+def _start_ticks(pid: int) -> int:
+    """Return `started` of a process of this host."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:  # it has just ended, or this system has no such file
+        return 0
 
 
 def _run_state(processes: Sequence[tuple[HeartbeatRecord, ProcessState]], summary: dict[str, Any]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,7 +15,15 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rollmill.trackers.console import RunProgress, Stages, format_duration, format_metric, one_line, printable
+from rollmill.trackers.console import (
+    DroppingOutput,
+    RunProgress,
+    Stages,
+    format_duration,
+    format_metric,
+    one_line,
+    printable,
+)
 from rollmill.trackers.eval_metrics import accuracies, first_accuracy, has_evaluation
 from rollmill.trackers.metrics_log import Metrics
 from rollmill.types import Experience
@@ -35,7 +44,8 @@ class LiveView:
     """
 
     def __init__(self, show_completions: int = 1, stream: TextIO | None = None, console: Console | None = None) -> None:
-        self._console = console or Console(file=stream)
+        output = DroppingOutput(stream or sys.stdout)
+        self._console = console or Console(file=cast(TextIO, output))
         self._show_completions = show_completions
         self._run_name = ""
         self._progress = RunProgress([])

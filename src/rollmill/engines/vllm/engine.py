@@ -22,6 +22,7 @@ from rollmill.engines.vllm.sequence import NOTHING_MORE, VLLMSequence, build_vll
 from rollmill.errors import DeadlineError, EngineError, EngineLostError, RollmillError
 from rollmill.progress import Progress, count_progress
 from rollmill.types import Completion
+from rollmill.waiting import OUTAGES
 
 _MOMENT_S = 0.01
 
@@ -237,6 +238,7 @@ class VLLMEngine:
             return
         self._restarts_left -= 1
         self._counts["restarts"] += 1
+        OUTAGES.tell(f"{str(error).partition('.')[0]}; it is started again, and its requests are generated again")
         for sample in list(self._running.values()):
             if sample.told:
                 self._hand_out(sample, error)
