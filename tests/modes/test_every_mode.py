@@ -48,7 +48,7 @@ async def slow(task, completion):
     await asyncio.sleep(0.05)
     return float(sum(map(completion.text.count, "01234")))
 """
-REPETITION = {"period": 2, "times": 2, "tokens": 2, "penalty": 0.25}
+REPETITION = {"period": 1, "times": 3, "tokens": 3, "penalty": 0.25}
 EVERYTHING: dict[str, Any] = {
     "stages": None,
     "model": {"new": {"hidden_size": 64}},
