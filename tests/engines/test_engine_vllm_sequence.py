@@ -3,6 +3,7 @@ messages cut them, and whatever they were begun with."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from toys import toy_tokenizer
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
 from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.engines.native.sequence import SequenceState, build_sequence_group
+from rollmill.engines.vllm.process import make_engine_folder
 from rollmill.engines.vllm.sequence import NOTHING_MORE, VLLMSequence, build_vllm_sequence_group
 from rollmill.types import Completion, StopReason
 
@@ -93,3 +95,19 @@ def test_a_continued_completion_gets_other_random_numbers() -> None:
     seeds = [VLLMSequence(group, 0, 1, prefix).seed for prefix in (None, prefix_of([], 4), prefix_of([A, B], 4))]
     assert seeds[0] == seeds[1] != seeds[2]
     assert VLLMSequence(group, 1, 1, prefix_of([A, B], 4)).seed not in seeds
+
+
+def test_abandoned_folders_are_removed_and_others_stay(tmp_path: Path) -> None:
+    """Folders of engines in shared memory: in use as long as they are locked."""
+    used, lock = make_engine_folder(tmp_path)
+    left, other = make_engine_folder(tmp_path)
+    assert lock is not None
+    assert other is not None
+    (left / "weights").write_bytes(b"large")
+    (tmp_path / "rollmill-vllm-of-an-older-version").mkdir()
+    other.close()  # as the end of its process does
+    made, _ = make_engine_folder(tmp_path)
+    assert not left.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([used, made, tmp_path / "rollmill-vllm-of-an-older-version"])
+    assert used.is_dir()
+    lock.close()

@@ -7,6 +7,7 @@ Each column has one run with nearly everything in it, whose command is killed an
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from buffer_groups import experience
-from forks import Forks, forks, send
+from forks import Forks, ended, forks, send
 from tiny import merged, require_log_probs, tiny_run
 from vllm_service import PYTHON, needs_vllm
 
@@ -47,7 +48,7 @@ async def slow(task, completion):
     await asyncio.sleep(0.05)
     return float(sum(map(completion.text.count, "01234")))
 """
-REPETITION = {"period": 2, "times": 2, "tokens": 2, "penalty": 0.25}
+REPETITION = {"period": 1, "times": 3, "tokens": 3, "penalty": 0.25}
 EVERYTHING: dict[str, Any] = {
     "stages": None,
     "model": {"new": {"hidden_size": 64}},
@@ -138,7 +139,11 @@ class Runs:
         folder = self._written(column, "everything", EVERYTHING)
         out = folder / "out"
         self._begin(column, folder)
-        assert self._trainer.reaches(lambda: (out / "metrics.jsonl").is_file() and len(steps(out)) >= KILLED_AFTER)
+        deadline = time.monotonic() + 600
+        while not ((out / "metrics.jsonl").is_file() and len(steps(out)) >= KILLED_AFTER):
+            assert not ended(self._trainer.pid), self._trainer.wait().err
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         assert send(self._trainer.pid)
         self._trainer.wait()
         store = open_run_store(out, read_only=False)

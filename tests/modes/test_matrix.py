@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rollmill.cli import main
-from rollmill.config.checks.modes import COLUMNS, FEATURES, Cell, Place, iter_cells, merge_settings
+from rollmill.config.checks.modes import COLUMNS, FEATURES, MatrixCell, Place, iter_cells, merge_settings
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
 
@@ -29,7 +29,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("model").mkdir()
 
 
-def check(cell: Cell) -> None:
+def check(cell: MatrixCell) -> None:
     """Check a run file that asks for the feature in the column's mode."""
     settings = merge_settings(BASE, cell.settings)
     if settings["model"].get("new", 0) is None:

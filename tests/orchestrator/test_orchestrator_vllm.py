@@ -88,7 +88,7 @@ def test_a_budget_cuts_completions_and_over_sampling_and_repetition_end_them(tmp
         tmp_path,
         model={"new": shape},
         algorithm={"name": "grpo"},
-        engine=REPAIR["engine"],
+        engine=ENGINE,
         rollout={"max_new_tokens": 160},
         evaluation=None,
         checkpoint={"every": 1, "keep_last": 9},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.vllm.engine import VLLMEngine
-from rollmill.engines.vllm.process import VLLMLaunchConfig, current_python, probe_python
+from rollmill.engines.vllm.process import VLLMLaunchConfig, current_python, make_engine_folder, probe_python
 from rollmill.errors import ConfigError, ModelError
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import merged_weights
@@ -149,7 +148,7 @@ def build_vllm_engine(
         raise ConfigError("engine.sleep: vLLM sleeps on GPUs only, and this run is on a CPU; remove it")
     python = engine.python or current_python()
     found = probe_python(python)
-    folder = Path(tempfile.mkdtemp(prefix="rollmill-vllm-", dir=shared_memory_folder()))
+    folder, lock = make_engine_folder(shared_memory_folder())
     model = folder / "model"
     settings = policy.model.config.__class__.from_dict(policy.model.config.to_dict())
     settings.architectures = [type(policy.model).__name__]
@@ -174,6 +173,7 @@ def build_vllm_engine(
         {"arguments": arguments, "weights": str(weights or folder / "weights"), "folder": str(folder)},
         threads=torch.get_num_threads(),
         deadline_s=engine.deadline_s,
+        lock=lock,
     )
     return VLLMEngine(
         launch,

@@ -185,6 +185,7 @@ def _smaller(stage: StageConfig, groups: int, longest: int) -> StageConfig:
     changes: dict[str, Any] = {
         "steps": _ENDLESS,
         "max_staleness": 0,
+        "sync_interval": 1,
         "algorithm": algorithm,
         "rollout": stage.rollout.model_copy(update=rollout),
         "trainer": stage.trainer.model_copy(update={"lr": 0.0, "ranks": 1, "sharding": "none"}),

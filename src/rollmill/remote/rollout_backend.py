@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _KEEP_S = 1.0
 _COUNT_S = 0.1
-"""How often explorers are asked for the tokens that count towards a budget."""
+"""Pause between two questions of how many tokens count towards a budget."""
 _ANSWER_S = 2.0
 
 

@@ -107,7 +107,7 @@ class ModeFeature:
 
 
 @dataclass(frozen=True)
-class Cell:
+class MatrixCell:
     """One feature in one column: `reason` why it is refused, or `test`, which shows that it works."""
 
     feature: ModeFeature
@@ -219,13 +219,13 @@ FEATURES = (
 )
 
 
-def iter_cells() -> Iterator[Cell]:
+def iter_cells() -> Iterator[MatrixCell]:
     """Yield the cells, row by row."""
     for feature in FEATURES:
         for column in COLUMNS:
             reason = feature.refusal(column)
             test = None if reason else feature.test_id(column)
-            yield Cell(feature, column, reason, test, merge_settings(column.settings(), feature.settings))
+            yield MatrixCell(feature, column, reason, test, merge_settings(column.settings(), feature.settings))
 
 
 def merge_settings(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

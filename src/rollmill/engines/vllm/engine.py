@@ -129,7 +129,7 @@ class VLLMEngine:
             process, self._process = self._process, None
             if process is not None:
                 self._counts["destroyed"] += 1
-                await process.close()
+                await process.close(keep_folder=True)
         elif self._process is not None and self.sleeps:
             self._counts["sleeps"] += 1
             await self._answer(self._process, self._process.request("sleep"))

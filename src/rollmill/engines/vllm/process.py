@@ -7,23 +7,26 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import rollmill
 from rollmill.engines.vllm.process_tree import wait_for_loss
 from rollmill.engines.vllm.worker import MAX_LINE_BYTES
 from rollmill.errors import ConfigError, DeadlineError, EngineError, EngineLostError
+from rollmill.files import try_lock
 from rollmill.waiting import wait_with_grace
 
 _PROGRAM = "rollmill.engines.vllm.worker"
-_LOG = "vllm.log"
+_LOG, _LOCK, _FOLDER = "vllm.log", "lock", "rollmill-vllm-"
 _SHOWN = 3000
 _LEAVING_S, _LOOK_S = 10.0, 0.05
 _LAST_WORDS_S = 2.0
@@ -52,11 +55,24 @@ class VLLMLaunchConfig:
     settings: dict[str, Any]
     threads: int
     deadline_s: float
+    lock: IO[str] | None = None  #: held as long as the folder is in use
 
     @property
     def log(self) -> Path:
         """The process's log."""
         return self.folder / _LOG
+
+
+def make_engine_folder(parent: Path) -> tuple[Path, IO[str] | None]:
+    """Create a folder for an engine, and its lock; remove those whose processes were killed between two uses."""
+    for left in parent.glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError):  # another user's, or gone by now
+            if (left / _LOCK).is_file() and (lock := try_lock(left / _LOCK)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                lock.close()
+    made = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=parent))
+    lock = try_lock(made / _LOCK)
+    return made.rename(parent / made.name.removeprefix(".")), lock  # seen by others only once it is locked
 
 
 def probe_python(python: Path) -> dict[str, bool]:
@@ -164,9 +180,11 @@ class VLLMProcess:
         self.send(kind, number)
         return self._answer(number, future, kind)
 
-    async def close(self) -> None:
-        """Stop it, gracefully at first; may be called twice."""
+    async def close(self, *, keep_folder: bool = False) -> None:
+        """Stop it, gracefully at first; may be called twice. It removes its folder, unless another one will use it."""
         self._closing = True
+        if keep_folder:
+            self.send("keep folder", 0)
         if self._guarding is not None:
             self._guarding.cancel()
         self._writer.close()

@@ -1,8 +1,9 @@
 """The program of vLLM's process: requests in, completions out, as lines of JSON over a socket.
 
 It imports only packages of vLLM's environment. The first line holds the settings. Then come `generate`, `abort`, `load`
-(new weights), `sleep` (until the next `load`), `pause` and `resume`, handled in order, so that requests after a `load`
-are sampled with the new weights. When the socket is closed, the process stops itself and all of vLLM's subprocesses.
+(new weights), `sleep` (until the next `load`), `pause`, `resume` and `keep folder`, handled in order, so that requests
+after a `load` are sampled with the new weights. When the socket is closed, the process stops itself and all of vLLM's
+subprocesses.
 
     run as: python -m rollmill.engines.vllm.worker NUMBER_OF_THE_SOCKET
 """
@@ -30,6 +31,7 @@ class VLLMServer:
     def __init__(self, engine: Any, weights: str, writer: asyncio.StreamWriter) -> None:
         self._engine, self._weights, self._writer = engine, weights, writer
         self._paused = self._asleep = False
+        self.keeps_folder = False  #: the parent starts another process there
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, **message: Any) -> None:
@@ -46,6 +48,8 @@ class VLLMServer:
                 self._begin(self._generate(sample, message))
         elif kind == "abort":
             self._begin(self._engine.abort(str(number)))
+        elif kind == "keep folder":
+            self.keeps_folder = True
         elif kind == "load":
             await self._answer(number, self.load())
         elif kind == "sleep":
@@ -188,7 +192,8 @@ async def serve(connection: socket.socket) -> None:
     while line := await reader.readline():
         await server.handle(json.loads(line))
     engine.shutdown()
-    shutil.rmtree(settings["folder"], ignore_errors=True)  # the parent may have been killed
+    if not server.keeps_folder:
+        shutil.rmtree(settings["folder"], ignore_errors=True)  # the parent may have been killed
 
 
 if __name__ == "__main__":
