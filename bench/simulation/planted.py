@@ -261,13 +261,6 @@ BUGS: tuple[PlantedBug, ...] = (
         "",
     ),
     PlantedBug(
-        "an explorer that joins again is not told to begin",
-        _POOL,
-        "WorkerPool.add",
-        "if self._arguments is not None",
-        "if self._arguments is None",
-    ),
-    PlantedBug(
         "weights are published before the step is counted",
         _STAGES,
         "Stage.finish_step",
