@@ -68,6 +68,7 @@ def compute_advantages(
     domains = find_domains(experiences, recipe)
     rewards = torch.tensor([np.nan if e.reward is None else e.reward for e in experiences], dtype=torch.float64)
     compared = recipe.compares_rewards
+    trains_critic = recipe.critic_advantage is not None and ExperienceSource.ROLLOUT in sources
     found = BatchAdvantages(
         advantage=torch.zeros(len(table.target)),
         reward=rewards.float().to(device),
@@ -75,7 +76,7 @@ def compute_advantages(
         sources=sources,
         domains=domains,
         groups=[e.group for e in experiences],
-        returns=torch.zeros(len(table.target)) if recipe.critic_advantage is not None else None,
+        returns=torch.zeros(len(table.target)) if trains_critic else None,
     )
     if recipe.teacher_prompts:
         found = replace(found, counted=torch.tensor([e.teacher_prompt is not None for e in experiences]))
