@@ -74,7 +74,6 @@ class Trainer:
             task=BY_ID.__getitem__,
             first_version=0,
             seed=0,
-            uses_greedy=False,
         )
         line = RolloutComponents(sampler, rollouts, Pipeline([]), store, Trace(), None, "", 0, BY_ID.__getitem__)
         self.batches = RolloutBatches(config, line, RatingOverrides([]), first_version=0, seed=0, shared=True)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from toys import toy_tokenizer
 
 from rollmill.buffer.memory import MemoryStore
+from rollmill.config.algorithms.base import AlgorithmOptions
+from rollmill.config.algorithms.baselines import ReMax
 from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import GenerationRequest
@@ -81,6 +83,9 @@ class ScriptedEngine:
             self.running = [row for row in self.running if len(row["versions"]) < row["length"]]
             await asyncio.sleep(0)
 
+    async def wait_for_tokens(self) -> None:
+        await asyncio.sleep(0)
+
     def interrupt(self) -> None:
         for row in self.running:
             row["results"].put_nowait(self.completion(row, StopReason.ABORTED))
@@ -132,9 +137,10 @@ class Stage:
         self.engine, self.sampler = ScriptedEngine(self.lengths), CountingSampler()
         self.rollouts = self.made(Explorer(self.engine, JUDGE, TOKENIZER))  # type: ignore[arg-type]
 
-    def made(self, explorer: Explorer, uses_greedy: bool = False) -> RolloutScheduler:
+    def made(self, explorer: Explorer, algorithm: AlgorithmOptions | None = None) -> RolloutScheduler:
+        changes = {} if algorithm is None else {"algorithm": algorithm}
         return RolloutScheduler(
-            self.config,
+            self.config.model_copy(update=changes),
             sampler=self.sampler,  # type: ignore[arg-type]
             explorer=explorer,
             engine=self.engine,
@@ -142,7 +148,6 @@ class Stage:
             task=task,
             first_version=0,
             seed=5,
-            uses_greedy=uses_greedy,
         )
 
     async def step(self, version: int) -> list[list[Experience]]:
@@ -356,7 +361,7 @@ def test_groups_that_end_early_since_they_were_rejected_do_not_stop_others() -> 
 def test_a_group_with_a_greedy_baseline_waits_for_its_tokens_too() -> None:
     stage = Stage([2], config(1, 1, 4, 1))
     stage.engine.longer_if_greedy = 30
-    stage.rollouts = stage.made(Explorer(stage.engine, JUDGE, TOKENIZER), uses_greedy=True)  # type: ignore[arg-type]
+    stage.rollouts = stage.made(Explorer(stage.engine, JUDGE, TOKENIZER), ReMax())  # type: ignore[arg-type]
 
     async def one() -> bool:
         await stage.rollouts.run(0, lambda: 0)

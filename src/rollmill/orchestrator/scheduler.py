@@ -10,19 +10,18 @@ generated.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from rollmill.buffer import ExperienceStore, GroupQueue
 from rollmill.buffer.base import oldest_version
 from rollmill.buffer.group_queue import PendingGroup
-from rollmill.config.rewards.judges import JudgeSection
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler
-from rollmill.errors import DeadlineError, EndpointLostError, WorkflowError
+from rollmill.errors import DeadlineError
+from rollmill.orchestrator.domain_pauses import pause_on_loss
 from rollmill.orchestrator.oversampling import MAX_STOPS, LengthBias, StoppedTasks
 from rollmill.orchestrator.pacing import Pacing
 from rollmill.orchestrator.partial_rollouts import (
@@ -71,8 +70,7 @@ class RolloutScheduler:
 
     Args:
         task: returns a task by id.
-        first_version: version of the weights at the start of the stage.
-        seed: completions' seeds derive from it.
+        first_version, seed: version of the weights at the start of the stage; completions' seeds derive from `seed`.
     """
 
     def __init__(
@@ -88,9 +86,8 @@ class RolloutScheduler:
         seed: int,
     ) -> None:
         self._config, self._rollout, self._task = config, config.rollout, task
-        self._first_version, self._seed = first_version, seed
+        self._first_version, self._seed, self._views = first_version, seed, config.by_domain()
         self._sampler, self._explorer, self._engine = sampler, explorer, engine
-        self._views = config.by_domain()
         self._pacing = Pacing(config.rollout.batch, config.steps_ahead, config.steps)
         self._submitted = 0
         self._unfinished: list[tuple[int, str]] = []  # to start again before anything else
@@ -176,7 +173,7 @@ class RolloutScheduler:
         return _StartedGroup(number, task, times)
 
     def _start(self, number: int, task: Task, begun: Sequence[Experience] = ()) -> None:
-        view, seed = self._view(task), derive_seed(self._seed, number)
+        view, seed = _view(self._views, task), derive_seed(self._seed, number)
         sampling = view.rollout
         group = f"{self._config.name}-{number:06d}"
         if sampling.token_budget is not None:
@@ -189,38 +186,14 @@ class RolloutScheduler:
             roll = partial(self._explorer.rollout, with_greedy=view.uses_greedy)
             work = roll(task, sampling, n=sampling.group_size, seed=seed, group=group, generated=generated)
         if self._config.domains:
-            work = self._or_paused(task.taskset, work)
+            work = pause_on_loss(task.taskset, work, view, self._sampler, self._config.mixing.lost_after_s)
         self.queue.put(number, f"task {task.id}", asyncio.ensure_future(work), task=task.id)
-
-    def _view(self, task: Task) -> StageConfig:
-        """The stage as the task's domain sees it."""
-        return self._views[task.taskset] if self._config.domains else self._views[""]
-
-    async def _or_paused(self, domain: str, work: Coroutine[Any, Any, list[Experience]]) -> list[Experience]:
-        """Return a group's experiences; none if its domain has lost a service and is paused. Another task is rolled out
-        in its place."""
-        running, view, patience = asyncio.ensure_future(work), self._views[domain], self._config.mixing.lost_after_s
-        try:
-            while not running.done():
-                await asyncio.wait([running], timeout=_POLL_S)
-                lost = "" if running.done() else _lost_service(view, patience)
-                if lost and self._sampler.pause(domain, lost):
-                    return []
-            return running.result()
-        except (EndpointLostError, WorkflowError) as error:
-            if not self._sampler.pause(domain, str(error)):
-                raise
-            return []
-        finally:
-            if not running.done():
-                running.cancel()
-                await asyncio.wait([running])
 
     async def _in_parts(
         self, number: int, task: Task, group: str, seed: int, begun: Sequence[Experience]
     ) -> list[Experience]:
         """Return a group's experiences with rewards; an interrupted group leaves the queue and is kept for later."""
-        sampling = self._view(task).rollout
+        sampling = _view(self._views, task).rollout
         part = await self._explorer.part(task, sampling, n=sampling.group_size, seed=seed, group=group, begun=begun)
         if count_unfinished(part.experiences):
             self._interrupted[number] = part.experiences
@@ -350,14 +323,9 @@ class _StartedGroup(NamedTuple):
     stopped: int  # earlier stops of the task
 
 
-def _lost_service(stage: StageConfig, seconds: float) -> str:
-    """Describe a service of the stage's rewards or models that has been away for this long; empty if none is."""
-    endpoints = [each.endpoint for each in stage.rewards if isinstance(each, JudgeSection)]
-    endpoints += [each.endpoint for each in stage.models.values()]
-    for outage in OUTAGES.current():
-        if time.monotonic() - outage.since >= seconds and any(each and each in outage.name for each in endpoints):
-            return f"{outage.name} {outage.reason}"
-    return ""
+def _view(views: Mapping[str, StageConfig], task: Task) -> StageConfig:
+    """The stage as the task's domain sees it."""
+    return views[""] if "" in views else views[task.taskset]
 
 
 def accepted(group: Sequence[Experience]) -> list[Experience]:

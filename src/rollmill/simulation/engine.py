@@ -60,7 +60,7 @@ class SimulationCosts:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _SimulatedRequest:
     wanted: GenerationRequest
     finished: asyncio.Queue[Completion]
     submitted: float
@@ -70,7 +70,7 @@ class _Request:
 class _Row:
     """A completion; `began` and `end` are numbers of passes, from its prefix to its last token."""
 
-    request: _Request
+    request: _SimulatedRequest
     index: int
     length: int
     prefix: CompletionPrefix | None
@@ -118,7 +118,7 @@ class SimulatedEngine:
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
         """See RolloutEngine."""
         self._advance()
-        one = _Request(request, asyncio.Queue(), self._loop.time())
+        one = _SimulatedRequest(request, asyncio.Queue(), self._loop.time())
         lengths = self._costs.lengths(request.seed, request.n)
         for index, length in enumerate(lengths):
             prefix = request.prefixes[index] if index < len(request.prefixes) else None
@@ -132,7 +132,7 @@ class SimulatedEngine:
         finally:
             self._drop(one)
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: _SimulatedRequest) -> None:
         self._advance()
         self._waiting = deque(row for row in self._waiting if row.request is not request)
         self._rows = [each for each in self._rows if each[2].request is not request]

@@ -40,7 +40,7 @@ _REPEATABLE = ("update", "rollout")
 
 @dataclass(frozen=True)
 class SimulatedSite:
-    """What all simulated explorers share."""
+    """Parts that all simulated explorers share."""
 
     loop: VirtualLoop
     costs: SimulationCosts

@@ -42,7 +42,7 @@ _NOWHERE = Path("/nonexistent")
 
 @dataclass(frozen=True)
 class SimulatedRunSpec:
-    """What is run: the stage and its processes."""
+    """Stage and processes of a simulated run."""
 
     config: StageConfig
     seed: int

@@ -31,8 +31,7 @@ class VLLMEngine:
     """A RolloutEngine that runs vLLM in another process.
 
     Args:
-        launch: how the process is started; its folder is removed at the end.
-        tokenizer: for texts and stop strings.
+        launch: how the process is started; its folder is removed at the end. `tokenizer`: for texts and stop strings.
         eos_ids: every token id that ends a completion.
         context: longest sequence, prompt included.
         restarts: how often a process that has died is restarted.
