@@ -93,7 +93,7 @@ def column_params(*, only: Callable[[Column], bool] = lambda column: True) -> li
         marks = [pytest.mark.slow]
         if column.engine == "vllm":
             marks = [pytest.mark.service, needs_vllm]
-            marks += [pytest.mark.thorough] * (column.place in (Place.PROCESSES, Place.RANKS))
+            marks += [pytest.mark.thorough] * (column.place is not Place.ONE_PROCESS)
         found.append(pytest.param(column, id=column.id, marks=marks))
     return found
 
