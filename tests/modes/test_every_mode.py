@@ -65,7 +65,7 @@ EVERYTHING: dict[str, Any] = {
         "repetition": REPETITION,
     },
     "trainer": {"lr": 1e-3},
-    "buffer": {"replay": {"groups": 1, "max_age": 2}},
+    "buffer": {"replay": {"groups": 1}},
     "pipeline": [{"name": "mark"}],
     "evaluation": {"every": 3},
     "checkpoint": {"every": 1, "keep_last": 99},
