@@ -164,6 +164,7 @@ class World:
             return True
         if isinstance(error, Exception) and is_recoverable(error) and not isinstance(error, ViolationError):
             self.history.record("restart", error=type(error).__name__)
+            self.checks.stage = None  # until the next one has begun, perhaps from an older version
             return False
         raise error
 
