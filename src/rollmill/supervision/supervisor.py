@@ -34,7 +34,7 @@ Train = Callable[[RunAttempt], dict[str, Any]]
 """Trains in the process that calls it, and returns the run's summary. `attempt.run_dir` says what to resume."""
 
 _TICK_S, _LOOK_S, _LONGEST_LOOK_S = 0.25, 0.02, 1.0
-_SAME_SIGNAL_S = 0.1
+_SAME_SIGNAL_S = 1.0
 """A signal that was sent to all processes of a group reaches the child within this time, too."""
 _GRACE_S, _LEAVING_S = 60.0, 60.0
 """For a stalled process to end by itself, with a checkpoint; for one that has reported its end, to exit."""
@@ -90,7 +90,7 @@ class RunSupervisor:
         self._config, self._budget = config, RestartBudget(config)
         self._grace_s = _GRACE_S if config.stall_s == "auto" else min(_GRACE_S, config.stall_s)
         self._reduction = MemoryReduction()
-        self._signals, self._worked, self._begun = 0, False, False
+        self._signals, self._signals_before, self._worked, self._begun = 0, 0, False, False
         self._stall, self._kill_at = "", float("inf")
         self._lock = ExitStack()
         hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []  # nohup
@@ -147,6 +147,7 @@ class RunSupervisor:
     def _wait(self, pid: int, attempt: RunAttempt) -> int:
         """Wait for the child's end, and return its exit code, or minus the signal that killed it."""
         watchdog, begun = StallWatchdog(pid, self._config.stall_limit(()), _LONGEST_LOOK_S), False
+        self._signals_before = self._signals
         while True:
             found = _wait_for_signal(self._waited, _TICK_S)
             if found is not None and found.si_signo != signal.SIGCHLD:
@@ -171,10 +172,12 @@ class RunSupervisor:
             os.kill(pid, signal.SIGKILL)
         if found.si_code > 0 and found.si_signo != signal.SIGHUP:  # which a closed terminal sends to its first process
             return
-        before = signals_handled()
-        time.sleep(_SAME_SIGNAL_S)
-        if signals_handled() == before:
-            os.kill(pid, found.si_signo)
+        ends = time.monotonic() + _SAME_SIGNAL_S
+        while signals_handled() < self._signals - self._signals_before:  # of this attempt
+            if time.monotonic() > ends:
+                os.kill(pid, found.si_signo)
+                return
+            time.sleep(_LOOK_S)
 
     def _end_stalled(self, pid: int, attempt: RunAttempt, quiet_s: float) -> None:
         """Write down what a stalled child does, and end it: with a checkpoint if it can, else killed."""
