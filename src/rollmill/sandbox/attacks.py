@@ -276,7 +276,7 @@ BOMBS = [
     denied_attack(
         "disk in files without a name",
         "x = []\nfor n in range(200):\n    x.append(open(str(n), 'wb'))\n    os.unlink(str(n))\n"
-        "    x[-1].write(bytes(1 << 20))\n    x[-1].flush()\n    time.sleep(.001)\ntime.sleep(.2)",
+        "    x[-1].write(bytes(1 << 20))\n    x[-1].flush()\n    time.sleep(.02)\ntime.sleep(.2)",  # before EMFILE
         "ENOSPC",
     ),
     *(denied_attack(f"disk in {name}", _HIDDEN % tuple(hiding), error) for name, error, *hiding in _HIDING),
