@@ -94,6 +94,27 @@ def test_every_completion_is_made_and_scored_as_its_domain_says(run: Path) -> No
     assert any("eval/add/greedy" in row for row in metrics)
 
 
+def test_a_domain_has_a_workflow_of_its_own(tmp_path: Path) -> None:
+    code = """
+import rollmill
+
+
+@rollmill.workflow
+async def thrice(task, policy):
+    replies = [await policy.complete(task.prompt, max_new_tokens=2) for _ in range(3)]
+    return float(sum(len(reply.text) for reply in replies))
+"""
+    (tmp_path / "flow.py").write_text(code)
+    words = {"workflow": "thrice", "rewards": None, "pipeline": None}
+    path = run_file(tmp_path, domains_of(tmp_path, **words), plugins=["flow.py"], evaluation=None, steps=2)
+    rollmill.run(path, [], tmp_path / "run")
+    calls: dict[tuple[str, str], int] = {}
+    for row in rollouts(tmp_path / "run"):
+        key = row["task_id"].partition("/")[0], row["group"]
+        calls[key] = calls.get(key, 0) + 1
+    assert {name: count for (name, _), count in calls.items()} == {"add": 4, "words": 9}  # 3 rollouts of 3 calls
+
+
 def test_shares_of_the_domains(run: Path) -> None:
     last = rows(run, "metrics.jsonl")[-1]
     assert last["tasks/add/share"] + last["tasks/words/share"] == pytest.approx(1)

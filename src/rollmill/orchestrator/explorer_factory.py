@@ -16,7 +16,6 @@ from rollmill.rollout.auxiliary_models import AuxiliaryModels
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.rollout.endpoint.policy_endpoint import PolicyEndpoint
-from rollmill.rollout.explorer import DomainExplorer
 from rollmill.rollout.resources import WorkflowResources, build_workflow
 from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.trackers.trace import Trace
@@ -69,21 +68,20 @@ class ExplorerFactory:
         stay as they were at the start of the stage, on resume as well."""
         return ExplorerFactory(config, self._policy, self._engine, rewards, tasks=self._tasks, models=self._models)
 
-    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> Explorer | DomainExplorer:
-        """Build an explorer with the workflows of the stage's domains."""
-        if self._domains:
-            return DomainExplorer({name: each._plain_explorer(trace, drafts) for name, each in self._domains.items()})
-        return self._plain_explorer(trace, drafts)
+    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> Explorer:
+        """Build an explorer with the workflow of the stage, or those of its domains."""
+        made = {name: each._runner(trace) for name, each in (self._domains or {"": self}).items()}
+        runners = {name: runner for name, runner in made.items() if runner is not None}
+        return Explorer(self._engine, self._rewards, self._policy.tokenizer, trace, runners, drafts)
 
-    def _plain_explorer(self, trace: Trace | None, drafts: DraftCache | None) -> Explorer:
+    def _runner(self, trace: Trace | None) -> WorkflowRunner | None:
         workflow = build_workflow(self._config.workflow, self._resources)
-        runner = None
-        if workflow is not None:
-            chat = ChatRenderer(self._policy.tokenizer, self._policy.eos_ids)
-            needs_reward = self._config.algorithm.needs_rewards
-            attempts = RetryingWorkflow(workflow, self._config.rollout, needs_reward=needs_reward)
-            runner = WorkflowRunner(attempts, self._engine, chat, self._rewards, trace)
-        return Explorer(self._engine, self._rewards, self._policy.tokenizer, trace, runner, drafts)
+        if workflow is None:
+            return None
+        chat = ChatRenderer(self._policy.tokenizer, self._policy.eos_ids)
+        needs_reward = self._config.algorithm.needs_rewards
+        attempts = RetryingWorkflow(workflow, self._config.rollout, needs_reward=needs_reward)
+        return WorkflowRunner(attempts, self._engine, chat, self._rewards, trace)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of environments and tools since the last call."""

@@ -301,7 +301,7 @@ def _evaluation_key(stage: StageConfig) -> Any:
         return None
     settings = stage.evaluation.model_dump(exclude={"every", "at_start"})
     # models frozen at the stage's start
-    frozen_at = stage.name if any(each.policy is not None for each in stage.models.values()) else ""
+    frozen_at = stage.name if any(each.policy is not None for each in stage.all_models.values()) else ""
     examples = stage.taskset if stage.uses_task_examples else None
     parts = stage.workflow, stage.environment, stage.tools, stage.models, stage.judging
     return settings, stage.rollout.model_dump(), stage.rewards, *parts, stage.domains, frozen_at, examples

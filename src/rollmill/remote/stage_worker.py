@@ -25,7 +25,6 @@ from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.registry import import_file
 from rollmill.rollout import Explorer
-from rollmill.rollout.explorer import DomainExplorer
 from rollmill.trackers.trace import Span, Trace
 from rollmill.types import Experience, StopReason, Task
 from rollmill.weights import (
@@ -111,7 +110,7 @@ class StageWorker:
         self._receiver = _receiver(setup, self._policy)
         self._updating: asyncio.Task[None] | None = None
         self._explorers: list[ExplorerFactory] = []
-        self._made: dict[str, Explorer | DomainExplorer] = {}
+        self._made: dict[str, Explorer] = {}
         self._rewards: list[Any] = []
         self._parts: set[int] = set()  # running requests that may be interrupted
         self._interrupted = -1  # the last of them that is
@@ -152,7 +151,7 @@ class StageWorker:
         if any(number <= through for number in self._parts):
             self._engine.interrupt()
 
-    async def _generate(self, explorer: Explorer | DomainExplorer, request: RolloutRequest) -> list[Experience]:
+    async def _generate(self, explorer: Explorer, request: RolloutRequest) -> list[Experience]:
         task, sampling = request.task, request.sampling
         group: dict[str, Any] = {"n": request.n, "seed": request.seed, "group": request.group}
         if request.part is None:
@@ -198,7 +197,7 @@ class StageWorker:
                 raise DeadlineError("an explorer", f"weights of version {version}", _PUBLISHED_S, advice)
             await asyncio.sleep(_POLL_S)
 
-    def _make(self, text: str) -> Explorer | DomainExplorer:
+    def _make(self, text: str) -> Explorer:
         stage = self._stage_of(text)
         rewards = build_stage_rewards(stage, self._policy)
         self._rewards.append(rewards)

@@ -54,7 +54,8 @@ class Explorer:
     """Rolls out one group per task. `trace` records when each completion was generated and scored.
 
     Args:
-        runner: runs the workflow of a rollout; None: a rollout is one completion of the task's prompt.
+        runners: run the workflow of a rollout, by domain ("" without domains); a rollout of a task without one is one
+            completion of its prompt.
         drafts: cache of completions, used as drafts when their task is rolled out again.
     """
 
@@ -66,14 +67,14 @@ class Explorer:
         rewards: RewardManager,
         tokenizer: Any,
         trace: Trace | None = None,
-        runner: WorkflowRunner | None = None,
+        runners: Mapping[str, WorkflowRunner] | None = None,
         drafts: DraftCache | None = None,
     ) -> None:
         self._engine = engine
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._trace = trace
-        self._runner = runner
+        self._runners = dict(runners or {})
         self._drafts = drafts
 
     async def rollout(
@@ -134,8 +135,9 @@ class Explorer:
         reuse: bool = True,
     ) -> list[Experience]:
         """Roll out one group. With `reuse`, it uses and replaces the task's cached drafts."""
-        if self._runner is not None:
-            return await self._runner.group(task, sampling, n=n, seed=seed, group=group)
+        runner = self._runners.get("") or self._runners.get(task.taskset)
+        if runner is not None:
+            return await runner.group(task, sampling, n=n, seed=seed, group=group)
         cache = self._drafts if reuse else None
         drafts, slot = ((), None) if cache is None else cache.take(task.id, n)
         top = 0 if cache is None else cache.top
@@ -198,7 +200,10 @@ class Explorer:
 
     def take_counts(self) -> dict[str, float]:
         """Counts of workflow rollouts since the last call, see RetryingWorkflow. Empty without a workflow."""
-        return {} if self._runner is None else self._runner.take_counts()
+        total: Counter[str] = Counter()
+        for runner in self._runners.values():
+            total.update(runner.take_counts())
+        return dict(total)
 
     def _request(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, **more: Any) -> GenerationRequest:
         ids = encode_prompt(task, self._tokenizer)
@@ -232,57 +237,3 @@ class Explorer:
             assign_reward(experience, result)
             trace_reward_result(self._trace, result)
             apply_repetition_penalty([experience], sampling, experience.stop_reason is StopReason.REPETITION)
-
-
-class DomainExplorer:
-    """The explorers of a stage's domains, with the interface of one; `task.taskset` is the domain of a task."""
-
-    is_remote = False
-
-    def __init__(self, explorers: Mapping[str, Explorer]) -> None:
-        self._explorers = dict(explorers)
-
-    async def rollout(
-        self,
-        task: Task,
-        sampling: SamplingConfig,
-        *,
-        n: int,
-        seed: int,
-        group: str,
-        generated: OnGenerated | None = None,
-        with_greedy: bool = False,
-    ) -> list[Experience]:
-        """See Explorer."""
-        explorer = self._explorers[task.taskset]
-        return await explorer.rollout(
-            task, sampling, n=n, seed=seed, group=group, generated=generated, with_greedy=with_greedy
-        )
-
-    async def part(
-        self,
-        task: Task,
-        sampling: SamplingConfig,
-        *,
-        n: int,
-        seed: int,
-        group: str,
-        begun: Sequence[Experience] = (),
-    ) -> PartialRollout:
-        """See Explorer."""
-        return await self._explorers[task.taskset].part(task, sampling, n=n, seed=seed, group=group, begun=begun)
-
-    def unbegun(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
-        """See Explorer."""
-        return self._explorers[task.taskset].unbegun(task, sampling, n=n, seed=seed, group=group)
-
-    async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
-        """See Explorer."""
-        await self._explorers[task.taskset].judge(task, sampling, part)
-
-    def take_counts(self) -> dict[str, float]:
-        """See Explorer; the sum over the domains."""
-        total: Counter[str] = Counter()
-        for each in self._explorers.values():
-            total.update(each.take_counts())
-        return dict(total)

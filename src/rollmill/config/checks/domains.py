@@ -83,8 +83,6 @@ def domain_conflicts(
 def _own(stage: StageConfig, name: str, view: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     if isinstance(view.workflow, TrafficWorkflow):
         yield ("workflow",), "workflow `traffic` has no tasks, and domains are kinds of tasks; use a run of its own"
-    if "/" in name:
-        yield ("taskset",), f"the domain `{name}` has a `/` in its name, which ends the domain in ids; rename it"
     if stage.domains[name].algorithm is not None and stage.algorithm.uses_rollouts:
         yield from _algorithm(stage, view)
 

@@ -100,7 +100,7 @@ def _of_workflow(stage: StageConfig, workflow: WorkflowConfig) -> Iterator[tuple
         yield ("workflow",), "workflow `traffic` waits for an application, and nothing asks it about held-out tasks"
     if workflow.uses_tools and not stage.tools:
         yield ("workflow",), f"workflow `{workflow.name}` calls tools; add some, for example tools: [calculator]"
-    if isinstance(workflow, JudgedWorkflow) and workflow.by not in stage.models:
+    if isinstance(workflow, JudgedWorkflow) and workflow.by not in stage.all_models:
         yield ("workflow", "by"), f"no model `{workflow.by}`; add it to the section models, or name another"
 
 

@@ -112,7 +112,7 @@ def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
         yield ("rollout", "reuse"), NEEDS_ONE_PROCESS["rollout.reuse"]
     if isinstance(stage.engine, VLLMEngineConfig) and stage.engine.sleep:
         yield ("engine", "sleep"), NEEDS_ONE_PROCESS["engine.sleep"]
-    for name, model in stage.models.items():
+    for name, model in stage.all_models.items():
         if model.policy is not None:
             yield ("models", name, "policy"), NEEDS_ONE_PROCESS["models.policy"]
 
