@@ -29,7 +29,7 @@ class _State(IntEnum):
 
     STEP = 5  #: training steps made
     UNCOUNTED = 6  #: depth of `uncounted_work`
-    SIGNALS = 7  #: signals that the process has handled
+    PASSED_ON = 7  #: signals that the supervisor has passed on
     ENDING = 8  #: 1: a supervisor ends the process to start it again
 
 
@@ -38,6 +38,7 @@ def _shared_numbers() -> memoryview:
 
 
 _numbers = _shared_numbers()
+_received, _counted = 0, 0
 
 
 def count_progress(kind: Progress, count: int = 1) -> None:
@@ -57,8 +58,8 @@ def has_worked() -> bool:
 
 def reset_progress() -> None:
     """Begin with 0, before a process that trains is started; what is left of an earlier one still counts elsewhere."""
-    global _numbers
-    _numbers = _shared_numbers()
+    global _numbers, _received, _counted
+    _numbers, _received, _counted = _shared_numbers(), 0, 0
 
 
 def reach_step(step: int) -> None:
@@ -99,14 +100,27 @@ def does_uncounted_work() -> bool:
     return _numbers[_State.UNCOUNTED] > 0
 
 
-def note_signal() -> None:
-    """Note that this process has handled a signal of the user."""
-    _numbers[_State.SIGNALS] += 1
+def pass_on_signal() -> None:
+    """Note that the supervisor passes a signal on, just before it does so."""
+    _numbers[_State.PASSED_ON] += 1
 
 
-def signals_handled() -> int:
-    """Signals that the process has handled."""
-    return _numbers[_State.SIGNALS]
+def signals_passed_on() -> int:
+    """Signals that the supervisor has passed on."""
+    return _numbers[_State.PASSED_ON]
+
+
+def count_signals() -> int:
+    """Return how many signals the user has sent since the last call, when this process has received one.
+
+    One that went to the whole group comes twice: once directly, and once passed on by the supervisor, which cannot know
+    that. Both are one: the second of them returns 0.
+    """
+    global _received, _counted
+    _received += 1
+    passed_on = signals_passed_on()
+    before, _counted = _counted, max(_counted, passed_on, _received - passed_on)
+    return _counted - before
 
 
 def end_for_restart() -> None:

@@ -24,6 +24,7 @@ from waiting import wait_until
 from rollmill.orchestrator.interrupt import Interrupts
 
 ONLY_RL = {"stages": None, "steps": 6, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}}
+TIME_TO_INTERRUPT = [SFT, GRPO | {"steps": 60}]
 LONGER = ONLY_RL | {"steps": 12}
 SLOW_REWARD = "import time\ndef mine(task, completion):\n    time.sleep({})\n    return float('1' in completion.text)\n"
 MINE = [{"name": "python", "function": "mine.py:mine"}]
@@ -34,6 +35,15 @@ def whole(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run, `out`, and its run file."""
     folder = tmp_path_factory.mktemp("whole")
     tiny_run(folder)
+    assert server.run("run", "run.yaml", "--out", "out", folder=folder).code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_longer(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run that does not end before a signal of the test has come."""
+    folder = tmp_path_factory.mktemp("whole-longer")
+    tiny_run(folder, stages=TIME_TO_INTERRUPT)
     assert server.run("run", "run.yaml", "--out", "out", folder=folder).code == 0
     return folder
 
@@ -75,9 +85,9 @@ def clean(end: Ended, code: int, *says: str) -> None:
     ],
 )
 def test_interrupted_once_writes_a_checkpoint_and_resumes_exactly(
-    server: Forks, whole: Path, tmp_path: Path, number: signal.Signals, after: int
+    server: Forks, whole_longer: Path, tmp_path: Path, number: signal.Signals, after: int
 ) -> None:
-    tiny_run(tmp_path)
+    tiny_run(tmp_path, stages=TIME_TO_INTERRUPT)
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert server.reaches(lambda: steps(tmp_path / "out") >= after)
     assert send(server.pid, number)
@@ -88,7 +98,7 @@ def test_interrupted_once_writes_a_checkpoint_and_resumes_exactly(
     newest = max((tmp_path / "out/checkpoints").glob("step-*"))
     assert newest.name == f"step-{steps(tmp_path / 'out'):06d}"
     assert server.run("resume", "out", folder=tmp_path).code == 0
-    assert outcome(tmp_path / "out") | {"checkpoints": None} == outcome(whole / "out") | {"checkpoints": None}
+    assert outcome(tmp_path / "out") | {"checkpoints": None} == outcome(whole_longer / "out") | {"checkpoints": None}
 
 
 def test_under_nohup_a_closed_terminal_does_not_end_a_run() -> None:
@@ -106,7 +116,7 @@ def test_under_nohup_a_closed_terminal_does_not_end_a_run() -> None:
 @pytest.mark.slow
 def test_interrupted_with_rewards_under_way_keeps_them(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW_REWARD.format(0.02))
-    tiny_run(tmp_path, **ONLY_RL | {"steps": 4}, max_staleness=1, rewards=MINE, evaluation=None)
+    tiny_run(tmp_path, **ONLY_RL | {"steps": 30}, max_staleness=1, rewards=MINE, evaluation=None)
     assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert server.reaches(lambda: steps(tmp_path / "out") >= 1)

@@ -160,7 +160,7 @@ def test_resume_goes_on_from_a_checkpoint_that_was_written_while_things_were_awa
 @pytest.mark.slow
 def test_an_interrupted_and_a_killed_run_leave_no_files_and_resume(server: Forks, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
-    changes = PPO | {"residency": PPO["residency"] | {"folder": "elsewhere"}, "steps": 8, "checkpoint": {"every": 1}}
+    changes = PPO | {"residency": PPO["residency"] | {"folder": "elsewhere"}, "steps": 24, "checkpoint": {"every": 2}}
     tiny_run(tmp_path, **changes)
     assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):

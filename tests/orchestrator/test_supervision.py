@@ -275,19 +275,37 @@ def test_the_process_that_trains_ends_with_the_command(server: Forks, tmp_path: 
     wait_until(lambda: ended(pid))
 
 
+def in_a_group(folder: Path) -> subprocess.Popen[str]:
+    """Start `rollmill run` as the first process of a group."""
+    command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
 @pytest.mark.slow
 def test_a_signal_to_the_whole_group_counts_once(tmp_path: Path) -> None:
     tiny_run(tmp_path, **RL | {"steps": 2000, "checkpoint": {"every": 1000}})
-    command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out"]
-    run = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    run = in_a_group(tmp_path)
     wait_until(lambda: steps(tmp_path / "out") >= 1)
     os.killpg(run.pid, signal.SIGTERM)
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130, said
     assert list((tmp_path / "out/checkpoints").glob("step-*")), "the second signal would end it at once"
     assert said.count("ending after this step") == 1
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_whole_group_ends_a_run_that_is_loading(tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        "import pathlib, time\ndef rows():\n    pathlib.Path('loading').touch()\n    time.sleep(1000)\n"
+    )
+    tiny_run(tmp_path, **RL | {"taskset": {"function": "rows.py:rows", "options": None}})
+    run = in_a_group(tmp_path)
+    wait_until((tmp_path / "loading").exists)
+    os.killpg(run.pid, signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

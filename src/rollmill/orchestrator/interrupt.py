@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TypeVar
 
-from rollmill.progress import ends_for_restart, note_signal
+from rollmill.progress import count_signals, ends_for_restart
 
 T = TypeVar("T")
 
@@ -53,8 +53,10 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        note_signal()
-        if self.requested:
+        new = count_signals()
+        if new == 0:
+            return
+        if new > 1 or self.requested:
             raise KeyboardInterrupt
         self.request()
         if not ends_for_restart():

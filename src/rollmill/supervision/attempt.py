@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, NoReturn
 
 from rollmill.config.loader import LoadedRun
-from rollmill.progress import begin_uncounted_work, end_uncounted_work
+from rollmill.progress import begin_uncounted_work, count_signals, end_uncounted_work
 from rollmill.supervision.budget import RunOutcome
 from rollmill.supervision.memory import MemoryReduction
 from rollmill.supervision.watchdog import DUMP_SIGNAL, memory_file
@@ -69,6 +70,8 @@ class RunAttempt:
                 faulthandler.register(DUMP_SIGNAL, self.stacks, chain=False)
                 faulthandler.enable(self.stacks)  # a crash is told with its place, too
                 begin_uncounted_work()
+                if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                    signal.signal(signal.SIGINT, _interrupt)
                 signal.pthread_sigmask(signal.SIG_SETMASK, signals)
                 outcome = RunOutcome("done", train(self), exit_code=0)
             except BaseException as error:
@@ -106,6 +109,12 @@ class RunAttempt:
         """Release the files."""
         self.report.close()
         self.stacks.close()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt once for each Ctrl-C, until the run handles signals itself."""
+    if count_signals():
+        raise KeyboardInterrupt
 
 
 def _die_with(supervisor: int) -> None:

@@ -22,7 +22,14 @@ import psutil
 from rollmill.config.supervision import SupervisionConfig
 from rollmill.errors import ConfigError, RollmillError, count_oom_kills
 from rollmill.orchestrator.run_lock import hold_run_lock
-from rollmill.progress import end_for_restart, has_worked, reset_progress, signals_handled, step_reached
+from rollmill.progress import (
+    end_for_restart,
+    has_worked,
+    pass_on_signal,
+    reset_progress,
+    signals_passed_on,
+    step_reached,
+)
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.supervision.budget import RestartBudget, RunFailedError
 from rollmill.supervision.memory import MemoryReduction
@@ -34,8 +41,6 @@ Train = Callable[[RunAttempt], dict[str, Any]]
 """Trains in the process that calls it, and returns the run's summary. `attempt.run_dir` says what to resume."""
 
 _TICK_S, _LOOK_S, _LONGEST_LOOK_S = 0.25, 0.02, 1.0
-_SAME_SIGNAL_S = 1.0
-"""A signal that was sent to all processes of a group reaches the child within this time, too."""
 _GRACE_S, _LEAVING_S = 60.0, 60.0
 """For a stalled process to end by itself, with a checkpoint; for one that has reported its end, to exit."""
 _LOCK_S = 10.0
@@ -90,7 +95,7 @@ class RunSupervisor:
         self._config, self._budget = config, RestartBudget(config)
         self._grace_s = _GRACE_S if config.stall_s == "auto" else min(_GRACE_S, config.stall_s)
         self._reduction = MemoryReduction()
-        self._signals, self._signals_before, self._worked, self._begun = 0, 0, False, False
+        self._signals, self._worked, self._begun = 0, False, False
         self._stall, self._kill_at = "", float("inf")
         self._lock = ExitStack()
         hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []  # nohup
@@ -147,7 +152,6 @@ class RunSupervisor:
     def _wait(self, pid: int, attempt: RunAttempt) -> int:
         """Wait for the child's end, and return its exit code, or minus the signal that killed it."""
         watchdog, begun = StallWatchdog(pid, self._config.stall_limit(()), _LONGEST_LOOK_S), False
-        self._signals_before = self._signals
         while True:
             found = _wait_for_signal(self._waited, _TICK_S)
             if found is not None and found.si_signo != signal.SIGCHLD:
@@ -166,18 +170,15 @@ class RunSupervisor:
                 os.kill(pid, signal.SIGKILL)
 
     def _pass_on(self, pid: int, found: signal.struct_siginfo) -> None:
-        """Send a signal to the child, unless it has it from the terminal, or from who has sent it to the group."""
+        """Send a signal to the child, which may have it already if it went to the whole group: `Interrupts` counts."""
         self._signals += 1
         if self._signals >= _ENDS_AT_ONCE:
             os.kill(pid, signal.SIGKILL)
-        if found.si_code > 0 and found.si_signo != signal.SIGHUP:  # which a closed terminal sends to its first process
-            return
-        ends = time.monotonic() + _SAME_SIGNAL_S
-        while signals_handled() < self._signals - self._signals_before:  # of this attempt
-            if time.monotonic() > ends:
-                os.kill(pid, found.si_signo)
-                return
-            time.sleep(_LOOK_S)
+        of_terminal = found.si_code > 0 and found.si_signo != signal.SIGHUP  # SIGHUP comes to the first process only
+        if of_terminal and signals_passed_on() == 0:
+            return  # the child has it, and would have to count only that
+        pass_on_signal()
+        os.kill(pid, found.si_signo)
 
     def _end_stalled(self, pid: int, attempt: RunAttempt, quiet_s: float) -> None:
         """Write down what a stalled child does, and end it: with a checkpoint if it can, else killed."""
