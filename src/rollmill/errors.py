@@ -241,10 +241,14 @@ def _oom_kills_in(path: Path) -> int:
     return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill")
 
 
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        if isinstance(error, BaseExceptionGroup):
-            for each in error.exceptions:
-                yield from _with_causes(each)
-        error = error.__cause__
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Each error once: users' code can raise an error from itself."""
+    seen, left = set(), [error]
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        left += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        left += () if each.__cause__ is None else (each.__cause__,)

@@ -78,6 +78,12 @@ def test_failures_that_may_pass(error: BaseException) -> None:
     assert is_out_of_memory(error) == (isinstance(error, TrainerRankMemoryError | MemoryError | RuntimeError))
 
 
+def test_an_error_that_is_raised_from_itself_is_judged() -> None:
+    lost, wrong = StoreLostError("gone"), RewardError("raised")
+    assert is_recoverable(caused(lost, lost))
+    assert not is_recoverable(caused(wrong, caused(ValueError("x"), wrong)))
+
+
 @pytest.mark.parametrize(
     "error",
     [

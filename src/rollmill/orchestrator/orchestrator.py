@@ -107,7 +107,7 @@ class Orchestrator:
             async with nullcontext() if self._serving is None else self._serving(stage):
                 await self._train(config, TrainingLoop(stage))
         except DeadlineError as error:
-            raise stage.backend.explain(error) from error
+            raise stage.backend.explain(error) from error.__cause__  # it may be the same one
         finally:
             await stage.close()
 
