@@ -1,5 +1,5 @@
-"""Runs that a test paces, whichever of their processes is faster: they stand still after a step, and a token budget cuts
-their groups in every step."""
+"""Runs that a test paces, whichever of their processes is faster: they stand still after a step, and a token budget
+cuts their groups in every step."""
 
 from __future__ import annotations
 
@@ -11,41 +11,45 @@ BATCH = 4
 SEQUENTIAL = {"order": "sequential"}
 """Tasks in their order, so that a group and its task have the same number."""
 
-HELD_REWARD = '''
+_HOLDING = """
 import asyncio
 import math
-from pathlib import Path
-
-HOLD = Path(__file__).parent / "hold"
-
-
-def first_held():
-    try:
-        return int(HOLD.read_text())
-    except FileNotFoundError:
-        return math.inf
-
-
-async def held(task, completion, points="1"):
-    """One point for each of some characters, as soon as the task is not held."""
-    number = int(task.id.rpartition(":")[2])
-    (HOLD.parent / f"asked-{number}").touch()
-    await asyncio.sleep(0.03)
-    while number >= first_held():
-        await asyncio.sleep(0.01)
-    return float(sum(map(completion.text.count, points)))
-'''
-
-CUTTING = '''
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+FOLDER = Path(__file__).parent
+
+
+def is_held(number):
+    try:
+        return number >= int((FOLDER / "hold").read_text())
+    except FileNotFoundError:
+        return False
+"""
+
+_REWARD = (
+    _HOLDING
+    + '''
+
+async def held(task, completion):
+    """One for a completion with a 1, as soon as the task is not held."""
+    number = int(task.id.rpartition(":")[2])
+    (FOLDER / f"asked-{number}").touch()
+    await asyncio.sleep(0.03)
+    while is_held(number):
+        await asyncio.sleep(0.01)
+    return float("1" in completion.text)
+'''
+)
+
+_CUTTING = (
+    _HOLDING
+    + '''
 from rollmill.rollout.base import PartialRollout
 from rollmill.rollout.explorer import Explorer
 from rollmill.types import StopReason
 
-FOLDER, TOKENS = Path(__file__).parent, 3
+TOKENS = 3
 part = Explorer.part
 
 
@@ -70,7 +74,7 @@ def awaited(number):
 
 async def cut(self, task, sampling, *, n, seed, group, begun=()):
     """Cut a group that is not needed yet: with a few tokens it waits for an interruption. A step's first group waits
-    until those that the step starts have such tokens."""
+    until those that the step starts have such tokens, and those that are held wait, too."""
     number, before = int(group.rpartition("-")[2]), interrupts(self._engine)
     mark = FOLDER / f"begun-{number}"
     if number >= BATCH and not begun:
@@ -82,7 +86,7 @@ async def cut(self, task, sampling, *, n, seed, group, begun=()):
                 await asyncio.sleep(0.01)
         return PartialRollout(*([aborted(each) for each in of] for of in (found.experiences, found.completions)))
     mark.touch()
-    while not all((FOLDER / f"begun-{each}").exists() for each in awaited(number)):
+    while is_held(number) or not all((FOLDER / f"begun-{each}").exists() for each in awaited(number)):
         if interrupts(self._engine) != before:
             return PartialRollout(list(begun))
         await asyncio.sleep(0.01)
@@ -95,25 +99,28 @@ def aborted(each):
 
 Explorer.part = cut
 '''
+)
 
 
 HELD: dict[str, Any] = {"name": "python", "function": "held.py:held", "time_limit_s": 300}
-"""A reward that waits for the test, see `hold`; its run needs SEQUENTIAL."""
+"""A reward that waits where the run is held; needs SEQUENTIAL. Not with CUT, whose steps wait for rewards of groups
+that they do not need."""
 
 CUT: dict[str, Any] = {"plugins": ["cutting.py"], "max_staleness": 2, "rollout": {"token_budget": 16}}
-"""Keys of a run in which every group but those of the first step is cut once, by the run's own interruption, with a few
-tokens of the version that started it. The first step starts the groups of three steps, every later one those of one
-more. The budget is what the completions of new groups have at least, so a step ends although they wait."""
+"""Keys of a run in which every group but those of the first step is cut, by the run's own interruption, with a few
+tokens of the version that has started it; and whose groups wait where the run is held. The first step starts the groups
+of three steps, every later one those of one more. The budget is what the completions of new groups have at least, so a
+step ends although they wait."""
 
 
 def write_paced(folder: Path, *, steps: int = 0) -> None:
     """Write the files that HELD and CUT name, for a run of so many steps."""
-    (folder / "held.py").write_text(HELD_REWARD)
-    (folder / "cutting.py").write_text(f"BATCH, GROUPS = {BATCH}, {BATCH * steps}\n{CUTTING}")
+    (folder / "held.py").write_text(_REWARD)
+    (folder / "cutting.py").write_text(f"BATCH, GROUPS = {BATCH}, {BATCH * steps}\n{_CUTTING}")
 
 
 def hold(folder: Path, *, after: int) -> None:
-    """Let the run make no more than `after` steps: rewards of later ones wait."""
+    """Let the run make no more than `after` steps: its later groups wait."""
     new = folder / "hold.new"
     new.write_text(str(after * BATCH))
     os.replace(new, folder / "hold")
@@ -125,12 +132,12 @@ def release(folder: Path) -> None:
 
 
 def asked(folder: Path, *, step: int) -> bool:
-    """True if all groups of a step have completions, whose rewards may be held."""
+    """True if all groups of a step have completions; their rewards may be held."""
     return all((folder / f"asked-{number}").exists() for number in _groups(step))
 
 
 def begun(folder: Path, *, step: int) -> bool:
-    """True if all groups for a step have tokens."""
+    """True if all groups of a step have been cut, or are about to be."""
     return all((folder / f"begun-{number}").exists() for number in _groups(step))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from buffer_groups import experience
 from forks import Forks, ended, forks, send
-from paced import CUT, HELD, SEQUENTIAL, begun, forget_begun, hold, release, write_paced
+from paced import CUT, begun, forget_begun, hold, release, write_paced
 from tiny import merged, require_log_probs, tiny_run
 from vllm_service import PYTHON, needs_vllm
 
@@ -33,6 +33,8 @@ STEPS, GROUPS, KILLED_AFTER = 6, 4, 2
 STOP = "7"
 IDS = [f"train-{number:06d}/{index}" for number in range(STEPS * GROUPS) for index in range(4)]
 PLUGIN = """
+import asyncio
+
 import rollmill
 
 
@@ -41,15 +43,18 @@ def mark(batch) -> None:
     '''Notes that a completion was here.'''
     for experience in batch.experiences:
         experience.info["marked"] = True
+
+
+async def slow(task, completion):
+    await asyncio.sleep(0.05)
+    return float(sum(map(completion.text.count, "01234")))
 """
-REWARD = HELD | {"options": {"points": "01234"}}
 REPETITION = {"period": 1, "times": 3, "tokens": 3, "penalty": 0.25}
 EVERYTHING: dict[str, Any] = {
     "stages": None,
     "model": {"new": {"hidden_size": 64}},
     "plugins": ["plugin.py", *CUT["plugins"]],
-    "taskset": SEQUENTIAL,
-    "rewards": [REWARD],
+    "rewards": [{"name": "python", "function": "plugin.py:slow"}],
     "algorithm": {"name": "grpo"},
     "steps": STEPS,
     "max_staleness": CUT["max_staleness"],
@@ -72,7 +77,8 @@ ADAPTERS: dict[str, Any] = {
     "algorithm": {"name": "grpo"},
     "steps": 3,
     "rollout": {"oversample": 0.5, "max_new_tokens": 24},
-    "rewards": [REWARD],
+    "rewards": [{"name": "python", "function": "plugin.py:slow"}],
+    "plugins": ["plugin.py"],
     "trainer": {"lr": 1e-2},
     "evaluation": None,
     "checkpoint": {"every": 99},
