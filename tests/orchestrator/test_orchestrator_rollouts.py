@@ -26,6 +26,7 @@ from rollmill.orchestrator.scheduler import RolloutScheduler
 from rollmill.orchestrator.state import StageState
 from rollmill.rewards import build_reward_manager
 from rollmill.rollout import Explorer
+from rollmill.rollout.base import PartialRollout
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, Experience, StopReason, Task
 
@@ -325,6 +326,36 @@ def test_what_an_earlier_stage_has_left_is_not_continued() -> None:
     store.rewind(store.mark(), step=3)
     [found] = PartialRollouts(store, "first").take(step=4)[number]
     assert found.token_ids.tolist() == left[0].token_ids.tolist()
+
+
+class Backwards(Explorer):
+    """Returns interrupted groups in the opposite order, as other processes may; notes which were requested."""
+
+    requested: list[int]
+
+    async def part(self, *args: Any, group: str, **options: Any) -> PartialRollout:
+        number = int(group.rpartition("-")[2])
+        self.requested.append(number)
+        found = await super().part(*args, group=group, **options)
+        for _ in range(20 - number if found.experiences[0].stop_reason is StopReason.ABORTED else 0):
+            await asyncio.sleep(0)
+        return found
+
+
+def test_the_oldest_groups_go_on_first_whichever_was_returned_first() -> None:
+    """The step needs them, and an engine decodes in the order of requests."""
+    stage = Stage([9], config(2, 1, 4, 2, token_budget=1))
+    explorer = Backwards(stage.engine, JUDGE, TOKENIZER)  # type: ignore[arg-type]
+    explorer.requested, stage.engine.rows = [], 2
+    stage.rollouts = stage.made(explorer)
+
+    async def two() -> None:
+        await stage.step(0)
+        explorer.requested.clear()
+        await stage.step(1)
+
+    asyncio.run(two())
+    assert explorer.requested == list(range(2, 8))
 
 
 def unfinished_one() -> Experience:

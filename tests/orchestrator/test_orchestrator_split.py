@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forks import Forks, ended, forks, send
+from paced import CUT, HELD, SEQUENTIAL, asked, begun, forget_begun, hold, release, write_paced
 from postgres import Postgres
 from tiny import merged, outcome, require_log_probs, tiny_run, trainer
 
@@ -33,20 +34,8 @@ SLOW = {"name": "python", "function": "mine.py:mine"}
 SLOW_REWARD = (
     "import time\ndef mine(task, completion):\n    time.sleep(0.03)\n    return float('1' in completion.text)\n"
 )
-HELD_REWARD = """
-import time
-from pathlib import Path
-
-calls = []
-
-
-def mine(task, completion):
-    calls.append(1)
-    while len(calls) > 40 and not (Path(__file__).parent / "go").exists():
-        time.sleep(0.01)
-    return float("1" in completion.text)
-"""
-"""Rewards of two and a half steps; the others wait for the test."""
+PACED: dict[str, Any] = RL | {"taskset": SEQUENTIAL, "rewards": [HELD]}
+"""Training that `hold` and `release` let go on, however fast it is."""
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +51,19 @@ def start(server: Forks, folder: Path, mode: str, *more: str) -> int:
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     return [dict(row) for row in read_metrics(folder / "out")]
+
+
+def paced_run(folder: Path, *, after: int | None, **changes: Any) -> None:
+    """Write the run file of a run that stands still after some steps (None: never)."""
+    write_paced(folder, steps=changes["steps"])
+    tiny_run(folder, **merged(PACED, changes))
+    if after is not None:
+        hold(folder, after=after)
+
+
+def joined(folder: Path) -> list[str]:
+    """Names of the explorers that have joined the run."""
+    return [each.name for each in read_heartbeats(folder / "out") if each.name.startswith("explorer")]
 
 
 def fine(server: Forks) -> str:
@@ -113,9 +115,10 @@ def test_stages_and_evaluations_are_the_same_as_in_one_process(servers: list[For
 
 
 def test_an_early_stop_is_noted_by_all(servers: list[Forks], tmp_path: Path) -> None:
+    """Weights that do not change do not become better, whatever the explorers generate."""
     stop = {"early_stop": {"metric": "eval/greedy", "patience": 1}, "max_staleness": 2}
     stages = [{"name": "first", "steps": 9} | stop, {"name": "second", "steps": 3, "max_staleness": 0}]
-    changes = RL | {"stages": stages, "evaluation": {"every": 2}}
+    changes = RL | {"stages": stages, "evaluation": {"every": 2}, "trainer": {"lr": 1e-12}}
     tiny_run(tmp_path, **changes)
     start(servers[1], tmp_path, "explore")
     start(servers[0], tmp_path, "train")
@@ -151,21 +154,19 @@ def require_sound(folder: Path, count: int, staleness: int) -> list[dict[str, An
 
 
 def test_two_explorers_stay_within_the_bound(servers: list[Forks], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SLOW_REWARD)
-    tiny_run(tmp_path, **RL | {"steps": 10, "max_staleness": 2, "rewards": [SLOW]})
+    paced_run(tmp_path, after=3, steps=10, max_staleness=2)
     for server in servers[1:]:
         start(server, tmp_path, "explore")
     start(servers[0], tmp_path, "train")
+    wait_until(lambda: asked(tmp_path, step=6) and len(joined(tmp_path)) == 2, servers[0])
+    release(tmp_path)
     fine(servers[0])
     shares = [int(fine(server).split("the run is done; ")[1].split()[0]) for server in servers[1:]]
     assert sum(shares) >= 10 * 4
     rows = require_sound(tmp_path, 10, 2)
-    assert max(row["staleness/max"] for row in rows) > 0
+    assert rows[5]["staleness/max"] == 2, "its completions were there after three steps"
     ended = {each.name: each.ended for each in read_heartbeats(tmp_path / "out")}
     assert ended == {"explorer 0": "done", "explorer 1": "done", "trainer": "done"}
-
-
-BUDGET: dict[str, Any] = {"max_staleness": 2, "rollout": {"token_budget": 90}}
 
 
 def test_a_budget_is_shared_and_what_it_cuts_goes_on_wherever_there_is_room(
@@ -173,10 +174,11 @@ def test_a_budget_is_shared_and_what_it_cuts_goes_on_wherever_there_is_room(
 ) -> None:
     """With weights that do not change, completions are those of one process without a budget, wherever they are cut."""
     still = RL | {"steps": 5, "trainer": {"lr": 1e-12}, "max_staleness": 2, "checkpoint": {"every": 100}}
+    write_paced(tmp_path, steps=5)
     tiny_run(tmp_path, **still)
     one = servers[0].run("run", "run.yaml", "--out", "both", folder=tmp_path)
     assert one.code == 0, one.err
-    tiny_run(tmp_path, **merged(still, BUDGET))
+    tiny_run(tmp_path, **merged(still, CUT))
     for server in servers[1:]:
         start(server, tmp_path, "explore")
     start(servers[0], tmp_path, "train")
@@ -198,20 +200,23 @@ def test_what_a_budget_has_cut_outlives_who_is_killed(servers: list[Forks], tmp_
     """An explorer dies and comes back, then the trainer: groups are learned from in order, once, and every token has
     the log-prob of the weights it carries the version of."""
     (tmp_path / "mine.py").write_text(SLOW_REWARD)
-    changes = RL | {"steps": 10, "rewards": [SLOW], "trainer_away_s": 60, "checkpoint": {"every": 1, "keep_last": 99}}
-    tiny_run(tmp_path, **merged(changes, BUDGET))
+    changes = {"steps": 10, "rewards": [SLOW], "trainer_away_s": 60, "checkpoint": {"every": 1, "keep_last": 99}}
+    paced_run(tmp_path, after=3, **merged(CUT, changes))
     trainer, explorer, other = servers
     start(trainer, tmp_path, "train")
     start(explorer, tmp_path, "explore")
     start(other, tmp_path, "explore")
     for reached, dies in ((3, explorer), (6, trainer)):
-        wait_until(lambda reached=reached: len(steps(tmp_path)) >= reached, trainer)  # type: ignore[misc]
+        wait_until(lambda reached=reached: begun(tmp_path, step=reached + 3), trainer)  # type: ignore[misc]
         assert send(dies.pid)
         dies.wait()
         if dies is explorer:
             start(explorer, tmp_path, "explore")
+            hold(tmp_path, after=6)
         else:
+            forget_begun(tmp_path)
             trainer.start("resume", "out", folder=tmp_path)
+    release(tmp_path)
     for server in servers:
         fine(server)
     rows = require_sound(tmp_path, 10, 2)
@@ -219,7 +224,7 @@ def test_what_a_budget_has_cut_outlives_who_is_killed(servers: list[Forks], tmp_
     experiences = [each for step in range(1, 11) for each in load_experiences(tmp_path / "out", step=step)]
     assert [each.id for each in experiences] == [f"train-{n:06d}/{index}" for n in range(40) for index in range(4)]
     pieced = [each for each in experiences if len(version_segments(each)) > 1]
-    assert len(require_log_probs(tmp_path / "out", pieced)) > 2
+    assert {1, 2, 4, 5, 6, 7} < require_log_probs(tmp_path / "out", pieced).keys()
 
 
 def test_over_sampling_and_repetition_end_rollouts_of_explorers(servers: list[Forks], tmp_path: Path) -> None:
@@ -258,7 +263,7 @@ def test_whoever_is_killed_goes_on(servers: list[Forks], tmp_path: Path, seed: i
     """The explorer dies and comes back, and so does the trainer, at random moments; one explorer lives on."""
     chance = random.Random(seed)
     (tmp_path / "mine.py").write_text(SLOW_REWARD)
-    tiny_run(tmp_path, **RL | {"steps": 16, "max_staleness": 2, "rewards": [SLOW], "trainer_away_s": 60})
+    paced_run(tmp_path, after=5, steps=16, max_staleness=2, rewards=[HELD, SLOW], trainer_away_s=60)
     trainer, explorer, other = servers
     start(trainer, tmp_path, "train")
     start(explorer, tmp_path, "explore")
@@ -274,6 +279,8 @@ def test_whoever_is_killed_goes_on(servers: list[Forks], tmp_path: Path, seed: i
             start(explorer, tmp_path, "explore")
         else:
             trainer.start("resume", "out", folder=tmp_path)
+        hold(tmp_path, after=reached + 6)
+    release(tmp_path)
     fine(trainer)
     fine(explorer)
     fine(other)
@@ -285,13 +292,13 @@ def test_whoever_is_killed_goes_on(servers: list[Forks], tmp_path: Path, seed: i
 
 
 def test_a_killed_trainer_is_started_again_by_its_command(servers: list[Forks], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SLOW_REWARD)
-    tiny_run(tmp_path, **RL | {"steps": 8, "max_staleness": 2, "rewards": [SLOW], "trainer_away_s": 60})
+    paced_run(tmp_path, after=5, steps=8, max_staleness=2, trainer_away_s=60)
     command, explorer, _ = servers
     start(command, tmp_path, "train")
     start(explorer, tmp_path, "explore")
     wait_until(lambda: len(steps(tmp_path)) >= 3, command)
     assert send(trainer(tmp_path / "out"))
+    release(tmp_path)
     fine(command)
     fine(explorer)
     require_sound(tmp_path, 8, 2)
@@ -299,8 +306,8 @@ def test_a_killed_trainer_is_started_again_by_its_command(servers: list[Forks], 
 
 
 def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Forks], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SLOW_REWARD.replace("0.03", "0.15"))
-    tiny_run(tmp_path, **RL | {"steps": 4, "rewards": [SLOW], "evaluation": {"every": 2}})
+    evaluation = {"every": 2, "rewards": [HELD]}
+    paced_run(tmp_path, after=0, steps=4, rewards=None, evaluation=evaluation)
     trainer, *explorers = servers
     start(trainer, tmp_path, "train")
     for server in explorers:
@@ -308,7 +315,7 @@ def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Fork
 
     at_it: list[int] = []
 
-    def begun() -> bool:
+    def evaluating() -> bool:
         doing = {each.name: each for each in read_heartbeats(tmp_path / "out")}
         if "trainer" not in doing or not doing["trainer"].doing.startswith("evaluate"):
             return False
@@ -316,8 +323,9 @@ def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Fork
         at_it[:] = [each.pid for each in explorers if each.doing == "roll out"]
         return bool(at_it)
 
-    wait_until(begun, trainer)
+    wait_until(evaluating, trainer)
     assert send(at_it[0])
+    release(tmp_path)
     fine(trainer)
     ends = [server.wait().code for server in explorers]
     assert sorted(ends) == [-signal.SIGKILL, 0]
@@ -325,22 +333,23 @@ def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Fork
     assert [each["step"] for each in evaluated] == [0, 2, 4]
 
 
-def stop_one(folder: Path, servers: list[Forks], **changes: Any) -> int:
-    """Start a run with two explorers, and stop one of them while it rolls out; its process id."""
-    (folder / "mine.py").write_text(SLOW_REWARD)
-    tiny_run(folder, **RL | {"steps": 12, "max_staleness": 1, "rewards": [SLOW]} | changes)
-    trainer, stopped, other = servers
+def stop_one(folder: Path, servers: list[Forks], **changes: Any) -> tuple[Forks, Forks]:
+    """Start a run with two explorers, and stop one of them while it rolls out; returns it, and the other one."""
+    paced_run(folder, **{"max_staleness": 1} | changes)
+    trainer, *explorers = servers
     start(trainer, folder, "train")
-    start(stopped, folder, "explore")
-    start(other, folder, "explore")
+    for server in explorers:
+        start(server, folder, "explore")
+    at_work: list[int] = []
 
-    def at_work() -> bool:
-        here = [each for each in read_heartbeats(folder / "out") if each.pid == stopped.pid]
-        return len(steps(folder)) >= 2 and bool(here) and here[0].doing == "roll out"
+    def waits() -> bool:
+        at_work[:] = [each.pid for each in read_heartbeats(folder / "out") if each.doing == "roll out"]
+        return len(steps(folder)) >= 3 and len(joined(folder)) == 2 and bool(at_work)
 
-    wait_until(at_work, trainer)
-    send(stopped.pid, signal.SIGSTOP)
-    return stopped.pid
+    wait_until(waits, trainer)
+    stopped, other = sorted(explorers, key=lambda each: each.pid not in at_work)
+    assert send(stopped.pid, signal.SIGSTOP)
+    return stopped, other
 
 
 @pytest.mark.timeout(600)
@@ -349,22 +358,23 @@ def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path
     (tmp_path / "quick.py").write_text(
         "from rollmill.remote import joined_explorers\njoined_explorers.HEALTH_S = 15.0\n"
     )
-    pid = stop_one(tmp_path, servers, plugins=["quick.py"])
-    trainer, stopped, other = servers
+    stopped, other = stop_one(tmp_path, servers, after=3, steps=12, plugins=["quick.py"])
     with ExitStack() as stack:
-        stack.callback(send, pid, signal.SIGCONT)
-        fine(trainer)
+        stack.callback(send, stopped.pid, signal.SIGCONT)
+        release(tmp_path)
+        fine(servers[0])
         fine(other)
     assert "the run is done" in fine(stopped)
     require_sound(tmp_path, 12, 1)
 
 
 def test_the_error_names_the_stopped_explorer(servers: list[Forks], tmp_path: Path) -> None:
-    pid = stop_one(tmp_path, servers, rollout={"deadline_s": 20}, supervise={"restarts": 0})
-    trainer, stopped, other = servers
+    limits = {"rollout": {"deadline_s": 20}, "explorer_silent_s": 120, "supervise": {"restarts": 0}}
+    stopped, other = stop_one(tmp_path, servers, after=None, steps=10**6, **limits)
+    pid = stopped.pid
     with ExitStack() as stack:
         stack.callback(send, pid)
-        done = trainer.wait()
+        done = servers[0].wait()
         send(other.pid)
     assert done.code == 1
     assert "the orchestrator waited 20 s for explorers to finish their rollouts" in done.err
@@ -391,7 +401,7 @@ def test_without_explorers_the_trainer_says_how_to_start_one(servers: list[Forks
 
 
 def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: Path) -> None:
-    tiny_run(tmp_path, **RL | {"steps": 200})
+    tiny_run(tmp_path, **RL | {"steps": 10**6})
     start(servers[0], tmp_path, "train")
     wait_until((tmp_path / "out/trainer.json").exists, servers[0])
     start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
@@ -405,7 +415,7 @@ def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: 
 
 
 def test_an_explorer_whose_trainer_is_stopped_says_so(servers: list[Forks], tmp_path: Path) -> None:
-    tiny_run(tmp_path, **RL | {"steps": 200, "supervise": {"restarts": 0}})  # the command is the trainer
+    tiny_run(tmp_path, **RL | {"steps": 10**6, "supervise": {"restarts": 0}})  # the command is the trainer
     pid = start(servers[0], tmp_path, "train")
     wait_until((tmp_path / "out/trainer.json").exists, servers[0])
     start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
@@ -480,14 +490,14 @@ def test_training_alone_on_what_the_buffer_holds(servers: list[Forks], tmp_path:
 
 
 def test_an_explorer_is_interrupted_and_another_one_joins_late(servers: list[Forks], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SLOW_REWARD)
-    tiny_run(tmp_path, **RL | {"steps": 10, "max_staleness": 1, "rewards": [SLOW]})
+    paced_run(tmp_path, after=4, steps=10, max_staleness=1)
     trainer, explorer, other = servers
     start(trainer, tmp_path, "train")
     start(explorer, tmp_path, "explore")
     wait_until(lambda: len(steps(tmp_path)) >= 2, trainer)
     assert send(explorer.pid, signal.SIGINT)
     assert explorer.wait().code == 130
+    release(tmp_path)
     start(other, tmp_path, "explore")
     fine(trainer)
     assert "explorer 0: the run is done" in fine(other)
@@ -495,8 +505,7 @@ def test_an_explorer_is_interrupted_and_another_one_joins_late(servers: list[For
 
 
 def test_the_trainer_is_interrupted_and_resumed_with_the_same_explorer(servers: list[Forks], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SLOW_REWARD)
-    tiny_run(tmp_path, **RL | {"steps": 10, "max_staleness": 2, "rewards": [SLOW]})
+    paced_run(tmp_path, after=5, steps=10, max_staleness=2)
     trainer, explorer, _ = servers
     start(explorer, tmp_path, "explore")
     start(trainer, tmp_path, "train")
@@ -505,6 +514,7 @@ def test_the_trainer_is_interrupted_and_resumed_with_the_same_explorer(servers: 
     assert trainer.wait().code == 130
     done = len(steps(tmp_path))
     assert (tmp_path / f"out/checkpoints/step-{done:06d}").is_dir()
+    release(tmp_path)
     trainer.start("resume", "out", folder=tmp_path)
     fine(trainer)
     fine(explorer)
@@ -513,8 +523,7 @@ def test_the_trainer_is_interrupted_and_resumed_with_the_same_explorer(servers: 
 
 def test_a_run_goes_on_though_its_weights_and_its_address_are_removed(servers: list[Forks], tmp_path: Path) -> None:
     """The trainer writes both again; until then its explorer goes on, and another one waits."""
-    (tmp_path / "mine.py").write_text(HELD_REWARD)
-    tiny_run(tmp_path, **RL | {"steps": 6, "max_staleness": 1, "rewards": [SLOW | {"time_limit_s": 60}]})
+    paced_run(tmp_path, after=3, steps=6, max_staleness=1)
     trainer, explorer, other = servers
     start(trainer, tmp_path, "train")
     start(explorer, tmp_path, "explore")
@@ -524,7 +533,7 @@ def test_a_run_goes_on_though_its_weights_and_its_address_are_removed(servers: l
     address.unlink()
     start(other, tmp_path, "explore")  # needs the weights, too
     wait_until(address.exists, trainer)
-    (tmp_path / "go").touch()
+    release(tmp_path)
     fine(trainer)
     fine(explorer)
     fine(other)
@@ -533,14 +542,13 @@ def test_a_run_goes_on_though_its_weights_and_its_address_are_removed(servers: l
 
 def test_a_run_of_the_version_before_goes_on(servers: list[Forks], tmp_path: Path) -> None:
     """Its checkpoints have no order of tasks: explorers had one each, in files of their own."""
-    (tmp_path / "mine.py").write_text(SLOW_REWARD)
-    tiny_run(tmp_path, **RL | {"steps": 8, "checkpoint": {"every": 1}, "rewards": [SLOW]})
+    paced_run(tmp_path, after=5, steps=8, checkpoint={"every": 1})
     trainer, explorer, _ = servers
     start(explorer, tmp_path, "explore")
     start(trainer, tmp_path, "train")
     wait_until(lambda: len(steps(tmp_path)) >= 3, trainer)
     for server in (explorer, trainer):
-        send(server.pid)
+        assert send(server.pid)
         server.wait()
     newest = max((tmp_path / "out/checkpoints").iterdir()) / "state.json"
     state = json.loads(newest.read_text())
@@ -555,6 +563,7 @@ def test_a_run_of_the_version_before_goes_on(servers: list[Forks], tmp_path: Pat
     del current["unfinished"]
     newest.write_text(json.dumps(state))
     (tmp_path / "out/trainer.json").write_text(json.dumps({"run_id": "x", "stage": 0, "first_version": 0}))
+    release(tmp_path)
     trainer.start("resume", "out", folder=tmp_path)
     start(explorer, tmp_path, "explore")
     fine(trainer)
