@@ -14,7 +14,7 @@ import numpy as np
 from sqlalchemy import Connection
 
 from bench.simulation.invariants import IMPORT, PROGRESS, InvariantChecks, ViolationError
-from bench.simulation.scenario import LOCAL, Fault, Scenario
+from bench.simulation.scenario import CLUSTERS, LOCAL, Fault, Scenario
 from rollmill.buffer import Group
 from rollmill.buffer.base import IMPORTED
 from rollmill.buffer.database import Database, sqlite_url
@@ -35,6 +35,8 @@ from rollmill.simulation.stage import (
 from rollmill.types import Experience, Turn
 
 _HEALTH_S, _RESTART_S, _LIVES = 10.0, 1.0, 30
+_CLUSTER_HEALTH_S = 60.0
+"""The default of `placement.health_s`: asking a thousand explorers more often takes most of a run's real time."""
 _LONGEST_S = 3600.0
 """A run that takes longer than this has stopped for good: the longest of the scenarios takes some minutes."""
 _HOST_SKEW_S = 3600.0
@@ -151,7 +153,7 @@ class World:
             scenario.tasks,
             scenario.ranks,
             scenario.checkpoint_every,
-            _HEALTH_S,
+            _CLUSTER_HEALTH_S if scenario.explorers in CLUSTERS else _HEALTH_S,
         )
         self.trainer = SimulatedTrainerProcess(
             spec, self.site, self.disk, self.store, self.nodes, shared=scenario.shared, began=self._began
