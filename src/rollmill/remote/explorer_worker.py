@@ -61,7 +61,7 @@ class ExplorerWorker:
             self._report(version)
 
     async def rollout(self, use: str, request: RolloutRequest) -> RolloutReply:
-        """See StageWorker. Raises WorkerNotReadyError if it serves nobody, or another trainer."""
+        """See StageWorker. Raises WorkerNotReadyError if it serves nobody, or another trainer, or begins again."""
         if use != self._use or self._stage is None:
             raise WorkerNotReadyError(use)
         task = asyncio.ensure_future(self._stage.rollout(request))
@@ -71,6 +71,11 @@ class ExplorerWorker:
             reply = await task
             self.groups += 1
             return reply
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            raise WorkerNotReadyError(use) from None  # `begin` or `end` has dropped it, and its caller waits
         finally:
             self._running.discard(task)
             self._report()
