@@ -20,7 +20,7 @@ from rollmill.buffer.base import IMPORTED
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
-from rollmill.errors import is_recoverable
+from rollmill.errors import TrainerRankLostError
 from rollmill.simulation.clock import ProcessKilled, SimulationStuckError, VirtualLoop, virtual_time
 from rollmill.simulation.components import SimulatedJudges, WeightShelf
 from rollmill.simulation.explorers import SimulatedNode, SimulatedSite
@@ -91,7 +91,6 @@ class World:
     trainer: SimulatedTrainerProcess | None = None
     store: Any = None
     rank_dies: bool = False
-    _failures: list[str] = field(default_factory=list)  # errors after which the trainer was started again
 
     def __post_init__(self) -> None:
         scenario, loop = self.scenario, self.loop
@@ -135,12 +134,6 @@ class World:
             await asyncio.sleep(_RESTART_S)
         raise ViolationError(PROGRESS, f"the trainer was started {_LIVES} times")
 
-    def describe(self) -> str:
-        """Say how far the run has come."""
-        last = f", {len(self._failures)} times after an error: {self._failures[-1]}" if self._failures else ""
-        made = f"{len(self.checks.learned)} of {self.scenario.config.steps} steps"
-        return f"{made} in {self.loop.time():.0f} s; the trainer was started {self.checks.lives} times{last}"
-
     async def _one_life(self) -> bool:
         """Run one process of the trainer; False if it was lost."""
         scenario = self.scenario
@@ -171,9 +164,8 @@ class World:
         error = task.exception()
         if error is None:
             return True
-        if isinstance(error, Exception) and is_recoverable(error) and not isinstance(error, ViolationError):
+        if isinstance(error, TrainerRankLostError):  # nothing else that happens here is a reason to end
             self.history.record("restart", error=type(error).__name__)
-            self._failures.append(str(error))
             self.checks.stage = None  # until the next one has begun, perhaps from an older version
             return False
         raise error
@@ -282,7 +274,7 @@ def _violation(world: World, loop: VirtualLoop) -> ViolationError | None:
     except ViolationError as error:
         return error
     except (TimeoutError, SimulationStuckError) as error:
-        return ViolationError(PROGRESS, f"the run stands still: {str(error) or world.describe()}")
+        return ViolationError(PROGRESS, f"the run stands still: {str(error) or f'{_LONGEST_S:.0f} s are over'}")
     except (Exception, ProcessKilled) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         why = str(error).replace(str(world.folder), "RUN")

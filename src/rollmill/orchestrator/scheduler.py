@@ -156,9 +156,12 @@ class RolloutScheduler:
     # -- starting ----------------------------------------------------------------------------------------------
 
     def _admit(self, done: int, ahead: int) -> list[_StartedGroup]:
-        """Start the rollouts that the pacing rule admits."""
+        """Start the rollouts that the pacing rule admits, and all that were under way at the checkpoint.
+
+        Groups of other processes may have taken the places of these, but not their turn: younger groups are finished.
+        """
         started: list[_StartedGroup] = []
-        while self._pacing.may_start(done, ahead + len(started)):
+        while self._unfinished or self._pacing.may_start(done, ahead + len(started)):
             started.append(self._start_next(self._pacing.step_of(done, ahead + len(started))))
         return started
 
