@@ -26,7 +26,8 @@ INVARIANTS = {
     ONCE: "every group is trained on once, whole and in order, or accounted for; every task once per epoch",
     VERSIONS: "versions grow by one; explorers never go back, nor start a group with older weights than it asks for",
     CONTENT: "a token, its log-prob, version and reward are those of the weights that made it",
-    PROGRESS: "as many groups are under way as max_staleness admits, and the run is done within its deadline",
+    PROGRESS: "as many groups are under way as max_staleness admits, and the run is done within its deadline; "
+    "the trainer goes on whatever happens to others",
     RESUME: "a run that was killed and resumed learns what an undisturbed one does, where its mode promises so",
 }
 

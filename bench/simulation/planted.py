@@ -261,6 +261,13 @@ BUGS: tuple[PlantedBug, ...] = (
         "",
     ),
     PlantedBug(
+        "a rollout that is dropped because its explorer begins again is not answered",
+        "remote.explorer_worker",
+        "ExplorerWorker.rollout",
+        "raise WorkerNotReadyError(use) from None",
+        "raise",
+    ),
+    PlantedBug(
         "weights are published before the step is counted",
         _STAGES,
         "Stage.publish",

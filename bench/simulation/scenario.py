@@ -22,6 +22,8 @@ MEASURED: dict[str, float] = {
 """Medians of bench/results/simulate.json: GRPO on the 3.2M model, two processes beside each other."""
 CLUSTERS = (100, 300, 1000)
 _DEADLINE_S = 300.0
+_JUDGES_TAKE = 2.0
+"""Factor on the judges' mean seconds for all completions under way: their times are drawn, and faults hold them up."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,18 @@ class Scenario:
         rollout, buffer = self.config.rollout, self.config.buffer
         special = self.config.pipeline or rollout.oversample or rollout.token_budget or buffer.max_age is not None
         return not (special or self.shared)
+
+    def with_enough_time(self) -> Scenario:
+        """The same run with a deadline that its judges can keep.
+
+        A step's groups are judged among those of the later steps that have started. A step that misses its deadline is
+        repeated from the checkpoint, all rollouts again: too short a deadline is missed for ever.
+        """
+        rollout, started = self.config.rollout, min(self.config.max_staleness + 1, self.config.steps)
+        completions = started * rollout.batch * rollout.group_size * (1.0 + rollout.oversample)
+        needed = _JUDGES_TAKE * completions * self.judge_s / self.judge_places
+        longer = rollout.model_copy(update={"deadline_s": max(_DEADLINE_S, needed)})
+        return replace(self, config=self.config.model_copy(update={"rollout": longer}))
 
     def undisturbed(self) -> Scenario:
         """The same run without faults; its store is in memory, unless others write to it."""
@@ -120,7 +134,7 @@ def draw_scenario(seed: int) -> Scenario:
         delay_s=draw.choice((0.0005, 0.005, 0.05)),
         weights_delay_s=draw.choice((0.0, 0.01, 0.5)),
         faults=_draw_faults(draw, placement, explorers, shared=shared),
-    )
+    ).with_enough_time()
 
 
 def _draw_config(draw: random.Random, placement: str, cluster: int) -> StageConfig:

@@ -14,13 +14,13 @@ import numpy as np
 from sqlalchemy import Connection
 
 from bench.simulation.invariants import IMPORT, PROGRESS, InvariantChecks, ViolationError
-from bench.simulation.scenario import LOCAL, Fault, Scenario
+from bench.simulation.scenario import CLUSTERS, LOCAL, Fault, Scenario
 from rollmill.buffer import Group
 from rollmill.buffer.base import IMPORTED
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
-from rollmill.errors import is_recoverable
+from rollmill.errors import TrainerRankLostError
 from rollmill.simulation.clock import ProcessKilled, SimulationStuckError, VirtualLoop, virtual_time
 from rollmill.simulation.components import SimulatedJudges, WeightShelf
 from rollmill.simulation.explorers import SimulatedNode, SimulatedSite
@@ -35,6 +35,8 @@ from rollmill.simulation.stage import (
 from rollmill.types import Experience, Turn
 
 _HEALTH_S, _RESTART_S, _LIVES = 10.0, 1.0, 30
+_CLUSTER_HEALTH_S = 60.0
+"""The default of `placement.health_s`: asking a thousand explorers more often takes most of a run's real time."""
 _LONGEST_S = 3600.0
 """A run that takes longer than this has stopped for good: the longest of the scenarios takes some minutes."""
 _HOST_SKEW_S = 3600.0
@@ -144,7 +146,7 @@ class World:
             scenario.tasks,
             scenario.ranks,
             scenario.checkpoint_every,
-            _HEALTH_S,
+            _CLUSTER_HEALTH_S if scenario.explorers in CLUSTERS else _HEALTH_S,
         )
         self.trainer = SimulatedTrainerProcess(
             spec, self.site, self.disk, self.store, self.nodes, shared=scenario.shared, began=self._began
@@ -162,7 +164,7 @@ class World:
         error = task.exception()
         if error is None:
             return True
-        if isinstance(error, Exception) and is_recoverable(error) and not isinstance(error, ViolationError):
+        if isinstance(error, TrainerRankLostError):  # nothing else that happens here is a reason to end
             self.history.record("restart", error=type(error).__name__)
             self.checks.stage = None  # until the next one has begun, perhaps from an older version
             return False
@@ -272,7 +274,7 @@ def _violation(world: World, loop: VirtualLoop) -> ViolationError | None:
     except ViolationError as error:
         return error
     except (TimeoutError, SimulationStuckError) as error:
-        return ViolationError(PROGRESS, f"the run stands still: {error or f'{_LONGEST_S:.0f} s are over'}")
+        return ViolationError(PROGRESS, f"the run stands still: {str(error) or f'{_LONGEST_S:.0f} s are over'}")
     except (Exception, ProcessKilled) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         why = str(error).replace(str(world.folder), "RUN")

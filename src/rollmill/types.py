@@ -149,6 +149,13 @@ class Experience:
         produced = self.versions[self.action_mask]
         return int(produced.min()) if produced.size else -1
 
+    def staleness(self, version: int) -> int:
+        """Versions from the oldest policy token to `version`.
+
+        0 for a later version: of another run, or of weights that a crash has undone.
+        """
+        return max(version - self.oldest_version, 0)
+
     @property
     def action_tokens(self) -> int:
         """Number of tokens that count in the loss."""

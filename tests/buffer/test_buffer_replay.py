@@ -68,6 +68,13 @@ def test_priority_draws_without_replacement_by_weight(exponent: float, decay: fl
     assert chi_square(seen, in_turn(weights)) < CRITICAL[11]
 
 
+def test_imported_groups_of_later_versions_count_as_fresh() -> None:
+    """By their number alone they would be drawn 1024 times as often as the run's own."""
+    rule = ReplayConfig(groups=2, order="priority", decay=0.5)
+    seen = draws(candidates([1.0, 2.0, 1.0, 3.0], [5, 15, 4, 5]), rule, version=5)
+    assert chi_square(seen, in_turn([1.0, 2.0, 0.5, 3.0])) < CRITICAL[11]
+
+
 def test_the_test_of_chances_notices_wrong_ones() -> None:
     seen = draws(candidates([1.0, 1.0, 1.0, 1.3]), ReplayConfig(groups=2, order="priority"))
     assert chi_square(seen, in_turn([1.0] * 4)) > CRITICAL[11]

@@ -41,6 +41,15 @@ def test_means_are_over_the_completions_that_have_a_detail() -> None:
     assert not any(name.startswith("reward/k12/") for name in batch_metrics([experience(None)], version=0))
 
 
+def test_completions_of_later_versions_are_not_stale() -> None:
+    """Another run's versions may be any; two of three here are the run's own."""
+    batch = [experience(None) for _ in range(3)]
+    for each, version in zip(batch, (3, 4, 90), strict=True):
+        each.versions = np.full(2, version, np.int32)
+    metrics = batch_metrics(batch, version=5)
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2.0)
+
+
 def test_what_came_late_is_a_time_out_too() -> None:
     batch = [experience(None) for _ in range(3)]
     for each, outcome in zip(batch, ("timeout", "late", "ok"), strict=True):

@@ -13,6 +13,7 @@ from buffer_groups import experience, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmill.buffer.base import IMPORTED
 from rollmill.buffer.experts import RatingOverrides
 from rollmill.buffer.memory import MemoryStore
 from rollmill.config.orders import ShuffledOrder
@@ -155,6 +156,29 @@ def test_groups_that_others_put_into_the_buffer_end_the_wait() -> None:
         taken = await trainer.batches.collect(3)
         assert list(dict.fromkeys(each.group for each in taken)) == ["a", "b"]
         assert trainer.batches.metrics()["raw/late"] == 1
+        await trainer.batches.close()
+
+    asyncio.run(happens())
+
+
+def test_a_resumed_run_keeps_the_order_of_groups_when_others_have_come_first() -> None:
+    """The second group is finished at the checkpoint, and an imported one has the place of the first."""
+
+    async def happens() -> None:
+        store, config = MemoryStore(), stage(2, 0, 4)
+        killed = Trainer(config, store, random.Random(0))
+        starts = asyncio.ensure_future(killed.batches.roll_out(0))
+        await asyncio.sleep(0.01)
+        killed.batches.mark(killed.state)
+        killed.explorer.running["x-000001"].set_result(None)
+        await asyncio.sleep(0.01)
+        checkpoint = await killed.checkpoint()
+        starts.cancel()
+        await killed.batches.close()
+        store.put([group("imported", version=0, writer=IMPORTED)])
+        trainer = Trainer(config, store, random.Random(0))
+        trainer.restore(checkpoint)
+        assert list(dict.fromkeys(await trainer.step())) == ["imported", "x-000000"]
         await trainer.batches.close()
 
     asyncio.run(happens())

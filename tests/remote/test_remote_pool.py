@@ -11,16 +11,19 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmill.config.placement import ExplorerSpec
 from rollmill.errors import ConfigError, RewardError
 from rollmill.files import atomic_write
 from rollmill.remote import joined_explorers, worker_pool
 from rollmill.remote.connection import LOST, join_trainer, serve_calls
+from rollmill.remote.explorer_worker import ExplorerWorker
 from rollmill.remote.joined_explorers import JoinedExplorers
 from rollmill.remote.run_state import (
     TrainerStatus,
@@ -137,6 +140,72 @@ class Worker:
 
     async def end(self, use: str) -> None:
         self.uses.remove(use)
+
+
+class Stage:
+    """A stage in an explorer's process: a rollout ends once it has been asked for in two lives of the stage."""
+
+    tokens_generated, asked = 0, list[str]()
+
+    def __init__(self, setup: Any, kind: ExplorerSpec) -> None: ...
+
+    async def rollout(self, request: Any) -> Any:
+        self.asked.append(request.group)
+        while self.asked.count(request.group) < 2:
+            await asyncio.sleep(0.001)
+        return request.group
+
+    async def close(self) -> None: ...
+
+
+class Silent:
+    """A heartbeat that writes nothing."""
+
+    def set_activity(self, *doing: str, version: int | None = None) -> None: ...
+
+
+class Unreliable:
+    """Calls an explorer's process as Ray does; loses the connection to it for one call. A WorkerHandle."""
+
+    restartable = True
+
+    def __init__(self) -> None:
+        beat: Any = Silent()
+        stage: Any = Stage
+        self.worker = ExplorerWorker(beat, ExplorerSpec(), build_stage=stage)
+        self.loses = asyncio.Event()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        reply = asyncio.ensure_future(getattr(self.worker, method)(*arguments))
+        if method == "rollout" and not self.loses.is_set() and arguments[1].group == "lost":
+            await self.loses.wait()
+            raise WorkerLostError("it is not available")
+        return await reply
+
+    def notify(self, method: str, *arguments: Any) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def test_what_an_explorer_drops_because_it_begins_again_is_done_again() -> None:
+    """The explorer lives on, and loses the answer to one of two rollouts only."""
+
+    async def happens() -> None:
+        handle = Unreliable()
+        pool = WorkerPool("explorer", {"explorer 0": handle}, health_s=60, replacements=1)
+        await pool.begin("stage", None)
+        calls = [
+            asyncio.ensure_future(pool.call("rollout", "stage", SimpleNamespace(group=group, version=0)))
+            for group in ("lost", "dropped")
+        ]
+        await asyncio.sleep(0.01)
+        handle.loses.set()
+        async with asyncio.timeout(30):
+            assert [(await call)[1] for call in calls] == ["lost", "dropped"]
+        assert pool.replaced == 1
+        await pool.end("stage")
+
+    asyncio.run(happens())
 
 
 @asynccontextmanager

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from bench.harness import ROOT
 from bench.simulation import main
 from bench.simulation.scenario import CLUSTERS, Scenario, draw_scenario
-from bench.simulation.world import Outcome, simulate_seed
+from bench.simulation.world import Outcome, simulate_scenario, simulate_seed
 
 FAST, SLOW = 16, 2000
 
@@ -34,6 +35,12 @@ def test_a_seed_is_one_history() -> None:
     digests = {simulate_seed(draw_scenario(7)).digest for _ in range(2)}
     assert len(digests) == 1
     assert simulate_seed(draw_scenario(9)).digest not in digests
+
+
+def test_a_run_has_the_time_that_its_judges_need() -> None:
+    slow = replace(draw_scenario(15), faults=(), judge_s=70.0, judge_places=1)
+    assert "waited 300 s for explorers to finish their rollouts" in str(simulate_scenario(slow).violation)
+    assert simulate_scenario(slow.with_enough_time()).violation is None
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

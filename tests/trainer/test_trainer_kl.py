@@ -20,7 +20,7 @@ from algorithm_batches import (
 )
 from torch import Tensor
 
-from rollmill.types import Experience
+from rollmill.types import IMPORTED_FROM, Experience
 
 PROXIMAL = ["rollout", "recompute", "interpolate"]
 
@@ -175,6 +175,16 @@ def test_one_update_of_fresh_tokens_has_ratio_one(toy: Any, make_batch: Any, pro
     metrics = trainer_of(toy("qwen3"), options).step(batch_for(make_batch, options), 0)
     assert metrics["ratio/mean"] == 1.0
     assert metrics["ratio/clip_fraction"] == 0.0
+
+
+def test_tokens_of_another_run_keep_their_ratio_though_their_versions_match(toy: Any, make_batch: Any) -> None:
+    """They were sampled with the other run's weights of that number."""
+    trainer, batch = trainer_of(toy("qwen3"), options_of("grpo", proximal="rollout")), make_batch()
+    record(trainer.model, batch, 0.0)
+    for each in batch:
+        each.logprobs = (each.logprobs - 0.5).astype(np.float32)
+        each.info = {**each.info, IMPORTED_FROM: "other"}
+    assert trainer.step(batch, int(batch[0].versions.max()))["ratio/mean"] == pytest.approx(np.exp(0.5), rel=1e-4)
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "interpolate"])

@@ -44,7 +44,7 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
     }
     again = [e for e in experiences if REPLAYED in e.info]
     if again:
-        metrics["replay/age"] = float(np.mean([version - e.oldest_version for e in again]))
+        metrics["replay/age"] = float(np.mean([e.staleness(version) for e in again]))
     if experts := len({e.id for e in experiences if e.source is not ExperienceSource.ROLLOUT}):
         metrics["experts"] = experts
     if not usual:
@@ -53,7 +53,7 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
     rewards = np.array([e.reward for e in rollouts if e.reward is not None], np.float64)
     learned = [e for e in usual if e.action_tokens]  # an operator may have masked all tokens
     lengths = np.array([e.action_tokens for e in learned] or [0], np.float64)
-    staleness = np.array([version - e.oldest_version for e in learned] or [0], np.float64)
+    staleness = np.array([e.staleness(version) for e in learned] or [0], np.float64)
     metrics |= {
         "completions": len(rollouts),
         "judged": len(rewards),
@@ -106,7 +106,7 @@ def domain_metrics(experiences: list[Experience], version: int) -> dict[str, flo
             "informative": float(np.mean([len(set(group)) > 1 for group in rewards.values()])),
             "failed": float(np.mean([each.reward is None for each in rollouts])),
             "length": float(np.mean([each.action_tokens for each in learned] or [0])),
-            "staleness": float(np.mean([version - each.oldest_version for each in learned] or [0])),
+            "staleness": float(np.mean([each.staleness(version) for each in learned] or [0])),
         }
         if judged:
             found["reward"] = float(np.mean(judged))

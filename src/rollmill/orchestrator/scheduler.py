@@ -144,7 +144,8 @@ class RolloutScheduler:
             continued = self._partials.take(step=version + 1)
             self._budget_ends = self._engine.tokens_generated + self._rollout.token_budget
         self._step, self._interrupted = version, {}
-        for number, begun in continued.items():
+        for number in sorted(continued):  # other processes return groups in any order
+            begun = continued[number]
             oldest = oldest_version(begun)
             if 0 <= oldest < version - self._config.max_staleness:
                 begun = []  # other groups entered the buffer first: its tokens are too old
@@ -155,9 +156,9 @@ class RolloutScheduler:
     # -- starting ----------------------------------------------------------------------------------------------
 
     def _admit(self, done: int, ahead: int) -> list[_StartedGroup]:
-        """Start the rollouts that the pacing rule admits."""
+        """Start the rollouts that the pacing rule admits, and all that were under way at the checkpoint."""
         started: list[_StartedGroup] = []
-        while self._pacing.may_start(done, ahead + len(started)):
+        while self._unfinished or self._pacing.may_start(done, ahead + len(started)):  # imports take places, not turns
             started.append(self._start_next(self._pacing.step_of(done, ahead + len(started))))
         return started
 
@@ -174,8 +175,7 @@ class RolloutScheduler:
 
     def _start(self, number: int, task: Task, begun: Sequence[Experience] = ()) -> None:
         view, seed = _view(self._views, task), derive_seed(self._seed, number)
-        sampling = view.rollout
-        group = f"{self._config.name}-{number:06d}"
+        sampling, group = view.rollout, f"{self._config.name}-{number:06d}"
         if sampling.token_budget is not None:
             work = self._in_parts(number, task, group, seed, begun)
         else:

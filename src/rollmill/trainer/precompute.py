@@ -16,7 +16,7 @@ from rollmill.trainer.kto_baseline import KTOBaselineBatch, build_mismatched_exp
 from rollmill.trainer.logprobs import ForwardPasses, compute_vocabulary_sums, use_packed_attention
 from rollmill.trainer.loss import PrecomputedScores
 from rollmill.trainer.reference import ReferenceModel
-from rollmill.types import Experience, ExperienceSource
+from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
 
 PrecomputeSteps = Generator[None, None, PrecomputedScores]
 Result = TypeVar("Result")
@@ -70,7 +70,7 @@ class Precomputer:
     def _scores(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> PrecomputeSteps:
         """Computes the scores; yields after every forward pass."""
         single = self._passes.config.updates_per_batch * self._passes.config.epochs_per_batch == 1
-        fresh = bool((table.version[table.version >= 0] == version).all())
+        fresh = bool((table.version[table.version >= 0] == version).all()) and not _has_imported_rollouts(experiences)
         own = single and (fresh or self._recipe.proximal != "rollout")
         recompute = self._recipe.proximal == "recompute" and not own
         policy, collision = None, None
@@ -149,6 +149,11 @@ class Precomputer:
 
         with use_packed_attention(model, micro, replay=replay):
             return call_unsharded(model, predicted)
+
+
+def _has_imported_rollouts(experiences: Sequence[Experience]) -> bool:
+    """True if another run made some: their versions are its own, so equal numbers do not mean these weights."""
+    return any(e.source is ExperienceSource.ROLLOUT and IMPORTED_FROM in e.info for e in experiences)
 
 
 def _names(experiences: Sequence[Experience]) -> list[tuple[str, bytes]]:
