@@ -120,6 +120,23 @@ def test_shares_of_the_domains(run: Path) -> None:
     assert last["tasks/add/share"] + last["tasks/words/share"] == pytest.approx(1)
 
 
+def test_status_and_report_show_the_domains(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["status", str(run), "--json"]) == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["domains"]}
+    metrics = rows(run, "metrics.jsonl")
+    last = next(row for row in reversed(metrics) if "domain/add/reward" in row)
+    assert found["add"]["reward"] == last["domain/add/reward"]
+    assert found["add"]["accuracy"] == [row["eval/add/greedy"] for row in metrics if "eval/add/greedy" in row][-1]
+    assert sum(each["share"] for each in found.values()) == pytest.approx(1)
+    assert not any(each["paused"] for each in found.values())
+    assert main(["status", str(run)]) == 0
+    table = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert ["domain", "reward", "share of the batch", "accuracy", "state"] in table
+    assert [(row[0], row[3:]) for row in table if row[0] == "words"] == [("words", ["-", "active"])]
+    assert "Reward by domain" in (run / "report.html").read_text()
+
+
 def test_a_resumed_run_with_domains_repeats_the_first(run: Path, tmp_path: Path) -> None:
     whole, cut = outcome(run), tmp_path / "cut"
     shutil.copytree(run, cut)
