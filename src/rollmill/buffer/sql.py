@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, func, select, update
@@ -149,13 +149,23 @@ class SqlStore:
 
         return self.groups(self.change(work))
 
-    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
+    def replay(
+        self,
+        rule: ReplayConfig,
+        *,
+        step: int,
+        version: int,
+        seed: int,
+        since: int = 0,
+        shares: Mapping[str, float] | None = None,
+    ) -> list[Group]:
         """See ExperienceStore."""
 
         def work(rows: RunTransaction, _: int) -> list[int]:
             if before := rows.handed_out(step, ExperienceKind.ROLLOUT, first=False):
                 return before
-            numbers = choose_replayed(rows.candidates(rule, step, since), rule, step=step, version=version, seed=seed)
+            found = rows.candidates(rule, step, since)
+            numbers = choose_replayed(found, rule, step=step, version=version, seed=seed, shares=shares)
             rows.note(numbers, step, first=False)
             return numbers
 

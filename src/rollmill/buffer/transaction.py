@@ -100,7 +100,7 @@ class RunTransaction:
         """Groups that replay may choose from, within the capacity."""
         mine = (_groups.run == self.run) & (_groups.shelf == str(ExperienceKind.ROLLOUT)) & schema.not_removed
         taken = mine & (_groups.taken > since) & (_groups.taken < step)
-        columns = select(_groups.number, _groups.oldest_version, _groups.priority).where(taken)
+        columns = select(_groups.number, _groups.oldest_version, _groups.priority, _groups.task_id).where(taken)
         rows = self._execute(columns.order_by(_groups.number.desc()).limit(rule.capacity)).all()[::-1]
         since = rows[0].number if rows else 0
         earlier = (_uses.run == self.run) & (_uses.number >= since) & (_uses.step < step)

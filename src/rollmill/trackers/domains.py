@@ -116,5 +116,8 @@ def domain_charts(rows: Sequence[MetricsRow]) -> list[LineChart | None]:
             "Groups of the domain, of all of a step",
             lambda name: Series(f"batch/{name}", name, smooth=True),
         ),
+        draw(
+            "Replayed groups by domain", "Per step", lambda name: Series(f"domain/{name}/replayed", name, smooth=True)
+        ),
         draw("Pauses", "1 while the domain is left out", lambda name: Series(f"tasks/{name}/paused", name)),
     ]
