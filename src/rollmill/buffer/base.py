@@ -18,6 +18,9 @@ from rollmill.config.buffer import ReplayConfig
 from rollmill.errors import DeadlineError, StoreError
 from rollmill.types import Experience, ExperienceSource, Task
 
+Shares = Mapping[str, float]
+"""Shares of domains in the replayed groups, by name."""
+
 
 class ExperienceKind(StrEnum):
     """Kind of the experiences of a group."""
@@ -120,14 +123,7 @@ class ExperienceStore(Protocol):
         """
 
     def replay(
-        self,
-        rule: ReplayConfig,
-        *,
-        step: int,
-        version: int,
-        seed: int,
-        since: int = 0,
-        shares: Mapping[str, float] | None = None,
+        self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0, shares: Shares | None = None
     ) -> list[Group]:
         """Choose groups to replay in `step` among those taken for earlier steps, but after step `since`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from rollmill.buffer.base import (
     PIPELINE,
     ExperienceKind,
     Group,
+    Shares,
     kind_conflict_error,
     poll_until,
     too_few_groups_error,
@@ -217,14 +218,7 @@ class MemoryStore:
             return before or self._hand_out(self._waiting(ExperienceKind.PARTIAL)[:count], step, first=True)
 
     def replay(
-        self,
-        rule: ReplayConfig,
-        *,
-        step: int,
-        version: int,
-        seed: int,
-        since: int = 0,
-        shares: Mapping[str, float] | None = None,
+        self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0, shares: Shares | None = None
     ) -> list[Group]:
         """See ExperienceStore."""
         with self._lock:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollmill.buffer.base import Group
+from rollmill.buffer.base import Group, Shares
 from rollmill.config.buffer import ReplayConfig
 from rollmill.types import task_domain
 
@@ -58,7 +58,7 @@ def choose_replayed(
     step: int,
     version: int,
     seed: int,
-    shares: Mapping[str, float] | None = None,
+    shares: Shares | None = None,
 ) -> list[int]:
     """Numbers of the groups to replay in `step`, a pure function of its arguments.
 
@@ -98,7 +98,7 @@ def choose_replayed(
     return chosen
 
 
-def replay_quotas(shares: Mapping[str, float], groups: int, *, step: int, seed: int) -> dict[str, int]:
+def replay_quotas(shares: Shares, groups: int, *, step: int, seed: int) -> dict[str, int]:
     """Number of groups that each domain may replay in a step; the key "" is all domains without a share.
 
     By systematic sampling: in each step a number is its exact share rounded up or down, at random in such a way that

@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.base import EXPLORER, PIPELINE, ExperienceKind, Group, writer_identity
-from rollmill.buffer.replay import ReplayCandidates
+from rollmill.buffer.base import EXPLORER, PIPELINE, ExperienceKind, Group, Shares, writer_identity
+from rollmill.buffer.replay import ReplayCandidates, choose_replayed
 from rollmill.buffer.row_codec import TableRow, decode_experience_columns, decode_group
 from rollmill.config.buffer import ReplayConfig
 
@@ -95,6 +95,17 @@ class RunTransaction:
         """Expire waiting rollout groups with tokens older than `min_version`."""
         old = is_waiting(self.run, ExperienceKind.ROLLOUT) & is_older_than(min_version)
         self._execute(update(schema.groups).where(old).values(expired=step))
+
+    def replay(
+        self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int, shares: Shares | None
+    ) -> list[int]:
+        """Choose the groups that a step replays, and record it; the same ones if that was done before."""
+        if before := self.handed_out(step, ExperienceKind.ROLLOUT, first=False):
+            return before
+        found = self.candidates(rule, step, since)
+        numbers = choose_replayed(found, rule, step=step, version=version, seed=seed, shares=shares)
+        self.note(numbers, step, first=False)
+        return numbers
 
     def candidates(self, rule: ReplayConfig, step: int, since: int) -> ReplayCandidates:
         """Groups that replay may choose from, within the capacity."""
