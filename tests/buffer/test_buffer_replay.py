@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.buffer.base import Group, VersionSegment, version_segments
-from rollmill.buffer.replay import ReplayCandidates, choose_replayed, mean_abs_advantage
+from rollmill.buffer.replay import ReplayCandidates, choose_replayed, mean_abs_advantage, replay_quotas
 from rollmill.config.buffer import ReplayConfig
 
 DRAWS = 12_000
@@ -25,7 +25,7 @@ def candidates(priorities: list[float], versions: list[int] | None = None) -> Re
     """One use each, in step 1."""
     versions = versions or [0] * len(priorities)
     rows = [
-        (number, version, priority)
+        (number, version, priority, "task")
         for number, (version, priority) in enumerate(zip(versions, priorities, strict=True), 1)
     ]
     return ReplayCandidates.of(rows, [(row[0], 1, None) for row in rows])
@@ -90,7 +90,7 @@ def test_one_draw_of_priorities_far_apart_is_exact() -> None:
 
 
 def test_fifo_takes_those_that_waited_longest() -> None:
-    rows = [(number, 0, 1.0) for number in (1, 2, 3, 4)]
+    rows = [(number, 0, 1.0, "task") for number in (1, 2, 3, 4)]
     found = ReplayCandidates.of(
         rows, [(1, 1, None), (2, 1, None), (3, 2, None), (4, 2, None), (1, 3, None), (4, 4, None)]
     )
@@ -98,13 +98,62 @@ def test_fifo_takes_those_that_waited_longest() -> None:
 
 
 def test_advantage_is_the_last_one_noted_else_the_one_given() -> None:
-    rows = [(1, 0, 5.0), (2, 0, 0.0), (3, 0, 0.0)]
+    rows = [(1, 0, 5.0, "a"), (2, 0, 0.0, "b"), (3, 0, 0.0, "c")]
     found = ReplayCandidates.of(rows, [(1, 1, 0.5), (2, 1, 0.0), (2, 2, 3.0), (1, 3, 0.0), (3, 3, None), (2, 4, None)])
     assert found.noted.tolist()[:2] == [0.0, 3.0]
     given_rule = ReplayConfig(groups=3, order="priority")
     noted_rule = ReplayConfig(groups=3, order="priority", priority="advantage")
     assert choose_replayed(found, given_rule, step=9, version=9, seed=0) == [1]
     assert choose_replayed(found, noted_rule, step=9, version=9, seed=0) == [2]
+
+
+def of_domains(**counts: int) -> ReplayCandidates:
+    """Groups of domains, which arrive mixed; one use each, in step 1."""
+    tasks = sorted(f"{name}/{place}" for name, count in counts.items() for place in range(count))
+    np.random.default_rng(0).shuffle(tasks)
+    rows = [(number, 0, 1.0, task) for number, task in enumerate(tasks, 1)]
+    return ReplayCandidates.of(rows, [(row[0], 1, None) for row in rows])
+
+
+def replayed(found: ReplayCandidates, rule: ReplayConfig, shares: dict[str, float], steps: int) -> list[Counter[str]]:
+    """Replayed groups of each step by domain."""
+    chosen = [choose_replayed(found, rule, step=step, version=0, seed=3, shares=shares) for step in range(2, steps + 2)]
+    names = dict(zip(found.number.tolist(), (task.partition("/")[0] for task in found.task_id), strict=True))
+    return [Counter(names[number] for number in each) for each in chosen]
+
+
+@pytest.mark.parametrize("order", ["fifo", "uniform", "priority"])
+def test_domains_are_replayed_by_their_shares(order: str) -> None:
+    found = of_domains(math=40, code=40, school=30, art=10)
+    rule = ReplayConfig.model_validate({"groups": 8, "order": order})
+    steps = replayed(found, rule, {"math": 0.3, "code": 0.0}, 400)
+    assert all(each.total() == 8 and each["code"] == 0 and each["math"] in (2, 3) for each in steps)
+    assert sum(each["math"] for each in steps) / 400 == pytest.approx(2.4, abs=0.1)
+    rest = sum(each["school"] for each in steps) / sum(each["school"] + each["art"] for each in steps)
+    if order != "fifo":  # in proportion to what is stored
+        assert rest == pytest.approx(0.75, abs=0.02)
+
+
+def test_a_domain_without_enough_groups_leaves_its_places_empty() -> None:
+    found = of_domains(math=1, code=40)
+    assert replayed(found, ReplayConfig(groups=8), {"math": 0.5, "code": 0.5}, 3) == [Counter(math=1, code=4)] * 3
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1), min_size=1).map(
+        lambda found: {name: share / max(1.0, sum(found.values())) for name, share in found.items()}
+    ),
+    st.integers(1, 40),
+    st.integers(1, 10**6),
+    st.integers(0, 2**64 - 1),
+)
+def test_quotas_are_shares_within_one_whatever_their_order(
+    shares: dict[str, float], groups: int, step: int, seed: int
+) -> None:
+    found = replay_quotas(shares, groups, step=step, seed=seed)
+    assert sum(found.values()) == groups
+    assert all(abs(found[name] - groups * share) < 1 + 1e-6 for name, share in shares.items())
+    assert found == replay_quotas(dict(reversed(shares.items())), groups, step=step, seed=seed)
 
 
 histories = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), max_size=40)
@@ -127,7 +176,7 @@ def test_bounds_hold_and_the_choice_repeats(
     uses: list[tuple[int, int]], versions: list[int], rule: ReplayConfig, seed: int
 ) -> None:
     uses = sorted({*uses, *((number, 1) for number in range(1, 13))}, key=lambda use: use[1])
-    rows = [(number, version, 1.0) for number, version in enumerate(versions, 1)]
+    rows = [(number, version, 1.0, "task") for number, version in enumerate(versions, 1)]
     found = ReplayCandidates.of(rows, [(number, step, None) for number, step in uses])
     chosen = choose_replayed(found, rule, step=10, version=9, seed=seed)
     assert chosen == choose_replayed(found, rule, step=10, version=9, seed=seed)

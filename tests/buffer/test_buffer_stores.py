@@ -246,6 +246,18 @@ def test_replay_gives_the_same_again_and_not_the_fresh_ones(store: ExperienceSto
     assert ids(store.take(3, step=2, deadline_s=0)) == ["g3", "g4", "g5"]
 
 
+def test_replay_keeps_to_the_shares_of_domains(store: ExperienceStore) -> None:
+    stored = [group(f"{name}/{i}") for i in range(4) for name in ("math", "code")]
+    for each in stored:
+        for one in each.experiences:
+            one.task_id = each.id
+    store.put(stored)
+    store.take(8, step=1, deadline_s=0)
+    rule = ReplayConfig(groups=4)
+    found = ids(store.replay(rule, step=2, version=1, seed=5, shares={"math": 0.75}))
+    assert [sum(id.startswith(name) for id in found) for name in ("math", "code")] == [3, 1]
+
+
 def test_noted_priorities_come_back_with_the_group_and_are_undone(store: ExperienceStore) -> None:
     store.put([group("a"), group("b", priority=0.5)])
     rule = ReplayConfig(groups=2, order="fifo", priority="given")

@@ -120,6 +120,23 @@ def test_shares_of_the_domains(run: Path) -> None:
     assert last["tasks/add/share"] + last["tasks/words/share"] == pytest.approx(1)
 
 
+def test_status_and_report_show_the_domains(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["status", str(run), "--json"]) == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["domains"]}
+    metrics = rows(run, "metrics.jsonl")
+    last = next(row for row in reversed(metrics) if "domain/add/reward" in row)
+    assert found["add"]["reward"] == last["domain/add/reward"]
+    assert found["add"]["accuracy"] == [row["eval/add/greedy"] for row in metrics if "eval/add/greedy" in row][-1]
+    assert sum(each["share"] for each in found.values()) == pytest.approx(1)
+    assert not any(each["paused"] for each in found.values())
+    assert main(["status", str(run)]) == 0
+    table = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert ["domain", "reward", "share of the batch", "accuracy", "state"] in table
+    assert [(row[0], row[3:]) for row in table if row[0] == "words"] == [("words", ["-", "active"])]
+    assert "Reward by domain" in (run / "report.html").read_text()
+
+
 def test_a_resumed_run_with_domains_repeats_the_first(run: Path, tmp_path: Path) -> None:
     whole, cut = outcome(run), tmp_path / "cut"
     shutil.copytree(run, cut)
@@ -129,6 +146,44 @@ def test_a_resumed_run_with_domains_repeats_the_first(run: Path, tmp_path: Path)
     assert resume(cut, view=PlainView(io.StringIO()))["status"] == "done"
     assert outcome(cut) == whole
     assert "taskset" not in yaml.safe_load((cut / "config.yaml").read_text())  # made from the domains, which are there
+
+
+def test_a_domain_has_its_share_of_the_replayed_groups_and_a_resumed_run_repeats_it(tmp_path: Path) -> None:
+    domains = domains_of(tmp_path, replay_share=0.75, pipeline=None)
+    path = run_file(tmp_path, domains, buffer={"store": "memory", "replay": {"groups": 2}}, evaluation=None, steps=4)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    rollmill.run(path, [], whole)
+    steps = [row for row in rows(whole, "metrics.jsonl") if "replay/groups" in row]
+    found = [(row["domain/words/replayed"], row["domain/add/replayed"]) for row in steps]
+    assert found[0] == (0, 0)
+    assert set(found[1:]) <= {(1, 1), (2, 0)}, "shares of 2 groups: 1.5, and the rest"
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "step-000004")
+    assert resume(cut, view=PlainView(io.StringIO()))["status"] == "done"
+    assert outcome(cut) == outcome(whole)
+
+
+@pytest.mark.parametrize(
+    ("shares", "replay", "says"),
+    [
+        ((0.5, None), None, "domains.add.replay_share: not honoured without replay; add buffer.replay"),
+        ((0.75, 0.5), {"groups": 2}, "domains.words.replay_share: the shares of add, words add up to 1.25, which is"),
+        (
+            (0.25, 0.5),
+            {"groups": 2},
+            "domains.words.replay_share: the shares of add, words add up to 0.75, and no",
+        ),
+    ],
+)
+def test_shares_of_replay_that_cannot_be_are_refused(
+    tmp_path: Path, shares: tuple[float | None, float | None], replay: dict[str, Any] | None, says: str
+) -> None:
+    domains = domains_of(tmp_path)
+    for domain, share in zip(domains.values(), shares, strict=True):
+        domain |= {} if share is None else {"replay_share": share}
+    with pytest.raises(ConfigError) as error:
+        load_run(run_file(tmp_path, domains, **({} if replay is None else {"buffer": {"replay": replay}})))
+    assert says in str(error.value)
 
 
 def test_a_domain_whose_judge_is_lost_is_paused_and_the_others_go_on(

@@ -263,3 +263,31 @@ def test_what_the_pipeline_did_is_drawn(tmp_path: Path) -> None:
     assert "verify/changed" in text
     assert "verify/dropped" not in text
     assert "Age of replayed groups" not in text
+
+
+def test_every_domain_has_its_curves(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        log.append(
+            {"step": step, "stage": "rl", "loss": 0.1, "domain/math/groups": 3.0, "domain/math/reward": 0.5 * step}
+            | {"tasks/math/share": 0.75, "tasks/code/share": 0.25, "tasks/code/paused": float(step == 2)}
+            | ({"domain/code/groups": 1.0, "domain/code/reward": 0.125} if step == 1 else {})
+            | {"eval/math/greedy": 0.25 * step, "eval/math/sampled": 0.2, "eval/code/greedy": 0.75}
+        )
+    log.close()
+    page = Page(write_report(tmp_path).read_text())
+    drawn = {str(a["aria-label"]): json.loads(str(a["data-hover"])) for _, a in page.elements if a.get("data-hover")}
+    found = {
+        title: {each["name"]: each["values"] for each in drawn[title]["series"]}
+        for title in ("Reward by domain", "Accuracy by domain", "Share of the batch", "Pauses")
+    }
+    assert found == {
+        "Reward by domain": {"code": ["0.125", None], "math": ["0.5", "1"]},
+        "Accuracy by domain": {"code": ["0.75", "0.75"], "math": ["0.2", "0.2"]},
+        "Share of the batch": {"code": ["0.25", "0"], "math": ["0.75", "1"]},
+        "Pauses": {"code": ["0", "1"]},
+    }
+
+
+def test_a_run_without_domains_has_no_charts_of_them(run: Path) -> None:
+    assert "by domain" not in (run / "report.html").read_text()

@@ -207,3 +207,48 @@ def test_printable_text_steers_no_terminal(text: str) -> None:
     shown.encode("utf-8")
     assert len(one_line(text, 20)) <= 20
     assert "\n" not in one_line(text, 20)
+
+
+def domain_rows() -> list[dict[str, float | int | str | None]]:
+    """Metrics of a stage without domains and of one with two, of which one is paused in the end."""
+    rows: list[dict[str, float | int | str | None]] = [
+        {"step": 1, "stage": "sft", "loss": 1.0, "tasks/easy/share": 1.0},
+        {"step": 1, "stage": "rl", "eval/math/greedy": 0.5, "eval/math/sampled": 0.25, "eval/code/greedy": 0.75},
+    ]
+    for step, reward in ((2, 0.25), (3, 0.5)):
+        rows.append({"step": step, "stage": "rl", "reward/mean": 0.5, "tasks/math/share": 0.5, "tasks/code/share": 0.5})
+        rows[-1] |= {"domain/math/groups": 3.0, "domain/math/reward": reward}
+    rows[2] |= {"domain/code/groups": 1.0, "domain/code/reward": 1.0}
+    rows[3]["tasks/code/paused"] = 1.0
+    return rows
+
+
+def test_a_plain_view_has_a_line_per_domain() -> None:
+    stream = io.StringIO()
+    view = PlainView(stream)
+    view.start("demo", [("sft", 1), ("rl", 2)])
+    for row in domain_rows():
+        if "eval/math/greedy" in row:
+            view.evaluation(row)
+        else:
+            view.step(row, [])
+    assert [line for line in stream.getvalue().splitlines() if line.startswith("domain ")] == [
+        "domain 2/3 name=math reward=0.250 share=0.750",
+        "domain 2/3 name=code reward=1.000 share=0.250",
+        "domain 3/3 name=math reward=0.500 share=1.000",
+        "domain 3/3 name=code reward=1.000 share=0.000 paused",
+    ]
+
+
+def test_the_live_view_has_a_line_per_domain() -> None:
+    view, console = live()
+    view.start("demo", [("sft", 1), ("rl", 2)])
+    rows = domain_rows()
+    view.resume(rows[:-1])
+    view.step(rows[-1], [])
+    shown = {line.split()[1]: line.split()[2:-1] for line in screen(view, console).splitlines() if "the batch" in line}
+    view.close()
+    assert shown == {
+        "math": ["▁█", "0.500", "100.0", "%", "of", "the", "batch", "accuracy", "25.0", "%"],
+        "code": ["▁", "1.000", "0.0", "%", "of", "the", "batch", "accuracy", "75.0", "%", "paused"],
+    }

@@ -18,6 +18,9 @@ from rollmill.config.buffer import ReplayConfig
 from rollmill.errors import DeadlineError, StoreError
 from rollmill.types import Experience, ExperienceSource, Task
 
+Shares = Mapping[str, float]
+"""Shares of domains in the replayed groups, by name."""
+
 
 class ExperienceKind(StrEnum):
     """Kind of the experiences of a group."""
@@ -119,10 +122,13 @@ class ExperienceStore(Protocol):
         Does not wait. Repeating the call for a step returns the same groups. A continued group is put under a new id.
         """
 
-    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
+    def replay(
+        self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0, shares: Shares | None = None
+    ) -> list[Group]:
         """Choose groups to replay in `step` among those taken for earlier steps, but after step `since`.
 
-        Weights are at `version`. Repeating the call for a step returns the same groups.
+        Weights are at `version`; `shares` are those of domains, see `replay_quotas`. Repeating the call for a step
+        returns the same groups.
         """
 
     def update_priorities(self, groups: Sequence[Group], *, step: int) -> None:

@@ -15,6 +15,7 @@ from rollmill.buffer.base import (
     PIPELINE,
     ExperienceKind,
     Group,
+    Shares,
     kind_conflict_error,
     poll_until,
     too_few_groups_error,
@@ -216,16 +217,19 @@ class MemoryStore:
             before = self._handed_out(step, ExperienceKind.PARTIAL, first=True)
             return before or self._hand_out(self._waiting(ExperienceKind.PARTIAL)[:count], step, first=True)
 
-    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
+    def replay(
+        self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0, shares: Shares | None = None
+    ) -> list[Group]:
         """See ExperienceStore."""
         with self._lock:
             if before := self._handed_out(step, ExperienceKind.ROLLOUT, first=False):
                 return before
             taken = self._taken(step, since)[-rule.capacity :]
-            groups = [(number, entry.group.oldest_version, entry.group.priority) for number, entry in taken]
+            groups = [(number, *_choice(entry.group)) for number, entry in taken]
             uses = [(number, use.step, use.priority) for number, entry in taken for use in entry.uses]
             history = sorted((use for use in uses if use[1] < step), key=lambda use: use[1])
-            numbers = choose_replayed(ReplayCandidates.of(groups, history), rule, step=step, version=version, seed=seed)
+            found = ReplayCandidates.of(groups, history)
+            numbers = choose_replayed(found, rule, step=step, version=version, seed=seed, shares=shares)
             return self._hand_out([self._entries[number] for number in numbers], step, first=False)
 
     def update_priorities(self, groups: Sequence[Group], *, step: int) -> None:
@@ -356,3 +360,8 @@ class MemoryStore:
 
 def _older(group: Group, min_version: int | None) -> bool:
     return min_version is not None and 0 <= group.oldest_version < min_version
+
+
+def _choice(group: Group) -> tuple[int, float, str]:
+    """Oldest version, priority and task of a group: what replay chooses by."""
+    return group.oldest_version, group.priority, group.experiences[0].task_id if group.experiences else ""

@@ -14,13 +14,13 @@ from rollmill.buffer.base import (
     FEEDBACK,
     ExperienceKind,
     Group,
+    Shares,
     kind_conflict_error,
     poll_until,
     too_few_groups_error,
     validate_groups,
 )
 from rollmill.buffer.database import Database
-from rollmill.buffer.replay import choose_replayed
 from rollmill.buffer.row_codec import (
     TableRow,
     decode_task,
@@ -149,15 +149,13 @@ class SqlStore:
 
         return self.groups(self.change(work))
 
-    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
+    def replay(
+        self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0, shares: Shares | None = None
+    ) -> list[Group]:
         """See ExperienceStore."""
 
         def work(rows: RunTransaction, _: int) -> list[int]:
-            if before := rows.handed_out(step, ExperienceKind.ROLLOUT, first=False):
-                return before
-            numbers = choose_replayed(rows.candidates(rule, step, since), rule, step=step, version=version, seed=seed)
-            rows.note(numbers, step, first=False)
-            return numbers
+            return rows.replay(rule, step=step, version=version, seed=seed, since=since, shares=shares)
 
         return self.groups(self.change(work))
 

@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.base import EXPLORER, PIPELINE, ExperienceKind, Group, writer_identity
-from rollmill.buffer.replay import ReplayCandidates
+from rollmill.buffer.base import EXPLORER, PIPELINE, ExperienceKind, Group, Shares, writer_identity
+from rollmill.buffer.replay import ReplayCandidates, choose_replayed
 from rollmill.buffer.row_codec import TableRow, decode_experience_columns, decode_group
 from rollmill.config.buffer import ReplayConfig
 
@@ -96,11 +96,22 @@ class RunTransaction:
         old = is_waiting(self.run, ExperienceKind.ROLLOUT) & is_older_than(min_version)
         self._execute(update(schema.groups).where(old).values(expired=step))
 
+    def replay(
+        self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int, shares: Shares | None
+    ) -> list[int]:
+        """Choose the groups that a step replays, and record it; the same ones if that was done before."""
+        if before := self.handed_out(step, ExperienceKind.ROLLOUT, first=False):
+            return before
+        found = self.candidates(rule, step, since)
+        numbers = choose_replayed(found, rule, step=step, version=version, seed=seed, shares=shares)
+        self.note(numbers, step, first=False)
+        return numbers
+
     def candidates(self, rule: ReplayConfig, step: int, since: int) -> ReplayCandidates:
         """Groups that replay may choose from, within the capacity."""
         mine = (_groups.run == self.run) & (_groups.shelf == str(ExperienceKind.ROLLOUT)) & schema.not_removed
         taken = mine & (_groups.taken > since) & (_groups.taken < step)
-        columns = select(_groups.number, _groups.oldest_version, _groups.priority).where(taken)
+        columns = select(_groups.number, _groups.oldest_version, _groups.priority, _groups.task_id).where(taken)
         rows = self._execute(columns.order_by(_groups.number.desc()).limit(rule.capacity)).all()[::-1]
         since = rows[0].number if rows else 0
         earlier = (_uses.run == self.run) & (_uses.number >= since) & (_uses.step < step)

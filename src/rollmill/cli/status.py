@@ -11,9 +11,12 @@ import typer
 from rollmill.cli.printing import print_json, print_line, print_table
 
 if TYPE_CHECKING:
+    from rollmill.trackers.domains import DomainState
     from rollmill.trackers.heartbeat import HeartbeatRecord, RunStatus
 
 HEADER = ("process", "host", "pid", "does", "waits for", "since", "version", "last heartbeat", "state")
+
+DOMAIN_HEADER = ("domain", "reward", "share of the batch", "accuracy", "state")
 
 
 def command(
@@ -31,6 +34,8 @@ def command(
     print_line(_where(status))
     for line in _restarts(status):
         print_line(line)
+    if status.domains:
+        print_table("", DOMAIN_HEADER, [_domain_row(each) for each in status.domains])
     if not status.processes:
         print_line("no process has reported yet: none has started, or an older version made the run")
         return
@@ -58,6 +63,11 @@ def _restarts(status: RunStatus) -> list[str]:
     last = status.restarts[-1]
     reason = str(last.get("reason", "")).partition("\n")[0]
     return [f"restarts: {len(status.restarts)}, the last one {duration(status.now - last['time'])} ago: {reason}"]
+
+
+def _domain_row(domain: DomainState) -> list[object]:
+    reward, accuracy = (None if each is None else f"{each:.3f}" for each in (domain.reward, domain.accuracy))
+    return [domain.name, reward, f"{domain.share:.2f}", accuracy, "paused" if domain.paused else "active"]
 
 
 def _row(heartbeat: HeartbeatRecord, state: str, now: float) -> list[object]:
@@ -100,5 +110,6 @@ def _as_json(run: Path, status: RunStatus) -> dict[str, object]:
         **asdict(status.position),
         "seconds_left": status.seconds_left,
         "restarts": status.restarts,
+        "domains": [asdict(domain) for domain in status.domains],
         "processes": [asdict(heartbeat) | {"state": state} for heartbeat, state in status.processes],
     }

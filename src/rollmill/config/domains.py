@@ -48,6 +48,10 @@ class DomainConfig(Section):
         1.0
     )
     """Relative share of the training tasks; or a schedule, a list of [step, weight] with linear interpolation."""
+    replay_share: float | None = Field(None, ge=0, le=1)
+    """Share of the domain in the replayed groups (`buffer.replay`), exact on average and within one group in each step;
+    0: none. Places that it cannot fill stay empty. Default: domains without a share divide the rest in proportion to
+    their groups that may be replayed."""
     rewards: list[RewardConfig] | None = None
     """Rewards of the domain's completions."""
     judging: RewardManagerConfig | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from rollmill.buffer import ExperienceStore, Group
@@ -10,7 +11,7 @@ from rollmill.buffer.replay import mean_abs_advantage
 from rollmill.config.run import StageConfig
 from rollmill.orchestrator.metrics import REPLAYED
 from rollmill.seeds import derive_seed
-from rollmill.types import Experience
+from rollmill.types import Experience, task_domain
 
 REPLAY_STREAM = 0x4E
 
@@ -34,8 +35,11 @@ class BatchReader:
     ) -> None:
         self._config, self._store, self._ratings = config, store, ratings
         self._first_version, self._seed = first_version, seed
+        self._shares = {
+            name: each.replay_share for name, each in config.domains.items() if each.replay_share is not None
+        }
         self._taken: list[Group] = []
-        self._replayed = 0
+        self._replayed: Counter[str] = Counter()  # groups by domain, "" without domains
 
     def replay(self, version: int) -> list[Experience]:
         """Return replayed experiences for the step after `version`, with the rewards people have given them since."""
@@ -45,10 +49,12 @@ class BatchReader:
             return []
         seed = derive_seed(self._seed, REPLAY_STREAM)
         since = self._first_version  # earlier stages may have had other rewards
-        for group in self._store.replay(rule, step=version + 1, version=version, seed=seed, since=since):
+        step, shares = version + 1, self._shares
+        for group in self._store.replay(rule, step=step, version=version, seed=seed, since=since, shares=shares):
             marked = [_marked(each) for each in self._ratings.apply_ratings(group.experiences)]
             self._taken.append(replace(group, experiences=marked))
-        self._replayed = len(self._taken)
+        domains = self._config.domains
+        self._replayed = Counter(task_domain(group.experiences[0].task_id) if domains else "" for group in self._taken)
         return [experience for group in self._taken for experience in group.experiences]
 
     def take(self, version: int, min_version: int | None) -> list[Experience]:
@@ -77,8 +83,11 @@ class BatchReader:
         self._taken = []
 
     def metrics(self) -> dict[str, float]:
-        """Count of replayed groups in the last step."""
-        return {} if self._config.buffer.replay is None else {"replay/groups": float(self._replayed)}
+        """Count of replayed groups in the last step, in all and by domain."""
+        if self._config.buffer.replay is None:
+            return {}
+        by_domain = {f"domain/{name}/replayed": float(self._replayed[name]) for name in self._config.domains}
+        return {"replay/groups": float(self._replayed.total()), **by_domain}
 
 
 def _marked(experience: Experience) -> Experience:

@@ -32,6 +32,7 @@ from rollmill.report.step_timeline import (
     seconds_by_stage,
 )
 from rollmill.trackers.console import format_duration, format_metric
+from rollmill.trackers.domains import domain_charts
 from rollmill.trackers.eval_metrics import eval_sets_in, evaluation_charts, first_accuracy, has_evaluation
 from rollmill.trackers.event_log import read_events
 from rollmill.trackers.metrics_log import read_metrics, read_summary
@@ -236,6 +237,7 @@ def _sections(rows: Sequence[MetricsRow], steps: Sequence[MetricsRow]) -> list[t
     data = _data(keys, steps)
     sections = (
         ("Evaluation", evaluation_charts(rows)),
+        ("Domains", domain_charts(rows)),
         ("Learning", learning),
         ("Data", data),
         ("Optimisation", optimisation),
@@ -250,7 +252,7 @@ def _data(keys: Sequence[str], steps: Sequence[MetricsRow]) -> list[LineChart | 
     dropped = [key for key in keys if key.startswith("pipeline/") and key.endswith("/dropped")]
     changed = [key for key in keys if key.startswith("pipeline/") and key.endswith(("/changed", "/added"))]
     moved = [[key for key in some if any(row.get(key) for row in steps)] for some in (dropped, changed)]
-    tasks = [key for key in keys if key.startswith("tasks/")]
+    tasks = [key for key in keys if key.startswith("tasks/") and not key.endswith("/paused")]
     return [
         _single("Groups rolled out", "Per step, those that the pipeline drops included", "raw/groups", steps),
         _lines("Dropped", "Completions, by operator", moved[0], steps),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
+from rollmill.trackers.domains import DomainProgress
 from rollmill.trackers.eval_metrics import accuracies
 from rollmill.trackers.metrics_log import Metric, Metrics
 from rollmill.types import Experience
@@ -181,11 +182,14 @@ class DroppingOutput:
 
 
 class PlainView:
-    """One line per step, easy to grep: `step 12/30 stage=rl reward=0.531 loss=0.0123 812 tok/s 0.62 s`."""
+    """One line per step, easy to grep: `step 12/30 stage=rl reward=0.531 loss=0.0123 812 tok/s 0.62 s`.
+
+    With domains, one more for each: `domain 12/30 name=math reward=0.531 share=0.667`.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream, self._failed = stream or sys.stdout, False
-        self._progress = RunProgress([])
+        self._progress, self._domains = RunProgress([]), DomainProgress()
 
     def start(self, run_name: str, stages: Stages) -> None:
         """Print the plan."""
@@ -197,6 +201,7 @@ class PlainView:
         """Print the step after which the run resumes."""
         for metrics in history:
             self._progress.update(metrics)
+            self._domains.update(metrics)
         self.message(f"resumed after step {self._progress.step}")
 
     def message(self, text: str) -> None:
@@ -208,9 +213,14 @@ class PlainView:
             print_or_drop(f"{why}; the run goes on (see `rollmill status`)", sys.stderr)
 
     def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
-        """Print the line of a step."""
+        """Print the line of a step, and one of each domain."""
         self._progress.update(metrics)
+        self._domains.update(metrics)
         self.message(self._line("step", metrics))
+        for domain in self._domains.states:
+            words = ["domain", f"{metrics['step']}/{self._progress.total}", f"name={domain.name}"]
+            words.append(f"reward={format_metric(domain.reward)} share={format_metric(domain.share)}")
+            self.message(" ".join([*words, "paused"] if domain.paused else words))
 
     def evaluation(self, metrics: Metrics) -> None:
         """Print the line of an evaluation."""

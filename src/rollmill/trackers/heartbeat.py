@@ -23,6 +23,7 @@ import psutil
 from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import atomic_write, is_locked
+from rollmill.trackers.domains import DomainProgress, DomainState
 from rollmill.trackers.event_log import RESTART, read_events
 from rollmill.trackers.metrics_log import read_metrics, read_summary
 from rollmill.waiting import OUTAGES
@@ -178,6 +179,7 @@ class RunStatus:
     processes: list[tuple[HeartbeatRecord, ProcessState]]
     now: float  #: seconds since the epoch, when this was read
     restarts: list[dict[str, Any]] = field(default_factory=list)  #: events, see RESTART
+    domains: list[DomainState] = field(default_factory=list)  #: those of the stage
 
     @property
     def seconds_left(self) -> float | None:
@@ -197,11 +199,12 @@ def read_status(run_dir: Path) -> RunStatus:
         raise ConfigError(f"{run_dir} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
     now = time.time()
     processes = [(beat, process_state(beat, now)) for beat in read_heartbeats(run_dir)]
-    position = _position(_planned(read_plain_yaml(config)), read_metrics(run_dir))
+    rows = read_metrics(run_dir)
+    position = _position(_planned(read_plain_yaml(config)), rows)
     restarts, state = read_events(run_dir, RESTART), _run_state(processes, read_summary(run_dir))
     if state in ("killed", "failed") and restarts and is_locked(run_dir / _RUN_LOCK):
         state = "restarting"  # the supervisor has the lock while it waits
-    return RunStatus(state, position, processes, now, restarts)
+    return RunStatus(state, position, processes, now, restarts, DomainProgress(rows).states)
 
 
 def process_state(beat: HeartbeatRecord, now: float) -> ProcessState:

@@ -24,6 +24,7 @@ from rollmill.trackers.console import (
     one_line,
     printable,
 )
+from rollmill.trackers.domains import DomainProgress
 from rollmill.trackers.eval_metrics import accuracies, first_accuracy, has_evaluation
 from rollmill.trackers.metrics_log import Metrics
 from rollmill.types import Experience
@@ -48,7 +49,7 @@ class LiveView:
         self._console = console or Console(file=cast(TextIO, output))
         self._show_completions = show_completions
         self._run_name = ""
-        self._progress = RunProgress([])
+        self._progress, self._domains = RunProgress([]), DomainProgress()
         self._metrics: Metrics = {}
         self._rewards: list[float | None] = []
         self._accuracies: list[float | None] = []
@@ -65,7 +66,7 @@ class LiveView:
 
     def resume(self, history: Sequence[Metrics]) -> None:
         """Reset the curves to `history`."""
-        self._rewards, self._accuracies = [], []
+        self._rewards, self._accuracies, self._domains = [], [], DomainProgress()
         for metrics in history:
             self._take(metrics)
         self.message(f"resumed after step {self._progress.step}")
@@ -96,6 +97,7 @@ class LiveView:
 
     def _take(self, metrics: Metrics) -> None:
         self._progress.update(metrics)
+        self._domains.update(metrics)
         if "reward/mean" in metrics:
             self._rewards.append(_number(metrics, "reward/mean"))
         if (accuracy := first_accuracy(metrics)) is not None:
@@ -116,7 +118,7 @@ class LiveView:
 
     def render(self) -> RenderableType:
         """The current panel."""
-        parts: list[RenderableType] = [self._header(), self._curves()]
+        parts: list[RenderableType] = [self._header(), self._curves(), *self._domain_lines()]
         if self._metrics:
             parts += [self._numbers(), self._phases()]
         for sample in self._samples:
@@ -145,6 +147,22 @@ class LiveView:
                 last = "nan" if values[-1] is None else f"{values[-1]:.3f}"
                 table.add_row(Text(name), Text(sparkline(values, width), style=style), Text(last, style="bold"))
         return table
+
+    def _domain_lines(self) -> list[RenderableType]:
+        """A line per domain: rewards, the last one, share of the batch, accuracy, and whether it is paused."""
+        width = max(8, min(30, self._console.width - 60))
+        table = Table.grid(padding=(0, 1))
+        for domain in self._domains.states:
+            accuracy = "" if domain.accuracy is None else f"accuracy {percent(domain.accuracy)}"
+            table.add_row(
+                Text(one_line(domain.name, 16)),
+                Text(sparkline(self._domains.rewards(domain.name), width), style="yellow"),
+                Text(format_metric(domain.reward), style="bold"),
+                Text(f"{percent(domain.share)} of the batch", style="dim"),
+                Text(accuracy, style="green"),
+                Text("paused" if domain.paused else "", style="bold red"),
+            )
+        return [table] if table.row_count else []
 
     def _numbers(self) -> RenderableType:
         line = Text()

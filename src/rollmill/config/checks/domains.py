@@ -13,6 +13,7 @@ from rollmill.config.workflows import TrafficWorkflow
 
 _SHARED_OPTIONS = ("masks", "corrections", "proximal", "entropy_control", "reset_optimizer")
 """Options of an algorithm that hold for a whole optimizer step, so that all domains have the same."""
+_ROUNDING = 1e-6
 
 
 def domain_path(stage: StageConfig, name: str, path: KeyPath) -> KeyPath:
@@ -55,6 +56,9 @@ def unused_domain_keys(
     if not stage.algorithm.uses_rollouts:
         text = f"not honoured: algorithm `{stage.algorithm.name}` of the stage learns from {stage.algorithm.examples}"
         keys |= {("domains", name, "algorithm"): text for name in stage.domains}
+    if stage.buffer.replay is None or not stage.algorithm.uses_rollouts:
+        text = "not honoured without replay; add buffer.replay, or remove this"
+        keys |= {("domains", name, "replay_share"): text for name in stage.domains}
     for key in OVERRIDES:
         if all(getattr(each, key) is not None for each in stage.domains.values()) and key != "algorithm":
             keys[key,] = "every domain has its own, so this is never used; remove it"
@@ -78,6 +82,7 @@ def domain_conflicts(
         found.setdefault((domain_path(stage, name, path) if path[:1] == ("evaluation",) else path, text))
     yield from found
     yield from _models(stage)
+    yield from _replay_shares(stage)
 
 
 def _own(stage: StageConfig, name: str, view: StageConfig) -> Iterator[tuple[KeyPath, str]]:
@@ -122,6 +127,19 @@ def _models(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
             if known.setdefault(model, section) != section:
                 text = f"another model is called `{model}`, in the stage or in another domain; rename one of them"
                 yield ("domains", name, "models", model), text
+
+
+def _replay_shares(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
+    shares = {name: each.replay_share for name, each in stage.domains.items() if each.replay_share is not None}
+    total = sum(shares.values())
+    if total > 1 + _ROUNDING:
+        wrong = "which is more than all replayed groups"
+    elif len(shares) == len(stage.domains) and total < 1 - _ROUNDING:
+        wrong = "and no other domain takes the rest"
+    else:
+        return
+    text = f"the shares of {', '.join(shares)} add up to {total:g}, {wrong}; correct them, or leave one out"
+    yield ("domains", list(shares)[-1], "replay_share"), text
 
 
 def unused_mixing(stage: StageConfig) -> Mapping[KeyPath, str]:
