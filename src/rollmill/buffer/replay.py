@@ -63,16 +63,11 @@ def choose_replayed(
     """Numbers of the groups to replay in `step`, a pure function of its arguments.
 
     Orders `uniform` and `priority` draw without replacement in proportion to the weights, by the Gumbel-top-k trick
-<<<<<<< HEAD
     (Kool et al., arXiv:1903.06059, equal to Efraimidis and Spirakis, 2006). A group without policy tokens has age 0, as
     has an imported one of a later version than the trainer's; one of weight 0 is never drawn.
-=======
-    (Kool et al., arXiv:1903.06059, equal to Efraimidis and Spirakis, 2006). A group without policy tokens has age 0;
-    one of weight 0 is never drawn.
 
     Args:
         shares: of some domains, see `replay_quotas`; within a quota the order is that of `rule`.
->>>>>>> domains2
     """
     age = np.where(candidates.oldest_version >= 0, np.maximum(version - candidates.oldest_version, 0), 0)
     may = step - candidates.last >= rule.cooldown
