@@ -55,7 +55,7 @@ def _unused_names(stage: StageConfig) -> dict[KeyPath, str]:
     if stage.taskset is None or (stage.algorithm.uses_rollouts and stage.workflow.uses_tasks):
         return {}
     text = "not honoured: the stage rolls no tasks out; remove it"
-    places = [("taskset", "mix", index) for index in range(len(stage.taskset.mix))] or [("taskset",)]
+    places: list[KeyPath] = [("taskset", "mix", index) for index in range(len(stage.taskset.mix))] or [("taskset",)]
     return {(*place, "fields", "workflow"): text for place in places}
 
 
