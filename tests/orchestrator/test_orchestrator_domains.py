@@ -19,6 +19,7 @@ from rollmill.cli import main
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
 from rollmill.launch import resume
+from rollmill.rollout.served_model import check_endpoint_support
 from rollmill.trackers.console import PlainView
 
 WORDS = [
@@ -334,3 +335,9 @@ def test_names_of_workflows_that_nothing_rolls_out_are_refused(tmp_path: Path) -
     with pytest.raises(ConfigError) as error:
         load_run(path)
     assert "domains.words.taskset.fields.workflow: not honoured: the stage rolls no tasks out" in str(error.value)
+
+
+def test_a_served_model_is_not_asked_by_workflows_of_rows(tmp_path: Path) -> None:
+    stage = load_run(named_workflows(tmp_path, [None])).stages[0]
+    with pytest.raises(ConfigError, match=r"served\.yaml: rows may name workflows .*taskset\.fields\.workflow"):
+        check_endpoint_support(stage, "served.yaml")
