@@ -67,6 +67,7 @@ class Task:
     taskset: str = ""
     rejected: str | None = None
     rewards: list[str] | None = None  #: names of the rewards that score it; None: all
+    workflow: str | None = None  #: name of the workflow that rolls it out; None: the stage's
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from rollmill.cli import main
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
 from rollmill.launch import resume
+from rollmill.rollout.served_model import check_endpoint_support
 from rollmill.trackers.console import PlainView
 
 WORDS = [
@@ -276,3 +277,67 @@ def test_a_row_names_its_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(each) for each in lines))
     assert main(["check", str(path)]) == 2
     assert "names the reward `maths` (taskset.fields.rewards), and there are exact, math" in capsys.readouterr().err
+
+
+FLOWS = """
+import rollmill
+
+
+@rollmill.workflow
+async def twice(task, policy):
+    replies = [await policy.complete(task.prompt, max_new_tokens=2) for _ in range(2)]
+    return float(sum(len(reply.text) for reply in replies))
+"""
+
+
+def named_workflows(folder: Path, names: list[str | None], **changes: Any) -> Path:
+    lines = [each | {"by": names[n % len(names)]} for n, each in enumerate(WORDS)]
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(each) for each in lines))
+    (folder / "flow.py").write_text(FLOWS)
+    words = {"taskset": {"path": str(folder / "rows.jsonl"), "fields": {"workflow": "by"}}, "pipeline": None}
+    return run_file(folder, domains_of(folder, **words), plugins=["flow.py"], evaluation=None, steps=2, **changes)
+
+
+def test_a_row_names_its_workflow(tmp_path: Path) -> None:
+    rollmill.run(named_workflows(tmp_path, ["twice", None, "single_turn"]), [], tmp_path / "run")
+    calls: dict[tuple[str, str], int] = {}
+    for row in rollouts(tmp_path / "run"):
+        key = row["task_id"], row["group"]
+        calls[key] = calls.get(key, 0) + 1
+    found: dict[tuple[bool, int], int] = {}
+    for (task, _), count in calls.items():
+        twice = task.startswith("words") and int(task.rpartition(":")[2]) % 3 == 0
+        found[twice, count] = found.get((twice, count), 0) + 1
+    assert set(found) == {(False, 4), (False, 3), (True, 6)}  # 3 rollouts of 2 calls
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["twice", "thrice"], "rows.jsonl:2: the workflow (column by) is 'thrice', and there is none of that"),
+        (["traffic"], "rows.jsonl:1: the workflow (column by) is 'traffic', which has no tasks"),
+        ([None, "tools"], "task `rows:1` names the workflow `tools` (taskset.fields.workflow), which cannot"),
+    ],
+)
+def test_a_workflow_of_a_row_that_cannot_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str | None], says: str
+) -> None:
+    assert main(["check", str(named_workflows(tmp_path, names))]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_tools_that_only_a_row_s_workflow_may_call_are_allowed(tmp_path: Path) -> None:
+    assert main(["check", str(named_workflows(tmp_path, [None, "tools"], tools=["calculator"]))]) == 0
+
+
+def test_names_of_workflows_that_nothing_rolls_out_are_refused(tmp_path: Path) -> None:
+    path = named_workflows(tmp_path, [None], algorithm={"name": "sft"})
+    with pytest.raises(ConfigError) as error:
+        load_run(path)
+    assert "domains.words.taskset.fields.workflow: not honoured: the stage rolls no tasks out" in str(error.value)
+
+
+def test_a_served_model_is_not_asked_by_workflows_of_rows(tmp_path: Path) -> None:
+    stage = load_run(named_workflows(tmp_path, [None])).stages[0]
+    with pytest.raises(ConfigError, match=r"served\.yaml: rows may name workflows .*taskset\.fields\.workflow"):
+        check_endpoint_support(stage, "served.yaml")

@@ -116,6 +116,7 @@ def count_tasks(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
 
     Raises ConfigError naming the stage if something cannot be loaded, or a reference is empty.
     """
+    from rollmill.config.checks.conflicts import require_workflows
     from rollmill.rewards.base import require_references, require_verdicts
 
     counts: dict[tuple[str, str], tuple[int, int]] = {}
@@ -138,6 +139,7 @@ def count_tasks(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
                 loaded[key] = loaded.get(key) or _loaded(taskset, where)
                 require_references(view.rewards, loaded[key].tasks, where)
                 require_verdicts(view.rewards, view.judging, loaded[key].tasks, where)
+                require_workflows(view, loaded[key].tasks, where)
                 counts[stage.name, section] = len(loaded[key].tasks), len(loaded[key].rejected)
     return counts
 

@@ -44,6 +44,9 @@ class FieldsConfig(Section):
     """Column with a unique id. Default: the row number."""
     rewards: str | None = None
     """Column with the names of the rewards that score the row: a name, or a list of them. Default: all rewards."""
+    workflow: str | None = None
+    """Column with the name of the workflow that rolls the row out: the stage's, with its options, or another one, with
+    its defaults. A row without a name, and all rows by default, have the stage's workflow."""
     images: str | None = None
     """Column with an image path or a list of paths, relative to the taskset's file (extra `vision`). Default: `images`
     or `image`, if it holds paths; empty: none."""

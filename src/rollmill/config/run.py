@@ -28,7 +28,7 @@ from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection, fil
 from rollmill.config.tools import ToolConfig
 from rollmill.config.trackers import MonitorConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.config.workflows import SingleTurnWorkflow, WorkflowConfig
+from rollmill.config.workflows import SingleTurnWorkflow, WorkflowConfig, workflow_by_name
 
 
 class CheckpointConfig(Section):
@@ -207,9 +207,21 @@ class StageConfig(Section):
         return [each for each in found if each is not None]
 
     @property
+    def rows_name_workflows(self) -> bool:
+        """True if rows of training tasks or of held-out ones may name their workflow."""
+        sets = [] if self.evaluation is None else self.evaluation.all_sets().values()
+        return any(each is not None and each.names_workflows for each in (self.taskset, *(one.taskset for one in sets)))
+
+    def of_row(self, workflow: str) -> StageConfig:
+        """Returns this stage with the workflow that a row names: its own, or another one with its defaults."""
+        if workflow == self.workflow.name:
+            return self
+        return self.model_copy(update={"workflow": workflow_by_name(workflow)})
+
+    @property
     def uses_task_examples(self) -> bool:
-        """True if a workflow receives worked examples of the training tasks."""
-        return any(each.takes("examples") for each in self.workflows)
+        """True if a workflow receives worked examples of the training tasks, or rows may name one that does."""
+        return self.rows_name_workflows or any(each.takes("examples") for each in self.workflows)
 
     @property
     def needs_taskset(self) -> bool:

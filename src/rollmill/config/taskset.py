@@ -58,6 +58,11 @@ class TasksetConfig(TasksetSection):
         """Returns the entries of a mix, or the taskset itself."""
         return [*self.mix] or [self]
 
+    @property
+    def names_workflows(self) -> bool:
+        """True if rows may name their workflow."""
+        return any(part.fields.workflow is not None for part in self.parts())
+
     def sources(self) -> list[str]:
         """See RowsSection.sources."""
         return [*super().sources(), *(["mix"] if self.mix else [])]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import regex
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from rollmill.config.section import NamedSection, Section, module_sections, section_union
 
@@ -365,3 +365,9 @@ if TYPE_CHECKING:
     WorkflowConfig = WorkflowSection
 else:
     WorkflowConfig = section_union(module_sections(__name__, WorkflowSection), kind="workflow")
+
+
+def workflow_by_name(name: str) -> WorkflowSection:
+    """Returns the section of a workflow, built in or registered, with its defaults. Raises ValueError for others."""
+    section: WorkflowSection = TypeAdapter(WorkflowConfig).validate_python(name)
+    return section

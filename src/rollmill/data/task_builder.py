@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.config.rows import FieldsConfig, RowsSection
+from rollmill.config.workflows import workflow_by_name
 from rollmill.data.images import metadata_with_images
 from rollmill.data.presets import PRESETS
 from rollmill.data.readers import BadRowError, Row, SourceRow, check_finite
@@ -52,7 +53,7 @@ class TaskBuilder:
             raise BadRowError(f"the answer (column {fields.answer or 'answer'}) is bytes, not text; convert it")
         check_finite(answer, f"the answer (column {fields.answer or 'answer'})")
         parts = {fields.prompt, fields.answer or "answer", fields.response or self._usual_response(row), fields.id}
-        parts |= {fields.rewards} if fields.rewards is not None else set()
+        parts |= {fields.rewards, fields.workflow} - {None}
         parts |= {fields.rejected or "rejected"} | ({self._label(row)} - {None})
         rest = {column: value for column, value in row.items() if column not in parts}
         metadata = self._with_images(rest) if record.metadata is None else record.metadata
@@ -65,6 +66,7 @@ class TaskBuilder:
             metadata=metadata,
             taskset=self._name,
             rewards=self._rewards(row),
+            workflow=self._workflow(row),
         )
 
     def _rewards(self, row: Row) -> list[str] | None:
@@ -76,6 +78,22 @@ class TaskBuilder:
         if not isinstance(names, list | tuple) or not names or not all(isinstance(each, str) for each in names):
             raise BadRowError(f"the rewards (column {column}) are {value!r:.60}; give a name or a list of names")
         return list(names)
+
+    def _workflow(self, row: Row) -> str | None:
+        column = self._config.fields.workflow
+        name = None if column is None else _column(row, column, "taskset.fields.workflow")
+        if name is None or name == "":
+            return None
+        if not isinstance(name, str):
+            raise BadRowError(f"the workflow (column {column}) is {describe_type(name)}, not a name")
+        try:
+            section = workflow_by_name(name)
+        except ValueError as error:
+            text = f"the workflow (column {column}) is {name!r:.60}, and there is none of that name"
+            raise BadRowError(f"{text}; correct it, or register it (@rollmill.workflow, plugins)") from error
+        if not section.uses_tasks:
+            raise BadRowError(f"the workflow (column {column}) is {name!r}, which has no tasks; name another")
+        return name
 
     def _with_images(self, rest: Row) -> Row:
         column = self._config.fields.images

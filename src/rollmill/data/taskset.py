@@ -69,6 +69,7 @@ class Taskset:
             pictures = [image.sha256 for image in image_refs_of(task.metadata)]
             parts = [task.id, task.prompt, task.response, task.rejected, task.answer, *pictures]
             parts += [] if task.rewards is None else [task.rewards]
+            parts += [] if task.workflow is None else [{"workflow": task.workflow}]
             digest.update(json.dumps(parts, default=lambda other: type(other).__name__, skipkeys=True).encode())
         return digest.hexdigest()[:16]
 

@@ -70,12 +70,17 @@ class ExplorerFactory:
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> Explorer:
         """Build an explorer with the workflow of the stage, or those of its domains."""
-        made = {name: each._runner(trace) for name, each in (self._domains or {"": self}).items()}
+        made = {name: each._runner(trace, each._config) for name, each in (self._domains or {"": self}).items()}
         runners = {name: runner for name, runner in made.items() if runner is not None}
-        return Explorer(self._engine, self._rewards, self._policy.tokenizer, trace, runners, drafts)
 
-    def _runner(self, trace: Trace | None) -> WorkflowRunner | None:
-        workflow = build_workflow(self._config.workflow, self._resources)
+        def row_runner(task: Task) -> WorkflowRunner | None:
+            of = self._domains.get(task.taskset, self)
+            return of._runner(trace, of._config if task.workflow is None else of._config.of_row(task.workflow))
+
+        return Explorer(self._engine, self._rewards, self._policy.tokenizer, trace, runners, drafts, row_runner)
+
+    def _runner(self, trace: Trace | None, config: StageConfig) -> WorkflowRunner | None:
+        workflow = build_workflow(config.workflow, self._resources)
         if workflow is None:
             return None
         chat = ChatRenderer(self._policy.tokenizer, self._policy.eos_ids)

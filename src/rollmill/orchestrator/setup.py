@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rollmill.config.algorithms.preferences import RewardModel
+from rollmill.config.checks.conflicts import require_workflows
 from rollmill.config.describe import evaluation_key
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
@@ -172,10 +173,12 @@ def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset
         section = f"domains.{name}.taskset" if name else "taskset"
         require_references(view.rewards, own, f"stage {stage.name}: {section}")
         require_verdicts(view.rewards, view.judging, own, f"stage {stage.name}: {section}")
+        require_workflows(view, own, f"stage {stage.name}: {section}")
     for name, each in sets.items():
         view, where = stage.for_evaluation(each), f"stage {stage.name}: {evaluation_key(name)}"
         require_references(view.rewards, held_out[name].tasks, where)
         require_verdicts(view.rewards, view.judging, held_out[name].tasks, where)
+        require_workflows(view, held_out[name].tasks, where)
     return select_tasks(stage, policy, training, held_out)
 
 

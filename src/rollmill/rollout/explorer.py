@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,6 +57,7 @@ class Explorer:
         runners: run the workflow of a rollout, by domain ("" without domains); a rollout of a task without one is one
             completion of its prompt.
         drafts: cache of completions, used as drafts when their task is rolled out again.
+        row_runner: builds the runner of a task that names its workflow; called once per domain and workflow.
     """
 
     is_remote = False
@@ -69,7 +70,10 @@ class Explorer:
         trace: Trace | None = None,
         runners: Mapping[str, WorkflowRunner] | None = None,
         drafts: DraftCache | None = None,
+        row_runner: Callable[[Task], WorkflowRunner | None] | None = None,
     ) -> None:
+        self._row_runner = row_runner
+        self._row_runners: dict[tuple[str, str], WorkflowRunner | None] = {}
         self._engine = engine
         self._rewards = rewards
         self._tokenizer = tokenizer
@@ -135,7 +139,7 @@ class Explorer:
         reuse: bool = True,
     ) -> list[Experience]:
         """Roll out one group. With `reuse`, it uses and replaces the task's cached drafts."""
-        runner = self._runners.get("") or self._runners.get(task.taskset)
+        runner = self._runner(task)
         if runner is not None:
             return await runner.group(task, sampling, n=n, seed=seed, group=group)
         cache = self._drafts if reuse else None
@@ -164,6 +168,15 @@ class Explorer:
                 work_left.cancel()
             await asyncio.gather(*pending.values(), return_exceptions=True)
             raise
+
+    def _runner(self, task: Task) -> WorkflowRunner | None:
+        """Return the runner of a task's workflow; None if a rollout is one completion."""
+        if task.workflow is None or self._row_runner is None:
+            return self._runners.get("") or self._runners.get(task.taskset)
+        key = task.taskset, task.workflow
+        if key not in self._row_runners:
+            self._row_runners[key] = self._row_runner(task)
+        return self._row_runners[key]
 
     async def part(
         self,
@@ -201,8 +214,8 @@ class Explorer:
     def take_counts(self) -> dict[str, float]:
         """Counts of workflow rollouts since the last call, see RetryingWorkflow. Empty without a workflow."""
         total: Counter[str] = Counter()
-        for runner in self._runners.values():
-            total.update(runner.take_counts())
+        for runner in (*self._runners.values(), *self._row_runners.values()):
+            total.update({} if runner is None else runner.take_counts())
         return dict(total)
 
     def _request(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, **more: Any) -> GenerationRequest:

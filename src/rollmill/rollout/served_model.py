@@ -114,6 +114,9 @@ def check_endpoint_support(stage: StageConfig, name: str) -> None:
     if not stage.workflow.single_turn:
         text = f"workflow `{stage.workflow.name}` needs a policy with tokens"
         raise ConfigError(f"{name}: {text}; a model behind an endpoint is asked by `single_turn` alone")
+    if stage.rows_name_workflows:
+        text = "rows may name workflows that need a policy with tokens (taskset.fields.workflow)"
+        raise ConfigError(f"{name}: {text}; remove that key, or leave this model out")
     for key, why in _UNKNOWN.items():
         if getattr(stage.rollout, key):
             raise ConfigError(f"{name}: {key}: {why}; remove it, or leave this model out")

@@ -17,7 +17,9 @@ from rollmill.config.orders import CustomOrder, SequentialOrder
 from rollmill.config.run import StageConfig
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
-from rollmill.config.tree import KeyPath
+from rollmill.config.tree import KeyPath, format_key_path
+from rollmill.errors import ConfigError
+from rollmill.types import Task
 
 Conflict = tuple[KeyPath, str]
 
@@ -30,6 +32,24 @@ def find_conflicts(stage: StageConfig) -> Iterator[Conflict]:
         yield from domain_conflicts(stage, _find_conflicts)
     else:
         yield from _find_conflicts(stage)
+
+
+def require_workflows(stage: StageConfig, tasks: Sequence[Task], where: str) -> None:
+    """Raise ConfigError if a task names a workflow that cannot run in its stage.
+
+    Args:
+        stage: the stage as the domain or the evaluation set of the tasks sees it.
+        where: the section of the run file that they come from, for the message.
+    """
+    first = {task.workflow: task for task in reversed(tasks) if task.workflow is not None}
+    known = set(_find_conflicts(stage)) if first else set()
+    for name, task in first.items():
+        for path, text in _find_conflicts(stage.of_row(name)):
+            if (path, text) not in known:
+                raise ConfigError(
+                    f"{where}: task `{task.id}` names the workflow `{name}` (taskset.fields.workflow), which cannot "
+                    f"run in this stage: {format_key_path(path)}: {text}"
+                )
 
 
 def _find_conflicts(stage: StageConfig) -> Iterator[Conflict]:

@@ -17,6 +17,8 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
     """Returns keys of workflows and their components without effect, each with the reason."""
     keys: dict[KeyPath, str] = {}
     name = stage.workflow.name
+    if stage.rows_name_workflows:  # one that a row names may use what the stage's does not
+        return keys | _unused_names(stage)
     if all(each.single_turn for each in stage.workflows):
         for key in ("attempts", "time_limit_s", "failures"):
             keys["rollout", key] = f"not honoured by workflow `{name}`, which cannot fail; others honour it"
@@ -46,6 +48,15 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
         for key in ("workflow", "environment", "tools", "models"):
             keys[key,] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
     return keys
+
+
+def _unused_names(stage: StageConfig) -> dict[KeyPath, str]:
+    """Returns keys that name the workflows of training rows which are not rolled out."""
+    if stage.taskset is None or (stage.algorithm.uses_rollouts and stage.workflow.uses_tasks):
+        return {}
+    text = "not honoured: the stage rolls no tasks out; remove it"
+    places: list[KeyPath] = [("taskset", "mix", index) for index in range(len(stage.taskset.mix))] or [("taskset",)]
+    return {(*place, "fields", "workflow"): text for place in places}
 
 
 def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowConfig]:
