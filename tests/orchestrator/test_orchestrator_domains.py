@@ -314,7 +314,7 @@ def test_a_row_names_its_workflow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["twice", "thrice"], "rows.jsonl:2: the workflow (column by) is 'thrice', and there is none of that"),
+        (["twice", "unheard_of"], "rows.jsonl:2: the workflow (column by) is 'unheard_of', and there is none of that"),
         (["traffic"], "rows.jsonl:1: the workflow (column by) is 'traffic', which has no tasks"),
         ([None, "tools"], "task `rows:1` names the workflow `tools` (taskset.fields.workflow), which cannot"),
     ],
