@@ -29,7 +29,7 @@ def command(
         return
     print_line(f"run {run}: {status.state}")
     print_line(_where(status))
-    for line in _restarts(status):
+    for line in (*_restarts(status), *_scalings(status)):
         print_line(line)
     if not status.processes:
         print_line("no process has reported yet: none has started, or an older version made the run")
@@ -58,6 +58,14 @@ def _restarts(status: RunStatus) -> list[str]:
     last = status.restarts[-1]
     reason = str(last.get("reason", "")).partition("\n")[0]
     return [f"restarts: {len(status.restarts)}, the last one {duration(status.now - last['time'])} ago: {reason}"]
+
+
+def _scalings(status: RunStatus) -> list[str]:
+    """Describe the last change of the number of explorers."""
+    if not status.scalings:
+        return []
+    last = status.scalings[-1]
+    return [f"explorers: {last.get('text', '')} ({duration(status.now - last['time'])} ago)"]
 
 
 def _row(heartbeat: HeartbeatRecord, state: str, now: float) -> list[object]:
@@ -100,5 +108,6 @@ def _as_json(run: Path, status: RunStatus) -> dict[str, object]:
         **asdict(status.position),
         "seconds_left": status.seconds_left,
         "restarts": status.restarts,
+        "scalings": status.scalings,
         "processes": [asdict(heartbeat) | {"state": state} for heartbeat, state in status.processes],
     }
