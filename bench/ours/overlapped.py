@@ -47,12 +47,13 @@ def ray_explorers(count: int, folder: Path) -> Any:
     from rollmill.config.placement import RayPlacement
     from rollmill.ray_session import join
     from rollmill.remote.placement_group import PlacementGroup
-    from rollmill.remote.ray_explorers import RayExplorers, explorer_needs, start_explorers
+    from rollmill.remote.ray_explorers import RayExplorers
+    from rollmill.remote.ray_scaling import ExplorerActors, explorer_needs
 
     placement = RayPlacement(explorers=count)
     join(placement.address)
-    group = PlacementGroup(explorer_needs(placement), one_host=False)
-    return RayExplorers(placement, folder, start_explorers(placement, group, folder), silent_s=20.0)
+    group = PlacementGroup(explorer_needs(placement, count), one_host=False)
+    return RayExplorers(placement, folder, ExplorerActors(placement, group, folder, count).used, silent_s=20.0)
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from rollmill.orchestrator.summary import summarise
 from rollmill.progress import ends_for_restart, uncounted_work
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.remote.rollout_backend import ExplorerFleet
+from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.event_log import EVENTS_FILE
@@ -232,7 +233,8 @@ def _require_fresh(folder: Path) -> None:
         raise ConfigError(
             f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"
         )
-    for left in (folder / MACHINE, folder / EVENTS_FILE, *folder.glob("stall-*.txt"), *folder.glob("crash-*.txt")):
+    files = (MACHINE, EVENTS_FILE, SCALE_REQUEST, SCALE_ANSWER)
+    for left in (*(folder / name for name in files), *folder.glob("stall-*.txt"), *folder.glob("crash-*.txt")):
         left.unlink(missing_ok=True)
     shutil.rmtree(folder / PROCESSES, ignore_errors=True)
 

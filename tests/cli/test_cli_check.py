@@ -203,6 +203,7 @@ def test_no_command_is_missing() -> None:
         "merge",
         "plan",
         "status",
+        "scale",
         "algorithms",
         "explain",
         "checkpoints",

@@ -11,7 +11,7 @@ from rollmill.cli import main
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import ExplorerSpec, RayPlacement
 from rollmill.errors import ConfigError
-from rollmill.remote.ray_explorers import explorer_needs
+from rollmill.remote.ray_scaling import explorer_needs
 
 GOOD = """\
 model: {new: {hidden_size: 32}}
@@ -125,7 +125,9 @@ def test_every_explorer_has_a_kind_and_reserves_what_it_says_or_all_do() -> None
     kinds = "[{gpus: 1, engine: vllm}, {count: 2, cpus: 2, threads: 2}, {cpus: 0}]"
     found = placed(GOOD + REWARDS + f"placement: {{name: ray, cpus: 0.5, explorers: {kinds}}}")
     assert [kind.threads for kind in found.every_explorer] == [None, 2, 2, None]
-    assert [(need.cpus, need.gpus) for need in explorer_needs(found)] == [(0.5, 1), (2, 0), (2, 0), (0, 0)]
+    needs = [(0.5, 1), (2, 0), (2, 0), (0, 0), (0, 0), (0, 0)]  # those of `rollmill scale` are of the last kind
+    for count in (1, 4, 6):
+        assert [(need.cpus, need.gpus) for need in explorer_needs(found, count)] == needs[:count]
 
 
 def test_a_kind_s_engine_replaces_the_stage_s() -> None:

@@ -100,6 +100,9 @@ RUN_ELSEWHERE = {
     "rollmill run run.yaml --set mode=explore --out runs/sums": (
         "tests/orchestrator/test_orchestrator_split.py::test_stages_and_evaluations_are_the_same_as_in_one_process"
     ),
+    "rollmill scale runs/sums --explorers 4": (
+        "tests/remote/test_remote_scale.py::test_explorers_on_ray_come_and_go_while_the_run_trains"
+    ),
     "rollmill resume runs/sums": "tests/orchestrator/test_orchestrator_split.py::test_whoever_is_killed_goes_on",
     "rollmill run run.yaml --set mode=train --set max_staleness=1000 --out runs/offline": (
         "tests/orchestrator/test_orchestrator_split.py::test_training_alone_on_what_the_buffer_holds"

@@ -69,7 +69,7 @@ class Held:
                 future.set_exception(WorkerLostError("killed"))
 
 
-EVENT = st.tuples(st.sampled_from(["call", "answer", "answer", "join", "die"]), st.integers(0, 2))
+EVENT = st.tuples(st.sampled_from(["call", "answer", "answer", "join", "admit", "die", "retire"]), st.integers(0, 2))
 
 
 @settings(max_examples=30)
@@ -81,6 +81,7 @@ def test_every_call_is_answered_once_whoever_dies(events: list[tuple[str, int]])
 async def _happens(events: list[tuple[str, int]]) -> None:
     pool, members = WorkerPool("explorer", {}, health_s=60), dict[str, Held]()
     calls: dict[str, asyncio.Task[Any]] = {}
+    leaving, leaves = list[Held](), list[asyncio.Task[None]]()
     await pool.begin("stage")
     for event, number in [*events, ("join", 0), *[("answer", 0)] * (len(events) + 1)]:
         name = f"explorer {number}"
@@ -89,15 +90,24 @@ async def _happens(events: list[tuple[str, int]]) -> None:
         elif event == "join":
             members[name] = Held()
             pool.add(name, members[name])
+        elif event == "admit" and name not in members:
+            members[name] = Held()
+            await pool.admit(name, members[name])
+        elif event == "retire" and name in members:
+            leaving.append(members.pop(name))
+            leaves.append(
+                asyncio.ensure_future(pool.retire(name, number * 3600.0))
+            )  # 0: its calls go to others at once
         elif event == "die" and name in members:
             members.pop(name).kill()
         elif event == "answer":
-            for member in list(members.values()):
+            for member in [*members.values(), *leaving]:
                 for one, future in list(member.running.items())[:1]:
                     future.set_result(f"result {one}")
         for _ in range(30):
             await asyncio.sleep(0)
     assert [(await task)[1] for task in calls.values()] == [f"result {name}" for name in calls]
+    await asyncio.gather(*leaves)
     assert all(member.begun == "stage" for member in members.values())
     assert {each.name for each in pool.workers if not each.handle.ended} == set(members)  # type: ignore[attr-defined]
     await pool.end()

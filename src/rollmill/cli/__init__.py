@@ -27,6 +27,7 @@ COMMANDS = {
     "audit": "rollmill.cli.audit:command",
     "plan": "rollmill.cli.plan:command",
     "status": "rollmill.cli.status:command",
+    "scale": "rollmill.cli.scale:command",
     "show": "rollmill.cli.show:command",
     "grade": "rollmill.cli.grade:command",
     "testcases": "rollmill.cli.testcases:command",

@@ -32,7 +32,7 @@ def command(
         return
     print_line(f"run {run}: {status.state}")
     print_line(_where(status))
-    for line in _restarts(status):
+    for line in (*_restarts(status), *_scalings(status)):
         print_line(line)
     if status.domains:
         print_table("", DOMAIN_HEADER, [_domain_row(each) for each in status.domains])
@@ -68,6 +68,14 @@ def _restarts(status: RunStatus) -> list[str]:
 def _domain_row(domain: DomainState) -> list[object]:
     reward, accuracy = (None if each is None else f"{each:.3f}" for each in (domain.reward, domain.accuracy))
     return [domain.name, reward, f"{domain.share:.2f}", accuracy, "paused" if domain.paused else "active"]
+
+
+def _scalings(status: RunStatus) -> list[str]:
+    """Describe the last change of the number of explorers."""
+    if not status.scalings:
+        return []
+    last = status.scalings[-1]
+    return [f"explorers: {last.get('text', '')} ({duration(status.now - last['time'])} ago)"]
 
 
 def _row(heartbeat: HeartbeatRecord, state: str, now: float) -> list[object]:
@@ -111,5 +119,6 @@ def _as_json(run: Path, status: RunStatus) -> dict[str, object]:
         "seconds_left": status.seconds_left,
         "restarts": status.restarts,
         "domains": [asdict(domain) for domain in status.domains],
+        "scalings": status.scalings,
         "processes": [asdict(heartbeat) | {"state": state} for heartbeat, state in status.processes],
     }

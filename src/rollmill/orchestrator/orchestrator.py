@@ -79,7 +79,7 @@ class Orchestrator:
             self._prune()
         self._evaluations.drop_after(self.state.step)
         explorers = self._context.explorers
-        async with nullcontext() if explorers is None else explorers.serving():
+        async with nullcontext() if explorers is None else explorers.serving(self._monitor.message):
             with self._interrupts.installed(), self._monitor.showing_outages():
                 while self.state.stage < len(self._stages):
                     await self._stage(self._stages[self.state.stage], trainer)

@@ -54,10 +54,13 @@ class RolloutBackend(Protocol):
     """The engine of this process; it generates nothing if other processes roll out."""
     location: str
     """Description of where rollouts are made; empty for this process."""
-    display_name: str
-    """Names what makes completions, as `rollmill status` names them."""
     trains_in_thread: bool
     """The event loop has to go on while the trainer works, since others send requests."""
+
+    @property
+    def display_name(self) -> str:
+        """Names what makes completions, as `rollmill status` names them."""
+        ...
 
     @property
     def tokens_generated(self) -> int:

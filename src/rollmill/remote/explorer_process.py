@@ -31,7 +31,8 @@ Found = TypeVar("Found")
 
 
 def run_explorer(loaded: LoadedRun, run_dir: Path, report: Report = print) -> dict[str, Any]:
-    """Join a run as an explorer until it is done; returns its number and count of groups, for JSON.
+    """Join a run as an explorer until it is done, or needs fewer explorers; returns its number and count of groups, for
+    JSON.
 
     Raises:
         ConfigError: the run's file is another one, or another run was started in the directory.
@@ -54,9 +55,11 @@ async def _join(loaded: LoadedRun, run_dir: Path, watch: TrainerWatch, report: R
         keep_heartbeat(run_dir, f"{EXPLORER} {number}") as heartbeat,
     ):
         tell = partial(_tell, run_dir, f"{EXPLORER} {number}", report)
+        groups, why = 0, ""
         with OUTAGES.listening(tell):
-            groups = 0 if status.done else await _serve_run(loaded, run_dir, number, watch, heartbeat, report)
-    report(f"{EXPLORER} {number}: the run is done; {groups} groups were rolled out")
+            if not status.done:
+                groups, why = await _serve_run(loaded, run_dir, number, watch, heartbeat, report)
+    report(f"{EXPLORER} {number}: {why or 'the run is done'}; {groups} groups were rolled out")
     return {"explorer": number, "groups": groups}
 
 
@@ -71,8 +74,9 @@ def _tell(run_dir: Path, process: str, report: Report, text: str) -> None:
 
 async def _serve_run(
     loaded: LoadedRun, run_dir: Path, number: int, watch: TrainerWatch, heartbeat: HeartbeatWriter, report: Report
-) -> int:
-    """Serve one trainer after the other until the run is done; returns how many groups were rolled out."""
+) -> tuple[int, str]:
+    """Serve one trainer after the other until the run is done, or needs this explorer no more; returns how many groups
+    were rolled out, and why it is not needed."""
     setup = set_up_run(loaded, run_dir, None, joined=True)
     report(f"{EXPLORER} {number}: {setup.describe(run_dir)}")
 
@@ -97,8 +101,10 @@ async def _serve_run(
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             await worker.end("")
+        if worker.dismissed:
+            break
         await asyncio.sleep(WAIT_S)
-    return worker.groups
+    return worker.groups, worker.dismissed
 
 
 async def _serve_trainer(trainer: TrainerStatus, number: int, worker: ExplorerWorker) -> None:

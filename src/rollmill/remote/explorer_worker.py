@@ -41,6 +41,7 @@ class ExplorerWorker:
         self._running: set[asyncio.Task[RolloutReply]] = set()
         self._lock = asyncio.Lock()
         self.groups = 0  #: number of groups rolled out
+        self.dismissed = ""  #: why the trainer does not need this process any more; empty while it does
 
     async def ready(self) -> list[Outage]:
         """Return the endpoints that are away for this process; answers while rollouts are running."""
@@ -98,10 +99,14 @@ class ExplorerWorker:
                 await self._leave()
                 self._heartbeat.set_activity(*_IDLE)
 
-    async def close(self) -> None:
-        """Stop at the end of the run."""
+    async def dismiss(self, why: str) -> None:
+        """Leave the run, which goes on without this process."""
+        self.dismissed = why
+
+    async def close(self, how: str = "done") -> None:
+        """Stop at the end of the run, or because it has been scaled."""
         await self.end("")
-        self._heartbeat.close("done")
+        self._heartbeat.close(how)
 
     async def _leave(self) -> None:
         self._use = ""

@@ -8,7 +8,7 @@ import math
 import secrets
 import socket
 from asyncio import StreamReader, StreamWriter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +18,26 @@ from rollmill.orchestrator.state import StageState
 from rollmill.remote.connection import LOST, ConnectedWorker, accept_worker
 from rollmill.remote.rollout_backend import WeightTransport
 from rollmill.remote.run_state import EXPLORER, EXPLORERS, TRAINER_STATUS, TrainerStatus, describe_explorers
+from rollmill.remote.scaling import (
+    LEAVE_S,
+    LOOK_S,
+    ScaleAnswer,
+    ScaleRequest,
+    answer_request,
+    count_explorers,
+    describe_change,
+    pending_request,
+    read_answer,
+)
 from rollmill.remote.stage_worker import WorkerSetup
-from rollmill.remote.worker_pool import WorkerPool
+from rollmill.remote.worker_pool import WorkerHandle, WorkerLostError, WorkerPool
 
 HEALTH_S = 60.0
 """An explorer that does not answer for so long is no longer asked, and may join again."""
 _HANDSHAKE_S = 60.0
 _STATUS_LOOK_S = 1.0
+_KEEP_QUIET_S = 60.0
+"""Pause after a request that could not be read or answered."""
 _KEY_BYTES = 32
 
 
@@ -39,6 +52,8 @@ class JoinedExplorers:
         join = f"rollmill run {run_dir}/config.yaml --set mode=explore --out {run_dir}"
         self.location = f"explorers join by: {join}"
         self._key = secrets.token_bytes(_KEY_BYTES)
+        answer = read_answer(run_dir)
+        self._limit = None if answer is None else answer.explorers  # None: any number may join
 
     def share(self, setup: WorkerSetup) -> WorkerSetup:
         """See ExplorerFleet. Explorers load the model themselves, on their own devices."""
@@ -49,7 +64,7 @@ class JoinedExplorers:
         return describe_explorers(self._run_dir)
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
+    async def serving(self, message: Callable[[str], None] = print) -> AsyncIterator[None]:
         """See ExplorerFleet. Afterwards explorers know that the run is done, unless it has failed."""
         listening = socket.create_server(("", 0), family=_family(), dualstack_ipv6=_family() == socket.AF_INET6)
         server = await asyncio.start_server(self.welcome, sock=listening)
@@ -57,11 +72,12 @@ class JoinedExplorers:
         status = TrainerStatus(self._run_id, host, tuple(_own_addresses(host)), port, self._key.hex())
         try:
             status.write(self._run_dir)
-            kept = asyncio.ensure_future(self._keep(status))
+            tasks = [asyncio.ensure_future(each) for each in (self._keep(status), self._follow_requests(message))]
             try:
                 yield
             finally:
-                kept.cancel()
+                for task in tasks:
+                    task.cancel()
             replace(status, key="", done=True).write(self._run_dir)
         finally:
             server.close()
@@ -84,7 +100,52 @@ class JoinedExplorers:
         except (TimeoutError, *LOST):
             writer.transport.abort()
             return
-        self.pool.add(f"{EXPLORER} {number}", ConnectedWorker(reader, writer))
+        name, handle = f"{EXPLORER} {number}", ConnectedWorker(reader, writer)
+        if self._limit is not None and len(set(self._names()) - {name}) >= self._limit:
+            await _dismiss(handle, self._limit)
+        else:
+            self.pool.add(name, handle)
+
+    def _names(self) -> list[str]:
+        """Names of the explorers that are to stay, those with the lowest numbers first."""
+        names = [each.name for each in self.pool.workers if not each.leaving]
+        return sorted(names, key=lambda name: int(name.rpartition(" ")[2]))
+
+    async def _follow_requests(self, message: Callable[[str], None]) -> None:
+        """Answer the requests of `rollmill scale`, one after the other."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                if (request := pending_request(self._run_dir)) is not None:
+                    answer = await self._scale(request)
+                    message(answer.text)
+                    answer_request(self._run_dir, answer)
+            except RollmillError as error:
+                message(f"`rollmill scale` is not answered: {error}")
+                await asyncio.sleep(_KEEP_QUIET_S)
+
+    async def _scale(self, request: ScaleRequest) -> ScaleAnswer:
+        """Have explorers above the requested number leave."""
+        names, self._limit = self._names(), request.explorers
+        leaving, missing = names[request.explorers :], max(0, request.explorers - len(names))
+        workers = [each for each in self.pool.workers if each.name in leaving]
+        await asyncio.gather(*(self.pool.retire(name, LEAVE_S) for name in leaving))
+        await asyncio.gather(*(_dismiss(each.handle, request.explorers) for each in workers))
+        text = describe_change(len(names), request.explorers)
+        if leaving:
+            text += f": {', '.join(leaving)} left"
+        if missing:
+            text += f"; {missing} more {'has' if missing == 1 else 'have'} to be started; {self.location}"
+        return ScaleAnswer(request.id, request.explorers, len(names), text, missing)
+
+
+async def _dismiss(handle: WorkerHandle, explorers: int) -> None:
+    """Tell an explorer to leave, and end its connection."""
+    why = f"the run was scaled to {count_explorers(explorers)} (rollmill scale), so this one leaves"
+    with suppress(TimeoutError, WorkerLostError):
+        async with asyncio.timeout(_HANDSHAKE_S):
+            await handle.call("dismiss", why)
+    handle.kill()
 
 
 def _family() -> socket.AddressFamily:

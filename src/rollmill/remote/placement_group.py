@@ -41,7 +41,7 @@ class PlacementGroup:
     def __init__(self, needs: Sequence[ResourceRequest], *, one_host: bool) -> None:
         from ray.util.placement_group import placement_group
 
-        self._needs = needs
+        self._needs, self._one_host = needs, one_host
         bundles = [need.bundle for need in needs if need.bundle]
         _require(bundles)
         self._group = None
@@ -74,6 +74,17 @@ class PlacementGroup:
         place = sum(bool(each.bundle) for each in self._needs[:number]) if need.bundle else 0
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
         return options | {"scheduling_strategy": strategy}
+
+    def options_beside(self, need: ResourceRequest) -> dict[str, Any]:
+        """Ray options of a further actor, whose resources are not part of the group; on its host if it has one."""
+        from ray.util.placement_group import placement_group_table
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus}
+        if self._group is None or not self._one_host:
+            return options
+        hosts = placement_group_table(self._group)["bundles_to_node_id"]
+        return options | {"scheduling_strategy": NodeAffinitySchedulingStrategy(hosts[0], soft=False)}
 
     def close(self) -> None:
         """Release the resources."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rollmill.config.placement import ExplorerSpec, RayPlacement
 from rollmill.ray_session import host_address, join, ray_module
 from rollmill.remote.explorer_worker import ExplorerWorker
-from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
 from rollmill.remote.rollout_backend import WeightTransport
 from rollmill.remote.run_state import EXPLORER, WEIGHTS
+from rollmill.remote.scaling import LEAVE_S, count_explorers
 from rollmill.remote.stage_worker import WorkerSetup
 from rollmill.remote.worker_pool import WorkerHandle, WorkerLostError, WorkerPool
 from rollmill.trackers.heartbeat import HeartbeatWriter
@@ -66,14 +68,12 @@ class RayExplorers:
     """
 
     def __init__(self, placement: RayPlacement, run_dir: Path, actors: dict[str, Any], silent_s: float) -> None:
-        address = join(placement.address)
+        self._address, self._loop = join(placement.address), None  # type: str, asyncio.AbstractEventLoop | None
         handles: dict[str, WorkerHandle] = {name: RayWorkerHandle(actor) for name, actor in actors.items()}
         health, replacements = placement.health_s, placement.replacements
         self.pool = WorkerPool(
             EXPLORER, handles, health_s=health, replacements=replacements, silent_s=silent_s, run_dir=run_dir
         )
-        self.location = f"{len(actors)} explorer{'s' * (len(actors) > 1)} on Ray at {address}"
-        self.display_name = self.location
         folder = str(Path(placement.weights_folder or run_dir / WEIGHTS).absolute())
         engines = [kind.engine for kind in placement.explorers]
         self.transport = WeightTransport(placement.weights, folder, host_address(), placement.nccl, engines)
@@ -86,27 +86,39 @@ class RayExplorers:
         """Empty: Ray restartable explorers."""
         return ""
 
-    def serving(self) -> AbstractAsyncContextManager[None]:
-        """See ExplorerFleet: Ray can always reach them."""
-        return nullcontext()
+    @property
+    def location(self) -> str:
+        """See ExplorerFleet."""
+        staying = [each for each in self.pool.workers if not each.leaving]
+        return f"{count_explorers(len(staying))} on Ray at {self._address}"
 
+    @property
+    def display_name(self) -> str:
+        """See ExplorerFleet."""
+        return self.location
 
-def explorer_needs(placement: RayPlacement) -> list[ResourceRequest]:
-    """Resources that each explorer reserves, by number."""
-    return [
-        ResourceRequest(
-            placement.cpus if kind.cpus is None else kind.cpus,
-            placement.gpus if kind.gpus is None else kind.gpus,
-        )
-        for kind in placement.every_explorer
-    ]
+    @asynccontextmanager
+    async def serving(self, message: Callable[[str], None]) -> AsyncIterator[None]:
+        """See ExplorerFleet: Ray can always reach them, and `rollmill run` tells of them."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            yield
+        finally:
+            self._loop = None
 
+    async def use(self, actors: dict[str, Any]) -> str | None:
+        """Use these actors from now on, in place of others; may be called in the event loop of another thread.
 
-def start_explorers(placement: RayPlacement, group: PlacementGroup, run_dir: Path) -> dict[str, Any]:
-    """Start the actors, by name, in the first bundles of the placement group; Ray restartable one that ends."""
-    started = {}
-    for number, kind in enumerate(placement.every_explorer):
-        options = group.options(number) | {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": 10_000}
-        name = f"{EXPLORER} {number}"
-        started[name] = ray_module().remote(ExplorerActor).options(**options).remote(run_dir, name, kind)
-    return started
+        Returns "" once new ones have begun, and removed ones have finished their groups or left them to others; an
+        error if new ones cannot begin, which are not used then; None if the run does not use explorers now.
+        """
+        if self._loop is None:
+            return None
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._use(actors), self._loop))
+
+    async def _use(self, actors: dict[str, Any]) -> str:
+        names = {each.name for each in self.pool.workers}
+        new = [self.pool.admit(name, RayWorkerHandle(each)) for name, each in actors.items() if name not in names]
+        old = [self.pool.retire(name, LEAVE_S) for name in names - actors.keys()]
+        found = await asyncio.gather(*new, *old, return_exceptions=True)
+        return "; ".join(str(each) or type(each).__name__ for each in found if isinstance(each, Exception))

@@ -7,7 +7,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +64,16 @@ class ExplorerFleet(Protocol):
 
     pool: WorkerPool
     transport: WeightTransport
-    location: str
-    """Description of where they are, for the start of a stage."""
-    display_name: str
-    """Their name in `rollmill status`."""
+
+    @property
+    def location(self) -> str:
+        """Description of where they are, for the start of a stage."""
+        ...
+
+    @property
+    def display_name(self) -> str:
+        """Their name in `rollmill status`."""
+        ...
 
     def share(self, setup: WorkerSetup) -> Any:
         """Make a stage's setup available to all workers; returns the argument of their `begin`."""
@@ -76,8 +82,8 @@ class ExplorerFleet(Protocol):
         """Describe the state of explorers, as a part of an error."""
         ...
 
-    def serving(self) -> AbstractAsyncContextManager[None]:
-        """Inside, explorers can be reached."""
+    def serving(self, message: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
+        """Inside, explorers can be reached; `message` tells the user what happens to them."""
         ...
 
 
@@ -90,7 +96,7 @@ class RemoteRollouts:
     def __init__(self, stage: Stage, fleet: ExplorerFleet) -> None:
         config, policy, context = stage.config, stage.policy, stage.context
         self._policy, self._fleet, self._pool = policy, fleet, fleet.pool
-        self.location, self.display_name = fleet.location, fleet.display_name
+        self.location = fleet.location
         self.version, self._tokens = -1, dict[tuple[str, int], int]()  # by explorer and its start
         self._last_part = -1
         self._metrics: list[dict[str, float]] = []
@@ -112,6 +118,11 @@ class RemoteRollouts:
         )
         self._started: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def display_name(self) -> str:
+        """See RolloutBackend; the number of explorers may change."""
+        return self._fleet.display_name
 
     @property
     def tokens_generated(self) -> int:

@@ -22,7 +22,7 @@ from rollmill.orchestrator.setup import read_run_id
 from rollmill.orchestrator.summary import summarise_complete_run
 from rollmill.ray_session import abandon_ray, join, ray_module
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
-from rollmill.remote.ray_explorers import explorer_needs, start_explorers
+from rollmill.remote.ray_scaling import ExplorerActors, ExplorerScaling, explorer_needs, number_of_explorers
 from rollmill.remote.rollout_backend import remove_stale_weights
 from rollmill.remote.trainer_actor import RunEnded, RunStalled, TrainerActor, ViewCall
 from rollmill.remote.worker_pool import SHUTDOWN_S, START_S
@@ -44,10 +44,15 @@ def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed
     assert isinstance(placement, RayPlacement)
     address = join(placement.address)
     ranks = max(stage.trainer.ranks for stage in loaded.stages)
-    needs = [*explorer_needs(placement), *[ResourceRequest(placement.trainer_cpus, placement.trainer_gpus)] * ranks]
+    count = number_of_explorers(placement, run_dir)
+    needs = [
+        *explorer_needs(placement, count),
+        *[ResourceRequest(placement.trainer_cpus, placement.trainer_gpus)] * ranks,
+    ]
     view = view or make_view(loaded.config.monitor.show_completions)
     with closing(PlacementGroup(needs, one_host=placement.weights == "memory")) as group:
-        supervisor = Supervisor(loaded, run_dir.absolute(), group, view, address)
+        explorers = ExplorerActors(placement, group, run_dir.absolute(), count)
+        supervisor = Supervisor(loaded, run_dir.absolute(), group, explorers, view, address)
         try:
             return asyncio.run(supervisor.run(resumed))
         finally:
@@ -62,13 +67,21 @@ class Supervisor:
         group: the placement group with a bundle for each explorer and for each of the trainer's ranks.
     """
 
-    def __init__(self, loaded: LoadedRun, run_dir: Path, group: PlacementGroup, view: RunView, address: str) -> None:
+    def __init__(
+        self,
+        loaded: LoadedRun,
+        run_dir: Path,
+        group: PlacementGroup,
+        explorers: ExplorerActors,
+        view: RunView,
+        address: str,
+    ) -> None:
         self._address = address  # of Ray's control service
         placement = loaded.config.placement
         assert isinstance(placement, RayPlacement)
         self._loaded, self._placement = loaded, placement
         self._run_dir, self._group, self._view = run_dir, group, view
-        self._explorers = start_explorers(placement, group, run_dir)
+        self._explorers = explorers
         self._trainer: Any = None
         self._started = False  # the trainer's process
         self._killed_before = 0
@@ -84,9 +97,12 @@ class Supervisor:
             BaseException: whatever the run raised.
         """
         with self._interrupts.installed():
+            scaling = ExplorerScaling(self._run_dir, self._explorers, lambda: self._trainer, self._view.message)
+            scaled = asyncio.ensure_future(scaling.run())
             try:
                 return await self._lives(resumed)
             finally:
+                scaled.cancel()
                 self._view.close()
                 task = asyncio.current_task()
                 # a second signal stops at once
@@ -104,11 +120,11 @@ class Supervisor:
     async def _run_trainer(self, resumed: bool) -> dict[str, Any]:
         """Run one trainer process. Raises _TrainerLostError if it ends before the run does."""
         made = ray_module().remote(TrainerActor)
-        options, *ranks = map(self._group.options, range(len(self._explorers), len(self._group)))
+        options, *ranks = map(self._group.options, range(self._explorers.reserved, len(self._group)))
         shows, self._killed_before = not isinstance(self._view, PlainView), count_oom_kills()
         self._trainer = made.options(max_restarts=0, max_concurrency=100, **options).remote(
             self._run_dir,
-            self._explorers,
+            self._explorers.used,
             ranks,
             resumed=resumed,
             shows_rollouts=shows,
@@ -216,12 +232,12 @@ class Supervisor:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._interrupts.wait(), wait_s)
             raise KeyboardInterrupt
-        for explorer in self._explorers.values():
+        for explorer in self._explorers.all:
             explorer.end.remote("")  # drop the dead trainer's requests
 
     async def _close(self) -> None:
         """Let explorers free their resources."""
-        calls = [_awaited(each.close.remote()) for each in self._explorers.values()]
+        calls = [_awaited(each.close.remote()) for each in self._explorers.all]
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_S):
                 await asyncio.gather(*calls, return_exceptions=True)
@@ -235,7 +251,7 @@ class Supervisor:
         """Kill all actors."""
         if ray_module().is_initialized():
             self._kill_trainer()
-            for explorer in self._explorers.values():
+            for explorer in self._explorers.all:
                 ray_module().kill(explorer)
         if (run_id := read_run_id(self._run_dir)) is not None:  # a killed trainer leaves its weights
             remove_stale_weights(run_id)

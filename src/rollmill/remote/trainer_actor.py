@@ -83,6 +83,7 @@ class TrainerActor:
     ) -> None:
         self._reduction = reduction
         self._watchdog: StallWatchdog | None = None
+        self._fleet: RayExplorers | None = None
         self._run_dir, self._explorers, self._ranks, self._resumed = run_dir, explorers, ranks, resumed
         self._view = _ForwardingView(shows_rollouts, self._put)
         self._interrupts = Interrupts()
@@ -114,6 +115,10 @@ class TrainerActor:
         """Stop with a checkpoint; False while it still loads and there is nothing to keep."""
         return self._interrupts.request()
 
+    async def use_explorers(self, explorers: dict[str, Any]) -> str | None:
+        """See RayExplorers.use; None while the run still loads, too."""
+        return None if self._fleet is None else await self._fleet.use(explorers)
+
     def _describe_stall(self, quiet_s: float) -> str:
         """Write the stacks of all threads to a file, and name it and users' code in it."""
         with memory_file() as file:
@@ -130,7 +135,7 @@ class TrainerActor:
         try:
             loaded = load_run(self._run_dir / CONFIG, out=self._run_dir)
             assert isinstance(loaded.config.placement, RayPlacement)
-            explorers = RayExplorers(
+            explorers = self._fleet = RayExplorers(
                 loaded.config.placement, self._run_dir, self._explorers, loaded.config.explorer_silent_s
             )
             limit_s = loaded.config.supervision.stall_limit(loaded.stages)

@@ -74,6 +74,8 @@ class PooledWorker:
     life: int = 0  #: identifies its start among those of all workers
     begun: asyncio.Task[None] | None = None  #: its call of `begin`
     gone: asyncio.Event = field(default_factory=asyncio.Event)  #: set when it hung and was killed
+    leaving: bool = False  #: it finishes its calls and gets no others
+    idle: asyncio.Event = field(default_factory=asyncio.Event)  #: set when a call ends and it has no others
     outages: set[str] = field(default_factory=set)  #: names of services that are away for it
 
     @property
@@ -133,6 +135,33 @@ class WorkerPool:
             self._renew(worker, self._arguments)
         self._joined.set()
 
+    async def admit(self, name: str, handle: WorkerHandle) -> None:
+        """Add a worker once it has begun, so that one that cannot leaves the others alone; raises what it raises."""
+        worker = PooledWorker(name, handle)
+        while (arguments := self._arguments) is not None:
+            self._renew(worker, arguments)
+            assert worker.begun is not None
+            await worker.begun
+            if arguments is self._arguments:
+                break
+        else:
+            worker.begun = None
+        self.workers.append(worker)
+        self._joined.set()
+
+    async def retire(self, name: str, within_s: float) -> None:
+        """Remove a worker. It gets no further calls, and `within_s` seconds for those it has; then others get them."""
+        for worker in [each for each in self.workers if each.name == name and not each.leaving]:
+            worker.leaving = True
+            worker.idle.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    while worker.busy and worker in self.workers:
+                        await worker.idle.wait()
+            if worker in self.workers:
+                worker.note_outages([])
+                self._remove(worker)
+
     async def begin(self, *arguments: Any) -> None:
         """Call `begin` on all workers, including later ones, and wait until those that are there have begun.
 
@@ -141,7 +170,7 @@ class WorkerPool:
             DeadlineError: one took too long.
         """
         self._arguments = arguments
-        for worker in self.workers:
+        for worker in [each for each in self.workers if not each.leaving]:
             self._renew(worker, arguments)
         while begun := [each.begun for each in self.workers if each.begun is not None and not each.ready]:
             await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
@@ -162,22 +191,24 @@ class WorkerPool:
         """
         while True:
             self._look_after()
-            if not self.workers:
+            if not (workers := [each for each in self.workers if not each.leaving]):
                 self._joined.clear()
                 await self._joined.wait()
                 continue
-            worker = min(self.workers, key=lambda each: (not each.ready, each.busy))
+            worker = min(workers, key=lambda each: (not each.ready, each.busy))
             life = worker.life
             worker.busy += 1
             try:
                 if not worker.ready and worker.begun is not None:
                     await asyncio.wait([worker.begun])
                     continue
-                return (worker.name, life), await self._call(worker, method, *arguments)
+                return (worker.name, life), await _call(worker, method, *arguments)
             except WorkerLostError as lost:
                 self._lose(worker, life, str(lost))
             finally:
                 worker.busy -= 1
+                if not worker.busy:
+                    worker.idle.set()
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float) -> dict[tuple[str, int], Any]:
         """Call a method on all workers that have begun; returns the results by name and life.
@@ -185,9 +216,7 @@ class WorkerPool:
         Workers that are lost, or do not answer in time, are left out. Raises what the method raised.
         """
         workers = [each for each in self.workers if each.ready]
-        calls = {
-            (each.name, each.life): asyncio.ensure_future(self._call(each, method, *arguments)) for each in workers
-        }
+        calls = {(each.name, each.life): asyncio.ensure_future(_call(each, method, *arguments)) for each in workers}
         if calls:
             await asyncio.wait(calls.values(), timeout=timeout_s)
         found = {key: call.result() for key, call in calls.items() if call.done() and not _is_lost(call)}
@@ -208,7 +237,7 @@ class WorkerPool:
             self._watch.cancel()
         for worker in self.workers:
             worker.note_outages([])
-        calls = [self._call(each, "end", *arguments) for each in self.workers if each.ready]
+        calls = [_call(each, "end", *arguments) for each in self.workers if each.ready]
         for worker in self.workers:
             if worker.begun is not None:
                 worker.begun.cancel()
@@ -217,22 +246,6 @@ class WorkerPool:
             async with asyncio.timeout(SHUTDOWN_S):
                 await asyncio.gather(*calls, return_exceptions=True)
 
-    @staticmethod
-    async def _call(worker: PooledWorker, method: str, *arguments: Any) -> Any:
-        """Call a method of a worker. Raises what the method raised, and WorkerLostError if the worker is gone."""
-        result = asyncio.ensure_future(worker.handle.call(method, *arguments))
-        gone = asyncio.ensure_future(worker.gone.wait())
-        try:
-            await asyncio.wait([result, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not result.done():
-                raise WorkerLostError("it did not answer")
-            return result.result()
-        except WorkerNotReadyError as error:
-            raise WorkerLostError("its process was restarted, or serves another trainer") from error
-        finally:
-            gone.cancel()
-            result.cancel()
-
     def _lose(self, worker: PooledWorker, life: int, why: str) -> None:
         """Begin again with a worker that is restarted, or let it leave. Later failures of the same life are ignored."""
         if worker.life != life or worker not in self.workers:
@@ -240,13 +253,10 @@ class WorkerPool:
         worker.note_outages([])
         if worker.ready:
             OUTAGES.tell(f"{worker.name} is lost: {why}; its work is done again")
-        if not worker.handle.restartable:
+        if not worker.handle.restartable or worker.leaving:
             self.replaced += worker.ready
-            self.workers.remove(worker)
+            self._remove(worker)
             worker.handle.kill()
-            worker.gone.set()
-            if worker.begun is not None:
-                worker.begun.cancel()
             return
         if self._left == 0:
             text = f"{self._allowed + 1} {self._what}s died within one step, the last one ({worker.name}): {why}"
@@ -257,6 +267,14 @@ class WorkerPool:
         assert self._arguments is not None
         self._renew(worker, self._arguments)
 
+    def _remove(self, worker: PooledWorker) -> None:
+        """Let others answer the calls of a worker that leaves."""
+        self.workers.remove(worker)
+        worker.gone.set()
+        worker.idle.set()
+        if worker.begun is not None:
+            worker.begun.cancel()
+
     def _renew(self, worker: PooledWorker, arguments: Sequence[Any]) -> None:
         worker.life = next(self._lives)
         worker.gone = asyncio.Event()
@@ -266,7 +284,7 @@ class WorkerPool:
         try:
             async with asyncio.timeout(START_S):
                 await self._until_there(worker)
-                await self._call(worker, "begin", *arguments)
+                await _call(worker, "begin", *arguments)
         except TimeoutError:
             advice = "Are there enough free cores and GPUs for it (placement.cpus, placement.gpus)?"
             raise DeadlineError("the orchestrator", f"{worker.name} to start", START_S, advice) from None
@@ -275,7 +293,7 @@ class WorkerPool:
         """Wait until its process answers. Raises EngineError if it is not (re)started."""
         while True:
             try:
-                await self._call(worker, "ready")
+                await _call(worker, "ready")
                 return
             except WorkerLostError as lost:
                 if lost.forever or not worker.handle.restartable:
@@ -298,9 +316,9 @@ class WorkerPool:
             await asyncio.gather(*(self._check(each) for each in self.workers if each.ready))
 
     async def _check(self, worker: PooledWorker) -> None:
-        life, answer = worker.life, asyncio.ensure_future(self._call(worker, "ready"))
+        life, answer = worker.life, asyncio.ensure_future(_call(worker, "ready"))
         try:
-            await self._require_sign(worker.name, answer)
+            await _require_sign(worker.name, answer, self._health_s, self._silent_s, self._run_dir)
             worker.note_outages(await wait_with_grace(answer, max(0.0, self._health_s - self._silent_s)))
         except TimeoutError:
             if worker.life == life and worker.handle.restartable:
@@ -314,21 +332,40 @@ class WorkerPool:
         finally:
             answer.cancel()
 
-    async def _require_sign(self, name: str, answer: asyncio.Future[Any]) -> None:
-        """Wait for an answer for up to `silent_s`. Raises TimeoutError if there was no heartbeat meanwhile, either.
 
-        Heartbeats come from a thread, so a worker that computes in its event loop gives this sign. They are compared
-        with each other: clocks of hosts may differ.
-        """
-        if self._silent_s >= self._health_s or self._run_dir is None:
-            await asyncio.wait([answer], timeout=min(self._silent_s, self._health_s))
+async def _call(worker: PooledWorker, method: str, *arguments: Any) -> Any:
+    """Call a method of a worker. Raises what the method raised, and WorkerLostError if the worker is gone."""
+    result = asyncio.ensure_future(worker.handle.call(method, *arguments))
+    gone = asyncio.ensure_future(worker.gone.wait())
+    try:
+        await asyncio.wait([result, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise WorkerLostError("it did not answer")
+        return result.result()
+    except WorkerNotReadyError as error:
+        raise WorkerLostError("its process was restarted, or serves another trainer") from error
+    finally:
+        gone.cancel()
+        result.cancel()
+
+
+async def _require_sign(
+    name: str, answer: asyncio.Future[Any], health_s: float, silent_s: float, run_dir: Path | None
+) -> None:
+    """Wait for an answer for up to `silent_s`. Raises TimeoutError if there was no heartbeat meanwhile, either.
+
+    Heartbeats come from a thread, so a worker that computes in its event loop gives this sign. They are compared with
+    each other: clocks of hosts may differ.
+    """
+    if silent_s >= health_s or run_dir is None:
+        await asyncio.wait([answer], timeout=min(silent_s, health_s))
+        return
+    before = await asyncio.to_thread(read_beat, run_dir, name)
+    for limit in (silent_s, _LAST_CHANCE_S):  # both processes may have been stopped by Ctrl-Z
+        await asyncio.wait([answer], timeout=limit)
+        if answer.done() or before is None or await asyncio.to_thread(read_beat, run_dir, name) != before:
             return
-        before = await asyncio.to_thread(read_beat, self._run_dir, name)
-        for limit in (self._silent_s, _LAST_CHANCE_S):  # both processes may have been stopped by Ctrl-Z
-            await asyncio.wait([answer], timeout=limit)
-            if answer.done() or before is None or await asyncio.to_thread(read_beat, self._run_dir, name) != before:
-                return
-        raise TimeoutError
+    raise TimeoutError
 
 
 def _is_lost(call: asyncio.Task[Any]) -> bool:

@@ -41,6 +41,8 @@ from rollmill.types import Experience
 
 Decoder = Callable[[Sequence[int]], str]
 
+_NO_DETAILS = ("time", "event", "step", "before", "explorers")
+"""Keys of events that are shown elsewhere, or that their text repeats."""
 _LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, so byte-level tokens per character
 
 
@@ -191,7 +193,7 @@ def _settings(settings: dict[str, Any]) -> list[str]:
 def _event(row: dict[str, Any]) -> tuple[str, str, str, str]:
     """Time, kind, step and details of an event."""
     when = datetime.fromtimestamp(row["time"]).isoformat(" ", "seconds")
-    details = {key: value for key, value in row.items() if key not in ("time", "event", "step")}
+    details = {key: value for key, value in row.items() if key not in _NO_DETAILS}
     texts = [", ".join(map(str, value)) if isinstance(value, list) else str(value) for value in details.values()]
     return when, str(row["event"]), str(row.get("step", "")), "; ".join(texts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -249,7 +250,7 @@ class RayLikeFleet:
         """See ExplorerFleet."""
         return ""
 
-    def serving(self) -> AbstractAsyncContextManager[None]:
+    def serving(self, message: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
         """See ExplorerFleet."""
         return nullcontext()
 

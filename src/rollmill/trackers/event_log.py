@@ -18,6 +18,8 @@ RESTART = "restart"
 """The process that trains was started again: `step`, the furthest one; `reason`; `change` of settings, if any."""
 INCIDENT = "incident"
 """Something failed, or works again, and the run went on: `text`; `process`, unless it is the one that trains."""
+SCALE = "scale"
+"""`rollmill scale` was answered: the numbers of explorers `before` and now (`explorers`); `text`."""
 DAMAGED = "damaged"
 """In place of a line that cannot be read: its number as `line`."""
 

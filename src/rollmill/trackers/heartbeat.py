@@ -24,7 +24,7 @@ from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import atomic_write, is_locked
 from rollmill.trackers.domains import DomainProgress, DomainState
-from rollmill.trackers.event_log import RESTART, read_events
+from rollmill.trackers.event_log import RESTART, SCALE, read_events
 from rollmill.trackers.metrics_log import read_metrics, read_summary
 from rollmill.waiting import OUTAGES
 
@@ -180,6 +180,7 @@ class RunStatus:
     now: float  #: seconds since the epoch, when this was read
     restarts: list[dict[str, Any]] = field(default_factory=list)  #: events, see RESTART
     domains: list[DomainState] = field(default_factory=list)  #: those of the stage
+    scalings: list[dict[str, Any]] = field(default_factory=list)  #: events, see SCALE
 
     @property
     def seconds_left(self) -> float | None:
@@ -204,7 +205,8 @@ def read_status(run_dir: Path) -> RunStatus:
     restarts, state = read_events(run_dir, RESTART), _run_state(processes, read_summary(run_dir))
     if state in ("killed", "failed") and restarts and is_locked(run_dir / _RUN_LOCK):
         state = "restarting"  # the supervisor has the lock while it waits
-    return RunStatus(state, position, processes, now, restarts, DomainProgress(rows).states)
+    scalings = read_events(run_dir, SCALE)
+    return RunStatus(state, position, processes, now, restarts, DomainProgress(rows).states, scalings)
 
 
 def process_state(beat: HeartbeatRecord, now: float) -> ProcessState:
