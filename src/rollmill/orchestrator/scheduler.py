@@ -144,7 +144,8 @@ class RolloutScheduler:
             continued = self._partials.take(step=version + 1)
             self._budget_ends = self._engine.tokens_generated + self._rollout.token_budget
         self._step, self._interrupted = version, {}
-        for number, begun in continued.items():
+        for number in sorted(continued):  # other processes return groups in any order
+            begun = continued[number]
             oldest = oldest_version(begun)
             if 0 <= oldest < version - self._config.max_staleness:
                 begun = []  # other groups entered the buffer first: its tokens are too old
