@@ -27,6 +27,7 @@ from rollmill.types import Experience, ExperienceSource, StopReason
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHORT_SFT = ["stages.0.steps=3", "stages.0.trainer.warmup_steps=0", "stages.0.evaluation.every=3", "evaluation.limit=4"]
+VLLM = Path(__file__).resolve().parents[2] / ".venv-vllm/bin/python"
 CHORD = "{name: chord, expert_ratio: 0.1, warmup: 5, decay: 10, peak: 0.3, valley: 0.05}"
 
 
@@ -329,3 +330,43 @@ def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tm
     for one in load_experiences(tmp_path / "out"):
         assert {turn.role for turn in one.turns} <= {"prompt", "assistant", "observation"}
         assert one.action_tokens >= len([turn for turn in one.turns if turn.role == "assistant"]) > 0
+
+
+OWN_ENGINE = [
+    "stages.1.engine=native",
+    "stages.1.residency={policy: disk, optimizer: disk, reference: disk, cast: destroyed, cache: destroyed}",
+    "trainer.precision=bf16",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("engine", "generates"),
+    [("native", {"cast", "cache"}), pytest.param("vllm", {"engine"}, marks=pytest.mark.service)],
+)
+def test_every_phase_of_deepseeks_loop_holds_its_own_components(
+    server: Forks, tmp_path: Path, engine: str, generates: set[str]
+) -> None:
+    if engine == "vllm" and not VLLM.exists():
+        pytest.skip("vLLM is not installed: make vllm-setup")
+    own = OWN_ENGINE if engine == "native" else [f"stages.1.engine.python={VLLM}", "trainer.precision=fp32"]
+    short = ["stages.0.steps=20", "stages.1.steps=2", "stages.0.evaluation.every=20", "evaluation.limit=4"]
+    run(server, tmp_path, "deepseek.yaml", "out", *short, *own, "monitor.timeline_every=1")
+    line = json.loads((tmp_path / "out/timeline.jsonl").read_text().splitlines()[-1])
+    held: dict[str, set[str]] = {}
+    for kind in line["bytes"]:
+        _, phase, name = kind.split("/")
+        held.setdefault(phase, set()).add(name)
+    assert held == {
+        "rollout": generates,
+        "inference": {"policy", "reference"},
+        "train": {"policy", "optimizer", "gradients"},
+    } | ({"eval": generates} if "eval" in held else {})
+    moments = 2 * line["bytes"]["device/train/policy"]
+    assert moments <= line["bytes"]["device/train/optimizer"] < 1.01 * moments  # and counts of steps
+    assert line["bytes"]["device/inference/reference"] == line["bytes"]["device/inference/policy"]
+    report = (tmp_path / "out/report.html").read_text()
+    for name in ("policy", "optimizer", "reference", *generates):
+        assert f">{name}</text>" in report
+    assert "on the device, " in report

@@ -32,6 +32,27 @@ SPANS = [
 ]
 
 
+def test_components_on_the_device_have_a_lane_each_and_their_size(tmp_path: Path) -> None:
+    on_device = [
+        Span("device/rollout/policy", 10.0, 10.0, 12.0, 400_000_000),
+        Span("device/train/policy", 13.0, 13.0, 14.0, 400_000_000),
+        Span("device/train/critic_optimizer", 13.0, 13.0, 14.0, 2_500_000),
+        Span("device/train/critic_optimizer", 12.5, 12.5, 13.0, 1_000_000),
+    ]
+    write_step_timeline(tmp_path, METRICS, 10.0, SPANS + on_device)
+    row = read_step_timelines(tmp_path)[3]
+    assert row["bytes"]["device/train/critic_optimizer"] == 2_500_000
+    drawn = draw_step_timeline(row, PHASES)
+    lanes = {lane.name: lane for lane in drawn.lanes}
+    assert [lane.name for lane in drawn.lanes] == ["step", "critic optimizer", "policy", "generate", "math"]
+    assert lanes["policy"].note == "on the device, 0.4 GB"
+    assert lanes["critic optimizer"].note == "on the device, 2.5 MB"
+    assert [bar.kind for bar in lanes["policy"].bars] == ["rollout", "train"]
+    assert {bar.y for bar in lanes["policy"].bars} == {lanes["policy"].y}
+    phases = {bar.kind: (bar.middle, bar.end) for bar in lanes["step"].bars}
+    assert {bar.kind: (bar.middle, bar.end) for bar in lanes["policy"].bars} == phases
+
+
 def test_spans_are_taken_once() -> None:
     trace = Trace()
     with trace.enter_phase("train"):

@@ -93,6 +93,13 @@ class OffloadManager:
         self._phase = phase
         return left + loaded > 0
 
+    def residents(self, phase: Phase) -> dict[str, int]:
+        """Bytes of each component that is on the device in a phase; those of gradients, and of an engine in a process
+        of its own, are estimates."""
+        places = self.plan.places[phase]
+        sizes = dict(self.plan.components) | {each.name: each.bytes() for each in self._components}
+        return {name: sizes[name] for name, place in places.items() if place == "device" and sizes.get(name)}
+
     def whole(self, state: Any) -> Any:
         """Replaces offloaded tensors in `state` (dicts and lists of tensors) with their copies, for a checkpoint.
 

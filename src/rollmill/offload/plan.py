@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import psutil
@@ -49,6 +49,8 @@ class OffloadPlan:
 
     places: Mapping[Phase, Mapping[str, StorageTier]]
     sizes: Mapping[Phase, int]
+    components: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of each component, as estimated before anything is made."""
 
     def describe(self) -> str:
         """Returns one line: which component leaves the device when, and the size of the rest."""
@@ -90,7 +92,7 @@ def plan_offload(
         here = [*fixed, *staying]
         places[phase] = {part.name: "device" if part in here else _offload_tier(part) for part in parts}
         sizes[phase] = sum(part.size for part in here)
-    return OffloadPlan(places, sizes)
+    return OffloadPlan(places, sizes, {part.name: part.size for part in parts})
 
 
 def _components_that_fit(idle: Sequence[ComponentSpec], room: float) -> list[ComponentSpec]:

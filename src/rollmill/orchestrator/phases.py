@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rollmill.config.offload import Phase
 from rollmill.offload import OffloadManager
-from rollmill.trackers.trace import Trace
+from rollmill.trackers.trace import ON_DEVICE, Trace
 
 MOVE = "move"
 _PHASES: dict[str, Phase] = {"rollout": "rollout", "eval": "rollout", "inference": "inference", "train": "train"}
@@ -33,8 +33,13 @@ class PhaseTrace(Trace):
         self._says(kind, waits_for)
         if kind in _PHASES:
             self.enter(_PHASES[kind])
+        began = time.perf_counter()
         with super().enter_phase(kind, waits_for):
             yield
+        if self.offloader is not None and kind in _PHASES:
+            ended = time.perf_counter()
+            for name, size in self.offloader.residents(_PHASES[kind]).items():
+                self.add(f"{ON_DEVICE}{kind}/{name}", began, began, ended, size)
 
     def enter(self, phase: Phase) -> None:
         """Move the components that the phase needs to the device."""

@@ -11,7 +11,7 @@ from typing import Any
 from rollmill.files import atomic_write, explain_write_errors
 from rollmill.report.charts import MetricsRow, format_tick, is_plottable, nice_ticks
 from rollmill.trackers.metrics_log import read_jsonl_rows
-from rollmill.trackers.trace import Span
+from rollmill.trackers.trace import ON_DEVICE, Span
 
 TIMELINE_FILE = "timeline.jsonl"
 WIDTH, LEFT, RIGHT = 1180, 130, 1165
@@ -55,13 +55,18 @@ class StepTimeline:
 def write_step_timeline(run_dir: Path, metrics: dict[str, Any], began: float, spans: Sequence[Span]) -> None:
     """Append a step's line: {"step", "stage", "seconds", "spans": {kind: [[requested, started, ended], ...]}}.
 
-    Times are seconds since the start of the step; spans that started before it have negative times.
+    Times are seconds since the start of the step; spans that started before it have negative times. `bytes`, if there
+    are any, has the size of each component on the device, the largest of the step.
     """
     kinds: dict[str, list[list[float]]] = {}
+    sizes: dict[str, int] = {}
     for span in spans:
         times = [round(each - began, 5) for each in (span.requested, span.started, span.ended)]
         kinds.setdefault(span.kind, []).append(times)
+        if span.bytes:
+            sizes[span.kind] = max(span.bytes, sizes.get(span.kind, 0))
     line = {"step": metrics["step"], "stage": metrics["stage"], "seconds": metrics["seconds/total"], "spans": kinds}
+    line |= {"bytes": sizes} if sizes else {}
     path = run_dir / TIMELINE_FILE
     with explain_write_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -81,7 +86,8 @@ def drop_steps_after(run_dir: Path, step: int) -> None:
 
 
 def draw_step_timeline(row: dict[str, Any], phases: Sequence[str]) -> StepTimeline:
-    """Lay out a line of the file: a lane of phases, and one each for generation and every reward."""
+    """Lay out a line of the file: a lane of phases, one for each component on the device, and one each for generation
+    and every reward."""
     spans: dict[str, list[list[float]]] = row["spans"]
     begin = min((times[0] for some in spans.values() for times in some), default=0.0)
     end = max((times[2] for some in spans.values() for times in some), default=0.0)
@@ -91,7 +97,12 @@ def draw_step_timeline(row: dict[str, Any], phases: Sequence[str]) -> StepTimeli
         return float(round(LEFT + (seconds - begin) / max(end - begin, 1e-9) * (RIGHT - LEFT), 2))
 
     lanes, y = [_phase_lane(spans, phases, place)], float(_PHASE_HEIGHT + _GAP)
-    for kind in sorted(spans.keys() - {*phases}, key=lambda kind: (kind.startswith("reward/"), kind)):
+    components = sorted({kind.split("/", 2)[2] for kind in spans if kind.startswith(ON_DEVICE)})
+    for name in components:
+        lanes.append(_component_lane(name, spans, row.get("bytes", {}), y, place))
+        y += 2 * _PHASE_HEIGHT + _GAP
+    others = {kind for kind in spans if kind not in phases and not kind.startswith(ON_DEVICE)}
+    for kind in sorted(others, key=lambda kind: (kind.startswith("reward/"), kind)):
         lane, height = _lane(kind, spans[kind], y, place)
         lanes.append(lane)
         y += height + _GAP
@@ -106,6 +117,19 @@ def _phase_lane(spans: dict[str, list[list[float]]], phases: Sequence[str], plac
         for times in spans.get(phase, [])
     ]
     return TimelineLane("step", "", 0.0, bars)
+
+
+def _component_lane(
+    name: str, spans: dict[str, list[list[float]]], sizes: dict[str, int], y: float, place: Any
+) -> TimelineLane:
+    """The phases in which a component is on the device, and its size."""
+    bars, most = [], 0
+    for kind, found in spans.items():
+        if kind.startswith(ON_DEVICE) and kind.split("/", 2)[2] == name:
+            phase, most = kind.split("/", 2)[1], max(most, sizes.get(kind, 0))
+            bars += [TimelineBar(place(at[1]), place(at[1]), place(at[2]), y, _PHASE_HEIGHT, phase) for at in found]
+    size = f"{most / 1e9:.3g} GB" if most >= 1e8 else f"{most / 1e6:.3g} MB"
+    return TimelineLane(name.replace("_", " "), f"on the device, {size}", y, bars)
 
 
 def _lane(kind: str, times: list[list[float]], y: float, place: Any) -> tuple[TimelineLane, float]:

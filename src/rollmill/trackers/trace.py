@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 GENERATE, REWARD = "generate", "reward/"
 """Kinds of spans: a completion, and a reward (a prefix; the reward's name follows)."""
+ON_DEVICE = "device/"
+"""Kind of a component that is on the device during a phase: `device/PHASE/NAME`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class Span:
     requested: float
     started: float
     ended: float
+    bytes: int = 0  #: size of a component on the device
 
 
 class Trace:
@@ -27,9 +30,9 @@ class Trace:
     def __init__(self) -> None:
         self._spans: list[Span] = []
 
-    def add(self, kind: str, requested: float, started: float, ended: float) -> None:
-        """Record finished work."""
-        self._spans.append(Span(kind, requested, started, ended))
+    def add(self, kind: str, requested: float, started: float, ended: float, size: int = 0) -> None:
+        """Record finished work, or a component of `size` bytes."""
+        self._spans.append(Span(kind, requested, started, ended, size))
 
     @contextmanager
     def enter_phase(self, kind: str, waits_for: str = "") -> Iterator[None]:
