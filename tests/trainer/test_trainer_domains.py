@@ -18,7 +18,7 @@ from rollmill.algorithms.policy_recipes import combine_recipes
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.loss import PrecomputedScores, StepLoss, compute_advantages
 from rollmill.trainer.update import split_mini_batches
-from rollmill.types import Experience
+from rollmill.types import Experience, ExperienceSource
 
 CPU = torch.device("cpu")
 
@@ -42,14 +42,14 @@ def made(domain: str, group: int, index: int, length: int, reward: float) -> Exp
     )
 
 
-def gradients(recipe: Recipe, batch: list[Experience]) -> dict[str, Tensor]:
+def gradients(recipe: Recipe, batch: list[Experience], micro_batch_tokens: int = 1) -> dict[str, Tensor]:
     """Gradient of the loss by the log-prob of every token, by experience; the reference is half as likely."""
     table = build_token_table(batch, CPU)
     scores = PrecomputedScores(reference=table.rollout_logprob - 0.5) if recipe.uses_reference else PrecomputedScores()
     advantages = compute_advantages(batch, table, recipe, scores, kl_coefficient=recipe.kl.coefficient)
     loss = StepLoss(recipe, table, advantages, scores, list(range(len(batch))), kl_coefficient=recipe.kl.coefficient)
     found = torch.zeros(len(table.target))
-    for micro in build_micro_batches(batch, table, range(len(batch)), 1, CPU):
+    for micro in build_micro_batches(batch, table, range(len(batch)), micro_batch_tokens, CPU):
         for source, domain in loss.kinds:
             logprob = table.rollout_logprob[micro.tokens].clone().requires_grad_()
             inputs, tokens = loss.inputs(micro, logprob, -logprob, source, None, domain)
@@ -85,9 +85,35 @@ def test_the_loss_is_the_mean_of_the_domains_own_losses_by_their_groups(
         for name, batch, share in (("math", MATH, 2 / 3), ("code", CODE, 1 / 3))
         for id, values in gradients(recipes[name], batch).items()
     }
-    assert together.keys() == alone.keys()
+    in_one_micro_batch = gradients(combine_recipes(recipes["math"], recipes), [MATH[0], *CODE, *MATH[1:]], 1000)
+    assert together.keys() == alone.keys() == in_one_micro_batch.keys()
     for id, values in together.items():
         torch.testing.assert_close(values, alone[id])
+        torch.testing.assert_close(in_one_micro_batch[id], values)
+
+
+def test_demonstrations_and_rollouts_are_shared_among_domains_each_on_their_own() -> None:
+    """Three demonstrations of code leave the rollouts' shares as they are, and all of theirs to code."""
+    recipe = recipe_of("mix")
+    combined = combine_recipes(recipe, {"math": recipe, "code": recipe})
+    experts = [replace(made("code", 9 + i, 0, 4, 1.0), source=ExperienceSource.EXPERT) for i in range(3)]
+    without, found = gradients(combined, MATH + CODE), gradients(combined, MATH + CODE + experts)
+    for id, values in without.items():
+        torch.testing.assert_close(found[id], values)
+    alone = gradients(recipe, experts)
+    for each in experts:
+        torch.testing.assert_close(found[each.id], alone[each.id])
+        assert found[each.id].abs().sum() > 0
+
+
+def test_a_group_from_which_nothing_is_learned_takes_no_share() -> None:
+    """An experience that is not counted, here one without an own token, is no group of its domain."""
+    recipe = recipe_of("dr_grpo")
+    combined = combine_recipes(recipe, {"math": recipe, "code": recipe})
+    empty = [made("code", 7, index, 0, 0.0) for index in range(2)]
+    without, found = gradients(combined, MATH + CODE), gradients(combined, MATH + CODE + empty)
+    for id, values in without.items():
+        torch.testing.assert_close(found[id], values)
 
 
 @given(
