@@ -343,7 +343,10 @@ OWN_ENGINE = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("engine", "generates"),
-    [("native", {"cast", "cache"}), pytest.param("vllm", {"engine"}, marks=pytest.mark.service)],
+    [
+        ("native", {"cast", "cache"}),
+        pytest.param("vllm", {"engine"}, marks=[pytest.mark.service, pytest.mark.thorough]),
+    ],
 )
 def test_every_phase_of_deepseeks_loop_holds_its_own_components(
     server: Forks, tmp_path: Path, engine: str, generates: set[str]
