@@ -275,7 +275,7 @@ def test_a_ray_that_dies_ends_the_run(server: Forks, tmp_path: Path) -> None:
     out = tmp_path / "out"
     written(tmp_path, placement=ON_RAY, steps=1000)
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
-    assert server.reaches(lambda: (out / "metrics.jsonl").exists() and len(learned(out)) >= 1)
+    assert server.reaches(lambda: (out / "metrics.jsonl").exists() and len(learned(out)) >= 1, limit_s=280)
     for child in psutil.Process(server.pid).children(recursive=True):
         if child.name() == "raylet":
             child.kill()
