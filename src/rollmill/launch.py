@@ -185,8 +185,16 @@ def execute(
             explorers = JoinedExplorers(run_dir, setup.run_id, loaded.config.explorer_silent_s)
         shared = setup.context(loaded, run_dir, buffers)
         context = replace(shared, explorers=explorers, ranks=ranks, heartbeat=heartbeat)
-        parts = (loaded.config, loaded.stages, setup.policy, setup.tasks, monitor)
-        orchestrator = Orchestrator(context, *parts, serving=serving, interrupts=interrupts)
+        orchestrator = Orchestrator(
+            context,
+            loaded.config,
+            loaded.stages,
+            setup.policy,
+            setup.tasks,
+            monitor,
+            serving=serving,
+            interrupts=interrupts,
+        )
         try:
             buffers.open_all(loaded.stages)
             monitor.message(setup.describe(run_dir))

@@ -21,7 +21,7 @@ from rollmill.cli import main
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError, CorruptFileError
 from rollmill.orchestrator.run_lock import hold_run_lock
-from rollmill.remote import joined_explorers
+from rollmill.remote import scaling
 from rollmill.remote.joined_explorers import JoinedExplorers
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST, pending_request, read_answer
 from rollmill.remote.worker_pool import WorkerPool
@@ -120,7 +120,7 @@ def written(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined_explorers, "LOOK_S", 0.01)
+    monkeypatch.setattr(scaling, "LOOK_S", 0.01)
 
 
 async def scale(run: Path, explorers: int, *more: str) -> int:

@@ -20,13 +20,11 @@ from rollmill.remote.rollout_backend import WeightTransport
 from rollmill.remote.run_state import EXPLORER, EXPLORERS, TRAINER_STATUS, TrainerStatus, describe_explorers
 from rollmill.remote.scaling import (
     LEAVE_S,
-    LOOK_S,
     ScaleAnswer,
     ScaleRequest,
-    answer_request,
+    answer_requests,
     count_explorers,
     describe_change,
-    pending_request,
     read_answer,
 )
 from rollmill.remote.stage_worker import WorkerSetup
@@ -36,8 +34,6 @@ HEALTH_S = 60.0
 """An explorer that does not answer for so long is no longer asked, and may join again."""
 _HANDSHAKE_S = 60.0
 _STATUS_LOOK_S = 1.0
-_KEEP_QUIET_S = 60.0
-"""Pause after a request that could not be read or answered."""
 _KEY_BYTES = 32
 
 
@@ -72,7 +68,10 @@ class JoinedExplorers:
         status = TrainerStatus(self._run_id, host, tuple(_own_addresses(host)), port, self._key.hex())
         try:
             status.write(self._run_dir)
-            tasks = [asyncio.ensure_future(each) for each in (self._keep(status), self._follow_requests(message))]
+            tasks = [
+                asyncio.ensure_future(each)
+                for each in (self._keep(status), answer_requests(self._run_dir, self._scale, message))
+            ]
             try:
                 yield
             finally:
@@ -110,19 +109,6 @@ class JoinedExplorers:
         """Names of the explorers that are to stay, those with the lowest numbers first."""
         names = [each.name for each in self.pool.workers if not each.leaving]
         return sorted(names, key=lambda name: int(name.rpartition(" ")[2]))
-
-    async def _follow_requests(self, message: Callable[[str], None]) -> None:
-        """Answer the requests of `rollmill scale`, one after the other."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                if (request := pending_request(self._run_dir)) is not None:
-                    answer = await self._scale(request)
-                    message(answer.text)
-                    answer_request(self._run_dir, answer)
-            except RollmillError as error:
-                message(f"`rollmill scale` is not answered: {error}")
-                await asyncio.sleep(_KEEP_QUIET_S)
 
     async def _scale(self, request: ScaleRequest) -> ScaleAnswer:
         """Have explorers above the requested number leave."""

@@ -18,16 +18,15 @@ from rollmill.remote.scaling import (
     LOOK_S,
     ScaleAnswer,
     ScaleRequest,
-    answer_request,
+    answer_requests,
     count_explorers,
     describe_change,
-    pending_request,
     read_answer,
 )
 from rollmill.remote.worker_pool import SHUTDOWN_S, START_S
 
-_FREE_S, _KEEP_QUIET_S = 10.0, 60.0
-"""Wait for resources that Ray is about to release; pause after a request that could not be read or answered."""
+_FREE_S = 10.0
+"""Wait for resources that Ray is about to release."""
 
 
 def explorer_specs(placement: RayPlacement, count: int) -> list[ExplorerSpec]:
@@ -130,16 +129,8 @@ class ExplorerScaling:
 
     async def run(self) -> None:
         """Answer requests, one after the other, until this is cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                if (request := pending_request(self._run_dir)) is not None:
-                    answer = await self._scale(request)
-                    self._message(answer.text)
-                    answer_request(self._run_dir, answer)
-            except (RollmillError, ray_module().exceptions.RayError, ConnectionError) as error:
-                self._message(f"`rollmill scale` is not answered: {error}")
-                await asyncio.sleep(_KEEP_QUIET_S)
+        failures = (RollmillError, ray_module().exceptions.RayError, ConnectionError)
+        await answer_requests(self._run_dir, self._scale, self._message, failures)
 
     async def _scale(self, request: ScaleRequest) -> ScaleAnswer:
         before, wanted = dict(self._actors.used), request.explorers

@@ -8,19 +8,23 @@ The run looks for a request every second. The number in its answer is also that 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-from rollmill.errors import CorruptFileError
+from rollmill.errors import CorruptFileError, RollmillError
 from rollmill.files import atomic_write, read_json_object
 from rollmill.trackers.event_log import SCALE, record_event
 
 SCALE_REQUEST, SCALE_ANSWER = "scale.json", "scaled.json"
 LOOK_S = 1.0
 """Seconds between two looks of a run for a request."""
+_KEEP_QUIET_S = 60.0
+"""Pause after a request that could not be read or answered."""
 LEAVE_S = 30.0
 """Seconds for an explorer that leaves to finish its groups; others roll out again what it has not finished then."""
 
@@ -35,7 +39,7 @@ class ScaleRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScaleAnswer:
-    """What the run has done about a request."""
+    """Answer of a run to a request."""
 
     id: str
     explorers: int  #: the number from now on, also of a resumed run
@@ -92,6 +96,31 @@ def answer_request(run_dir: Path, answer: ScaleAnswer) -> None:
     numbers = {"before": answer.before, "explorers": answer.explorers}
     record_event(run_dir, SCALE, **numbers, text=answer.text)
     atomic_write(run_dir / SCALE_ANSWER, (json.dumps(asdict(answer)) + "\n").encode(), durable=True)
+
+
+async def answer_requests(
+    run_dir: Path,
+    scale: Callable[[ScaleRequest], Awaitable[ScaleAnswer]],
+    message: Callable[[str], None],
+    failures: tuple[type[Exception], ...] = (RollmillError,),
+) -> NoReturn:
+    """Answer requests, one after the other, until this is cancelled.
+
+    Args:
+        scale: does what a request asks for.
+        message: shows the user a message.
+        failures: errors after which a request is tried again.
+    """
+    while True:
+        await asyncio.sleep(LOOK_S)
+        try:
+            if (request := pending_request(run_dir)) is not None:
+                answer = await scale(request)
+                message(answer.text)
+                answer_request(run_dir, answer)
+        except failures as error:
+            message(f"`rollmill scale` is not answered: {error}")
+            await asyncio.sleep(_KEEP_QUIET_S)
 
 
 def count_explorers(count: int) -> str:
