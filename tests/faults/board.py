@@ -114,7 +114,7 @@ def _play(row: Row, it: Fault, scene: Scene, services: Services) -> None:
         end = scene.finish(it.deadline_s, resumes=it.promise == "recovered", max_tries=it.max_tries)
         if end is None:
             row.wrong.append(f"did not end within {it.deadline_s:.0f} s")
-        elif scene.watched > scene.mode.explorers:
+        elif scene.watched > scene.mode.explorers and scene.first is None:
             scene.first_ends()
         codes = scene.explorers_end() if end is not None and end.code == 0 else []
         row.wrong += [f"an explorer ended with exit code {code}" for code in codes if code]
