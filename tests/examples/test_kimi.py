@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks, send
+from forks import Forks, forks, send
 from tiny import outcome
 from waiting import wait_until
 
@@ -74,13 +75,31 @@ def test_killed_twice_it_ends_as_if_nothing_had_happened(server: Forks, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.service
-@pytest.mark.timeout(900)
-def test_it_runs_with_explorers_on_ray(server: Forks, tmp_path: Path) -> None:
-    ended = server.run("run", EXAMPLE, "--out", "out", *settings(*SHORT, *RAY), folder=tmp_path)
-    assert ended.code == 0, ended.err
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("place", ["processes", pytest.param("ray", marks=[pytest.mark.service, pytest.mark.thorough])])
+def test_two_explorers_go_on_after_its_trainer_was_killed_twice(server: Forks, tmp_path: Path, place: str) -> None:
+    given = settings(*SHORT, "supervise.restarts=0", *({"ray": RAY, "processes": ["mode=train"]}[place]))
+    command: list[Any] = ["run", EXAMPLE, "--out", "out", *given]
+    with ExitStack() as stack:
+        explorers = [stack.enter_context(forks()) for _ in range(2 if place == "processes" else 0)]
+        for each in explorers:
+            explore = settings(*SHORT, "supervise.restarts=0", "mode=explore")
+            each.start("run", EXAMPLE, "--out", "out", *explore, folder=tmp_path)
+        for step in (32, 34):
+            server.start(*command, folder=tmp_path)
+            assert server.reaches((tmp_path / f"out/checkpoints/step-{step:06d}").is_dir, 600), server.wait().err
+            send(server.pid)
+            assert server.wait().code == -signal.SIGKILL
+            command = ["resume", "out"]
+        ended = server.run(*command, folder=tmp_path)
+        assert ended.code == 0, ended.err
+        for each in explorers:
+            done = each.wait()
+            assert done.code == 0, done.err
     trained = [row for row in rows(tmp_path / "out") if row.get("stage") == "kimi" and "loss" in row]
-    assert len(trained) == 6
+    assert [row["step"] for row in trained] == list(range(31, 37))
+    assert sum(row["rollout/partial"] for row in trained) > 0
+    assert any("replay/age" in row for row in trained)
     assert {name for row in trained for name in DOMAINS if f"domain/{name}/reward" in row} == set(DOMAINS)
 
 
