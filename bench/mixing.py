@@ -20,6 +20,7 @@ import transformers
 import rollmill
 from bench.harness import BenchError, note
 from bench.report import Case, finish
+from rollmill.config.loader import load_run
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "kimi.yaml"
 DOMAINS = ("math", "code", "school", "pictures")
@@ -57,7 +58,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 def _warm_start(out: Path, seed: int, steps: int) -> Path:
     """Run the example's first stage; returns its checkpoint."""
-    config = rollmill.config.loader.load_run(EXAMPLE, [f"seed={seed}"]).resolved()
+    config = load_run(EXAMPLE, [f"seed={seed}"]).resolved()
     only = {"stages": [config["stages"][0] | {"steps": steps, "evaluation": None}]}
     file = out.with_suffix(".json")  # JSON is YAML
     file.write_text(json.dumps(config | only))
@@ -76,7 +77,7 @@ def _race(out: Path, warm: Path, by: str, seed: int, args: argparse.Namespace) -
         f"stages.1.steps={args.steps}",
         "checkpoint.every=1000",
     ]
-    config = rollmill.config.loader.load_run(EXAMPLE, settings).resolved()
+    config = load_run(EXAMPLE, settings).resolved()
     file = out.with_suffix(".json")
     file.write_text(json.dumps(config | {"stages": config["stages"][1:]}))
     rollmill.run(file, [], out)
