@@ -16,12 +16,12 @@ from rollmill.models.run_tokenizer import compute_fingerprint
 from rollmill.orchestrator.batches import BatchSource, RolloutBatches, RolloutComponents
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import Evaluator
-from rollmill.orchestrator.scheduler import RolloutScheduler, TokenCounter
+from rollmill.orchestrator.scheduler import InterruptibleEngine, RolloutScheduler
 from rollmill.orchestrator.traffic import NoTasksSampler, TrafficBatches
 from rollmill.pipelines import Pipeline
 from rollmill.pipelines.pipeline import PipelineResources, build_domain_pipelines, build_pipeline
 from rollmill.rewards import RewardManager, build_reward_manager
-from rollmill.rewards.domains import DomainRewards, build_domain_rewards
+from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rollout.base import ExplorerProtocol
 from rollmill.trainer import DistributedTrainer, RewardTrainer, Trainer
 from rollmill.trainer.distributed.ranks import RankGroup
@@ -84,11 +84,11 @@ def build_trainer(
 
 def _weights(rewards: RewardManager | None, domain: str) -> dict[str, float] | None:
     """Weights of a domain's rewards."""
-    return dict(rewards.of_domain(domain).weights) if isinstance(rewards, DomainRewards) else None
+    return None if rewards is None or domain not in rewards.domains else dict(rewards.domains[domain].weights)
 
 
 def build_rollouts(
-    stage: Stage, explorers: ExplorerFactory | RemoteRollouts, counter: TokenCounter
+    stage: Stage, explorers: ExplorerFactory | RemoteRollouts, counter: InterruptibleEngine
 ) -> tuple[BatchSource | None, Evaluator | None]:
     """Build the source of a stage's batches, if its algorithm rolls out, and its evaluator, if it has one.
 
@@ -115,7 +115,9 @@ def build_rollouts(
     return batches, evaluator
 
 
-def build_rollout_components(stage: Stage, explorer: ExplorerProtocol, engine: TokenCounter) -> RolloutComponents:
+def build_rollout_components(
+    stage: Stage, explorer: ExplorerProtocol, engine: InterruptibleEngine
+) -> RolloutComponents:
     """Build the components that groups pass through."""
     config, policy, tasks, seed = stage.config, stage.policy, stage.tasks.training, stage.seed
     by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}

@@ -16,7 +16,6 @@ from rollmill.errors import DeadlineError
 from rollmill.orchestrator.evaluation_set import SetEvaluator, SetResult, merged_metrics, results_to_json
 from rollmill.orchestrator.metrics import require_rewards
 from rollmill.rewards import RewardManager
-from rollmill.rewards.domains import DomainRewards
 from rollmill.rollout.base import ExplorerSource
 from rollmill.types import Experience, Task
 from rollmill.waiting import patient_timeout
@@ -120,9 +119,9 @@ class Evaluator:
         self.set_evaluators: list[SetEvaluator] = []
         for name, section in config.evaluation.all_sets().items():
             stage, used_rewards, used = config.for_evaluation(section), rewards, explorers
-            if section.domain is not None and section.rewards is None and isinstance(rewards, DomainRewards):
-                used_rewards = rewards.of_domain(section.domain)
-            elif stage.rewards != config.rewards or isinstance(rewards, DomainRewards):
+            if section.domain is not None and section.rewards is None and rewards.domains:
+                used_rewards = rewards.domains[section.domain]
+            elif stage.rewards != config.rewards or rewards.domains:
                 used_rewards = build_rewards(stage.model_copy(update={"domains": {}}))
                 self._rewards.append(used_rewards)
             same = (stage.workflow, stage.environment) == (config.workflow, config.environment)

@@ -10,7 +10,6 @@ from rollmill.engines.base import RolloutEngine
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.rewards import RewardManager
-from rollmill.rewards.domains import DomainRewards
 from rollmill.rollout import Explorer
 from rollmill.rollout.auxiliary_models import AuxiliaryModels
 from rollmill.rollout.chat import ChatRenderer
@@ -56,12 +55,11 @@ class ExplorerFactory:
             examples=[task for task in tasks if task.response is not None],
         )
         self._domains: dict[str, ExplorerFactory] = {}
-        if isinstance(rewards, DomainRewards):
-            for name, view in config.by_domain().items():
-                own = [task for task in tasks if task.taskset == name]
-                self._domains[name] = ExplorerFactory(
-                    view, policy, engine, rewards.of_domain(name), precision=precision, tasks=own, models=self._models
-                )
+        for name, view in config.by_domain().items() if rewards.domains else ():
+            own, scorers = [task for task in tasks if task.taskset == name], rewards.domains[name]
+            self._domains[name] = ExplorerFactory(
+                view, policy, engine, scorers, precision=precision, tasks=own, models=self._models
+            )
 
     def variant(self, config: StageConfig, rewards: RewardManager) -> ExplorerFactory:
         """Explorers of another stage configuration for the same policy, worked examples and other models: frozen models

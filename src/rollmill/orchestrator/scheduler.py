@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar
 
 from rollmill.buffer import ExperienceStore, GroupQueue
 from rollmill.buffer.base import oldest_version
@@ -45,18 +45,13 @@ _POLL_S = 0.25
 _WAITING_FOR = {True: "explorers to finish their rollouts", False: "the engine to finish its completions"}  # is_remote
 
 
-class TokenCounter(Protocol):
-    """Counter of generated tokens, as engines have."""
+class InterruptibleEngine(Protocol):
+    """Counts the tokens that it generates, and can be interrupted: an engine, or all engines of remote explorers."""
 
     @property
     def tokens_generated(self) -> int:
         """See RolloutEngine."""
         ...
-
-
-@runtime_checkable
-class Interruptible(TokenCounter, Protocol):
-    """An engine whose completions can be interrupted."""
 
     def interrupt(self) -> None:
         """See RolloutEngine."""
@@ -79,7 +74,7 @@ class RolloutScheduler:
         *,
         sampler: Sampler,
         explorer: ExplorerProtocol,
-        engine: TokenCounter,
+        engine: InterruptibleEngine,
         store: ExperienceStore,
         task: Callable[[str], Task],
         first_version: int,
@@ -217,7 +212,6 @@ class RolloutScheduler:
             spent = self._engine.tokens_generated >= self._budget_ends
             return self.queue.all_have_tokens(needed if spent else None)
 
-        assert isinstance(self._engine, Interruptible)
         while not (enough() or self.queue.failed()):
             await self._engine.wait_for_tokens()
         await _interrupt(self._engine, self.queue)
@@ -246,7 +240,7 @@ class RolloutScheduler:
         others = [each for each in started if each.number not in (*chosen, *empty)]
         taken = sum(each.action_tokens for number in chosen for each in self.queue.tokens_of(number))
         await self.queue.drop([each.number for each in others])
-        if self._explorer.is_remote and isinstance(self._engine, Interruptible):
+        if self._explorer.is_remote:
             await self._engine.wait_for_tokens()  # counts those of dropped groups
         for each in others:
             self._stopped.add(each.task, each.stopped)
@@ -333,7 +327,7 @@ def accepted(group: Sequence[Experience]) -> list[Experience]:
     return [each for each in group if REJECTION_REASON_KEY not in each.info]
 
 
-async def _interrupt(engine: Interruptible, queue: GroupQueue) -> None:
+async def _interrupt(engine: InterruptibleEngine, queue: GroupQueue) -> None:
     """Interrupt all groups that are still generated, and wait until they have left the queue.
 
     It is repeated for what had not reached an engine in another process when that was interrupted.

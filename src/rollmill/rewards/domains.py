@@ -16,26 +16,22 @@ class DomainRewards(RewardManager):
     """The reward managers of a stage's domains, with the interface of one; `task.taskset` is the domain of a task."""
 
     def __init__(self, managers: Mapping[str, RewardManager]) -> None:
-        self._managers = dict(managers)
+        self.domains = managers
 
     @property
     def weights(self) -> dict[str, float]:
-        """Empty: each domain has weights of its own, see `of_domain`."""
+        """Empty: each domain has weights of its own, see `domains`."""
         return {}
 
     @property
     def groupwise(self) -> bool:
         """See RewardManager."""
-        return any(each.groupwise for each in self._managers.values())
-
-    def of_domain(self, name: str) -> RewardManager:
-        """Return the manager of a domain."""
-        return self._managers[name]
+        return any(each.groupwise for each in self.domains.values())
 
     def counters(self) -> dict[str, float]:
         """See RewardManager; rewards of one name in several domains are counted together."""
         total: Counter[str] = Counter()
-        for manager in self._managers.values():
+        for manager in self.domains.values():
             total.update(manager.counters())
         return dict(total)
 
@@ -55,13 +51,13 @@ class DomainRewards(RewardManager):
 
     def close(self) -> None:
         """See RewardManager."""
-        for manager in self._managers.values():
+        for manager in self.domains.values():
             manager.close()
 
     def _of(self, task: Task) -> RewardManager:
-        manager = self._managers.get(task.taskset)
+        manager = self.domains.get(task.taskset)
         if manager is None:
-            known = ", ".join(f"`{name}`" for name in self._managers)
+            known = ", ".join(f"`{name}`" for name in self.domains)
             raise RewardError(f"task {task.id} is of `{task.taskset}`, which is none of the domains {known}")
         return manager
 
