@@ -69,14 +69,16 @@ def start(
     view: RunView | None,
     serving: Serving | None = None,
     attempt: RunAttempt | None = None,
+    interrupts: Interrupts | None = None,
 ) -> dict[str, Any]:
-    """Start a loaded run in a new directory; see `run`. `attempt` is given in the child of a supervisor."""
+    """Start a loaded run in a new directory; see `run` and `execute`. `attempt` is given in the child of a
+    supervisor."""
     run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
     with hold_run_lock(run_dir, owner=None if attempt is None else attempt.supervisor):
         _require_fresh(run_dir)
         atomic_write(run_dir / CONFIG, loaded.to_yaml().encode(), durable=True)
         loaded, notes = (loaded, []) if attempt is None else attempt.begin(loaded, run_dir)
-        return execute(loaded, run_dir, view, resumed=False, serving=serving, notes=notes)
+        return execute(loaded, run_dir, view, resumed=False, serving=serving, interrupts=interrupts, notes=notes)
 
 
 def resume(
@@ -84,6 +86,7 @@ def resume(
     view: RunView | None = None,
     serving: Serving | None = None,
     attempt: RunAttempt | None = None,
+    interrupts: Interrupts | None = None,
 ) -> dict[str, Any]:
     """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`."""
     folder = Path(run_dir)
@@ -91,7 +94,8 @@ def resume(
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
     if attempt is None:
         with hold_run_lock(folder):
-            return execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True, serving=serving)
+            loaded = load_run(folder / CONFIG, out=folder)
+            return execute(loaded, folder, view, resumed=True, serving=serving, interrupts=interrupts)
     with nullcontext() if attempt.locked else hold_run_lock(folder, owner=attempt.supervisor):
         loaded, notes = attempt.begin(load_run(folder / CONFIG, out=folder), folder)
         return execute(loaded, folder, view, resumed=True, serving=serving, notes=notes)

@@ -203,8 +203,10 @@ def test_commands_run(name: str, workspace: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", NAMES)
 def test_python_blocks_run(name: str, workspace: Path) -> None:
+    """A later block of a page sees what earlier ones define."""
+    names: dict[str, object] = {"__name__": "document"}
     for block in blocks(ROOT / name, "python"):
-        exec(compile(block.text, block.place, "exec"), {"__name__": "document"})
+        exec(compile(block.text, block.place, "exec"), names)
 
 
 @pytest.mark.parametrize("name", NAMES)
