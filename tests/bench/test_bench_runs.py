@@ -37,6 +37,7 @@ def test_rollout_against_transformers(tmp_path: Path) -> None:
     assert line["ratio"] == pytest.approx(line["ours"] / line["peer"], rel=1e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_step_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")

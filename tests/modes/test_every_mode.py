@@ -87,20 +87,22 @@ ADAPTERS: dict[str, Any] = {
 DRAFTS = {"rollout": {"ngram_draft": {"length": 1, "tokens": 3}, "top_p": 0.95}}
 
 
-def column_params(*, only: Callable[[Column], bool] = lambda column: True) -> list[Any]:
-    """The columns as parameters; those that need long are left to `make test-thorough`."""
+def column_params(*, only: Callable[[Column], bool] = lambda column: True, starts_vllm: bool = False) -> list[Any]:
+    """The columns as parameters; those that need long, as tests that start a vLLM of their own, are left to `make
+    test-thorough`."""
     found = []
     for column in filter(only, COLUMNS):
         marks = [pytest.mark.slow]
         if column.engine == "vllm":
             marks = [pytest.mark.service, needs_vllm]
-            marks += [pytest.mark.thorough] * (column.place is not Place.ONE_PROCESS)
+            marks += [pytest.mark.thorough] * (starts_vllm or column.place is not Place.ONE_PROCESS)
         found.append(pytest.param(column, id=column.id, marks=marks))
     return found
 
 
 pytestmark = pytest.mark.timeout(900)
 in_every_column = pytest.mark.parametrize("column", column_params())
+in_columns_of_its_own = pytest.mark.parametrize("column", column_params(starts_vllm=True))
 with_native = pytest.mark.parametrize("column", column_params(only=lambda column: column.engine == "native"))
 
 
@@ -324,7 +326,7 @@ def test_ratings_of_people_count(runs: Runs, column: Column) -> None:
     assert [(each.reward, each.info["rated_by"]) for each in again] == [(7.5, "ann")] * 4
 
 
-@in_every_column
+@in_columns_of_its_own
 def test_a_completion_is_a_function_of_its_seed(runs: Runs, column: Column) -> None:
     """The first step's groups are those of another run without a budget, in one process."""
     mixed = column.place is Place.RAY and column.engine == "vllm"
@@ -337,7 +339,7 @@ def test_a_completion_is_a_function_of_its_seed(runs: Runs, column: Column) -> N
     assert all(each.token_ids.tolist() in expected[each.id] for each in found)
 
 
-@in_every_column
+@in_columns_of_its_own
 def test_the_slowest_groups_are_stopped(runs: Runs, column: Column) -> None:
     rows = steps(runs.adapters(column))
     assert [row["rollout/stopped"] for row in rows] == [2] * 3

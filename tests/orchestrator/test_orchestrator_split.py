@@ -368,6 +368,7 @@ def test_a_stopped_explorer_holds_up_nobody(servers: list[Forks], tmp_path: Path
     require_sound(tmp_path, 12, 1)
 
 
+@pytest.mark.thorough
 def test_the_error_names_the_stopped_explorer(servers: list[Forks], tmp_path: Path) -> None:
     limits = {"rollout": {"deadline_s": 20}, "explorer_silent_s": 120, "supervise": {"restarts": 0}}
     stopped, other = stop_one(tmp_path, servers, after=None, steps=10**6, **limits)

@@ -271,6 +271,7 @@ def test_interrupted_twice_nothing_stays(tmp_path: Path) -> None:
     assert not list(shared_memory_folder().glob(f"rollmill-{run_id}*"))
 
 
+@pytest.mark.thorough
 def test_a_ray_that_dies_ends_the_run(server: Forks, tmp_path: Path) -> None:
     out = tmp_path / "out"
     written(tmp_path, placement=ON_RAY, steps=1000)
@@ -325,7 +326,7 @@ def test_a_trainer_that_stalls_is_started_again(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/summary.json").read_text())["restarts"] == 1
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(1, "failed"), (2, "lost a rank")])
+@pytest.mark.parametrize(("ranks", "how"), [pytest.param(1, "failed", marks=pytest.mark.thorough), (2, "lost a rank")])
 def test_after_running_out_of_memory_micro_batches_are_smaller(tmp_path: Path, ranks: int, how: str) -> None:
     (tmp_path / "full.py").write_text(
         "from pathlib import Path\n\nimport torch\n\nimport rollmill\n\ncalls = 0\n\n\n"

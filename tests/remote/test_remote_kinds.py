@@ -99,6 +99,7 @@ def test_every_explorer_has_the_threads_of_its_kind(tmp_path: Path) -> None:
     assert rolled == {(pids["explorer 0"], 1), (pids["explorer 1"], 2)}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_that_takes_a_dead_one_s_place_is_of_its_kind(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def cluster() -> Iterator[Any]:
         made.shutdown()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_on_two_nodes(cluster: Any, server: Forks, tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ class RunSupervisor:
         code = self._wait(pid, attempt)
         self._budget.reach(step_reached())
         self._worked |= has_worked()
-        self._begun |= attempt.read("run_dir") is not None
+        if (report := attempt.read("run_dir")) is not None:  # `_wait` misses what ends right after its begin
+            self._run_dir, self._begun = Path(report["run_dir"]), True
         try:
             return self._judge(attempt, code, count_oom_kills() > killed_before)
         finally:
