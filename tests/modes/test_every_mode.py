@@ -359,7 +359,9 @@ def versions_of(out: Path) -> set[int]:
     return {version for each in learned(out) for version in each.versions[each.action_mask].tolist()}
 
 
-@pytest.mark.parametrize("column", column_params(only=lambda column: column.place is Place.ONE_PROCESS))
+@pytest.mark.parametrize(
+    "column", column_params(only=lambda column: column.place in (Place.ONE_PROCESS, Place.RANKS), starts_vllm=True)
+)
 def test_components_leave_by_phase(runs: Runs, column: Column) -> None:
     """DeepSeek-R1's picture: the engine's memory is freed, then reference and critic come, then the optimizers."""
     out = runs.offloaded(column)
@@ -373,7 +375,7 @@ def test_components_leave_by_phase(runs: Runs, column: Column) -> None:
         assert all(row["residency/policy/gb"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("column", column_params(only=lambda column: column.place is Place.ONE_PROCESS))
+@pytest.mark.parametrize("column", column_params(only=lambda column: column.place in (Place.ONE_PROCESS, Place.RANKS)))
 def test_a_memory_budget_counts_the_engine(runs: Runs, column: Column) -> None:
     """vLLM with its cache, or the native engine with the policy's own weights."""
     error = runs.refused(column, {"residency": {"budget_gb": 1e-5}})

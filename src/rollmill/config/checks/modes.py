@@ -35,10 +35,8 @@ NEEDS_ONE_PROCESS = {
 """Reasons for keys that need explorers in the trainer's process."""
 
 RESIDENCY_ENGINE = "it cannot say what memory it has; use `native` or `vllm`, or remove it"
-RESIDENCY_RANKS = (
-    "not honoured with trainer.ranks above 1; shard what does not fit with trainer.sharding: fsdp, or remove it"
-)
-"""Reasons for `residency` with another engine, and with several ranks."""
+RESIDENCY_SHARDS = "shards are a rank's own and stay with it; use sharding: none, or remove it"
+"""Reasons for `residency` with another engine, and with shards."""
 SHARED_WEIGHTS = "the native engine in the trainer's process decodes with the trainer's own, newest weights"
 """Reason against `sync_interval` where nothing is published."""
 
@@ -205,7 +203,6 @@ FEATURES = (
         {"residency": "auto"},
         _TESTS + "components_leave_by_phase",
         elsewhere=NEEDS_ONE_PROCESS["residency"],
-        ranks=RESIDENCY_RANKS,
     ),
     ModeFeature(
         "memory budget",
@@ -213,7 +210,6 @@ FEATURES = (
         {"residency": {"budget_gb": 1.0}},
         _TESTS + "a_memory_budget_counts_the_engine",
         elsewhere=NEEDS_ONE_PROCESS["residency"],
-        ranks=RESIDENCY_RANKS,
     ),
     ModeFeature("resume", "", {}, _TESTS + "a_killed_run_goes_on"),
 )

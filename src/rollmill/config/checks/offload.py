@@ -8,7 +8,7 @@ from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.algorithms.distillation import Distill, SelfDistill
 from rollmill.config.algorithms.preferences import DPO, KTO
 from rollmill.config.checks.engine import uses_engine
-from rollmill.config.checks.modes import RESIDENCY_ENGINE, RESIDENCY_RANKS
+from rollmill.config.checks.modes import RESIDENCY_ENGINE, RESIDENCY_SHARDS
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.offload import PHASES, OffloadConfig, Phase
@@ -21,6 +21,8 @@ from rollmill.config.workflows import TrafficWorkflow
 OFFLOAD_COMPONENTS = tuple(key for key in OffloadConfig.model_fields if key not in ("budget_gb", "folder"))
 REBUILT_COMPONENTS = ("cast", "cache", "engine")
 """Components that are destroyed and rebuilt, never moved."""
+RANKED_COMPONENTS = ("policy", "optimizer", "gradients", "reference", "critic", "critic_optimizer", "teacher")
+"""Components of which every rank of the trainer has a copy."""
 
 
 def stage_phases(stage: StageConfig) -> tuple[Phase, ...]:
@@ -78,8 +80,8 @@ def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
         return {("residency",): text}
     if uses_engine(stage) and stage.engine.name != "native" and not engine_has_process(stage):
         return {("residency",): f"not honoured with engine `{stage.engine.name}`: {RESIDENCY_ENGINE}"}
-    if stage.trainer.ranks > 1:
-        return {("residency",): RESIDENCY_RANKS}
+    if stage.trainer.ranks > 1 and stage.trainer.sharding != "none":
+        return {("residency",): f"not honoured with trainer.sharding `{stage.trainer.sharding}`: {RESIDENCY_SHARDS}"}
     if all(needed == frozenset(stage_phases(stage)) for name, needed in needs.items() if name != "optimizer") and (
         "rollout" not in stage_phases(stage)
     ):
