@@ -15,10 +15,10 @@ ON_RAY = ("ray/sqlite",)
 DIED = ("Ray has died", "rollmill resume")
 
 
-def _working(scene: Scene, *waits_for: str) -> None:
+def _working(scene: Scene, *waits_for: str, pace_s: float = 0.05) -> None:
     if importlib.util.find_spec("ray") is None:
         raise CannotRunError("Ray is not installed: pip install 'rollmill[ray]'")
-    scene.pace(0.05)
+    scene.pace(pace_s)
     scene.begin()
     scene.wait(lambda: scene.step() >= 2 and all(scene.process(name) for name in waits_for), 150)
 
@@ -75,7 +75,14 @@ def _(scene: Scene) -> None:
 
 @fault("Ray's gcs_server is killed", *ON_RAY, names=DIED, deadline_s=300)
 def _(scene: Scene) -> None:
+    _working(scene, pace_s=0.5)  # it takes seconds to see that Ray has died
+    scene.signal(_of_ray(scene, "gcs_server"))
+
+
+@fault("Ray's gcs_server is killed in the last steps", *ON_RAY, deadline_s=300, max_tries=1)
+def _(scene: Scene) -> None:
     _working(scene)
+    scene.wait(lambda: scene.step() >= 4, 60)
     scene.signal(_of_ray(scene, "gcs_server"))
 
 

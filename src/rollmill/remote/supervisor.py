@@ -106,7 +106,7 @@ class Supervisor:
                 self._view.close()
                 task = asyncio.current_task()
                 # a second signal stops at once
-                if task is not None and not task.cancelling() and ray_module().is_initialized():
+                if task is not None and not task.cancelling() and await asyncio.to_thread(self._ray_lives):
                     await self._close()
 
     async def _lives(self, resumed: bool) -> dict[str, Any]:
@@ -247,12 +247,18 @@ class Supervisor:
             ray_module().kill(self._trainer)
             self._trainer = None
 
+    def _ray_lives(self) -> bool:
+        """False if Ray has died or was left: any call would wait for a minute, and then end this process."""
+        return ray_module().is_initialized() and _answers(self._address)
+
     def end(self) -> None:
-        """Kill all actors."""
-        if ray_module().is_initialized():
+        """Kill all actors, or leave a Ray that has died."""
+        if self._ray_lives():
             self._kill_trainer()
             for explorer in self._explorers.all:
                 ray_module().kill(explorer)
+        else:
+            abandon_ray()
         if (run_id := read_run_id(self._run_dir)) is not None:  # a killed trainer leaves its weights
             remove_stale_weights(run_id)
 
