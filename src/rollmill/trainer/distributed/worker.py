@@ -93,6 +93,10 @@ class RankWorker:
         if isinstance(self._trainer, Trainer):
             gather_weights(self._trainer.model, None)
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Changes the learning rate."""
+        self._trainer.set_learning_rate(lr)
+
     def state_dict(self) -> None:
         """Sends rank 0 this rank's part of the trainer's state."""
         self._trainer.state_dict()
