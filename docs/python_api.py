@@ -35,6 +35,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from rollmill.api.training_run import TrainingRun
 from rollmill.config.section import Section
+from rollmill.orchestrator.run_control import Callback
 
 SectionLike = str | Mapping[str, Any] | Section
 ModelLike = str | Path | Mapping[str, Any] | Section | Any
@@ -57,6 +58,7 @@ _INIT = """\
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[{settings}],
     ) -> None: ...
 """

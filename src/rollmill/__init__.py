@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rollmill.data.operators.pipeline import task_operator as task_operator
     from rollmill.data.samplers.custom import order as order
     from rollmill.launch import run as run
+    from rollmill.orchestrator.run_control import Callback as Callback
+    from rollmill.orchestrator.run_control import RunControl as RunControl
     from rollmill.pipelines.pipeline import operator as operator
     from rollmill.registry import advantage as advantage
     from rollmill.registry import algorithm as algorithm
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "rollmill.orchestrator.run_control",
     "Completion": "rollmill.types",
     "Experience": "rollmill.types",
+    "RunControl": "rollmill.orchestrator.run_control",
     "Task": "rollmill.types",
     "TrainingRun": "rollmill.api.training_run",
     "advantage": "rollmill.registry",
@@ -58,8 +62,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Completion",
     "Experience",
+    "RunControl",
     "Task",
     "TrainingRun",
     "__version__",

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from rollmill.api.training_run import TrainingRun
 from rollmill.config.section import Section
+from rollmill.orchestrator.run_control import Callback
 
 SectionLike = str | Mapping[str, Any] | Section
 ModelLike = str | Path | Mapping[str, Any] | Section | Any
@@ -184,6 +185,9 @@ class RunSettings(TypedDict, total=False):
     """Python files to import before the run file is checked. Components that they register (`@rollmill.reward`,
     `@rollmill.loss`, `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,
     `@rollmill.order`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
+    changes: Sequence[SectionLike]
+    """Changes of the learning rate and of rewards' weights, and stops, after given steps: a plan, or the
+    `changes.jsonl` of a run whose callbacks made them."""
     checkpoint: SectionLike
     """Frequency and retention of checkpoints."""
     supervise: SectionLike
@@ -241,6 +245,7 @@ class GRPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -257,6 +262,7 @@ class DrGRPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -273,6 +279,7 @@ class DAPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -289,6 +296,7 @@ class LitePPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -305,6 +313,7 @@ class PassAtKTraining(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -321,6 +330,7 @@ class GDPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -337,6 +347,7 @@ class Reinforce(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -353,6 +364,7 @@ class ReinforcePlusPlus(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -369,6 +381,7 @@ class ReinforcePlusPlusBaseline(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -385,6 +398,7 @@ class RLOO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -401,6 +415,7 @@ class ReMax(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -417,6 +432,7 @@ class OPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -433,6 +449,7 @@ class GPG(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -449,6 +466,7 @@ class PPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -465,6 +483,7 @@ class OTB(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -481,6 +500,7 @@ class StepwiseGRPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -497,6 +517,7 @@ class GiGPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -519,6 +540,7 @@ class SFT(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[SFTSettings],
     ) -> None: ...
 
@@ -541,6 +563,7 @@ class SFTImportance(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[SFTImportanceSettings],
     ) -> None: ...
 
@@ -565,6 +588,7 @@ class SFTPhi(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[SFTPhiSettings],
     ) -> None: ...
 
@@ -589,6 +613,7 @@ class MIX(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[MIXSettings],
     ) -> None: ...
 
@@ -621,6 +646,7 @@ class CHORD(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[CHORDSettings],
     ) -> None: ...
 
@@ -650,6 +676,7 @@ class Distill(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[DistillSettings],
     ) -> None: ...
 
@@ -679,6 +706,7 @@ class JSD(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[JSDSettings],
     ) -> None: ...
 
@@ -719,6 +747,7 @@ class SelfDistill(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[SelfDistillSettings],
     ) -> None: ...
 
@@ -735,6 +764,7 @@ class ClipCov(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -751,6 +781,7 @@ class KLCov(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -767,6 +798,7 @@ class ClipB(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -783,6 +815,7 @@ class ClipV(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -799,6 +832,7 @@ class HighEntropy(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -815,6 +849,7 @@ class SkyworkOR1(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -831,6 +866,7 @@ class GSPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -847,6 +883,7 @@ class GMPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -863,6 +900,7 @@ class CISPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -879,6 +917,7 @@ class SAPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -895,6 +934,7 @@ class VESPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -911,6 +951,7 @@ class TOPR(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -927,6 +968,7 @@ class AsymRE(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -943,6 +985,7 @@ class OPMD(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -959,6 +1002,7 @@ class Kimi(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -975,6 +1019,7 @@ class SPPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -991,6 +1036,7 @@ class RAFT(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -1021,6 +1067,7 @@ class DPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[DPOSettings],
     ) -> None: ...
 
@@ -1043,6 +1090,7 @@ class ORPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[ORPOSettings],
     ) -> None: ...
 
@@ -1070,6 +1118,7 @@ class KTO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[KTOSettings],
     ) -> None: ...
 
@@ -1095,6 +1144,7 @@ class RewardModel(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[RewardModelSettings],
     ) -> None: ...
 
@@ -1111,6 +1161,7 @@ class REC(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -1127,6 +1178,7 @@ class DPPO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...
 
@@ -1143,5 +1195,6 @@ class M2PO(TrainingRun):
         eval_dataset: DatasetLike | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[PolicyGradientSettings],
     ) -> None: ...

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rollmill.orchestrator.interrupt import Interrupts
@@ -51,17 +53,31 @@ def _run_beside_loop(work: Work[Result], view: RunView) -> Result:
 
     thread = threading.Thread(target=target, name="rollmill-run", daemon=True)
     thread.start()
-    while thread.is_alive() or not calls.empty():
-        try:
-            _show_next(calls)
-        except KeyboardInterrupt:
-            if interrupts.requested:
-                raise
-            interrupts.request()
-            view.message(_ENDING)
+    with _raising_on_sigint():
+        while thread.is_alive() or not calls.empty():
+            try:
+                _show_next(calls)
+            except KeyboardInterrupt:
+                if interrupts.requested:
+                    raise
+                interrupts.request()
+                view.message(_ENDING)
     if failures:
         raise failures[0]
     return results[0]
+
+
+@contextmanager
+def _raising_on_sigint() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt in this thread; asyncio's own handler only cancels a task, which waits."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _show_next(calls: queue.SimpleQueue[Callable[[], None]]) -> None:

@@ -21,15 +21,22 @@ from rollmill.errors import ConfigError
 from rollmill.files import atomic_write
 
 if TYPE_CHECKING:
+    from rollmill.orchestrator.run_control import Callback
     from rollmill.rewards import RewardResult
     from rollmill.serving import ModelServer
 
 _CONFIG = "config.yaml"
 
 
-def resume(run: str | Path | TrainingRun) -> TrainingRun:
-    """Go on with an interrupted run from its newest checkpoint, and return it; see `TrainingRun.resume`."""
-    return (run if isinstance(run, TrainingRun) else TrainingRun.open(run)).resume()
+def resume(run: str | Path | TrainingRun, callbacks: Sequence[Callback] = ()) -> TrainingRun:
+    """Go on with an interrupted run from its newest checkpoint, and return it; see `TrainingRun.resume`.
+
+    Args:
+        callbacks: as at its start; default: those of the object, if it is one.
+    """
+    opened = run if isinstance(run, TrainingRun) else TrainingRun.open(run)
+    opened.callbacks = callbacks or opened.callbacks
+    return opened.resume()
 
 
 def evaluate(

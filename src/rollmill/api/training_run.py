@@ -21,6 +21,7 @@ from rollmill.user_code import did_you_mean
 
 if TYPE_CHECKING:
     from rollmill.orchestrator.interrupt import Interrupts
+    from rollmill.orchestrator.run_control import Callback
     from rollmill.trackers.console import RunView
     from rollmill.types import Experience
 
@@ -40,6 +41,7 @@ class TrainingRun:
         eval_dataset: held-out tasks, in the forms of `dataset`.
         config: a run file, or its contents as a dict, whose keys the other arguments override.
         out: the run directory. Default: runs/NAME, numbered if it is taken.
+        callbacks: called between steps; see `rollmill.Callback`.
         settings: keys of a run file (`steps=100`, `trainer={...}`), of the algorithm (`kl=0.1`), and of the sections
             `trainer` (`lr=1e-5`) and `rollout` (`group_size=8`).
 
@@ -59,6 +61,7 @@ class TrainingRun:
         eval_dataset: Any = None,
         config: str | Path | Mapping[str, Any] | None = None,
         out: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
         values = {} if config is None or isinstance(config, str | Path) else dict(config)
@@ -84,16 +87,18 @@ class TrainingRun:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, self._text.encode())
         self._loaded: LoadedRun | None = load_run(file, out=self.folder)
+        self.callbacks: Sequence[Callback] = callbacks
         self.summary: dict[str, Any] = {}  #: the contents of summary.json, after the run
 
     @classmethod
-    def open(cls, folder: str | Path) -> Self:
+    def open(cls, folder: str | Path, callbacks: Sequence[Callback] = ()) -> Self:
         """Open the directory of an earlier run, to resume it or to look at it. Raises ConfigError if it holds none."""
         run = cls.__new__(cls)
         run.folder, run._loaded = Path(folder).absolute(), None
         file = run.folder / _CONFIG
         if not file.is_file():
             raise ConfigError(f"{folder} holds no run (no {_CONFIG}); give a run directory")
+        run.callbacks = callbacks
         run._text, run.summary = file.read_text(encoding="utf-8"), {}
         return run
 
@@ -127,13 +132,19 @@ class TrainingRun:
         """
         from rollmill.launch import start
 
-        return self._run(lambda view, interrupts: start(self.loaded, self.folder, view, interrupts=interrupts))
+        def work(view: RunView, interrupts: Interrupts) -> dict[str, Any]:
+            return start(self.loaded, self.folder, view, interrupts=interrupts, callbacks=self.callbacks)
+
+        return self._run(work)
 
     def resume(self) -> Self:
         """Go on from the newest checkpoint, as if the run had not stopped. Raises like `train`."""
         from rollmill.launch import resume
 
-        return self._run(lambda view, interrupts: resume(self.folder, view, interrupts=interrupts))
+        def work(view: RunView, interrupts: Interrupts) -> dict[str, Any]:
+            return resume(self.folder, view, interrupts=interrupts, callbacks=self.callbacks)
+
+        return self._run(work)
 
     def _run(self, work: Callable[[RunView, Interrupts], dict[str, Any]]) -> Self:
         from rollmill.api.foreground import run_in_foreground
@@ -157,6 +168,14 @@ class TrainingRun:
         from rollmill.trackers.metrics_log import read_metrics
 
         return read_metrics(self.folder)
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """What callbacks have changed, for the setting `changes` of a run that repeats it."""
+        from rollmill.orchestrator.run_control import CHANGES_FILE
+        from rollmill.trackers.metrics_log import read_jsonl_rows
+
+        return read_jsonl_rows(self.folder / CHANGES_FILE)
 
     @property
     def report(self) -> Path:

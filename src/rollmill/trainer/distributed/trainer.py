@@ -152,6 +152,12 @@ class DistributedTrainer:
             for _ in passes:
                 pass
 
+    def set_learning_rate(self, lr: float) -> None:
+        """See Trainer."""
+        own = self.own
+        with self._on_all_ranks("set_learning_rate", lr):
+            own.set_learning_rate(lr)
+
     def probes(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:

@@ -103,6 +103,10 @@ class RankWorker:
             self._components = {each.name: each for each in self._trainer.offloadable(Path(folder))}
         self._components[name].move(place)
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Changes the learning rate."""
+        self._trainer.set_learning_rate(lr)
+
     def state_dict(self) -> None:
         """Sends rank 0 this rank's part of the trainer's state."""
         self._trainer.state_dict()
