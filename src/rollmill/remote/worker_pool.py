@@ -224,6 +224,31 @@ class WorkerPool:
             call.cancel()
         return found
 
+    async def order(self, method: str, *arguments: Any, timeout_s: float, advice: str) -> dict[str, Any]:
+        """Call a method on all workers that have begun, and wait for all; returns the results by name.
+
+        Those that are lost meanwhile begin again, or leave. Raises what the method raised, and DeadlineError with
+        `advice` if one takes too long.
+        """
+        found = await asyncio.gather(
+            *(self._order(each, method, arguments, timeout_s, advice) for each in self.workers if each.ready)
+        )
+        return {name: result for name, result in found if result is not None}
+
+    async def _order(
+        self, worker: PooledWorker, method: str, arguments: Sequence[Any], timeout_s: float, advice: str
+    ) -> tuple[str, Any]:
+        """See `order`; the result of a worker that is lost is None."""
+        life, name = worker.life, worker.name
+        try:
+            async with asyncio.timeout(timeout_s):
+                return name, await _call(worker, method, *arguments)
+        except TimeoutError:
+            raise DeadlineError("the trainer", f"{name} ({method})", timeout_s, advice) from None
+        except WorkerLostError as lost:
+            self._lose(worker, life, str(lost))
+            return name, None
+
     def notify(self, method: str, *arguments: Any) -> None:
         """Call a method on all workers that have begun, and ignore the results."""
         for worker in self.workers:
