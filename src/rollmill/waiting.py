@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import select
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -34,6 +38,28 @@ async def wait_with_grace(answer: Awaitable[Result], seconds: float) -> Result:
         return task.result()
     finally:
         task.cancel()
+
+
+def exit_when_closed(connection: int, folder: Path, grace_s: float = 3.0) -> None:
+    """End this process once the other end of a connection is closed, whatever its main thread waits for.
+
+    Call it before torch is imported, which takes seconds in which nothing else is noticed.
+
+    Args:
+        connection: file descriptor of a pipe or socket, which others may read meanwhile.
+        folder: shared with the other process, which cannot remove it any more.
+        grace_s: seconds for the main thread to notice by itself.
+    """
+
+    def watch() -> None:
+        closed = select.poll()
+        closed.register(connection, 0)  # wakes when it is closed, and for nothing else
+        closed.poll()
+        time.sleep(grace_s)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)

@@ -398,10 +398,16 @@ def test_requests_that_cannot_be_served(
         running.generate(prompt, **sampling)
 
 
-def _stop_core(running: Running) -> psutil.Process:
-    """Stop the process that computes, so that what it is asked now is under way when it is killed."""
+def _core(running: Running) -> psutil.Process:
+    """The process that computes."""
     children = psutil.Process(running.engine.pid).children(recursive=True)
     [core] = [each for each in children if each.cmdline()[0].startswith("VLLM::EngineCore")]
+    return core
+
+
+def _stop_core(running: Running) -> psutil.Process:
+    """Stop the process that computes, so that what it is asked now is under way when it is killed."""
+    core = _core(running)
     core.suspend()
     return core
 
@@ -456,7 +462,10 @@ def test_a_process_that_dies_is_started_again_and_at_last_is_an_error(
             running.engine.generate(GenerationRequest(PROMPTS[0], SamplingConfig(), n=4, seed=1))
         )
         await asyncio.sleep(0.05)
+        core = _core(running)
         os.kill(pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs([core], timeout=30)  # in which this process, as if killed too, does nothing
+        assert not alive, "vLLM's engine outlives its process"
         return await work
 
     undisturbed = running.generate(PROMPTS[0], n=4, seed=1, max_new_tokens=256)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from algorithm_batches import LIMIT, batch_for, flat, options_of, record
@@ -190,6 +193,31 @@ def test_a_rank_that_hangs_is_named_at_the_deadline(toy: Any, steps: Any, tmp_pa
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(DeadlineError, match=rf"rank 0 waited 4 s for rank 1 \(process {pid}\), told to `step`"):
             pair.step(steps[0], 0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_the_rendezvous_ends_with_rank_0(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = DistributedTrainer(plan_of(ranks=2, rank_deadline_s=600), toy("qwen3"), None, CPU, tmp_path)
+
+    def killed() -> None:
+        (tmp_path / "pid").write_text(str(pids(trainer)[0]))
+        time.sleep(2.0)  # rank 1 is told to join, and waits for rank 0
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(trainer, "_join", killed)
+    rank_0 = multiprocessing.get_context("fork").Process(target=trainer.start)
+    rank_0.start()
+    rank_0.join()
+    assert rank_0.exitcode == -signal.SIGKILL
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(600):
+        if not psutil.pid_exists(pid):
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("rank 1 outlives rank 0")
 
 
 @pytest.mark.thorough

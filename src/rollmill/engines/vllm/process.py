@@ -257,7 +257,10 @@ class VLLMProcess:
 
     async def _guard(self) -> None:
         """End it if it loses a subprocess: it would not answer any more."""
-        self.kill(await wait_for_loss(self.pid))
+        why = await wait_for_loss(self.pid)
+        with contextlib.suppress(ChildProcessError):  # it has ended, and its subprocesses with it
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                self.kill(why)
 
     async def _watch(self) -> None:
         """Wait for its end, then stop its subprocesses. They hold the socket open, too, and get time to free shared

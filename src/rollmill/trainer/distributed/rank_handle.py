@@ -140,6 +140,13 @@ class RankLauncher(Protocol):
 _TAIL = 2000
 _KILLED_FOR_MEMORY = ": the kernel has killed it because memory ran out"
 _END_S = 5.0
+_PROGRAM = """
+import pathlib, sys
+from rollmill.waiting import exit_when_closed
+exit_when_closed(int(sys.argv[1]), pathlib.Path(sys.argv[2]))
+from rollmill.trainer.distributed.worker import main
+main()
+"""
 
 
 class ProcessRankHandle(RankHandle):
@@ -160,7 +167,7 @@ class ProcessRankHandle(RankHandle):
         self._begins = log.stat().st_size if log.exists() else 0
         with log.open("ab") as file:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollmill.trainer.distributed.worker", str(theirs.fileno()), str(folder)],
+                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """A rank besides rank 0: builds the same trainer and follows rank 0's commands.
 
-Run as a program it is a child process, which receives them through a pipe.
+`main` is the program of a child process, which receives them through a pipe (`rank_handle.ProcessRankHandle`).
 """
 
 from __future__ import annotations
@@ -137,7 +137,3 @@ def main() -> None:
 
 def _read(file: Path) -> Any:
     return torch.load(file, weights_only=False, map_location="cpu", mmap=True)
-
-
-if __name__ == "__main__":
-    main()
