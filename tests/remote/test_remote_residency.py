@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,10 @@ def doing(out: Path) -> str:
     return "".join(each.doing for each in read_heartbeats(out) if each.name == "explorer 0" and not each.ended)
 
 
+def holds_nothing_again(out: Path, pid: int) -> bool:
+    return explorer_pid(out) != pid and doing(out) == "hold nothing"
+
+
 @pytest.mark.parametrize("place", ["processes", pytest.param("ray", marks=pytest.mark.thorough)])
 def test_whoever_is_killed_while_explorers_hold_nothing(
     server: Forks, explorers: Forks, tmp_path: Path, place: str
@@ -98,10 +103,14 @@ def test_whoever_is_killed_while_explorers_hold_nothing(
     for call, dies in ((2, explorer_pid), (3, trainer)):
         assert server.reaches((folder / f"called-{call}").exists), server.output()
         assert doing(out) == "hold nothing"
-        assert send(dies(out))
-        if dies is explorer_pid and place == "processes":
-            explorers.wait()
-            explore()
+        pid = dies(out)
+        assert send(pid)
+        if dies is explorer_pid:
+            if place == "processes":
+                explorers.wait()
+                explore()
+            back = partial(holds_nothing_again, out, pid)
+            assert server.reaches(back), server.output()
         (folder / f"gate-{call}").unlink()
     for each in (server, explorers)[: 1 + (place == "processes")]:
         done = each.wait()
@@ -117,3 +126,34 @@ def test_whoever_is_killed_while_explorers_hold_nothing(
         held = {kind for kind in row["bytes"] if "explorer 0" in kind}
         assert held == {"device/rollout/explorer 0 policy", "device/rollout/explorer 0 cache"}
         assert row["bytes"]["device/rollout/explorer 0 policy"] == row["bytes"]["device/train/policy"]
+
+
+@pytest.mark.thorough
+def test_reward_models_of_explorers_leave_with_them(server: Forks, explorers: Forks, tmp_path: Path) -> None:
+    addition = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 9}}
+    judge = {
+        "algorithm": {"name": "reward_model", "batch": 4},
+        "taskset": addition | {"fields": {"rejected": "answer"}},
+        "steps": 1,
+        "rollout": None,
+        "rewards": None,
+    }
+    trained = written(tmp_path / "judge", **judge)
+    done = server.run("run", "run.yaml", "--out", "out", folder=trained)
+    assert done.code == 0, done.err
+    rewards = [{"name": "model", "path": str(trained / "out/checkpoints/step-000001/reward_model")}]
+    changes = {"rewards": rewards, "steps": 3, "mode": "train", "trainer_away_s": 60, "monitor": {"timeline_every": 1}}
+    outs = []
+    for name, residency in (("with", AWAY | {"rewards": "disk"}), ("without", None)):
+        folder = written(tmp_path / name, residency=residency, **changes)
+        server.start("run", "run.yaml", "--out", "out", folder=folder)
+        explorers.start("run", "run.yaml", "--set", "mode=explore", "--out", "out", folder=folder)
+        for each in (server, explorers):
+            done = each.wait()
+            assert done.code == 0, done.err + done.out
+        outs.append(folder / "out")
+    assert outcome(outs[0])["weights"] == outcome(outs[1])["weights"]
+    assert outcome(outs[0])["rollouts"] == outcome(outs[1])["rollouts"]
+    for row in read_step_timelines(outs[0]).values():
+        held = {kind for kind in row["bytes"] if kind.endswith("explorer 0 rewards")}
+        assert held == {"device/rollout/explorer 0 rewards"}

@@ -62,7 +62,7 @@ class ExplorerWorker:
                     await stage.close()
                     raise
             self._stage, self._use = stage, use
-            self._heartbeat.set_activity(*_IDLE)
+            self._heartbeat.set_activity(*(_AWAY if setup.starts_away else _IDLE))
 
     async def update(self, use: str, version: int) -> None:
         """Update to weights of this version."""
