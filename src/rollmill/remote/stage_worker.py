@@ -91,7 +91,7 @@ class RolloutReply:
 
 @dataclass(frozen=True)
 class OffloadReply:
-    """What a process holds after it has freed its device, and the moves since its last reply."""
+    """Bytes that a process still holds after it has freed its device, and its moves since its last reply."""
 
     residents: dict[str, int]
     metrics: dict[str, float]

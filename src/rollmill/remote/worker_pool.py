@@ -225,29 +225,21 @@ class WorkerPool:
         return found
 
     async def order(self, method: str, *arguments: Any, timeout_s: float, advice: str) -> dict[str, Any]:
-        """Call a method on all workers that have begun, and wait for all; returns the results by name.
+        """Call a method on all workers that have begun, and wait for them; returns the results by name, without those
+        of workers that are lost. Raises what the method raised, and DeadlineError if one takes too long."""
 
-        Those that are lost meanwhile begin again, or leave. Raises what the method raised, and DeadlineError with
-        `advice` if one takes too long.
-        """
-        found = await asyncio.gather(
-            *(self._order(each, method, arguments, timeout_s, advice) for each in self.workers if each.ready)
-        )
-        return {name: result for name, result in found if result is not None}
+        async def one(worker: PooledWorker, life: int) -> Any:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await _call(worker, method, *arguments)
+            except TimeoutError:
+                raise DeadlineError("the trainer", f"{worker.name} ({method})", timeout_s, advice) from None
+            except WorkerLostError as lost:
+                self._lose(worker, life, str(lost))
 
-    async def _order(
-        self, worker: PooledWorker, method: str, arguments: Sequence[Any], timeout_s: float, advice: str
-    ) -> tuple[str, Any]:
-        """See `order`; the result of a worker that is lost is None."""
-        life, name = worker.life, worker.name
-        try:
-            async with asyncio.timeout(timeout_s):
-                return name, await _call(worker, method, *arguments)
-        except TimeoutError:
-            raise DeadlineError("the trainer", f"{name} ({method})", timeout_s, advice) from None
-        except WorkerLostError as lost:
-            self._lose(worker, life, str(lost))
-            return name, None
+        workers = [each for each in self.workers if each.ready]
+        results = await asyncio.gather(*(one(each, each.life) for each in workers))
+        return {each.name: result for each, result in zip(workers, results, strict=True) if result is not None}
 
     def notify(self, method: str, *arguments: Any) -> None:
         """Call a method on all workers that have begun, and ignore the results."""
