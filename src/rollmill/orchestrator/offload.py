@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -9,9 +10,11 @@ from rollmill.config.checks.offload import (
     RANKED_COMPONENTS,
     REBUILT_COMPONENTS,
     component_phases,
+    explorers_on_device,
     reward_models,
     stage_phases,
 )
+from rollmill.config.engines import EngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import ConfigError
@@ -35,15 +38,22 @@ if TYPE_CHECKING:
     from rollmill.orchestrator.stages import Stage
 
 
-def build_offload_plan(stage: StageConfig, policy: PolicyModel, precision: str) -> OffloadPlan:
+def build_offload_plan(
+    stage: StageConfig, policy: PolicyModel, precision: str, engines: Sequence[EngineConfig | None] | None = None
+) -> OffloadPlan:
     """Build the offload plan of a stage whose `residency` is not `none`.
+
+    Args:
+        engines: those of explorers in other processes; see `engines_on_device`.
 
     Raises:
         ConfigError: a phase needs more than the budget.
     """
     chosen, device = stage.residency, policy.device
     assert chosen is not None
-    needs, sizes = component_phases(stage), estimate_component_sizes(stage, policy, precision)
+    explorers = None if engines is None else explorers_on_device(stage, engines)
+    needs = component_phases(stage, elsewhere=explorers is not None)
+    sizes = estimate_component_sizes(stage, policy, precision, explorers)
     out: StorageTier = "memory" if device.type == "cuda" else "disk"
     if precision == "bf16":  # the cast is all that rollouts decode with
         needs["policy"] -= {"rollout"}
@@ -65,12 +75,12 @@ def build_offload_plan(stage: StageConfig, policy: PolicyModel, precision: str) 
     return plan
 
 
-def build_offloader(stage: Stage) -> OffloadManager:
-    """Build the offload manager of a stage whose `residency` is not `none`; all components are on the device."""
+def build_offloader(stage: Stage, plan: OffloadPlan) -> OffloadManager:
+    """Build the offload manager of this process; all components are on the device."""
     config, policy, context = stage.config, stage.policy, stage.context
     assert config.residency is not None
     trainer = cast("Trainer | DistributedTrainer", stage.learner.trainer)  # others are refused
-    plan, folder = build_offload_plan(config, policy, context.precision), config.residency.folder or context.run_dir
+    folder = config.residency.folder or context.run_dir
     known = plan.places[stage_phases(config)[0]]
 
     components = [each for each in trainer.offloadable(folder) if each.name in known]
@@ -78,7 +88,7 @@ def build_offloader(stage: Stage) -> OffloadManager:
         weights = offload_tensors("rewards", scorer.model.parameters, folder, policy.device.type)
         scorer.wake = partial(weights.move, "device")
         components.append(ThreadBoundComponent(weights, scorer.thread))
-    engine = cast(NativeEngine, stage.engine)  # vLLM has neither cast nor cache, and `Stage.make_room` ends its process
+    engine = cast(NativeEngine, stage.engine)  # others have no cast or cache here, and `Stage.make_room` frees them
     if "cast" in known:
         components.append(
             RebuildableComponent(

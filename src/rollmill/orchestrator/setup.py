@@ -15,6 +15,7 @@ import torch
 
 from rollmill.config.algorithms.preferences import RewardModel
 from rollmill.config.checks.conflicts import require_workflows
+from rollmill.config.checks.offload import engines_on_device
 from rollmill.config.describe import evaluation_key
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
@@ -80,6 +81,7 @@ class RunSetup:
             self.threads,
             buffers,
             config.plugins,
+            engines=engines_on_device(config),
         )
 
     def describe(self, run_dir: Path) -> str:
@@ -135,9 +137,10 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     if joined and config.threads != "auto":
         machine["threads"] = config.threads
     torch.set_num_threads(machine["threads"])
+    engines = engines_on_device(config)
     for stage in loaded.stages:
-        if stage.residency is not None:
-            build_offload_plan(stage, policy, machine["precision"])  # a plan that does not fit fails here
+        if stage.residency is not None and not joined:
+            build_offload_plan(stage, policy, machine["precision"], engines)  # a plan that does not fit fails here
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return RunSetup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)

@@ -50,7 +50,7 @@ def check_capabilities(resolved: ResolvedRun) -> list[ConfigProblem]:
         *_own_conflicts(config.model, "model"),
         *_own_conflicts(config.placement, "placement"),
         *model_conflicts(config.model, stages),
-        *offload_conflicts(config.model, stages),
+        *offload_conflicts(config, stages),
         *best_metric_conflicts(config, stages),
         *placement_conflicts(config, stages),
         *mode_conflicts(config, stages),

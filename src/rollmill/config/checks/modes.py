@@ -27,7 +27,6 @@ ENGINES = ("native", "vllm")
 
 NEEDS_ONE_PROCESS = {
     "workflow": "an application's sessions come to the process that trains: `traffic` goes with mode serve",
-    "residency": "it moves one process's models between phases, and here each process has one phase",
     "rollout.reuse": "drafts belong to checkpoints, which explorers do not write",
     "engine.sleep": "explorers do not sleep while the trainer works",
     "models.policy": "the policy at the start of the stage is not kept for explorers that start later; give `path`",
@@ -202,14 +201,12 @@ FEATURES = (
         "residency",
         {"residency": "auto"},
         _TESTS + "components_leave_by_phase",
-        elsewhere=NEEDS_ONE_PROCESS["residency"],
     ),
     ModeFeature(
         "memory budget",
         "residency.budget_gb",
         {"residency": {"budget_gb": 1.0}},
         _TESTS + "a_memory_budget_counts_the_engine",
-        elsewhere=NEEDS_ONE_PROCESS["residency"],
     ),
     ModeFeature("resume", "", {}, _TESTS + "a_killed_run_goes_on"),
 )
