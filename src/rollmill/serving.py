@@ -39,7 +39,7 @@ from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
 from rollmill.trainer import choose_precision
-from rollmill.trainer.verification import load_verified_policy
+from rollmill.trainer.parity import load_verified_policy
 from rollmill.web import open_listener, server_url
 
 _RUN_FILES = (".yaml", ".yml")

@@ -88,7 +88,9 @@ def build_offloader(stage: Stage, plan: OffloadPlan) -> OffloadManager:
         weights = offload_tensors("rewards", scorer.model.parameters, folder, policy.device.type)
         scorer.wake = partial(weights.move, "device")
         components.append(ThreadBoundComponent(weights, scorer.thread))
-    engine = cast(NativeEngine, stage.engine)  # others have no cast or cache here, and `Stage.make_room` frees them
+    engine = cast(
+        NativeEngine, stage.engine
+    )  # others have no cast or cache here, and `Stage.offload_other_processes` frees them
     if "cast" in known:
         components.append(
             RebuildableComponent(

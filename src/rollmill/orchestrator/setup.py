@@ -42,7 +42,7 @@ from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
 from rollmill.trainer import choose_precision, choose_threads
-from rollmill.trainer.verification import load_verified_policy
+from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task
 
 NO_TASKS = Taskset("none", [], [])

@@ -295,7 +295,7 @@ class Stage:
             self.batches.mark_trained(self.version)
         self._mark_boundary()
 
-    async def make_room(self, phase: Phase) -> None:
+    async def offload_other_processes(self, phase: Phase) -> None:
         """Wait until an engine in a process of its own has ended, or explorers in other processes have freed what they
         hold, if the offload plan says so for this phase."""
         if self.offload_plan is None or not engine_leaves(self.offload_plan, phase):
