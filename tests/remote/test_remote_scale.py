@@ -344,6 +344,7 @@ def test_joined_explorers_are_scaled_while_the_trainer_is_killed(
     steps_after(run, command, 2)
 
     assert send(trainer(run))
+    steps_after(run, command, 2)  # the one that stays has joined again
     left.start("run", "run.yaml", "--set", "mode=explore", "--out", "out", folder=tmp_path)
     done = left.wait()
     assert done.code == 0, done.err
