@@ -63,6 +63,7 @@ _INIT = """\
     ) -> None: ...
 """
 _OBJECTS = {
+    "kl": "float | SectionLike",
     "rewards": "RewardLike | Sequence[RewardLike]",
     "taskset": "DatasetLike",
     "plugins": "Sequence[str | Path]",

@@ -149,3 +149,16 @@ def test_wrong_changes_are_found_before_the_run(tmp_path: Path) -> None:
     run = rollmill.GRPO(**SETTINGS, callbacks=[Tuner()], placement="ray", out=tmp_path / "run")
     with pytest.raises(ConfigError, match="callbacks run in the process that trains"):
         run.train()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_every_rank_changes_its_learning_rate(tmp_path: Path) -> None:
+    changes = [{"step": 1, "lr": 2e-4}]
+    one = rollmill.GRPO(**(SETTINGS | {"steps": 3}), changes=changes, out=tmp_path / "one").train()
+    two = rollmill.GRPO(**(SETTINGS | {"steps": 3}), changes=changes, ranks=2, out=tmp_path / "two").train()
+    assert [row["lr"] for row in two.metrics] == [1e-3, 2e-4, 2e-4]
+    assert [row["loss"] for row in two.metrics] == pytest.approx([row["loss"] for row in one.metrics], abs=1e-5)
+    assert [row["grad_norm"] for row in two.metrics] == pytest.approx(
+        [row["grad_norm"] for row in one.metrics], rel=1e-3
+    )

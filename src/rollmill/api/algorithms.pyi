@@ -206,7 +206,7 @@ class PolicyGradientSettings(RunSettings, total=False):
     """Advantage estimator: a name or a section."""
     loss: SectionLike
     """Per-token loss: a name or a section."""
-    kl: SectionLike
+    kl: float | SectionLike
     """KL penalty: its coefficient or a section."""
     entropy: float
     """Weight of the entropy bonus."""
