@@ -27,6 +27,7 @@ from rollmill.orchestrator.metrics import (
     engine_metrics,
     judging_metrics,
     require_rewards,
+    role_metrics,
     seconds_of,
     sum_metrics,
 )
@@ -96,7 +97,7 @@ class TrainingLoop:
                 trained = await self._learn_in_thread(batch)
             else:
                 trained = self.learn(batch)
-            metrics: dict[str, Any] = batch_metrics(batch, version) | trained
+            metrics: dict[str, Any] = batch_metrics(batch, version) | role_metrics(batch) | trained
             if stage.config.domains:
                 metrics |= domain_metrics(batch, version)
 
