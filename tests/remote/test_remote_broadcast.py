@@ -56,6 +56,7 @@ class Killing:
     def close(self) -> None: ...
 
 
+@pytest.mark.thorough
 def test_explorers_that_are_killed_while_weights_travel_are_replaced(tmp_path: Path) -> None:
     view = Killing(tmp_path / "run/out", 0, (1, 3))
     run = ran(GRPO, tmp_path, "run", view, placement=BROADCAST, max_staleness=2, steps=8, evaluation=None)

@@ -192,6 +192,7 @@ class Watching(Hurting):
         super().step(metrics, experiences)
 
 
+@pytest.mark.thorough
 def test_ranks_end_with_their_trainer_and_it_starts_again_without_one_that_hangs(tmp_path: Path) -> None:
     out = tmp_path / "out"
     view = Watching(out, 5, ("trainer rank 1", signal.SIGSTOP), ("trainer", signal.SIGKILL))

@@ -93,6 +93,7 @@ def test_a_killed_explorer_is_replaced_and_its_tasks_are_run_again(tmp_path: Pat
     assert sum(row.get("explorer/replaced", 0) for row in hurting(tmp_path)) == 1
 
 
+@pytest.mark.thorough
 def test_an_explorer_that_hangs_is_replaced(tmp_path: Path) -> None:
     rows = hurting(tmp_path, signal_number=19, health_s=10.0)  # SIGSTOP
     assert sum(row.get("explorer/replaced", 0) for row in rows) == 1

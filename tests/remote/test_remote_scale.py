@@ -244,6 +244,7 @@ def require_each_group_once(run: Path) -> None:
     assert [n for step in numbers for n in sorted(step)] == [n + min(map(min, numbers)) for n in expected]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_explorers_on_ray_come_and_go_while_the_run_trains(

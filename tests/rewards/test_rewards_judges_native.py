@@ -284,6 +284,7 @@ def _answers(url: str, server: subprocess.Popen[Any], log: Path, *, may_fail: bo
     raise AssertionError(f"vLLM does not start\n{log.read_text()[-3000:]}")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_vllm_serves_a_judge(folder: Path, tmp_path: Path) -> None:
