@@ -171,7 +171,7 @@ class TrainingRun:
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """What callbacks have changed, for the setting `changes` of a run that repeats it."""
+        """Changes that callbacks have made, for the setting `changes` of a run that repeats them."""
         from rollmill.orchestrator.run_control import CHANGES_FILE
         from rollmill.trackers.metrics_log import read_jsonl_rows
 

@@ -117,11 +117,8 @@ class Orchestrator:
 
     async def _train(self, config: StageConfig, loop: TrainingLoop) -> None:
         stage, state, started = loop.stage, loop.stage.state, time.perf_counter()
-        if (
-            state.step == 0
-            and self.state.stage
-            and _evaluation_key(self._stages[self.state.stage - 1]) != _evaluation_key(config)
-        ):
+        before = self._stages[self.state.stage - 1] if self.state.stage else config
+        if state.step == 0 and _evaluation_key(before) != _evaluation_key(config):
             self.state.best_value = self.state.best_step = None  # another metric: not comparable
         try:
             if config.evaluates_exclusively and state.step == 0 and config.evaluation and config.evaluation.at_start:

@@ -165,9 +165,7 @@ class WorkerPool:
     async def begin(self, *arguments: Any) -> None:
         """Call `begin` on all workers, including later ones, and wait until those that are there have begun.
 
-        Raises:
-            EngineError: too many died, or one cannot be started.
-            DeadlineError: one took too long.
+        Raises EngineError if too many died or one cannot be started, DeadlineError if one took too long.
         """
         self._arguments = arguments
         for worker in [each for each in self.workers if not each.leaving]:
@@ -178,7 +176,7 @@ class WorkerPool:
         self._watch = asyncio.ensure_future(self._keep_watch())
 
     def reset_restart_budget(self) -> None:
-        """Reset the restart budget."""
+        """Allow as many restarts as at the start."""
         self._left = self._allowed
 
     async def call(self, method: str, *arguments: Any) -> tuple[tuple[str, int], Any]:
@@ -211,10 +209,8 @@ class WorkerPool:
                     worker.idle.set()
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float) -> dict[tuple[str, int], Any]:
-        """Call a method on all workers that have begun; returns the results by name and life.
-
-        Workers that are lost, or do not answer in time, are left out. Raises what the method raised.
-        """
+        """Call a method on all workers that have begun; returns the results by name and life, without those of workers
+        that are lost or late. Raises what the method raised."""
         workers = [each for each in self.workers if each.ready]
         calls = {(each.name, each.life): asyncio.ensure_future(_call(each, method, *arguments)) for each in workers}
         if calls:

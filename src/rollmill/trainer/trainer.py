@@ -218,11 +218,7 @@ class Trainer:
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
 
     def offloadable(self, folder: Path) -> list[Offloadable]:
-        """Returns the components that are held in memory between steps, by the names of the key `residency`.
-
-        Args:
-            folder: of the files of those on disk.
-        """
+        """Returns the components held in memory between steps, by the names of `residency`; `folder` is for files."""
         found: dict[str, TensorGetter] = {
             "policy": self.model.parameters,
             "optimizer": partial(optimizer_tensors, self._optimizer),
