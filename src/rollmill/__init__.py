@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollmill.api.trainable_policy import TrainablePolicy as TrainablePolicy
     from rollmill.data.operators.pipeline import task_operator as task_operator
     from rollmill.data.samplers.custom import order as order
     from rollmill.launch import run as run
@@ -30,6 +31,7 @@ _HOMES = {
     "Completion": "rollmill.types",
     "Experience": "rollmill.types",
     "Task": "rollmill.types",
+    "TrainablePolicy": "rollmill.api.trainable_policy",
     "advantage": "rollmill.registry",
     "engine": "rollmill.registry",
     "environment": "rollmill.registry",
@@ -50,6 +52,7 @@ __all__ = [
     "Completion",
     "Experience",
     "Task",
+    "TrainablePolicy",
     "__version__",
     "advantage",
     "algorithm",

@@ -45,16 +45,18 @@ class StepwiseTrainer(Trainer):
             TrainingError: the recipe needs a model that this trainer has not; a loss is not finite, and all gradients
                 since the last optimizer step are discarded.
         """
-        with self._using(recipe or self.recipe), self._ready():
+        with self._using(recipe or self.recipe):
             metrics = TokenMetrics(self.recipe, self._ranks)
             learned = self._prepare(experiences, version, None)
-            batch = learned.mini_batch(
-                [*range(len(experiences))], self.recipe, self.coefficients, self.steps, self._generator
-            )
+            everything = [*range(len(experiences))]
+            batch = learned.mini_batch(everything, self.recipe, self.coefficients, self.steps, self._generator)
+            totals: dict[str, float] = {}
             try:
-                totals = {} if self._critic_only else self._updates.forward_backward(batch, metrics, first_pass=True)
-                if self._critic is not None and learned.advantages.returns is not None:
-                    totals |= self._critic.forward_backward(batch, learned.advantages, learned.scores)
+                with self._ready():
+                    if not self._critic_only:
+                        totals |= self._updates.forward_backward(batch, metrics, first_pass=True)
+                    if self._critic is not None and learned.advantages.returns is not None:
+                        totals |= self._critic.forward_backward(batch, learned.advantages, learned.scores)
             except BaseException:
                 self.discard()
                 raise
