@@ -27,7 +27,7 @@ from rollmill.engines.base import GenerationRequest
 from rollmill.errors import CheckpointError, ConfigError, TrainingError
 from rollmill.files import sync
 from rollmill.models.from_scratch import save_policy
-from rollmill.models.load import load_policy, wrap_policy
+from rollmill.models.load import PolicyModel, load_policy, wrap_policy
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
 from rollmill.models.storage import ensure_own_memory
 from rollmill.orchestrator.engine import build_engine, build_publisher
@@ -170,7 +170,7 @@ class TrainablePolicy:
         Raises:
             TrainingError: an experience does not fit the model.
         """
-        self._check(batch, "logprobs")
+        _check(batch, self._policy, "logprobs")
         return self._trainer.logprobs(batch)
 
     # -- training ----------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class TrainablePolicy:
             TrainingError: the batch is wrong, or the loss is not finite; the message says which experience.
         """
         recipe = None if loss is None else self._recipe(_algorithm(loss))
-        self._check(batch, "forward_backward")
+        _check(batch, self._policy, "forward_backward")
         rollouts = [each for each in batch if each.source is ExperienceSource.ROLLOUT]
         compares = (recipe or self._trainer.recipe).compares_rewards
         if compares and rollouts and all(each.reward is None for each in rollouts):
@@ -289,27 +289,6 @@ class TrainablePolicy:
     def _recipe(self, algorithm: AlgorithmOptions) -> Recipe:
         return build_recipe(algorithm, max_new_tokens=self.config.rollout.max_new_tokens)
 
-    def _check(self, batch: Sequence[Any], call: str) -> None:
-        """Raises TrainingError naming the first experience that the model cannot be run on."""
-        if isinstance(batch, Experience) or not len(batch):
-            raise TrainingError(f"{call}: expected a list of experiences with at least one")
-        rows = self.model.get_input_embeddings().weight.shape[0]
-        for index, each in enumerate(batch):
-            if not isinstance(each, Experience):
-                hint = "; join the groups: [e for group in groups for e in group]" if isinstance(each, list) else ""
-                raise TrainingError(f"{call}: batch[{index}] is a {type(each).__name__}, not an Experience{hint}")
-            where = f"{call}: batch[{index}] ({each.id})"
-            shapes = {name: getattr(each, name).shape for name in ("token_ids", "action_mask", "logprobs", "versions")}
-            if len(set(shapes.values())) > 1 or each.token_ids.ndim != 1:
-                found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-                raise TrainingError(f"{where}: arrays differ in shape: {found}; all need one entry per token")
-            if len(each.token_ids) > self._policy.context:
-                raise TrainingError(
-                    f"{where}: {len(each.token_ids)} tokens are more than the model's context, {self._policy.context}"
-                )
-            if len(each.token_ids) and not 0 <= each.token_ids.min() <= each.token_ids.max() < rows:
-                raise TrainingError(f"{where}: token ids are outside the model's vocabulary of {rows}")
-
 
 @dataclass(frozen=True)
 class _Group:
@@ -318,6 +297,28 @@ class _Group:
     name: str
     task: Task
     request: GenerationRequest
+
+
+def _check(batch: Sequence[Any], policy: PolicyModel, call: str) -> None:
+    """Raises TrainingError naming the first experience that the model cannot be run on."""
+    if isinstance(batch, Experience) or not len(batch):
+        raise TrainingError(f"{call}: expected a list of experiences with at least one")
+    rows = policy.model.get_input_embeddings().weight.shape[0]
+    for index, each in enumerate(batch):
+        if not isinstance(each, Experience):
+            hint = "; join the groups: [e for group in groups for e in group]" if isinstance(each, list) else ""
+            raise TrainingError(f"{call}: batch[{index}] is a {type(each).__name__}, not an Experience{hint}")
+        where = f"{call}: batch[{index}] ({each.id})"
+        shapes = {name: getattr(each, name).shape for name in ("token_ids", "action_mask", "logprobs", "versions")}
+        if len(set(shapes.values())) > 1 or each.token_ids.ndim != 1:
+            found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise TrainingError(f"{where}: arrays differ in shape: {found}; all need one entry per token")
+        if len(each.token_ids) > policy.context:
+            raise TrainingError(
+                f"{where}: {len(each.token_ids)} tokens are more than the model's context, {policy.context}"
+            )
+        if len(each.token_ids) and not 0 <= each.token_ids.min() <= each.token_ids.max() < rows:
+            raise TrainingError(f"{where}: token ids are outside the model's vocabulary of {rows}")
 
 
 def _checked(settings: Mapping[str, Any]) -> RunConfig:
