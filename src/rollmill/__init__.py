@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rollmill.api.functions import grade as grade
     from rollmill.api.functions import resume as resume
     from rollmill.api.functions import serve as serve
+    from rollmill.api.trainable_policy import TrainablePolicy as TrainablePolicy
     from rollmill.api.training_run import TrainingRun as TrainingRun
     from rollmill.data.operators.pipeline import task_operator as task_operator
     from rollmill.data.samplers.custom import order as order
@@ -41,6 +42,7 @@ _HOMES = {
     "RunControl": "rollmill.orchestrator.run_control",
     "Task": "rollmill.types",
     "TrainingRun": "rollmill.api.training_run",
+    "TrainablePolicy": "rollmill.api.trainable_policy",
     "advantage": "rollmill.registry",
     "engine": "rollmill.registry",
     "environment": "rollmill.registry",
@@ -67,6 +69,7 @@ __all__ = [
     "Experience",
     "RunControl",
     "Task",
+    "TrainablePolicy",
     "TrainingRun",
     "__version__",
     "advantage",

@@ -272,6 +272,12 @@ def algorithm(target: AlgorithmTarget | None = None, *, base: str = "grpo", **de
     return target
 
 
+def loss_section(function: Callable[..., Any]) -> Any:
+    """Builds the section `loss` of a function without registering it; see `loss`."""
+    part: Any = _loss_part(function)
+    return part()
+
+
 def _loss_part(function: Callable[..., Any]) -> type[NamedSection]:
     """Builds the section of a user's loss, which may have a gradient where the advantage is 0."""
     return section_from_signature(function, _UserLoss)

@@ -73,6 +73,20 @@ def load_policy(
         new = config.new or NewModelConfig()
         tokenizer = train_tokenizer(new.tokenizer, texts() if callable(texts) else texts)
         model, where = init_model(new, tokenizer, seed), "the new model"
+    if config.lora is not None:
+        add_lora(model, config.lora, seed)
+    return wrap_policy(model, tokenizer, device, where)
+
+
+def wrap_policy(model: Any, tokenizer: Any, device: torch.device, where: str) -> PolicyModel:
+    """Prepares a loaded model for training, in place: its end-of-sequence ids, padding, context and device.
+
+    Args:
+        where: names the model in errors.
+
+    Raises:
+        ModelError: no token ends a sequence, or the context is unknown.
+    """
     eos_ids = _end_ids(model, tokenizer, where)
     pad_id = [
         *_as_ids(tokenizer.pad_token_id),
@@ -80,8 +94,6 @@ def load_policy(
         *sorted(eos_ids),
     ][0]
     _settle_generation(model, eos_ids, pad_id, where)
-    if config.lora is not None:
-        add_lora(model, config.lora, seed)
     model.to(device)
     return PolicyModel(model.train(), tokenizer, eos_ids, pad_id, _context(model, where), device)
 

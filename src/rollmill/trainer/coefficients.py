@@ -34,9 +34,10 @@ class LossCoefficients:
         """Weight of the entropy bonus."""
         return self._recipe.entropy if self._entropy is None else self._entropy.weight
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the weights that adapt."""
-        found = {} if self._kl is None else {"kl_coefficient": self.kl}
+    def metrics(self, step: int) -> dict[str, float]:
+        """Returns the weights of a training step that follow a schedule, and those that adapt."""
+        found = {f"weight/{t.name}": t.weight_at(step) for t in self._recipe.terms if callable(t.weight)}
+        found |= {} if self._kl is None else {"kl_coefficient": self.kl}
         return found if self._entropy is None else found | {"entropy_coefficient": self.entropy}
 
     def update(self, metrics: Mapping[str, float], rollouts: int) -> None:

@@ -84,6 +84,7 @@ class Critic:
         self.options, self._passes, self._ranks = options, passes, passes.ranks
         self._config = passes.config.model_copy(update={"lr": options.lr})
         self._total_steps = total_steps
+        self._pending: list[tuple[MiniBatch, list[int]]] = []
 
     @cached_property
     def _optimizer(self) -> torch.optim.AdamW:
@@ -111,6 +112,16 @@ class Critic:
         Raises:
             TrainingError: the gradient is not finite; the critic is unchanged.
         """
+        self.discard()
+        return {**self.forward_backward(batch, advantages, scores), **self.step()}
+
+    def forward_backward(
+        self, batch: MiniBatch, advantages: BatchAdvantages, scores: PrecomputedScores
+    ) -> dict[str, float]:
+        """Adds the gradients of a mini-batch to those since the last step.
+
+        Returns value/loss; nothing if no experience counts.
+        """
         returns, old_values, table = advantages.returns, scores.values, batch.table
         assert returns is not None
         assert old_values is not None
@@ -121,9 +132,6 @@ class Critic:
         counted = torch.zeros_like(advantages.counted)
         counted[chosen] = True
         weights = token_mean(table.lengths * counted)[table.experience]
-        lr = compute_learning_rate(self._config, batch.step, self._total_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
         total = torch.zeros((), dtype=torch.float64, device=table.target.device)
         for micro in self._passes.rows(batch.experiences, table, chosen):
             with use_attention_context(self.model.network, micro.attention):
@@ -132,17 +140,34 @@ class Critic:
                 loss = torch.dot(weights[tokens].to(losses.dtype), losses)
                 loss.backward()
             total += loss.detach()
+        self._pending.append((batch, chosen))
+        return {"value/loss": self._ranks.add(total).item()}
+
+    def step(self) -> dict[str, float]:
+        """Takes one optimizer step with the gradients since the last one; returns value/grad_norm, or nothing if there
+        are none. Raises TrainingError like `update`."""
+        if not self._pending:
+            return {}
+        lr = compute_learning_rate(self._config, self._pending[-1][0].step, self._total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
         self._ranks.add_gradients(list(self.model.parameters()))
         grads = collect_gradients(self._optimizer)
         norm = compute_gradient_norm(grads)
         if not math.isfinite(norm):
-            self._optimizer.zero_grad(set_to_none=True)
-            tasks = [batch.experiences[i].task_id for i in chosen]
-            raise failed_step_error(batch.step, "the critic's gradient is not finite", tasks)
+            tasks = [batch.experiences[i].task_id for batch, chosen in self._pending for i in chosen]
+            step = self._pending[-1][0].step
+            self.discard()
+            raise failed_step_error(step, "the critic's gradient is not finite", tasks)
         clip_gradients(grads, norm, self._config.max_grad_norm)
         self._optimizer.step()
+        self.discard()
+        return {"value/grad_norm": norm}
+
+    def discard(self) -> None:
+        """Forgets all gradients since the last step."""
         self._optimizer.zero_grad(set_to_none=True)
-        return {"value/loss": self._ranks.add(total).item(), "value/grad_norm": norm}
+        self._pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and optimizer state."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from rollmill.algorithms.recipe import Recipe
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_token_table
 from rollmill.trainer.critic import Critic
 from rollmill.trainer.distributed.fsdp import call_unsharded
@@ -38,9 +39,13 @@ class Precomputer:
         critic: Critic | None,
         ready: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._model, self._passes, self._recipe = model, passes, passes.recipe
+        self._model, self._passes = model, passes
         self._reference, self._critic, self._ready = reference, critic, ready
         self._precomputed: tuple[list[tuple[str, bytes]], int, TokenTable, PrecomputedScores] | None = None
+
+    @property
+    def _recipe(self) -> Recipe:
+        return self._passes.recipe
 
     def precompute(self, experiences: Sequence[Experience], version: int, device: torch.device) -> Generator[None]:
         """Computes the scores while rewards are pending, with a yield after every pass; `take` returns them.

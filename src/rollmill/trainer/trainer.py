@@ -18,12 +18,12 @@ from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.models.routing import routing_shape
 from rollmill.offload import Offloadable, offload_tensors
 from rollmill.trainer.coefficients import LossCoefficients
-from rollmill.trainer.critic import Critic, ValueModel, value_metrics
+from rollmill.trainer.critic import Critic, ValueModel
 from rollmill.trainer.distributed.fsdp import apply_fsdp, gather_state_dict
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.tensor_parallel import parallelize_network, tensor_parallel_plan
 from rollmill.trainer.logprobs import ForwardPasses
-from rollmill.trainer.loss import StepLoss, compute_advantages
+from rollmill.trainer.loss import compute_advantages
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.mismatch import MismatchProbe
 from rollmill.trainer.model_setup import (
@@ -41,9 +41,10 @@ from rollmill.trainer.optimizer import (
     optimizer_tensors,
 )
 from rollmill.trainer.precompute import Precomputer
+from rollmill.trainer.prepared import PreparedBatch
 from rollmill.trainer.reference import ReferenceModel
 from rollmill.trainer.teacher import Teacher
-from rollmill.trainer.update import MiniBatch, PolicyUpdater, split_mini_batches
+from rollmill.trainer.update import PolicyUpdater, split_mini_batches
 from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
 
 
@@ -168,54 +169,58 @@ class Trainer:
         config = self.config
         if self.recipe.reset_optimizer:
             self._optimizer.state.clear()
-        self._refresh_reference()
-        table, scores = self._inference.take(experiences, version, self.device)
-        self._mismatch.compare(experiences, probes, version, fresh_as_well=self._critic_only)
-        own = torch.tensor([IMPORTED_FROM not in each.info for each in experiences], device=self.device)
-        fresh = (table.version == version) & own[table.experience]
-        lr = compute_learning_rate(config, self.steps, self.total_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        learned = self._prepare(experiences, version, probes)
+        lr = self._set_learning_rate()
         metrics, totals, updates = TokenMetrics(self.recipe, self._ranks), _Totals(), 0
-        extra = {f"weight/{t.name}": t.weight_at(self.steps) for t in self.recipe.terms if callable(t.weight)}
-        extra |= self.coefficients.metrics()
+        extra = self.coefficients.metrics(self.steps)
         with self._ready():
-            kl, entropy = self.coefficients.kl, self.coefficients.entropy
-            advantages = compute_advantages(experiences, table, self.recipe, scores, kl_coefficient=kl)
             for epoch in range(config.epochs_per_batch):
                 for part in split_mini_batches(
-                    experiences, config.updates_per_batch, self._generator if epoch else None, advantages.domains
+                    experiences,
+                    config.updates_per_batch,
+                    self._generator if epoch else None,
+                    learned.advantages.domains,
                 ):
-                    objective = StepLoss(
-                        self.recipe,
-                        table,
-                        advantages,
-                        scores,
-                        part,
-                        step=self.steps,
-                        version=version,
-                        kl_coefficient=kl,
-                        entropy_coefficient=entropy,
-                    )
                     if updates and self.recipe.proximal != "recompute":
-                        fresh = torch.zeros_like(fresh)  # an update has been made since
-                    batch = MiniBatch(experiences, table, objective, part, self.steps, fresh, self._generator)
+                        learned.fresh = torch.zeros_like(learned.fresh)  # an update has been made since
+                    batch = learned.mini_batch(part, self.recipe, self.coefficients, self.steps, self._generator)
                     if not self._critic_only:
                         totals.add(self._updates.make(batch, metrics, first_pass=epoch == 0))
                     if self._critic is not None:
-                        totals.add(self._critic.update(batch, advantages, scores))
+                        totals.add(self._critic.update(batch, learned.advantages, learned.scores))
                     updates += 1
-        if scores.values is not None and advantages.returns is not None:
-            rollouts = ~table.expert & advantages.counted[table.experience]
-            extra |= value_metrics(scores.values, advantages.returns, rollouts)
+        extra |= learned.value_metrics()
+        found = metrics.result() | self._mismatch.metrics(experiences, metrics.mismatch)
+        self._end_step(found, sum(e.source is ExperienceSource.ROLLOUT for e in experiences))
+        skipped = totals.pop("skipped")
+        counts = {"tokens": float(learned.tokens), "updates": updates - skipped, "skipped": skipped}
+        return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
+
+    def _prepare(
+        self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] | None
+    ) -> PreparedBatch:
+        """Computes what does not change with the updates on a batch; None for `probes` compares nothing."""
+        self._refresh_reference()
+        table, scores = self._inference.take(experiences, version, self.device)
+        if probes is not None:
+            self._mismatch.compare(experiences, probes, version, fresh_as_well=self._critic_only)
+        own = torch.tensor([IMPORTED_FROM not in each.info for each in experiences], device=self.device)
+        fresh = (table.version == version) & own[table.experience]
+        advantages = compute_advantages(experiences, table, self.recipe, scores, kl_coefficient=self.coefficients.kl)
+        return PreparedBatch(experiences, version, table, scores, advantages, fresh)
+
+    def _set_learning_rate(self) -> float:
+        lr = compute_learning_rate(self.config, self.steps, self.total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _end_step(self, metrics: dict[str, float], rollouts: int) -> None:
+        """Counts a training step; adapts coefficients to its metrics, and the teacher to its weights."""
         self.steps += 1
         if self._teacher is not None:
             self._teacher.follow()
-        found = metrics.result() | self._mismatch.metrics(experiences, metrics.mismatch)
-        self.coefficients.update(found, sum(e.source is ExperienceSource.ROLLOUT for e in experiences))
-        skipped = totals.pop("skipped")
-        counts = {"tokens": float(len(table.target)), "updates": updates - skipped, "skipped": skipped}
-        return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
+        self.coefficients.update(metrics, rollouts)
 
     def offloadable(self, folder: Path) -> list[Offloadable]:
         """Returns the components held in memory between steps, by the names of `residency`; `folder` is for files."""

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from rollmill.algorithms.recipe import Recipe
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.distributed.fsdp import call_unsharded
 from rollmill.trainer.kto_baseline import compute_kto_baseline
@@ -40,7 +41,7 @@ class MiniBatch:
 
 
 class PolicyUpdater:
-    """Takes optimizer steps on mini-batches.
+    """Takes optimizer steps on mini-batches, at once or in two halves: `forward_backward` any number of times, `step`.
 
     Args:
         teacher: for a recipe that distils.
@@ -50,13 +51,29 @@ class PolicyUpdater:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, passes: ForwardPasses, teacher: Teacher | None
     ) -> None:
         self._model, self._optimizer, self._passes, self._teacher = model, optimizer, passes, teacher
-        self._recipe, self._ranks = passes.recipe, passes.ranks
+        self._ranks = passes.ranks
+        self._pending: list[tuple[MiniBatch, list[MicroBatch]]] = []
+
+    @property
+    def _recipe(self) -> Recipe:
+        return self._passes.recipe
 
     def make(self, part: MiniBatch, metrics: TokenMetrics, *, first_pass: bool) -> dict[str, float]:
         """Takes one optimizer step; returns loss, loss/<term> and grad_norm, or `skipped` if nothing has a gradient.
 
         Raises:
             TrainingError: a loss or gradient is not finite on any rank; the weights are unchanged.
+        """
+        self.discard()
+        return {**self.forward_backward(part, metrics, first_pass=first_pass), **self.step()}
+
+    def forward_backward(self, part: MiniBatch, metrics: TokenMetrics, *, first_pass: bool) -> dict[str, float]:
+        """Adds the gradients of a mini-batch to those since the last step.
+
+        Returns loss and loss/<term>; nothing if no experience has a gradient.
+
+        Raises:
+            TrainingError: a loss is not finite on any rank; all gradients are discarded.
         """
         if self._recipe.needs_step_statistics:
             self._choose(part)
@@ -73,8 +90,7 @@ class PolicyUpdater:
                 for micro in self._passes.rows(part.experiences, part.table, silent):
                     self.forward(part, micro, metrics, first_pass=True)
         if not learned:
-            return {"skipped": 1.0}
-        self._optimizer.zero_grad(set_to_none=True)
+            return {}
         micros = self._passes.rows(part.experiences, part.table, part.objective.learned)
         totals, culprit = {"loss": 0.0}, None
         for micro in micros:
@@ -89,15 +105,32 @@ class PolicyUpdater:
         totals = self._ranks.merged(totals)
         if not all(math.isfinite(value) for value in totals.values()):
             self._fail(part, self._ranks.first(culprit) or ("the loss is not finite", part.chosen))
+        self._pending.append((part, micros))
+        return totals
+
+    def step(self) -> dict[str, float]:
+        """Takes one optimizer step with the gradients since the last one; returns grad_norm (of their sum, before it is
+        clipped), or `skipped` if there are none.
+
+        Raises:
+            TrainingError: a gradient is not finite on any rank; all are discarded, and the weights are unchanged.
+        """
+        if not self._pending:
+            return {"skipped": 1.0}
         self._ranks.add_gradients(list(self._model.parameters()))
         grads = collect_gradients(self._optimizer)
         norm = compute_gradient_norm(grads)
         if not math.isfinite(norm):
-            self._blame_gradient(part, micros)
+            self._blame_gradient()
         clip_gradients(grads, norm, self._passes.config.max_grad_norm)
         self._optimizer.step()
+        self.discard()
+        return {"grad_norm": norm}
+
+    def discard(self) -> None:
+        """Forgets all gradients since the last step."""
         self._optimizer.zero_grad(set_to_none=True)
-        return {**totals, "grad_norm": norm}
+        self._pending.clear()
 
     def forward(
         self, part: MiniBatch, micro: MicroBatch, metrics: TokenMetrics | None, *, first_pass: bool
@@ -168,15 +201,19 @@ class PolicyUpdater:
         )
         return logprob, entropy, divergence
 
-    def _blame_gradient(self, part: MiniBatch, micros: list[MicroBatch]) -> NoReturn:
+    def _blame_gradient(self) -> NoReturn:
         """Finds the first micro-batch whose gradient is not finite, and raises on all ranks.
 
         With shards every rank must make every pass, so none searches.
         """
-        found = self._ranks.first(self._culprit(part, micros) if self._ranks.sharding == "none" else None)
+        for part, micros in self._pending:
+            found = self._ranks.first(self._culprit(part, micros) if self._ranks.sharding == "none" else None)
+            if found is not None:
+                self._fail(part, found)
+        part, micros = self._pending[-1]
         alone = bool(micros) and self._ranks.size == 1
         last = micros[-1].experiences if alone else part.chosen
-        self._fail(part, found or ("the sum of the micro-batches' gradients is not finite", last))
+        self._fail(part, ("the sum of the micro-batches' gradients is not finite", last))
 
     def _culprit(self, part: MiniBatch, micros: list[MicroBatch]) -> FailureCause | None:
         """Describes the first of this rank's micro-batches with a gradient that is not finite, and its experiences."""
@@ -192,7 +229,7 @@ class PolicyUpdater:
         return None
 
     def _fail(self, part: MiniBatch, culprit: FailureCause) -> NoReturn:
-        self._optimizer.zero_grad(set_to_none=True)
+        self.discard()
         what, members = culprit
         raise failed_step_error(part.step, what, [part.experiences[i].task_id for i in members])
 
