@@ -41,7 +41,7 @@ def picture_tokenizer(place: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
     )
     tokenizer.add_special_tokens({"additional_special_tokens": _SPECIAL})
     tokenizer.chat_template = (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.models.vision import PicturePrompt
 from rollmill.types import Completion, FloatArray, IntArray, RoutingArray
+
+if TYPE_CHECKING:
+    from rollmill.models.vision import PicturePrompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

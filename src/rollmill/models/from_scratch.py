@@ -68,7 +68,8 @@ class _Vocabulary:
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Writes a Hugging Face directory (safetensors, generation_config.json, tokenizer).
 
-    A vision-language model brings its processor. With LoRA the weights are the merged ones, and `adapter/` holds the adapters.
+    With LoRA the weights are the merged ones, and `adapter/` holds the adapters. A vision-language model brings its
+    processor.
 
     transformers' AutoTokenizer replaces a generic tokenizer (one we trained) by its own for architecture qwen2; load it
     as PreTrainedTokenizerFast there.

@@ -92,9 +92,7 @@ def hf_logprobs(model: Any, ids: list[list[int]], count: int, pictures: PictureP
 def _picture_arguments(model: Any, pictures: PicturePrompt, tokens: Tensor) -> dict[str, Tensor]:
     """Pixels and token types of one sequence, whose prompt has pictures."""
     dtype = next(model.parameters()).dtype
-    inputs = {
-        k: v.to(tokens.device, dtype if v.is_floating_point() else v.dtype) for k, v in pictures.inputs.items()
-    }
+    inputs = {k: v.to(tokens.device, dtype if v.is_floating_point() else v.dtype) for k, v in pictures.inputs.items()}
     if not hasattr(model.model, "get_rope_index"):
         return inputs
     types = (tokens == model.picture_processor.image_token_id).to(torch.int32)

@@ -146,7 +146,7 @@ def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrained
             "the weights",
         )
         if sees:
-            token = getattr(config, "image_token_id", None)
+            token = config.image_token_id
             processor = _read_or_model_error(lambda: read_processor(folder, options, token), folder, "the processor")
             setattr(model, "picture_processor", processor)  # noqa: B010  (an attribute that transformers does not know)
             setattr(tokenizer, "picture_processor", processor)  # noqa: B010
@@ -196,8 +196,8 @@ def _check_config(config: Any, folder: Path, pictures: bool = False) -> bool:
         return True
     if config.model_type in VISION_MODELS:
         raise ModelError(
-            f"model.path: {folder} is {', '.join(architectures)}, which sees pictures; only the policy of `rollmill run` "
-            "may, so choose a causal language model (...ForCausalLM) here"
+            f"model.path: {folder} is {', '.join(architectures)}, which sees pictures; only the policy of "
+            "`rollmill run` may, so choose a causal language model (...ForCausalLM) here"
         )
     causal = any("ForCausalLM" in name or "LMHeadModel" in name for name in architectures)
     if architectures and not causal:

@@ -192,7 +192,10 @@ def compute_features(model: Any, prompt: PicturePrompt) -> PictureFeatures:
     Raises ModelError if the numbers of features and of picture tokens differ.
     """
     tower = next(each for each in model.model.parameters())
-    inputs = {k: v.to(tower.device, tower.dtype if v.is_floating_point() else v.dtype) for k, v in prompt.inputs.items()}
+    inputs = {
+        name: value.to(tower.device, tower.dtype if value.is_floating_point() else value.dtype)
+        for name, value in prompt.inputs.items()
+    }
     output = model.model.get_image_features(**inputs, return_dict=True)
     rows = _flat(output.pooler_output)
     wanted = sum(token == model.picture_processor.image_token_id for token in prompt.token_ids)
@@ -327,4 +330,3 @@ def _decode(content: bytes, name: str) -> Any:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise TasksetError(f"{name} cannot be decoded: {error}") from error
-

@@ -23,7 +23,12 @@ from torch import Tensor
 
 import rollmill
 from rollmill.config.model import ModelConfig
-from rollmill.engines.native.parity_check import hf_completion_logprobs, measure_engine_gap, parity_error, wrap_model_errors
+from rollmill.engines.native.parity_check import (
+    hf_completion_logprobs,
+    measure_engine_gap,
+    parity_error,
+    wrap_model_errors,
+)
 from rollmill.errors import ModelError
 from rollmill.models.hf_forward import (
     LogprobGap,
@@ -52,14 +57,19 @@ _BUDGET = 4096  # tokens of a row: all sequences share one
 
 
 def load_verified_policy(
-    config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
+    config: ModelConfig,
+    *,
+    texts: Iterable[str] | Callable[[], Iterable[str]],
+    seed: int,
+    device: torch.device,
+    pictures: bool = False,
 ) -> PolicyModel:
-    """Loads a policy, and verifies it if it comes from a folder.
+    """Loads a policy, and verifies it if it comes from a folder; `pictures` as in `load_policy`.
 
     Raises:
         ModelError: see `load_policy` and `verify_checkpoint`.
     """
-    policy = load_policy(config, texts=texts, seed=seed, device=device, pictures=True)
+    policy = load_policy(config, texts=texts, seed=seed, device=device, pictures=pictures)
     if isinstance(config.path, Path):
         verify_checkpoint(policy.model, config.path)
     return policy

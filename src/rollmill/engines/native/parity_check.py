@@ -144,9 +144,7 @@ def _attempt(
     engine.pause()
     sampling = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)
     groups = [
-        engine.submit(
-            GenerationRequest(ids, sampling, n=count, seed=seed + i, pictures=seen[i] if seen else None)
-        )
+        engine.submit(GenerationRequest(ids, sampling, n=count, seed=seed + i, pictures=seen[i] if seen else None))
         for i, ids in enumerate(prompts)
     ]
     steps = 0
