@@ -96,7 +96,7 @@ def _check_model(folder: Path, as_json: bool) -> None:
     from rollmill.models.load import load_policy
     from rollmill.trainer.parity import check_parity
 
-    policy = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu"))
+    policy = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu"), pictures=True)
     gaps = check_parity(policy.model, folder)
     if as_json:
         found = [{"compared": g.path, "gap": g.value, "tolerance": g.tolerance, "layer": g.layer or None} for g in gaps]

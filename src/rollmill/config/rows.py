@@ -78,6 +78,9 @@ class RowsSection(Section):
     """System message. Only with `chat: true`."""
     chat: bool = False
     """Wrap the prompt as a user message and apply the tokenizer's chat template."""
+    images: Literal["see", "text"] = "see"
+    """Pictures of the rows: `see`: the policy sees them, so it must be a vision-language model. `text`: only rewards
+    do; a text model is trained on the text of the prompts."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """Handling of rows that cannot become tasks. Skipped rows are counted and named in the log."""
     limit: int | None = Field(None, ge=1)

@@ -39,6 +39,9 @@ class TrainerConfig(Section):
     1024."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    freeze: list[Literal["vision", "projector"]] = ["vision"]
+    """Parts of a vision-language model that are not trained: its vision tower, and the projector from the tower to the
+    embeddings."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute dtype over fp32 master weights; auto measures which is faster on this machine."""
     ranks: int = Field(1, ge=1)

@@ -2,6 +2,7 @@
 
 from rollmill.data.encoding import (
     encode_demonstration,
+    encode_pictures,
     encode_privileged_prompt,
     encode_prompt,
     expert_experience,
@@ -18,6 +19,7 @@ __all__ = [
     "Taskset",
     "build_sampler",
     "encode_demonstration",
+    "encode_pictures",
     "encode_privileged_prompt",
     "encode_prompt",
     "expert_experience",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rollmill.data.images import ImageRef, image_refs_of, read_image
 from rollmill.data.template import PromptTemplate
 from rollmill.errors import TasksetError
 from rollmill.types import Experience, ExperienceSource, Message, Task, Turn, experience_from_demonstration
+
+if TYPE_CHECKING:
+    from rollmill.models.vision import PictureProcessor, PicturePrompt
 
 
 def render_prompt(task: Task, tokenizer: Any) -> str:
@@ -18,12 +22,16 @@ def render_prompt(task: Task, tokenizer: Any) -> str:
     """
     if isinstance(task.prompt, str):
         return task.prompt
+    seen = _pictures(task, tokenizer)
     if tokenizer.chat_template is None:
         raise TasksetError(
             f"task {task.id} is a chat, but the model's tokenizer has no chat template; remove taskset.chat (or give "
             "text prompts), or use a checkpoint with a chat template"
         )
     try:
+        if seen:
+            shown: str = tokenizer.picture_processor.render(task.prompt, tokenizer, len(seen))
+            return shown
         text: str = tokenizer.apply_chat_template(task.prompt, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates are programs: they raise Jinja and Python errors
         raise TasksetError(f"task {task.id}: the tokenizer's chat template refuses its messages: {error}") from error
@@ -35,11 +43,39 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
 
     Raises TasksetError, see `render_prompt`.
     """
+    pictures = encode_pictures(task, tokenizer)
+    if pictures is not None:
+        return list(pictures.token_ids)
     text = render_prompt(task, tokenizer)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=isinstance(task.prompt, str))
     if ids[-1:] == [tokenizer.eos_token_id] and tokenizer.encode(text, add_special_tokens=False)[-1:] != ids[-1:]:
         return ids[:-1]  # a tokenizer that appends EOS: the completion has to continue the prompt
     return ids
+
+
+def encode_pictures(task: Task, tokenizer: Any) -> PicturePrompt | None:
+    """Prompt of a task with pictures, for a policy that sees; None for other tasks, and for text models.
+
+    Raises:
+        TasksetError: the prompt is not a chat, a picture has changed or cannot be decoded; see `render_prompt`.
+    """
+    seen = _pictures(task, tokenizer)
+    if not seen:
+        return None
+    if isinstance(task.prompt, str):
+        raise TasksetError(f"task {task.id} has pictures, but its prompt is plain text; write taskset.chat: true")
+    text = render_prompt(task, tokenizer)
+    try:
+        contents = [read_image(each) for each in seen]
+    except TasksetError as error:
+        raise TasksetError(f"task {task.id}: {error}") from error
+    processor: PictureProcessor = tokenizer.picture_processor
+    return processor.encode(text, contents, f"task {task.id}")
+
+
+def _pictures(task: Task, tokenizer: Any) -> list[ImageRef]:
+    """The task's pictures, if the policy sees."""
+    return image_refs_of(task.metadata) if getattr(tokenizer, "picture_processor", None) is not None else []
 
 
 def encode_privileged_prompt(task: Task, tokenizer: Any, template: PromptTemplate, context: str) -> list[int]:

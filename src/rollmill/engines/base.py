@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.types import Completion, FloatArray, IntArray, RoutingArray
+
+if TYPE_CHECKING:
+    from rollmill.models.vision import PicturePrompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +74,7 @@ class GenerationRequest:
     """Callback for every sampled token; disables drafts. The completion decides which tokens count."""
     top: int = 0  #: number of most probable tokens passed to `on_token`
     record_top: int = 0  #: number of most probable tokens recorded per position, to build drafts from
+    pictures: PicturePrompt | None = None  #: of the prompt, for vision-language models
     counted: bool = False
     """Its tokens are in `tokens_generated` as soon as they are sampled, for callers that interrupt it by a budget."""
 

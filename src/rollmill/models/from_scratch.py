@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollmill.config.model import NewModelConfig, TokenizerConfig
 from rollmill.models.lora import ADAPTER_FOLDER, has_lora, merged_model, save_adapter
+from rollmill.models.vision import picture_processor
 
 _CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "gemma": GemmaConfig}
 
@@ -67,7 +68,8 @@ class _Vocabulary:
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Writes a Hugging Face directory (safetensors, generation_config.json, tokenizer).
 
-    With LoRA the weights are the merged ones, and `adapter/` holds the adapters.
+    With LoRA the weights are the merged ones, and `adapter/` holds the adapters. A vision-language model brings its
+    processor.
 
     transformers' AutoTokenizer replaces a generic tokenizer (one we trained) by its own for architecture qwen2; load it
     as PreTrainedTokenizerFast there.
@@ -81,6 +83,9 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dire
         plain: Any = merged_model(model) if has_lora(model) else model
         plain.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+        processor = picture_processor(model)
+        if processor is not None:
+            processor.processor.save_pretrained(directory)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Shapes: n sequences, S their length, L layers, d hidden size.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rollmill.models.vision import PicturePrompt, picture_processor
 
 SHORT_WINDOW = 8  #: windows and chunks shrink to this, so that short sequences exceed them
 _KEPT = 2  # layers kept of each kind
@@ -50,13 +53,50 @@ def random_prompts(model: Any, lengths: tuple[int, ...]) -> list[list[int]]:
     return [torch.randint(rows, (length,), generator=generator).tolist() for length in lengths]
 
 
-def hf_logprobs(model: Any, ids: list[list[int]], count: int) -> Tensor:
-    """Log-probs of the last `count` tokens of sequences of one length, [n, count], by plain eager attention."""
+def picture_prompts(model: Any) -> list[PicturePrompt]:
+    """Prompts of one and of two pictures, the same at every call; none for a text model."""
+    processor = picture_processor(model)
+    if processor is None:
+        return []
+    prompts = []
+    for i, (width, height, count) in enumerate(((56, 28, 2), (28, 40, 1))):
+        text = processor.render([{"role": "user", "content": "0 1"}], processor.processor.tokenizer, count)
+        noise = torch.Generator().manual_seed(i)
+        pictures = [_random_picture(width, height, noise) for _ in range(count)]
+        prompts.append(processor.encode(text, pictures, "the check of the model"))
+    return prompts
+
+
+def _random_picture(width: int, height: int, noise: torch.Generator) -> bytes:
+    from PIL import Image
+
+    pixels = torch.randint(256, (height, width, 3), generator=noise, dtype=torch.uint8)
+    content = io.BytesIO()
+    Image.frombytes("RGB", (width, height), bytes(pixels.flatten().tolist())).save(content, "PNG")
+    return content.getvalue()
+
+
+def hf_logprobs(model: Any, ids: list[list[int]], count: int, pictures: PicturePrompt | None = None) -> Tensor:
+    """Log-probs of the last `count` tokens of sequences of one length, [n, count], by plain eager attention.
+
+    With `pictures` there is one sequence, and the model's own forward pass places them.
+    """
     tokens = torch.tensor(ids, device=next(model.parameters()).device)
     with _use_eager_attention(model):
-        logits = model(input_ids=tokens, use_cache=False).logits[:, -count - 1 : -1]
+        seen = {} if pictures is None else _picture_arguments(model, pictures, tokens)
+        logits = model(input_ids=tokens, use_cache=False, **seen).logits[:, -count - 1 : -1]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return torch.log_softmax(logits, -1).gather(2, tokens[:, -count:, None])[..., 0]
+
+
+def _picture_arguments(model: Any, pictures: PicturePrompt, tokens: Tensor) -> dict[str, Tensor]:
+    """Pixels and token types of one sequence, whose prompt has pictures."""
+    dtype = next(model.parameters()).dtype
+    inputs = {k: v.to(tokens.device, dtype if v.is_floating_point() else v.dtype) for k, v in pictures.inputs.items()}
+    if not hasattr(model.model, "get_rope_index"):
+        return inputs
+    types = (tokens == model.picture_processor.image_token_id).to(torch.int32)
+    return inputs | {"mm_token_type_ids": types}
 
 
 def hf_layer_outputs(model: Any, ids: list[int]) -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,6 +26,7 @@ from rollmill.models.from_scratch import init_model, silence_transformers, train
 from rollmill.models.lora import add_lora
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storage import ensure_own_memory
+from rollmill.models.vision import VISION_MODELS, picture_processor, read_processor, text_model
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,12 @@ class PolicyModel:
 
 
 def load_policy(
-    config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
+    config: ModelConfig,
+    *,
+    texts: Iterable[str] | Callable[[], Iterable[str]],
+    seed: int,
+    device: torch.device,
+    pictures: bool = False,
 ) -> PolicyModel:
     """Loads the checkpoint folder `config.path`, or builds the model described by `config.new`.
 
@@ -62,12 +69,15 @@ def load_policy(
         texts: training text of a new model's tokenizer; ignored for a checkpoint.
         seed: seed of a new model's weights.
         device: device of the weights.
+        pictures: accept a vision-language model, whose model and tokenizer then have a `picture_processor`.
 
     Raises:
         ModelError: the folder is not a causal language model with weights and a matching tokenizer.
     """
     if isinstance(config.path, Path):
-        model, tokenizer = _read(config.path, config.trust_remote_code)
+        model, tokenizer = _read(config.path, config.trust_remote_code, pictures)
+        if config.lora is not None and picture_processor(model) is not None:
+            raise ModelError("model.lora: adapters on a vision-language model are not supported; remove model.lora")
         where = str(config.path)
     else:
         new = config.new or NewModelConfig()
@@ -131,21 +141,27 @@ def build_meta_model(folder: Path) -> PreTrainedModel:
     return empty
 
 
-def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     _check_files(folder, trust)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust}
     with silence_transformers():
         config = _read_or_model_error(lambda: AutoConfig.from_pretrained(folder, **options), folder, "config.json")
-        _check_config(config, folder)
-        _remove_dropout(config, folder)
+        sees = _check_config(config, folder, pictures)
+        for part in (config, *((config.text_config, config.vision_config) if sees else ())):
+            _remove_dropout(part, folder)
         tokenizer = _read_or_model_error(lambda: read_tokenizer(folder, options), folder, "the tokenizer")
         model, info = _read_or_model_error(
-            lambda: AutoModelForCausalLM.from_pretrained(
+            lambda: (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
                 folder, config=config, dtype=torch.float32, output_loading_info=True, **options
             ),
             folder,
             "the weights",
         )
+        if sees:
+            token = config.image_token_id
+            processor = _read_or_model_error(lambda: read_processor(folder, options, token), folder, "the processor")
+            setattr(model, "picture_processor", processor)  # noqa: B010  (an attribute that transformers does not know)
+            setattr(tokenizer, "picture_processor", processor)  # noqa: B010
     _check_weights(model, info, folder)
     _check_vocabulary(model, tokenizer, folder)
     ensure_own_memory(model.parameters())
@@ -183,14 +199,23 @@ def _any_file(folder: Path, patterns: tuple[str, ...]) -> bool:
     return any(True for pattern in patterns for _ in folder.glob(pattern))
 
 
-def _check_config(config: Any, folder: Path) -> None:
+def _check_config(config: Any, folder: Path, pictures: bool = False) -> bool:
+    """Refuses what cannot be trained; True for a vision-language model, which only `pictures` accepts."""
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"model.path: {folder} is quantised, which cannot be trained; give the unquantised checkpoint")
     architectures = config.architectures or []
+    if pictures and config.model_type in VISION_MODELS:
+        return True
+    if config.model_type in VISION_MODELS:
+        raise ModelError(
+            f"model.path: {folder} is {', '.join(architectures)}, which sees pictures; only the policy of "
+            "`rollmill run` may, so choose a causal language model (...ForCausalLM) here"
+        )
     causal = any("ForCausalLM" in name or "LMHeadModel" in name for name in architectures)
     if architectures and not causal:
         found = ", ".join(architectures)
         raise ModelError(f"model.path: {folder} is {found}, not a causal language model (...ForCausalLM)")
+    return False
 
 
 def _remove_dropout(config: Any, folder: Path) -> None:
@@ -222,7 +247,7 @@ def _check_weights(model: PreTrainedModel, info: dict[str, Any], folder: Path) -
             len(unexpected),
             _shorten_names(unexpected),
         )
-    if not model._supports_attention_backend and not recurrent_layers(model):
+    if not text_model(model)._supports_attention_backend and not recurrent_layers(model):
         raise ModelError(
             f"model.path: {type(model).__name__} does not use transformers' attention interface, through which "
             "rollmill rolls out and trains; choose another architecture, for example Qwen, Llama, Mistral or Gemma"
@@ -284,12 +309,13 @@ def _as_ids(value: Any) -> list[int]:
 
 
 def _context(model: PreTrainedModel, where: str) -> int:
-    context = getattr(model.config, "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None)
     if context is None and recurrent_layers(model):
         return _UNLIMITED
     if context is None:
         raise ModelError(f"{where}: config.json has no max_position_embeddings, the longest sequence; add it")
-    short = _short_context(getattr(model.config, "rope_parameters", None) or {})
+    short = _short_context(getattr(config, "rope_parameters", None) or {})
     if short is not None and short < context:
         log.warning(
             "%s: the context is cut from %d to %d tokens; beyond that, the model's position frequencies (longrope) "

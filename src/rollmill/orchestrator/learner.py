@@ -11,7 +11,11 @@ import torch
 
 from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.config.run import StageConfig
+from rollmill.data import encode_pictures
+from rollmill.data.images import image_refs_of
+from rollmill.errors import TrainingError
 from rollmill.models.load import PolicyModel
+from rollmill.models.vision import picture_processor
 from rollmill.orchestrator.components import build_trainer
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.privileged_context import PrivilegedContext
@@ -43,6 +47,9 @@ class Learner:
         if isinstance(config.algorithm, SelfDistill):
             by_id = {task.id: task for task in tasks}
             self._privileged = PrivilegedContext(config.algorithm, by_id, policy.tokenizer, policy.context)
+        self._seen: dict[str, Task] = {}
+        if picture_processor(policy.model) is not None:
+            self._seen = {task.id: task for task in tasks if image_refs_of(task.metadata)}
         self.trainer = build_trainer(config, policy, rewards, context, seed=seed, kept_versions=kept_versions)
         threads = (torch.get_num_threads(),)
         self._thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
@@ -53,6 +60,7 @@ class Learner:
 
     def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """See Trainer.precompute."""
+        self._attach_pictures(experiences)
         return self.trainer.precompute(experiences, version)
 
     def step(
@@ -63,9 +71,28 @@ class Learner:
         Args:
             upcoming: completions of later steps, batch by batch.
         """
+        self._attach_pictures(experiences)
         shown = {} if self._privileged is None else self._privileged.give(experiences)
         probes = self.trainer.probes(upcoming, experiences, version)
         return self.trainer.step(experiences, version, probes) | shown
+
+    def _attach_pictures(self, experiences: Sequence[Experience]) -> None:
+        """Give experiences the pictures of their tasks, which buffers do not store.
+
+        Raises TrainingError if a prompt is not the one of its rollout.
+        """
+        for experience in experiences if self._seen else ():
+            task = self._seen.get(experience.task_id)
+            if task is None:
+                continue
+            pictures = encode_pictures(task, self._policy.tokenizer)
+            assert pictures is not None
+            if experience.token_ids[: len(pictures.token_ids)].tolist() != pictures.token_ids:
+                raise TrainingError(
+                    f"experience {experience.id} does not begin with the prompt of task {task.id}; its pictures are "
+                    "prepared otherwise than in its rollout, so start a new run"
+                )
+            experience.pictures = pictures
 
     async def step_in_thread(
         self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.data import encode_prompt, render_prompt
+from rollmill.data import encode_pictures, encode_prompt, render_prompt
 from rollmill.engines.base import CompletionPrefix, GenerationRequest, RolloutEngine
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.function_threads import gather_or_cancel
@@ -219,8 +219,9 @@ class Explorer:
         return dict(total)
 
     def _request(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, **more: Any) -> GenerationRequest:
-        ids = encode_prompt(task, self._tokenizer)
-        return GenerationRequest(ids, sampling, n=n, seed=seed, id=f"task {task.id}", **more)
+        pictures = encode_pictures(task, self._tokenizer)
+        ids = encode_prompt(task, self._tokenizer) if pictures is None else pictures.token_ids
+        return GenerationRequest(ids, sampling, n=n, seed=seed, id=f"task {task.id}", pictures=pictures, **more)
 
     def _experiences(
         self, task: Task, completions: Sequence[Completion], sampling: SamplingConfig, group: str

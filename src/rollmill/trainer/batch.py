@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollmill.models.vision import PictureSpan
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
 from rollmill.types import Experience, ExperienceSource
 
@@ -105,6 +106,7 @@ class MicroBatch:
     group: Tensor  #: int64 [M], index of the token's group within the row
     routing: Tensor | None = None
     """int16 [T, L, k]: experts that the rollout chose for each token, -1 where unknown; None: all unknown."""
+    pictures: tuple[PictureSpan, ...] = ()  #: tokens of experiences whose prompts have pictures
 
     def of_source(
         self, source: ExperienceSource, sources: Sequence[ExperienceSource], among: Sequence[bool] | None = None
@@ -228,7 +230,9 @@ def _families(experiences: Sequence[Experience], table: TokenTable, members: lis
 
 
 def _prefix_ids(experiences: Sequence[Experience], table: TokenTable, i: int) -> bytes:
-    return experiences[i].token_ids[: _prefix(table, i)].tobytes()
+    own = experiences[i].pictures
+    ids = experiences[i].token_ids[: _prefix(table, i)].tobytes()
+    return ids if own is None else ids + own.key.encode()
 
 
 def _prefix(table: TokenTable, i: int) -> int:
@@ -298,6 +302,11 @@ def _micro_batch(
         sequence=tensor([np.full(len(table.positions[i]), n) for n, i in enumerate(homes)]),
         group=tensor(
             [np.full(len(table.positions[i]), groups.setdefault(experiences[i].group, len(groups))) for i in homes]
+        ),
+        pictures=tuple(
+            PictureSpan(own, s.start, s.first, s.length)
+            for s in segments
+            if (own := experiences[s.experience].pictures) is not None
         ),
         routing=None if routing is None else _routing(experiences, segments, routing, device),
     )

@@ -21,6 +21,7 @@ from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.models.attention import base_network, build_forward_inputs, use_attention_context
 from rollmill.models.routing import replay_routing
+from rollmill.models.vision import build_picture_inputs, compute_features, picture_processor, text_model
 from rollmill.progress import Progress, count_progress
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches
 from rollmill.trainer.distributed.ranks import RankGroup
@@ -68,8 +69,14 @@ def compute_logprobs(
 def compute_hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) -> Tensor:
     """Last hidden states of a micro-batch's row, [T, d]."""
     with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
-        network = base_network(model)
-        output = network(**build_forward_inputs(network, micro.input_ids, micro.position_ids))
+        sees = picture_processor(model) is not None
+        network = text_model(model) if sees else base_network(model)
+        inputs = build_forward_inputs(network, micro.input_ids, micro.position_ids)
+        if micro.pictures:
+            prompts = {span.prompt.key: span.prompt for span in micro.pictures}
+            features = {key: compute_features(model, prompt) for key, prompt in prompts.items()}
+            inputs = build_picture_inputs(model, inputs, micro.pictures, features)
+        output = network(**inputs)
     hidden_Td: Tensor = output.last_hidden_state[0]
     return hidden_Td
 
@@ -92,7 +99,7 @@ def use_packed_attention(model: Any, micro: MicroBatch, *, replay: bool = False)
     """
     routing = micro.routing if replay else None
     replaying = nullcontext() if routing is None else replay_routing(model, routing)
-    with use_attention_context(model, micro.attention), replaying:
+    with use_attention_context(text_model(model), micro.attention), replaying:
         yield
 
 

@@ -23,20 +23,26 @@ from torch import Tensor
 
 import rollmill
 from rollmill.config.model import ModelConfig
-from rollmill.engines.native.parity_check import NUM_NEW_TOKENS, measure_engine_gap, parity_error, wrap_model_errors
+from rollmill.engines.native.parity_check import (
+    hf_completion_logprobs,
+    measure_engine_gap,
+    parity_error,
+    wrap_model_errors,
+)
 from rollmill.errors import ModelError
 from rollmill.models.hf_forward import (
     LogprobGap,
     find_first_difference,
     hf_layer_outputs,
-    hf_logprobs,
     logprob_tolerance,
+    picture_prompts,
     record_layer_outputs,
     shrink_model,
 )
 from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.norms import find_norms, use_fast_norms
 from rollmill.models.storage import ensure_own_memory
+from rollmill.models.vision import PicturePrompt
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_hidden_states, compute_logprobs, use_packed_attention
 from rollmill.trainer.model_setup import evaluation_mode
@@ -51,14 +57,19 @@ _BUDGET = 4096  # tokens of a row: all sequences share one
 
 
 def load_verified_policy(
-    config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
+    config: ModelConfig,
+    *,
+    texts: Iterable[str] | Callable[[], Iterable[str]],
+    seed: int,
+    device: torch.device,
+    pictures: bool = False,
 ) -> PolicyModel:
-    """Loads a policy, and verifies it if it comes from a folder.
+    """Loads a policy, and verifies it if it comes from a folder; `pictures` as in `load_policy`.
 
     Raises:
         ModelError: see `load_policy` and `require_parity`.
     """
-    policy = load_policy(config, texts=texts, seed=seed, device=device)
+    policy = load_policy(config, texts=texts, seed=seed, device=device, pictures=pictures)
     if isinstance(config.path, Path):
         require_parity(policy.model, config.path)
     return policy
@@ -137,7 +148,14 @@ def _trainer_gaps(model: Any, completions: list[list[Completion]]) -> list[Logpr
     sum of them.
     """
     device = next(model.parameters()).device
-    experiences = [_experience(each, i) for i, group in enumerate(completions) for each in group]
+    prompts = picture_prompts(model)
+    seen: list[PicturePrompt | None] = [None] * (len(completions) - len(prompts))
+    seen += prompts
+    experiences = [
+        _experience(each, i, pictures)
+        for i, (group, pictures) in enumerate(zip(completions, seen, strict=True))
+        for each in group
+    ]
     table = build_token_table(experiences, device)
     weights = torch.randn(len(table.target), generator=torch.Generator().manual_seed(0)).to(device)
     with_gradient = sum(p.numel() for p in model.parameters()) <= _GRADIENTS
@@ -152,10 +170,9 @@ def _trainer_gaps(model: Any, completions: list[list[Completion]]) -> list[Logpr
                     (logprob * weights[micro.tokens]).sum().backward()
     gradient = _taken_gradient(model)
     at, worst = 0, 0.0
-    for group in completions:
-        ids = [[*each.prompt_ids.tolist(), *each.token_ids.tolist()] for each in group]
+    for group, pictures in zip(completions, seen, strict=True):
         with torch.set_grad_enabled(with_gradient):
-            own = hf_logprobs(model, ids, NUM_NEW_TOKENS).flatten()
+            own = hf_completion_logprobs(model, group, pictures)
             part = slice(at, at + len(own))
             if with_gradient:
                 (own * weights[part]).sum().backward()
@@ -203,7 +220,7 @@ def _layer(model: Any, experiences: list[Experience]) -> str:
     )
 
 
-def _experience(completion: Completion, group: int) -> Experience:
+def _experience(completion: Completion, group: int, pictures: PicturePrompt | None) -> Experience:
     prompt, own = completion.prompt_ids, completion.token_ids
     return Experience(
         id=f"{group}-{completion.index}",
@@ -213,6 +230,7 @@ def _experience(completion: Completion, group: int) -> Experience:
         action_mask=np.arange(len(prompt) + len(own)) >= len(prompt),
         logprobs=np.concatenate([np.zeros(len(prompt), np.float32), completion.logprobs]),
         versions=np.concatenate([np.full(len(prompt), -1, np.int32), completion.versions]),
+        pictures=pictures,
     )
 
 

@@ -16,6 +16,7 @@ from rollmill.config.trainer import TrainerConfig
 from rollmill.models.load import PolicyModel
 from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.models.routing import routing_shape
+from rollmill.models.vision import freeze_parts, picture_processor
 from rollmill.offload import Offloadable, offload_tensors
 from rollmill.trainer.coefficients import LossCoefficients
 from rollmill.trainer.critic import Critic, ValueModel
@@ -92,6 +93,8 @@ class Trainer:
         routing = routing_shape(self.model) if config.router_replay else None
         self._passes = ForwardPasses(recipe, config, precision, self.device, self._ranks, routing)
         self._generator = torch.Generator().manual_seed(seed)
+        if picture_processor(self.model) is not None:
+            freeze_parts(self.model, config.freeze)
         set_gradient_checkpointing(self.model, config.gradient_checkpointing)
         self._reference = ReferenceModel(self.model, reference, self.device) if recipe.uses_reference else None
         self._teacher: Teacher | None = None

@@ -190,6 +190,8 @@ class EngineCore:
         """Switch to new weights. Prompts are prefilled again for completions that have not started."""
         self._remove_finished()
         self.weights.refresh()
+        if self._runner.features is not None:
+            self._runner.features.clear()
         self._runner.invalidate()
         if self._keep and not self._lost:
             self._keep_running()

@@ -23,6 +23,14 @@ from rollmill.models.attention import build_forward_inputs, use_attention_contex
 from rollmill.models.norms import find_norms, is_fp32_on_cpu, use_fast_norms
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.routing import capture_routing
+from rollmill.models.vision import (
+    FeatureCache,
+    PictureSpan,
+    build_picture_inputs,
+    compute_positions,
+    picture_processor,
+    text_model,
+)
 from rollmill.seeds import counter_uniforms
 from rollmill.types import RoutingArray
 
@@ -81,7 +89,10 @@ class ModelRunner:
         self._norms = find_norms(model) if is_fp32_on_cpu(model) else []
         #: whether the model has recurrent states, so that completions cannot be cut back
         self.recurrent = bool(recurrent_layers(model))
-        self._graphs = self._device.type == "cuda" and not self.recurrent
+        #: features of prompts with pictures; None for text models
+        self.features = None if picture_processor(model) is None else FeatureCache(model)
+        self._graphs = self._device.type == "cuda" and not self.recurrent and self.features is None
+        self._offsets_B: Tensor | None = None  # from index to position of the rows whose prompts have pictures
         #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
         self.slack = 0.25 if self._graphs else 0.0
         self._context: DecodeContext | None = None
@@ -121,7 +132,7 @@ class ModelRunner:
                 group.entry = self._cache.prompt(len(prompt))
             take = min(budget, len(prompt) - group.prefilled)
             tokens = list(prompt[group.prefilled : group.prefilled + take])
-            work.append((group, PrefillChunk(group.entry, group.prefilled, tokens)))
+            work.append((group, PrefillChunk(group.entry, group.prefilled, tokens, group.request.pictures)))
             budget -= take
         if not work:
             return
@@ -166,7 +177,7 @@ class ModelRunner:
             while row.entry.bucket.capacity < len(cached):
                 self._cache.grow([row.entry])
             if cached:
-                pending.append((row, PrefillChunk(row.entry, 0, cached)))
+                pending.append((row, PrefillChunk(row.entry, 0, cached, row.group.request.pictures)))
                 tokens += len(cached)
             if pending and tokens >= self._prefill_tokens:
                 extend()
@@ -181,7 +192,7 @@ class ModelRunner:
             assert row.entry is not None
             while row.entry.bucket.capacity < row.entry.length + len(own):
                 self._cache.grow([row.entry])
-            segments.append(PrefillChunk(row.entry, row.entry.length, own))
+            segments.append(PrefillChunk(row.entry, row.entry.length, own, row.group.request.pictures))
         logits, routing = self._extend(segments, every=True)
         for row, segment, experts in zip(rows, segments, routing, strict=True):
             row.fed(segment.start, experts)
@@ -230,7 +241,10 @@ class ModelRunner:
         if self._graph is not None:
             logits, routing = self._graph(tokens)
         else:
-            logits, routing = self._forward(context, tokens, context.positions_B[None], 0)
+            positions = context.positions_B[None]
+            if self._offsets_B is not None:
+                positions = positions + self._offsets_B
+            logits, routing = self._forward(context, tokens, positions, 0)
         context.advance()
         if routing is not None:
             for row, experts in zip(rows, _on_host(routing)[:, None], strict=True):
@@ -270,8 +284,18 @@ class ModelRunner:
             return first[id(row.entry.bucket)] + row.entry.index
 
         rows.sort(key=place)
+        self._offsets_B = self._picture_offsets(rows)
         entries = [row.entry for row in rows if row.entry is not None]
         return DecodeContext(entries, self._device, self._last_position, exact=not self._graphs)
+
+    def _picture_offsets(self, rows: list[SequenceState]) -> Tensor | None:
+        """Offsets [B] from the index of a row's next token to its position; None if all are 0."""
+        if self.features is None:
+            return None
+        prompts = [row.group.request.pictures for row in rows]
+        found = {each.key: compute_positions(self._model, each) for each in prompts if each is not None}
+        offsets = [0 if each is None else (found[each.key] or (None, 0))[1] for each in prompts]
+        return torch.tensor(offsets, device=self._device)
 
     def sample(self, rows: list[SequenceState], logits_BV: Tensor, top: int = 0) -> SamplerOutput:
         """See `sample_tokens`; each row draws at (its seed, its number of tokens so far)."""
@@ -296,11 +320,31 @@ class ModelRunner:
         """Logits of the kept rows (0: all), and the experts of all rows [T, L, k] if recorded."""
         context.begin()
         recording = capture_routing(self._model) if self._record_routing else nullcontext()
+        if self.features is not None:
+            return self._forward_language(context, tokens, positions, keep), None
         with use_attention_context(self._model, context), use_fast_norms(self._norms), recording as recorded:
             inputs = build_forward_inputs(self._model, tokens, positions)
             output: Any = self._model(**inputs, logits_to_keep=keep)
             routing = None if recorded is None else recorded.take()
         return output.logits[0], routing
+
+    def _forward_language(
+        self, context: PrefillContext | DecodeContext, tokens: Tensor, positions: Tensor, keep: Tensor | int
+    ) -> Tensor:
+        """Logits of the kept rows (0: all) of a vision-language model; features come from the cache."""
+        assert self.features is not None
+        network: Any = text_model(self._model)
+        inputs = build_forward_inputs(network, tokens, positions)
+        spans: list[PictureSpan] = context.picture_spans() if isinstance(context, PrefillContext) else []
+        if spans:
+            needed = {s.prompt.key: s.prompt for s in spans if s.first < len(s.prompt.token_ids)}
+            features = {key: self.features(prompt) for key, prompt in needed.items()}
+            inputs = build_picture_inputs(self._model, inputs, spans, features)
+        with use_attention_context(network, context), use_fast_norms(self._norms):
+            hidden_Td: Tensor = network(**inputs).last_hidden_state[0]
+        head: Any = self._model.get_output_embeddings()  # type: ignore[operator]
+        logits: Tensor = head(hidden_Td if isinstance(keep, int) else hidden_Td.index_select(0, keep))
+        return logits
 
 
 def _on_host(routing: Tensor | None) -> RoutingArray:

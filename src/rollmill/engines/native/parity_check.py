@@ -24,15 +24,18 @@ from rollmill.models.hf_forward import (
     hf_layer_outputs,
     hf_logprobs,
     logprob_tolerance,
+    picture_prompts,
     random_prompts,
     record_layer_outputs,
     shrink_model,
 )
+from rollmill.models.vision import PicturePrompt
 from rollmill.types import Completion
 
 PROMPT_LENGTHS = (29, 14)  #: tokens; the first exceeds one prefill chunk
 NUM_NEW_TOKENS = 14  #: tokens per completion
 _PIECE, _COMPLETIONS = 16, 2
+_TRIES = 50
 
 
 def check_engine_parity(model: Any, folder: Path) -> None:
@@ -86,32 +89,64 @@ def measure_engine_gap(model: Any) -> tuple[LogprobGap, list[list[Completion]]]:
     """Compare the log-probs that the engine records with the model's own; `model` comes from `shrink_model`.
 
     Returns:
-        the largest gap in nats, and the completions of each prompt.
+        the largest gap in nats, and the completions of each prompt: of random ones, then of `picture_prompts`.
     """
-    prompts = random_prompts(model, PROMPT_LENGTHS)
-    found = _generated(model, prompts, _COMPLETIONS)
+    prompts, seen = random_prompts(model, PROMPT_LENGTHS), picture_prompts(model)
+    found = _generated(model, prompts, _COMPLETIONS, seen)
     worst = 0.0
     with torch.no_grad():
-        for prompt, completions in zip(prompts, found, strict=True):
-            own = hf_logprobs(model, [prompt + each.token_ids.tolist() for each in completions], NUM_NEW_TOKENS)
-            recorded = torch.from_numpy(np.stack([each.logprobs for each in completions])).to(own)
+        for i, completions in enumerate(found):
+            pictures = seen[i - len(prompts)] if i >= len(prompts) else None
+            own = hf_completion_logprobs(model, completions, pictures)
+            recorded = torch.from_numpy(np.concatenate([each.logprobs for each in completions])).to(own)
             worst = _larger(worst, float((own - recorded).abs().max()))
     gap = LogprobGap("engine: prefill and decode", worst, logprob_tolerance(model))
     return (gap if gap.right else LogprobGap(gap.path, worst, gap.tolerance, _layer(model, prompts[0]))), found
 
 
-def _generated(model: Any, prompts: list[list[int]], count: int) -> list[list[Completion]]:
-    """Generate `count` completions of each prompt with a paused engine, stepped here."""
+def hf_completion_logprobs(model: Any, completions: list[Completion], pictures: PicturePrompt | None) -> torch.Tensor:
+    """Log-probs of the new tokens of a prompt's completions by the model's own forward pass, one after the other."""
+    ids = [[*each.prompt_ids.tolist(), *each.token_ids.tolist()] for each in completions]
+    if pictures is None:
+        return hf_logprobs(model, ids, NUM_NEW_TOKENS).flatten()
+    return torch.cat([hf_logprobs(model, [each], NUM_NEW_TOKENS, pictures)[0] for each in ids])
+
+
+def _generated(
+    model: Any, prompts: list[list[int]], count: int, seen: list[PicturePrompt] | None = None
+) -> list[list[Completion]]:
+    """Generate `count` completions of each prompt with a paused engine, stepped here.
+
+    A completion of a prompt with pictures that has a picture token, which the model's own forward pass refuses, is
+    generated again.
+    """
+    found = _attempt(model, prompts, count, [], 0)
+    for pictures in seen or []:
+        token = model.picture_processor.image_token_id
+        for seed in range(_TRIES):
+            [own] = _attempt(model, [pictures.token_ids], count, [pictures], seed)
+            if not any(token in each.token_ids for each in own):
+                break
+        found.append(own)
+    return found
+
+
+def _attempt(
+    model: Any, prompts: list[list[int]], count: int, seen: list[PicturePrompt], seed: int
+) -> list[list[Completion]]:
     engine = NativeEngine(
         model,
         eos_ids=frozenset(),
-        context=max(PROMPT_LENGTHS) + NUM_NEW_TOKENS,
+        context=max(map(len, prompts)) + NUM_NEW_TOKENS,
         dtype=next(model.parameters()).dtype,
         prefill_tokens=_PIECE,
     )
     engine.pause()
     sampling = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)
-    groups = [engine.submit(GenerationRequest(ids, sampling, n=count, seed=i)) for i, ids in enumerate(prompts)]
+    groups = [
+        engine.submit(GenerationRequest(ids, sampling, n=count, seed=seed + i, pictures=seen[i] if seen else None))
+        for i, ids in enumerate(prompts)
+    ]
     steps = 0
     while any(group.unfinished for group in groups):
         engine.core.step()

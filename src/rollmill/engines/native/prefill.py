@@ -21,6 +21,7 @@ from rollmill.models.attention import (
     window_mask,
 )
 from rollmill.models.recurrent import RecurrentCall
+from rollmill.models.vision import PicturePrompt, PictureSpan
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class PrefillChunk:
     entry: CacheEntry
     start: int
     tokens: list[int]
+    pictures: PicturePrompt | None = None  #: of the prompt that these tokens belong to or continue
 
     @property
     def fresh(self) -> bool:
@@ -54,6 +56,16 @@ class PrefillContext:
         return [
             segment.entry.offset + segment.start + i for segment in self.segments for i in range(len(segment.tokens))
         ]
+
+    def picture_spans(self) -> list[PictureSpan]:
+        """The segments whose prompts have pictures."""
+        spans, start = [], 0
+        for segment in self.segments:
+            if segment.pictures is not None:
+                first = segment.entry.offset + segment.start
+                spans.append(PictureSpan(segment.pictures, start, first, len(segment.tokens)))
+            start += len(segment.tokens)
+        return spans
 
     def last_rows(self) -> list[int]:
         """Row of each segment's last token."""

@@ -1,0 +1,332 @@
+"""Pictures in a policy's prompts: the checkpoint's processor, features of the vision tower, embeddings and positions.
+
+A vision-language model is its language part, which runs as any text model does, on embeddings in which the rows of
+picture tokens are replaced by features of the vision tower. Processor, tower, projector and positions are the model's
+own; this module only puts their results into flat rows.
+
+Shapes: T tokens of a row, P tokens of a prompt, n picture tokens of a prompt, d hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoProcessor
+
+from rollmill.errors import ModelError, TasksetError
+
+VISION_MODELS = frozenset(
+    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava", "internvl", "mistral3"}
+)
+"""`model_type` of the vision-language models that can be trained."""
+
+_TOWERS = ("visual", "vision_tower", "vision_model")
+_PROJECTORS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
+_CACHED_BYTES = 1 << 29  # pixels kept in memory
+_CACHED_FEATURES = 64  # prompts
+
+
+@dataclass(frozen=True, eq=False)
+class PicturePrompt:
+    """A prompt with pictures, as the checkpoint's processor encodes it."""
+
+    key: str  #: hash of text and pictures
+    token_ids: list[int]
+    inputs: dict[str, Tensor]  #: arguments of the model's `get_image_features`: pixels, grids, sizes
+    token_types: Tensor | None  #: [1, P], the processor's `mm_token_type_ids`, where positions need it
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory."""
+        return sum(each.nbytes for each in self.inputs.values())
+
+
+class PictureProcessor:
+    """The processor of a checkpoint folder, with a bounded cache of encoded prompts."""
+
+    def __init__(self, processor: Any, image_token_id: int) -> None:
+        self.processor, self.image_token_id = processor, image_token_id
+        self._cache: OrderedDict[str, PicturePrompt] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PictureProcessor:
+        """Copies of a model share the processor."""
+        return self
+
+    @property
+    def image_token(self) -> str:
+        """Text of the token that stands for a picture."""
+        token: str = self.processor.image_token
+        return token
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, pictures: int) -> str:
+        """Render a chat with pictures before the text of its first message of the user.
+
+        Raises whatever the chat template raises.
+        """
+        first = next((i for i, each in enumerate(messages) if each["role"] == "user"), 0)
+        parts = [
+            {"role": each["role"], "content": [*([{"type": "image"}] * pictures if i == first else []), _part(each)]}
+            for i, each in enumerate(messages)
+        ]
+        renderer = self.processor if getattr(self.processor, "chat_template", None) else tokenizer
+        text: str = renderer.apply_chat_template(parts, add_generation_prompt=True, tokenize=False)
+        return text
+
+    def encode(self, text: str, pictures: Sequence[bytes], name: str) -> PicturePrompt:
+        """Encode a rendered prompt and the contents of its picture files.
+
+        Raises:
+            TasksetError: a picture cannot be decoded, or the processor refuses text and pictures.
+        """
+        digest = hashlib.sha256(text.encode())
+        for each in pictures:
+            digest.update(hashlib.sha256(each).digest())
+        key = digest.hexdigest()
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        images = [_decode(each, f"{name}: picture {i}") for i, each in enumerate(pictures)]
+        try:
+            found = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+        except Exception as error:  # processors raise errors of many kinds
+            raise TasksetError(f"{name}: the model's processor refuses its text and pictures: {error}") from error
+        rest = {k: v for k, v in found.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+        ids = found["input_ids"][0]
+        if not bool((ids == self.image_token_id).any()):
+            raise TasksetError(
+                f"{name}: its rendered prompt has no place for a picture; the chat template must render content parts "
+                "of the type `image`"
+            )
+        types = (ids == self.image_token_id).to(torch.int32)[None]
+        prompt = PicturePrompt(key, ids.tolist(), rest, types)
+        self._cache[key] = prompt
+        while sum(each.size for each in self._cache.values()) > _CACHED_BYTES and len(self._cache) > 1:
+            self._cache.popitem(last=False)
+        return prompt
+
+
+def read_processor(folder: Path, options: dict[str, Any], image_token_id: int) -> PictureProcessor:
+    """Load the processor of a checkpoint folder, whose pictures are prepared by Pillow. Raises what it raises.
+
+    Processors for pictures and videos need torchvision only for videos; without it, they are loaded without that part.
+    """
+    kind: Any = _processor_class(folder)
+    if kind is not None and "video_processor" in kind.get_attributes() and not _has_torchvision():
+        loader: Any = picture_only(kind)
+    else:
+        loader = AutoProcessor
+    return PictureProcessor(loader.from_pretrained(folder, use_fast=False, **options), image_token_id)
+
+
+def picture_only(kind: Any) -> Any:
+    """A processor class without its part for videos, which is saved and loaded under the same name."""
+
+    def get_attributes(_: Any) -> list[str]:
+        return [each for each in kind.get_attributes() if each != "video_processor"]
+
+    return type(kind.__name__, (kind,), {"get_attributes": classmethod(get_attributes), "__module__": kind.__module__})
+
+
+def _processor_class(folder: Path) -> Any:
+    """The processor class that a folder names; None if it names none."""
+    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        file = folder / name
+        found = json.loads(file.read_text(encoding="utf-8")).get("processor_class") if file.is_file() else None
+        if found is not None:
+            return getattr(transformers, found, None)
+    return None
+
+
+def _has_torchvision() -> bool:
+    try:
+        importlib.import_module("torchvision")
+    except Exception:  # absent, or built for another torch: it raises what it likes
+        return False
+    return True
+
+
+def picture_processor(owner: Any) -> PictureProcessor | None:
+    """The processor of a policy's model or tokenizer; None for text models."""
+    found: PictureProcessor | None = getattr(owner, "picture_processor", None)
+    return found
+
+
+def text_model(model: Any) -> Any:
+    """The language part of a vision-language model, without output layer; a text model itself."""
+    if picture_processor(model) is None:
+        return model
+    base = model.model
+    return base.language_model if hasattr(base, "language_model") else base.text_model
+
+
+def freeze_parts(model: Any, frozen: Sequence[str]) -> None:
+    """Freeze the parts `vision` and `projector` of a vision-language model, and unfreeze those not named."""
+    for name, part in model.model.named_modules():
+        own = "projector" if name in _PROJECTORS else "vision" if name in _TOWERS else None
+        if own is not None:  # a projector inside the tower comes after it
+            part.requires_grad_(own not in frozen)
+
+
+@dataclass(frozen=True, eq=False)
+class PictureFeatures:
+    """Results of tower and projector for a prompt."""
+
+    rows: Tensor  #: [n, d]
+    deep: tuple[Tensor, ...] = ()  #: [n, d] each, added to the hidden states of the first layers (Qwen3-VL)
+
+
+def compute_features(model: Any, prompt: PicturePrompt) -> PictureFeatures:
+    """Run the vision tower on the pictures of a prompt.
+
+    Raises ModelError if the numbers of features and of picture tokens differ.
+    """
+    tower = next(each for each in model.model.parameters())
+    inputs = {
+        name: value.to(tower.device, tower.dtype if value.is_floating_point() else value.dtype)
+        for name, value in prompt.inputs.items()
+    }
+    output = model.model.get_image_features(**inputs, return_dict=True)
+    rows = _flat(output.pooler_output)
+    wanted = sum(token == model.picture_processor.image_token_id for token in prompt.token_ids)
+    if len(rows) != wanted:
+        raise ModelError(
+            f"{type(model).__name__} makes {len(rows)} features of a prompt's pictures, but its processor wrote "
+            f"{wanted} picture tokens; config.json and the processor's files do not belong together"
+        )
+    return PictureFeatures(rows, tuple(_flat(each) for each in getattr(output, "deepstack_features", None) or ()))
+
+
+class FeatureCache:
+    """Features of the prompts that an engine prefills, once per prompt and version of the weights."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._found: OrderedDict[str, PictureFeatures] = OrderedDict()
+        self.computed = 0  #: passes of the tower so far
+
+    def __call__(self, prompt: PicturePrompt) -> PictureFeatures:
+        """Features of a prompt."""
+        if prompt.key not in self._found:
+            self._found[prompt.key] = compute_features(self._model, prompt)
+            self.computed += 1
+        self._found.move_to_end(prompt.key)
+        while len(self._found) > _CACHED_FEATURES:
+            self._found.popitem(last=False)
+        return self._found[prompt.key]
+
+    def clear(self) -> None:
+        """Forget all: the weights have changed."""
+        self._found.clear()
+
+
+def compute_positions(model: Any, prompt: PicturePrompt) -> tuple[Tensor, int] | None:
+    """Positions [3, P] of a prompt's tokens, and the offset from index to position behind it; None: 0, 1, 2, ..."""
+    if not hasattr(model.model, "get_rope_index"):
+        return None
+    positions, offsets = model.model.get_rope_index(
+        torch.tensor([prompt.token_ids]),
+        mm_token_type_ids=prompt.token_types,
+        image_grid_thw=prompt.inputs["image_grid_thw"],
+    )
+    return positions[:, 0], int(offsets[0, 0])
+
+
+@dataclass(frozen=True, eq=False)
+class PictureSpan:
+    """Tokens of a row that belong to a sequence whose prompt has pictures."""
+
+    prompt: PicturePrompt
+    start: int  #: of the tokens in the row
+    first: int  #: index of the first one in its sequence
+    length: int
+
+
+def build_picture_inputs(
+    model: Any,
+    inputs: dict[str, Any],
+    spans: Sequence[PictureSpan],
+    features: Mapping[str, PictureFeatures],
+) -> dict[str, Any]:
+    """Replace the embeddings and positions of picture tokens in the arguments of a forward pass of the language part.
+
+    Args:
+        inputs: from `build_forward_inputs`, with `input_ids` [1, T] and `position_ids` [1, T].
+        spans: of the sequences with pictures; the row's other sequences are text.
+        features: by key of the prompts; prompts whose picture tokens are not in the row may be missing.
+    """
+    tokens, positions = inputs.pop("input_ids"), inputs["position_ids"]
+    positions_3T = positions.expand(3, -1).clone()
+    rows: list[int] = []
+    found: list[tuple[str, int]] = []  # key of the prompt and number of the feature
+    for span in spans:
+        own = compute_positions(model, span.prompt)
+        inside = min(span.first + span.length, len(span.prompt.token_ids))
+        here = max(inside - span.first, 0)
+        if own is not None:
+            positions_3T[:, span.start : span.start + here] = own[0][:, span.first : inside].to(positions.device)
+            positions_3T[:, span.start + here : span.start + span.length] += own[1]
+        number = sum(t == model.picture_processor.image_token_id for t in span.prompt.token_ids[: span.first])
+        for i, token in enumerate(span.prompt.token_ids[span.first : inside]):
+            if token == model.picture_processor.image_token_id:
+                rows.append(span.start + i)
+                found.append((span.prompt.key, number))
+                number += 1
+    inputs["position_ids"] = positions_3T[:, None] if hasattr(model.model, "get_rope_index") else positions
+    embeds = model.get_input_embeddings()(tokens)
+    if rows:
+        order = sorted(range(len(rows)), key=lambda i: rows[i])
+        at = torch.tensor([rows[i] for i in order], device=tokens.device)
+
+        def gather(pick: Any) -> Tensor:
+            return torch.cat([pick(features[key])[a:b] for key, a, b in _runs([found[i] for i in order])])
+
+        embeds = embeds.index_copy(1, at, gather(lambda f: f.rows).to(embeds.dtype)[None])
+        depth = len(features[found[0][0]].deep)
+        if depth:
+            mask = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
+            mask[0, at] = True
+            inputs["visual_pos_masks"] = mask
+            inputs["deepstack_visual_embeds"] = [gather(lambda f, i=i: f.deep[i]) for i in range(depth)]
+    inputs["inputs_embeds"] = embeds
+    return inputs
+
+
+def _runs(found: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
+    """Joins neighbouring features of a prompt into slices (key, first, last + 1)."""
+    runs: list[tuple[str, int, int]] = []
+    for key, number in found:
+        if runs and runs[-1][0] == key and runs[-1][2] == number:
+            runs[-1] = key, runs[-1][1], number + 1
+        else:
+            runs.append((key, number, number + 1))
+    return runs
+
+
+def _flat(features: Any) -> Tensor:
+    parts = features if isinstance(features, list | tuple) else [features]
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in parts])
+
+
+def _part(message: Mapping[str, Any]) -> dict[str, str]:
+    return {"type": "text", "text": message["content"]}
+
+
+def _decode(content: bytes, name: str) -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise TasksetError(f"{name} cannot be decoded: {error}") from error
