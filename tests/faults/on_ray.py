@@ -79,6 +79,22 @@ def _(scene: Scene) -> None:
     scene.signal(_of_ray(scene, "gcs_server"))
 
 
+@fault("Ray's gcs_server is killed while a step goes on for long", *ON_RAY, names=DIED, deadline_s=300)
+def _(scene: Scene) -> None:
+    held = scene.trap("optimizer", nth=4, do="hold")
+    _working(scene)
+    scene.held(held)
+    scene.signal(_of_ray(scene, "gcs_server"))
+
+
+@fault("Ray's gcs_server is killed after the last step", *ON_RAY, deadline_s=120, max_tries=1)
+def _(scene: Scene) -> None:
+    held = scene.trap("rename", "summary.json", do="hold")
+    _working(scene)
+    scene.held(held)
+    scene.signal(_of_ray(scene, "gcs_server"))
+
+
 @fault("the command is killed", *ON_RAY, deadline_s=180)
 def _(scene: Scene) -> None:
     _working(scene)
