@@ -79,12 +79,22 @@ def _(scene: Scene) -> None:
     scene.signal(_of_ray(scene, "gcs_server"))
 
 
-@fault("Ray's gcs_server is killed while a step goes on for long", *ON_RAY, names=DIED, deadline_s=300)
-def _(scene: Scene) -> None:
+def _killed_in_a_long_step(scene: Scene, service: str) -> None:
+    """Kill a service of Ray in a step that does not end before its death is noticed."""
     held = scene.trap("optimizer", nth=4, do="hold")
     _working(scene)
     scene.held(held)
-    scene.signal(_of_ray(scene, "gcs_server"))
+    scene.signal(_of_ray(scene, service))
+
+
+@fault("the raylet is killed while a step goes on for long", *ON_RAY, names=DIED, deadline_s=300)
+def _(scene: Scene) -> None:
+    _killed_in_a_long_step(scene, "raylet")
+
+
+@fault("Ray's gcs_server is killed while a step goes on for long", *ON_RAY, names=DIED, deadline_s=300)
+def _(scene: Scene) -> None:
+    _killed_in_a_long_step(scene, "gcs_server")
 
 
 @fault("Ray's gcs_server is killed after the last step", *ON_RAY, deadline_s=120, max_tries=1)
