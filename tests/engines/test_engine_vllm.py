@@ -463,8 +463,9 @@ def test_a_process_that_dies_is_started_again_and_at_last_is_an_error(
         )
         await asyncio.sleep(0.05)
         core = _core(running)
+        of_engine = [core, *core.children(recursive=True)]
         os.kill(pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs([core], timeout=30)  # in which this process, as if killed too, does nothing
+        _, alive = psutil.wait_procs(of_engine, timeout=30)  # in which this process, as if killed too, does nothing
         assert not alive, "vLLM's engine outlives its process"
         return await work
 

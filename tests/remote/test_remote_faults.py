@@ -288,13 +288,15 @@ def test_a_ray_that_dies_ends_the_run(server: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_that_is_complete_when_ray_dies_is_done(server: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("closes_s", [600, pytest.param(0.5, id="ends by itself before Ray's death is noticed")])
+def test_a_run_that_is_complete_when_ray_dies_is_done(server: Forks, tmp_path: Path, closes_s: float) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\n\nimport rollmill\n\n\n@rollmill.tracker\nclass slow:\n"
         "    def __init__(self, run):\n        self.folder = run.folder\n\n"
         "    def write(self, metrics, experiences=()): ...\n\n"
         "    def close(self):  # called after the last step\n        (self.folder / 'closing').touch()\n"
-        "        time.sleep(600)\n"
+        "        while not (self.folder / 'dead').exists():\n            time.sleep(0.01)\n"
+        f"        time.sleep({closes_s})\n"
     )
     more = {"plugins": ["slow.py"], "monitor": {"trackers": ["slow"]}, "steps": 2}
     written(tmp_path, placement=ON_RAY, **more)
@@ -302,9 +304,10 @@ def test_a_run_that_is_complete_when_ray_dies_is_done(server: Forks, tmp_path: P
     assert server.reaches(lambda: (tmp_path / "out/closing").exists())
     [service] = [each for each in psutil.Process(server.pid).children(recursive=True) if each.name() == "gcs_server"]
     service.kill()
+    (tmp_path / "out/dead").touch()
     found = server.wait()
     assert found.code == 0, found.err
-    assert "Ray has died after the last step; the run is complete" in found.out
+    assert ("Ray has died after the last step; the run is complete" in found.out) == (closes_s == 600)
     assert "done: 2 steps" in found.out
     assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "done"
     assert (tmp_path / "out/report.html").exists()

@@ -106,8 +106,11 @@ class Supervisor:
                 self._view.close()
                 task = asyncio.current_task()
                 # a second signal stops at once
-                if task is not None and not task.cancelling() and await asyncio.to_thread(self._ray_lives):
-                    await self._close()
+                if task is not None and not task.cancelling() and ray_module().is_initialized():
+                    if await asyncio.to_thread(_answers, self._address):
+                        await self._close()
+                    else:
+                        self._leave_dead_ray()
 
     async def _lives(self, resumed: bool) -> dict[str, Any]:
         while True:
@@ -136,7 +139,7 @@ class Supervisor:
         try:
             await asyncio.wait([followed, signalled, hosts_gone], return_when=asyncio.FIRST_COMPLETED)
             if await self._has_lost_ray(followed, hosts_gone):
-                abandon_ray()  # what is left of it answers no call, and would end this process after a minute
+                self._leave_dead_ray()
                 return self._finish_without_ray()
             if not followed.done() and not await self._end_requested():
                 raise KeyboardInterrupt
@@ -149,8 +152,11 @@ class Supervisor:
         """True if Ray has died, which may show first in a trainer that does not answer."""
         if not followed.done():
             return hosts_gone.done()
-        lost = (_TrainerLostError, ray_module().exceptions.RayError, ConnectionError)
-        return isinstance(followed.exception(), lost) and not await asyncio.to_thread(_answers, self._address)
+        lost = (_TrainerLostError, TrainerRankLostError, ray_module().exceptions.RayError, ConnectionError)
+        error, may_pass = followed.exception(), False
+        if error is None:
+            error, may_pass = followed.result().error, followed.result().may_pass
+        return (may_pass or isinstance(error, lost)) and not await asyncio.to_thread(_answers, self._address)
 
     async def _follow(self) -> RunEnded:
         """Show the trainer's events until the run ends; return how it ended."""
@@ -247,18 +253,20 @@ class Supervisor:
             ray_module().kill(self._trainer)
             self._trainer = None
 
-    def _ray_lives(self) -> bool:
-        """False if Ray has died or was left: any call would wait for a minute, and then end this process."""
-        return ray_module().is_initialized() and _answers(self._address)
+    def _leave_dead_ray(self) -> None:
+        """Leave a Ray whose control service is gone. A call to it, for example to release the placement group, would
+        wait for a minute, after which Ray ends this process with exit code 1."""
+        self._trainer = None
+        abandon_ray()
 
     def end(self) -> None:
-        """Kill all actors, or leave a Ray that has died."""
-        if self._ray_lives():
+        """Kill all actors."""
+        if ray_module().is_initialized() and not _answers(self._address):
+            self._leave_dead_ray()
+        if ray_module().is_initialized():
             self._kill_trainer()
             for explorer in self._explorers.all:
                 ray_module().kill(explorer)
-        else:
-            abandon_ray()
         if (run_id := read_run_id(self._run_dir)) is not None:  # a killed trainer leaves its weights
             remove_stale_weights(run_id)
 

@@ -31,6 +31,8 @@ _SHOWN = 3000
 _LEAVING_S, _LOOK_S = 10.0, 0.05
 _LAST_WORDS_S = 2.0
 """Wait for the exit code of a process that has closed its socket."""
+_TOGETHER_S = 2.0
+"""Wait for the end of a process whose subprocesses are gone: if it was killed, they end a moment before it."""
 _PROBE = """
 import importlib.util, json, sys
 found = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "xxhash")}
@@ -191,12 +193,16 @@ class VLLMProcess:
         await asyncio.gather(self._watching, self._listening, return_exceptions=True)
 
     def kill(self, why: str = "") -> None:
-        """Kill it; `why` is for `gone`. Not by asyncio's own method, which polls the process and so takes the exit code
-        from its waiter."""
+        """Kill it; `why` is for `gone`."""
         self._why_lost = self._why_lost or why
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send it a signal, unless it has ended. Not by asyncio's own method, which polls the process and so takes the
+        exit code from its waiter."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
 
     def gone(self) -> EngineLostError:
         """Build the error for its end, with the exit code and the end of the log."""
@@ -258,9 +264,12 @@ class VLLMProcess:
     async def _guard(self) -> None:
         """End it if it loses a subprocess: it would not answer any more."""
         why = await wait_for_loss(self.pid)
-        with contextlib.suppress(ChildProcessError):  # it has ended, and its subprocesses with it
-            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                self.kill(why)
+        self._signal(signal.SIGSTOP)  # so that it does not answer with errors of its own meanwhile
+        try:
+            async with asyncio.timeout(_TOGETHER_S):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill(why)
 
     async def _watch(self) -> None:
         """Wait for its end, then stop its subprocesses. They hold the socket open, too, and get time to free shared
