@@ -99,6 +99,9 @@ class RunSettings(TypedDict, total=False):
     """
     gradient_checkpointing: bool
     """Recompute activations in the backward pass: less memory, more time."""
+    freeze: Sequence[Literal["vision", "projector"]]
+    """Parts of a vision-language model that are not trained: its vision tower, and the projector from the tower to the
+    embeddings."""
     precision: Literal["auto", "fp32", "bf16"]
     """Compute dtype over fp32 master weights; auto measures which is faster on this machine."""
     ranks: int
