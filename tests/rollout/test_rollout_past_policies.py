@@ -10,9 +10,10 @@ from zlib import crc32
 
 import pytest
 import torch
-from tiny import GRPO, SFT, tiny_run
+from tiny import GRPO, HELD_OUT, SFT, tiny_run
 
 import rollmill
+from rollmill.cli import main
 from rollmill.config.loader import load_run
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.rollout import SamplingConfig
@@ -142,6 +143,14 @@ def test_checkpoints_hold_the_copies_that_are_kept(run: Path) -> None:
     state = torch.load(run / f"checkpoints/step-{WARM + 5:06d}/trainer.pt", weights_only=True)["frozen"]
     assert state["initial"] is None
     assert list(state["past"]["opponent"]) == [2, 4]
+
+
+def test_a_checkpoint_alone_has_no_past(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = f"stages.1.evaluation={json.dumps({'taskset': HELD_OUT})}"
+    assert main(["bench", str(run), "--set", held_out, "--out", str(tmp_path / "out")]) == 2
+    assert (
+        "models.opponent: earlier weights of the policy are known only while the run trains" in capsys.readouterr().err
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
