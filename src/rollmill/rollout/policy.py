@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,8 @@ class Reply:
 
 
 _ROLES = 0x401E  # keeps the random numbers of roles apart from those of the policy's own calls
+
+_ROLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Policy:
@@ -84,11 +87,13 @@ class Policy:
         same role in the group, and never with another role's. Give each role its reward with `reward`; a role without
         one gets the workflow's.
 
-        Raises ValueError: the name is empty, this policy is a role already, or the rollout has steps (`step`).
+        Raises ValueError: the name has other characters than letters, digits, `_` and `-` (it becomes part of metrics'
+            names), this policy is a role already, or the rollout has steps (`step`).
         """
-        if not name or self._role is not None:
-            inside = f" within the role `{self._role}`" if self._role else ""
-            raise ValueError(f"policy.role({name!r}){inside}: call it on the workflow's policy, with a name")
+        if self._role is not None:
+            raise ValueError(f"policy.role({name!r}) within the role `{self._role}`: call it on the workflow's policy")
+        if not _ROLE_NAME.fullmatch(name):
+            raise ValueError(f"policy.role({name!r}): a role's name has only letters, digits, _ and -")
         if self._recorder is not None and self._recorder.steps:
             raise ValueError(f"policy.role({name!r}): a rollout has roles or steps (policy.step), not both")
         if name not in self._roles:
