@@ -36,7 +36,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("orchestrator", "remote", "supervision"),
     ("simulation",),
     ("launch", "planning"),
-    ("quickstart", "serve", "cli"),
+    ("quickstart", "serving"),
+    ("api",),
+    ("cli",),
 )
 #: Classes that carry a completion of one turn, from the engine to the loss.
 CARRIERS = (

@@ -35,7 +35,7 @@ SEVERAL = 4
 """Number of headings from which a page has a list of contents."""
 
 PAGES = {
-    "run": ("",),
+    "run": ("", "changes"),
     "model": ("model", "model.new", "model.new.tokenizer", "model.lora"),
     "models": ("models.NAME",),
     "taskset": ("taskset", "taskset.generator", "taskset.fields", "taskset.mix"),
@@ -140,7 +140,7 @@ def generated(page: str) -> str:
         if family.page == page and not any(issubclass(home.section, family.base) for home in sections):
             body += _family(family, [])
     shown: set[str] = set()
-    for home in sections if page != "run" else []:
+    for home in [each for each in sections if each.prefix]:  # the run itself is above
         for family in FAMILIES:
             if issubclass(home.section, family.base) and family.page in (None, page) and family.title not in shown:
                 shown.add(family.title)
@@ -159,7 +159,8 @@ def index() -> str:
         title = (FOLDER / f"{page}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         homes = [home for home in section_locations() if _page(home) == page]
         names = [f"[`{home.tag or home.prefix}`]({page}.md#{_anchor(_title(home))})" for home in homes if home.prefix]
-        lines.append(f"| [{title}]({page}.md) | {', '.join(names) or 'keys of the whole run and of stages'} |")
+        names[:0] = ["keys of the whole run and of stages"] if "" in PAGES[page] else []
+        lines.append(f"| [{title}]({page}.md) | {', '.join(names)} |")
     return "\n".join(lines) + "\n"
 
 

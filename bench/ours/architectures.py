@@ -32,7 +32,7 @@ from rollmill.models.norms import find_norms, use_fast_norms
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
 from rollmill.trainer.model_setup import evaluation_mode
-from rollmill.trainer.verification import load_verified_policy
+from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Completion, Experience
 
 GAP, GRADIENT = (

@@ -44,14 +44,14 @@ BUGS: tuple[PlantedBug, ...] = (
         "pacing admits one version too many",
         "orchestrator.pacing",
         "Pacing.may_start",
-        "self.max_staleness + 1",
-        "self.max_staleness + 2",
+        "self.steps_ahead + 1",
+        "self.steps_ahead + 2",
     ),
     PlantedBug(
         "pacing admits one version too few",
         "orchestrator.pacing",
         "Pacing.may_start",
-        "self.max_staleness + 1",
+        "self.steps_ahead + 1",
         "max(self.max_staleness, 1)",
     ),
     PlantedBug(

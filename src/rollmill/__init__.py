@@ -6,9 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollmill.api.algorithms import *  # noqa: F403  one class per algorithm
+    from rollmill.api.functions import evaluate as evaluate
+    from rollmill.api.functions import grade as grade
+    from rollmill.api.functions import resume as resume
+    from rollmill.api.functions import serve as serve
+    from rollmill.api.training_run import TrainingRun as TrainingRun
     from rollmill.data.operators.pipeline import task_operator as task_operator
     from rollmill.data.samplers.custom import order as order
     from rollmill.launch import run as run
+    from rollmill.orchestrator.run_control import Callback as Callback
+    from rollmill.orchestrator.run_control import RunControl as RunControl
     from rollmill.pipelines.pipeline import operator as operator
     from rollmill.registry import advantage as advantage
     from rollmill.registry import algorithm as algorithm
@@ -27,9 +35,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "rollmill.orchestrator.run_control",
     "Completion": "rollmill.types",
     "Experience": "rollmill.types",
+    "RunControl": "rollmill.orchestrator.run_control",
     "Task": "rollmill.types",
+    "TrainingRun": "rollmill.api.training_run",
     "advantage": "rollmill.registry",
     "engine": "rollmill.registry",
     "environment": "rollmill.registry",
@@ -41,26 +52,37 @@ _HOMES = {
     "operator": "rollmill.pipelines.pipeline",
     "order": "rollmill.data.samplers.custom",
     "reward": "rollmill.registry",
+    "evaluate": "rollmill.api.functions",
+    "grade": "rollmill.api.functions",
+    "resume": "rollmill.api.functions",
+    "serve": "rollmill.api.functions",
     "run": "rollmill.launch",
     "task_operator": "rollmill.data.operators.pipeline",
     "load_experiences": "rollmill.trackers.rollout_log",
 }
 
 __all__ = [
+    "Callback",
     "Completion",
     "Experience",
+    "RunControl",
     "Task",
+    "TrainingRun",
     "__version__",
     "advantage",
     "algorithm",
     "engine",
     "environment",
+    "evaluate",
+    "grade",
     "load_experiences",
     "loss",
     "operator",
     "order",
+    "resume",
     "reward",
     "run",
+    "serve",
     "task_operator",
     "tool",
     "tracker",
@@ -69,11 +91,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names on first use, so that `import rollmill` stays quick."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'rollmill' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    """Import the public names on first use, so that `import rollmill` stays quick; with those of the algorithms."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name[:1].isupper() and name in (found := import_module("rollmill.api.algorithms").algorithm_classes()):
+        return found[name]
+    raise AttributeError(f"module 'rollmill' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *import_module("rollmill.api.algorithms").algorithm_classes()]

@@ -114,6 +114,10 @@ class OffloadError(RollmillError):
     """Tensors cannot be offloaded from the device, or cannot be brought back."""
 
 
+class CallbackError(RollmillError):
+    """A callback of a run raised."""
+
+
 class CheckpointError(RollmillError):
     """A checkpoint cannot be written or read."""
 

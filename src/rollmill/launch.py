@@ -23,6 +23,7 @@ from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.orchestrator import Orchestrator, Serving
 from rollmill.orchestrator.resume import load_start_point
+from rollmill.orchestrator.run_control import CHANGES_FILE, Callback, RunControl
 from rollmill.orchestrator.run_lock import hold_run_lock, is_run_locked
 from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_up_run, stage_overrides
 from rollmill.orchestrator.stages import Stage
@@ -69,14 +70,26 @@ def start(
     view: RunView | None,
     serving: Serving | None = None,
     attempt: RunAttempt | None = None,
+    interrupts: Interrupts | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Start a loaded run in a new directory; see `run`. `attempt` is given in the child of a supervisor."""
+    """Start a loaded run in a new directory; see `run` and `execute`. `attempt` is given in the child of a
+    supervisor."""
     run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
     with hold_run_lock(run_dir, owner=None if attempt is None else attempt.supervisor):
         _require_fresh(run_dir)
         atomic_write(run_dir / CONFIG, loaded.to_yaml().encode(), durable=True)
         loaded, notes = (loaded, []) if attempt is None else attempt.begin(loaded, run_dir)
-        return execute(loaded, run_dir, view, resumed=False, serving=serving, notes=notes)
+        return execute(
+            loaded,
+            run_dir,
+            view,
+            resumed=False,
+            serving=serving,
+            interrupts=interrupts,
+            callbacks=callbacks,
+            notes=notes,
+        )
 
 
 def resume(
@@ -84,6 +97,8 @@ def resume(
     view: RunView | None = None,
     serving: Serving | None = None,
     attempt: RunAttempt | None = None,
+    interrupts: Interrupts | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`."""
     folder = Path(run_dir)
@@ -91,7 +106,10 @@ def resume(
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
     if attempt is None:
         with hold_run_lock(folder):
-            return execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True, serving=serving)
+            loaded = load_run(folder / CONFIG, out=folder)
+            return execute(
+                loaded, folder, view, resumed=True, serving=serving, interrupts=interrupts, callbacks=callbacks
+            )
     with nullcontext() if attempt.locked else hold_run_lock(folder, owner=attempt.supervisor):
         loaded, notes = attempt.begin(load_run(folder / CONFIG, out=folder), folder)
         return execute(loaded, folder, view, resumed=True, serving=serving, notes=notes)
@@ -151,6 +169,7 @@ def execute(
     explorers: ExplorerFleet | None = None,
     ranks: Sequence[dict[str, Any]] = (),
     interrupts: Interrupts | None = None,
+    callbacks: Sequence[Callback] = (),
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run the remaining steps of a run and return the summary; see `run`.
@@ -159,9 +178,15 @@ def execute(
         explorers: the explorers of a run on Ray, in the process that trains; without, that process is started.
         ranks: how Ray starts the trainer's ranks, from rank 1.
         interrupts: further ways to end the run besides signals.
+        callbacks: called between steps; not on Ray, where another process trains.
         notes: messages to show at the start.
     """
     if isinstance(loaded.config.placement, RayPlacement) and explorers is None:
+        if callbacks:
+            raise ConfigError(
+                f"{loaded.path}: callbacks run in the process that trains, which `placement: ray` starts "
+                "on its own; leave them out, or use placement: inline"
+            )
         from rollmill.remote.supervisor import supervise  # starts a process that calls this function again
 
         return supervise(loaded, run_dir, view, resumed=resumed)
@@ -194,6 +219,7 @@ def execute(
             monitor,
             serving=serving,
             interrupts=interrupts,
+            control=RunControl(run_dir, loaded.config.changes, callbacks),
         )
         try:
             buffers.open_all(loaded.stages)
@@ -241,7 +267,7 @@ def _require_fresh(folder: Path) -> None:
         raise ConfigError(
             f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"
         )
-    files = (MACHINE, EVENTS_FILE, SCALE_REQUEST, SCALE_ANSWER)
+    files = (MACHINE, EVENTS_FILE, CHANGES_FILE, SCALE_REQUEST, SCALE_ANSWER)
     for left in (*(folder / name for name in files), *folder.glob("stall-*.txt"), *folder.glob("crash-*.txt")):
         left.unlink(missing_ok=True)
     shutil.rmtree(folder / PROCESSES, ignore_errors=True)

@@ -168,6 +168,9 @@ def task_domain(task_id: str) -> str:
     return task_id.partition("/")[0]
 
 
+ROLE_KEY = "role"
+"""Key of `info`: the role that the policy had (`policy.role`). Advantages compare experiences of one role."""
+
 STORED_FIELDS = tuple(each.name for each in fields(Experience) if each.metadata.get("stored", True))
 """Names of the fields of an experience that buffers and rollout files keep."""
 

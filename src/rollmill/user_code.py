@@ -4,32 +4,82 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pickle
 import sys
 import traceback
 from difflib import get_close_matches
-from hashlib import sha1
+from hashlib import sha1, sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rollmill.errors import ConfigError
-from rollmill.files import describe_non_file
+from rollmill.files import atomic_write, describe_non_file
 from rollmill.former_names import find_former_names
+
+STORED = ".pkl"  #: suffix of the file of an object that no module defines under a name
+_stored: dict[str, Any] = {}
 
 
 def import_object(spec: str) -> Any:
-    """Import `FILE.py:NAME` or `package.module:NAME`. A file is executed once per process.
+    """Import `FILE.py:NAME`, `package.module:NAME`, or `FILE.pkl:NAME` of `store_object`. A file is read once per
+    process.
 
     Raises ConfigError when the file, the module or the name does not exist, or when importing it fails.
     """
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f"`{spec}`: expected FILE.py:NAME or package.module:NAME")
+    if source.endswith(STORED):
+        return _load_stored(Path(source), name)
     module = import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
         raise ConfigError(f"{source} defines no `{name}`{did_you_mean(name, public)}; correct the name after the colon")
     return getattr(module, name)
+
+
+def store_object(folder: Path, target: Any, name: str) -> str:
+    """Write an object that no file defines under a name, such as a closure or a function of a notebook, and return its
+    reference `FILE.pkl:NAME`.
+
+    Later imports of the reference in this process give the object itself, in others a copy. Files are named by their
+    contents, so writing again changes none.
+
+    Raises ConfigError naming the object if it cannot be pickled.
+    """
+    import cloudpickle
+
+    try:
+        data = cloudpickle.dumps({name: target})
+    except Exception as error:  # pickling runs methods of any class
+        advice = "create what cannot be copied (files, connections, locks, models) inside the function"
+        raise ConfigError(f"`{name}` cannot be pickled: {type(error).__name__}: {error}; {advice}") from error
+    path = folder.absolute() / f"{name}-{sha256(data).hexdigest()[:8]}{STORED}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, data, durable=True)
+    _stored[str(path)] = {name: target}
+    return f"{path}:{name}"
+
+
+def _load_stored(path: Path, name: str) -> Any:
+    key = str(path.absolute())
+    if key not in _stored:
+        if what := describe_non_file(path):
+            raise ConfigError(f"{path}: {what}; correct the path")
+        find_former_names()
+        try:
+            _stored[key] = pickle.loads(path.read_bytes())
+        except Exception as error:  # imports modules, and runs their code
+            text = f"{path}: cannot be loaded: {type(error).__name__}: {error}"
+            advice = "it needs the Python version and the modules that it was written with"
+            raise ConfigError(f"{text}; {advice}") from error
+    found = _stored[key]
+    if not isinstance(found, dict) or name not in found:
+        known = found if isinstance(found, dict) else ()
+        raise ConfigError(f"{path} holds no `{name}`{did_you_mean(name, known)}; correct the name after the colon")
+    return found[name]
 
 
 def import_file(path: Path) -> ModuleType:

@@ -21,7 +21,6 @@ TRAFFIC = {"workflow": "traffic", "taskset": None, "evaluation": None, "rewards"
     ("changes", "text"),
     [
         ({"placement": "ray"}, "placement: with mode `MODE` every explorer is a process that you start"),
-        ({"residency": "auto"}, "residency: it moves one process's models between phases"),
         ({"rollout": {"reuse": {}}}, "rollout.reuse: drafts belong to checkpoints"),
         (TRAFFIC, "workflow: an application's sessions come to the process that trains"),
         (

@@ -26,6 +26,10 @@ def load(folder: Path, **changes: Any) -> Any:
         ({"trainer": {"sharding": "fsdp"}}, r"trainer.sharding: not honoured with one rank; give trainer.ranks"),
         ({"trainer": {"rank_deadline_s": 9}}, r"trainer.rank_deadline_s: not honoured with one rank"),
         ({"trainer": {"ranks": 0}}, r"trainer.ranks: "),
+        (
+            {"trainer": FSDP, "residency": "auto"},
+            r"residency: not honoured with trainer.sharding `(fsdp|tensor)`: shards",
+        ),
         ({"trainer": FSDP, "model": LORA}, r"trainer.sharding: adapters \(model.lora\) cannot be sharded yet"),
         (
             {"trainer": FSDP, "algorithm": {"name": "reward_model"}, "taskset": PAIRS, "evaluation": None},

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from tiny import tiny_run
 
+from rollmill.config.checks.offload import engines_on_device, explorers_on_device
 from rollmill.config.loader import load_run
 from rollmill.config.offload import OffloadConfig
 from rollmill.errors import ConfigError
 
 RL: dict[str, Any] = {"stages": None, "steps": 2}
+SPLIT: dict[str, Any] = {"mode": "train"}
 
 
 def loaded(folder: Path, **changes: Any) -> OffloadConfig | None:
@@ -45,6 +47,13 @@ def test_a_resolved_run_is_a_run_file_again(tmp_path: Path) -> None:
         ({"residency": {"rewards": "disk"}}, "residency.rewards: not honoured: the stage has no rewards"),
         ({"residency": {"optimizer": "destroyed"}}, "residency.optimizer: expected"),
         ({"residency": {"cache": "disk"}}, "residency.cache: expected"),
+        ({"residency": {"engine": "destroyed"}}, "residency.engine: not honoured: the stage has no engine"),
+        ({"residency": {"shared_by": 2}}, "residency.shared_by: not honoured without explorers in other processes"),
+        (SPLIT | {"residency": {"cache": "destroyed"}}, "residency.cache: not honoured: explorers in other processes"),
+        (
+            SPLIT | {"residency": {"engine": "destroyed"}, "max_staleness": 2},
+            "residency.engine: explorers roll out while the trainer works (max_staleness 2)",
+        ),
         ({"residency": {"cast": "destroyed"}}, "residency.cast: in fp32 rollouts run on the policy's own weights"),
         ({"residency": {"policy": "disk"}}, "residency.policy: in fp32 rollouts need the policy's own weights"),
         (
@@ -55,7 +64,6 @@ def test_a_resolved_run_is_a_run_file_again(tmp_path: Path) -> None:
             },
             "residency.reference: with model.lora the reference is a copy of the adapters",
         ),
-        ({"residency": {"engine": "destroyed"}}, "residency.engine: not honoured: the stage has no engine"),
         (
             {"residency": {"cache": "destroyed"}, "engine": "vllm"},
             "residency.cache: not honoured: the stage has no cache",
@@ -93,3 +101,23 @@ def test_what_is_not_honoured_is_an_error(tmp_path: Path, changes: dict[str, Any
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, **changes)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "engines"),
+    [
+        ({"mode": "train"}, ["native"]),
+        ({"placement": {"name": "ray", "explorers": 3}}, ["native"] * 3),
+        ({"placement": {"name": "ray", "explorers": [{"count": 2, "gpus": 1}, {"engine": "vllm"}]}}, ["vllm"]),
+        ({"placement": {"name": "ray", "explorers": 2}, "residency": {"shared_by": 3}}, ["native"] * 3),
+        ({"placement": {"name": "ray", "explorers": 2}, "residency": {"shared_by": 0}}, []),
+        ({"placement": {"name": "ray", "explorers": 2, "gpus": 1}, "residency": {"shared_by": 1}}, ["native"]),
+    ],
+)
+def test_explorers_on_the_trainers_device_are_known(
+    tmp_path: Path, changes: dict[str, Any], engines: list[str]
+) -> None:
+    run = load_run(tiny_run(tmp_path, **RL | {"residency": "auto"} | changes))
+    found = engines_on_device(run.config)
+    assert found is not None
+    assert [each.engine.name for each in explorers_on_device(run.stages[0], found)] == engines

@@ -31,7 +31,7 @@ RUN_ELSEWHERE = {
     "rollmill tasks answer examples/minimal.yaml --by teacher.yaml --samples 4 --out solved.jsonl": (
         "tests/orchestrator/test_orchestrator_answering.py::test_what_a_teacher_solves_is_imitated"
     ),
-    "rollmill check --model DIR": "tests/trainer/test_trainer_check.py::test_the_command_prints_the_table",
+    "rollmill check --model DIR": "tests/trainer/test_trainer_parity.py::test_the_command_prints_the_table",
     "make setup": ".ci/run",
     "make lint": ".ci/run",
     "make test": ".ci/run",
@@ -203,8 +203,10 @@ def test_commands_run(name: str, workspace: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("name", NAMES)
 def test_python_blocks_run(name: str, workspace: Path) -> None:
+    """A later block of a page sees what earlier ones define."""
+    names: dict[str, object] = {"__name__": "document"}
     for block in blocks(ROOT / name, "python"):
-        exec(compile(block.text, block.place, "exec"), {"__name__": "document"})
+        exec(compile(block.text, block.place, "exec"), names)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -25,6 +25,7 @@ from rollmill.buffer import ExperienceKind, Group, open_run_store
 from rollmill.buffer.base import FEEDBACK, version_segments
 from rollmill.config.checks.modes import COLUMNS, Column, Place
 from rollmill.orchestrator.metrics import REPLAYED
+from rollmill.report.step_timeline import read_step_timelines
 from rollmill.trackers import read_metrics
 from rollmill.trackers.rollout_log import load_experiences
 from rollmill.types import Experience, StopReason
@@ -87,15 +88,19 @@ ADAPTERS: dict[str, Any] = {
 DRAFTS = {"rollout": {"ngram_draft": {"length": 1, "tokens": 3}, "top_p": 0.95}}
 
 
-def column_params(*, only: Callable[[Column], bool] = lambda column: True, starts_vllm: bool = False) -> list[Any]:
-    """The columns as parameters; those that need long, as tests that start a vLLM of their own, are left to `make
-    test-thorough`."""
+def column_params(
+    *, only: Callable[[Column], bool] = lambda column: True, starts_vllm: bool = False, starts_ray: bool = False
+) -> list[Any]:
+    """The columns as parameters; those that need long, as tests that start a vLLM or a Ray of their own, are left to
+    `make test-thorough`."""
     found = []
     for column in filter(only, COLUMNS):
         marks = [pytest.mark.slow]
         if column.engine == "vllm":
             marks = [pytest.mark.service, needs_vllm]
             marks += [pytest.mark.thorough] * (starts_vllm or column.place is not Place.ONE_PROCESS)
+        elif starts_ray and column.place is Place.RAY:
+            marks += [pytest.mark.thorough]
         found.append(pytest.param(column, id=column.id, marks=marks))
     return found
 
@@ -186,9 +191,9 @@ class Runs:
         """A run with reference and critic, most of which leave the device in phases that do not need them."""
         algorithm = {"name": "ppo", "kl": 0.05, "critic": {"lr": 1e-3}}
         places = {"reference": "disk", "optimizer": "disk", "critic_optimizer": "disk"}
-        vllm = {"engine": "destroyed", "policy": "disk"}
+        elsewhere = {"engine": "destroyed", "policy": "disk"} if publishes(column) else {}
         more = {"algorithm": algorithm, "steps": 2, "rollout": {"oversample": None}}
-        changes = merged(ADAPTERS, more | {"residency": places | (vllm if column.engine == "vllm" else {})})
+        changes = merged(ADAPTERS, more | {"residency": places | elsewhere, "monitor": {"timeline_every": 1}})
         folder = self._written(column, "offloaded", merged(changes, {"model": {"new": {"hidden_size": 64}}}))
         self._begin(column, folder)
         self._finish(column)
@@ -197,7 +202,7 @@ class Runs:
     def refused(self, column: Column, settings: dict[str, Any]) -> str:
         """The error of a run that cannot start."""
         folder = self._written(column, "refused", merged(ADAPTERS, settings))
-        self._begin(column, folder)
+        self._trainer.start("run", "run.yaml", "--out", "out", folder=folder)
         done = self._trainer.wait()
         assert done.code in (1, 2)
         return done.err
@@ -359,7 +364,7 @@ def versions_of(out: Path) -> set[int]:
     return {version for each in learned(out) for version in each.versions[each.action_mask].tolist()}
 
 
-@pytest.mark.parametrize("column", column_params(only=lambda column: column.place is Place.ONE_PROCESS))
+@pytest.mark.parametrize("column", column_params(starts_vllm=True, starts_ray=True))
 def test_components_leave_by_phase(runs: Runs, column: Column) -> None:
     """DeepSeek-R1's picture: the engine's memory is freed, then reference and critic come, then the optimizers."""
     out = runs.offloaded(column)
@@ -370,16 +375,23 @@ def test_components_leave_by_phase(runs: Runs, column: Column) -> None:
     assert max(row["logprob_gap/max"] for row in rows) < 1e-3
     if column.engine == "vllm":
         assert [row["engine/destroyed"] for row in rows] == [1, 1]
+    if publishes(column):
         assert all(row["residency/policy/gb"] > 0 for row in rows)
+        held = [kind for row in read_step_timelines(out).values() for kind in row["bytes"]]
+        named = "/explorer 0 " if column.place in (Place.PROCESSES, Place.RAY) else "/engine"
+        assert {kind.split("/")[1] for kind in held if named in kind} == {"rollout"}
+    if column.place in (Place.PROCESSES, Place.RAY):
+        assert all(row["residency/explorers/gb"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("column", column_params(only=lambda column: column.place is Place.ONE_PROCESS))
+@pytest.mark.parametrize("column", column_params(starts_ray=True))
 def test_a_memory_budget_counts_the_engine(runs: Runs, column: Column) -> None:
-    """vLLM with its cache, or the native engine with the policy's own weights."""
+    """vLLM with its cache, the copies of explorers, or the policy's own weights."""
     error = runs.refused(column, {"residency": {"budget_gb": 1e-5}})
-    phase, part = ("rollout", "engine 0.107") if column.engine == "vllm" else ("rollout", "policy")
-    assert "stage train: residency.budget_gb: the budget is 1e-05 GB, and the phase" in error
-    assert f"`{phase}` needs" in error
+    part = "policy"
+    if publishes(column):
+        part = "engine 0.107" if column.engine == "vllm" else "engine"
+    assert "stage train: residency.budget_gb: the budget is 1e-05 GB, and the phase `rollout` needs" in error
     assert f"({part}" in error
 
 

@@ -341,3 +341,53 @@ def test_a_served_model_is_not_asked_by_workflows_of_rows(tmp_path: Path) -> Non
     stage = load_run(named_workflows(tmp_path, [None])).stages[0]
     with pytest.raises(ConfigError, match=r"served\.yaml: rows may name workflows .*taskset\.fields\.workflow"):
         check_endpoint_support(stage, "served.yaml")
+
+
+def test_lines_that_name_their_domain_are_graded_by_its_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_file(tmp_path, domains_of(tmp_path), evaluation=None)
+    lines = [
+        {"domain": "add", "prompt": "1+1=", "response": "it is #2", "answer": "2"},
+        {"domain": "words", "prompt": "up ab:", "response": "AB", "answer": "AB"},
+    ]
+    given, out = tmp_path / "given.jsonl", tmp_path / "graded.jsonl"
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["grade", "--run", str(path), "--input", str(given), "--output", str(out)]
+    assert main(argv) == 0
+    graded = [json.loads(line) for line in out.read_text().splitlines()]
+    assert graded[0]["reward"] == 1.0
+    assert [set(each["parts"]) for each in graded] == [{"exact"}, {"format", "repetition"}]
+    given.write_text(json.dumps(lines[0] | {"domain": "sums"}) + "\n")
+    capsys.readouterr()
+    assert main(argv) != 0
+    assert "names the domain 'sums'; the run has" in " ".join(capsys.readouterr().err.split())
+
+
+CORRIDOR = """
+import rollmill
+from rollmill.rollout.environments import StepResult
+
+
+@rollmill.environment
+class Corridor:
+    def reset(self, task, seed):
+        self.at = 0
+        return f"{task.prompt} 0"
+
+    def step(self, action):
+        self.at += 1
+        return StepResult(f"at {self.at}", reward=0.25, done=self.at == 3)
+"""
+
+
+def test_a_domain_has_an_environment_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "corridor.py").write_text(CORRIDOR)
+    words = {"workflow": "environment", "environment": {"name": "Corridor"}, "rewards": None, "pipeline": None}
+    words |= {"taskset": {"path": "words.jsonl"}, "rollout": {"group_size": 3, "max_new_tokens": 3}}
+    path = run_file(tmp_path, domains_of(tmp_path, **words), plugins=["corridor.py"], evaluation=None, steps=2)
+    rollmill.run(path, [], tmp_path / "run")
+    episodes = {row["task_id"].partition("/")[0]: row for row in rollouts(tmp_path / "run")}
+    assert episodes["words"]["reward"] == 0.75
+    assert set(episodes["add"]["reward_parts"]) == {"exact"}
+    assert any("domain/words/reward" in row for row in rows(tmp_path / "run", "metrics.jsonl"))

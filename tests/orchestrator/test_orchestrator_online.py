@@ -34,7 +34,7 @@ from rollmill.rollout.endpoint import session_journal
 from rollmill.rollout.endpoint.middleware import AccessRules
 from rollmill.rollout.endpoint.service import ServiceLimits
 from rollmill.rollout.endpoint.session_journal import SESSIONS_FILE, SessionJournal
-from rollmill.serve import ServerAddress, serve_training
+from rollmill.serving import ServerAddress, serve_training
 from rollmill.trackers.metrics_log import read_metrics
 from rollmill.trainer import Trainer
 from rollmill.web import open_listener

@@ -32,6 +32,7 @@ SFT = RL | {"algorithm": {"name": "sft", "batch": 8}, "residency": EVERYTHING}
 SFT |= {"rollout": {"batch": None, "group_size": None}}
 STALE = RL | {"max_staleness": 1, "algorithm": {"name": "grpo", "kl": 0.1}}
 STALE |= {"residency": EVERYTHING | {"reference": "disk"}}
+RANKS = PPO | {"trainer": {"lr": 1e-3, "ranks": 2}}
 
 
 def started(folder: Path, **changes: Any) -> Path:
@@ -49,7 +50,7 @@ def same(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [PPO, CAST, SFT, STALE], ids=["ppo", "cast", "sft", "stale"])
+@pytest.mark.parametrize("changes", [PPO, CAST, SFT, STALE, RANKS], ids=["ppo", "cast", "sft", "stale", "ranks"])
 def test_the_same_numbers_with_and_without(tmp_path: Path, changes: dict[str, Any]) -> None:
     with_it = started(tmp_path / "with", **changes)
     without = started(tmp_path / "without", **changes | {"residency": "none"})

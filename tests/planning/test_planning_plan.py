@@ -177,7 +177,7 @@ def test_what_does_not_fit_names_keys(found: Calibration) -> None:
     assert "trainer.sharding: fsdp" in train
     assert list(too_large(stage, memory, least, 11e9)) == []
     ranked = stage.model_copy(deep=True)
-    ranked.trainer.ranks = 2  # which has no residency
+    ranked.trainer.ranks, ranked.trainer.sharding = 2, "fsdp"  # which has no residency
     assert "residency" not in "".join(too_large(ranked, memory, least, 7e9))
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from forks import Forks, ended, forks, send
 from test_remote_pool import Held, Worker, joined, until
-from tiny import metrics, tiny_run
+from tiny import metrics, tiny_run, trainer
+from vllm_service import PYTHON, needs_vllm
 
 from rollmill.cli import main
 from rollmill.config.loader import load_run
@@ -303,3 +304,81 @@ def test_an_explorer_that_the_run_does_not_need_ends_well(servers: list[Forks], 
     send(trainer.pid, signal.SIGINT)
     assert trainer.wait().code == 130
     require_each_group_once(run)
+
+
+VLLM: dict[str, Any] = {
+    "engine": {"name": "vllm", "python": str(PYTHON), "cache_gb": 0.1},
+    "model": {"new": {"hidden_size": 96, "heads": 3}},
+}
+LONG_TESTS = [pytest.mark.thorough, pytest.mark.service, needs_vllm]
+
+
+def killed_run(folder: Path, **changes: Any) -> Path:
+    """Write the run file of a long run whose trainer may be killed at any time."""
+    (folder / "patient.py").write_text(PATIENT)
+    kept = {"checkpoint": {"every": 1, "keep_last": 3}, "plugins": [str(folder / "patient.py")]}
+    tiny_run(folder, **LONG | kept | changes)
+    return folder / "out"
+
+
+def with_version(run: Path, *names: str) -> bool:
+    """True if these explorers have weights that were trained."""
+    return all(name in beats(run) and not beats(run)[name].ended and beats(run)[name].version > 0 for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", [pytest.param({}, id="native"), pytest.param(VLLM, id="vllm", marks=LONG_TESTS)])
+def test_joined_explorers_are_scaled_while_the_trainer_is_killed(
+    servers: list[Forks], tmp_path: Path, engine: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, (command, *explorers) = killed_run(tmp_path, trainer_away_s=120, **engine), servers
+    for server, mode in zip(servers, ("train", "explore", "explore"), strict=True):
+        server.start("run", "run.yaml", "--set", f"mode={mode}", "--out", "out", folder=tmp_path)
+    require_reached(command, lambda: with_version(run, "explorer 0", "explorer 1"))
+    assert send(trainer(run))
+    assert main(["scale", str(run), "--explorers", "1"]) == 0, command.output()
+    require_reached(command, lambda: any(ended(each.pid) for each in explorers))
+    left = next(each for each in explorers if ended(each.pid))
+    assert left.wait().code == 0
+    steps_after(run, command, 2)
+
+    assert send(trainer(run))
+    steps_after(run, command, 2)  # the one that stays has joined again
+    left.start("run", "run.yaml", "--set", "mode=explore", "--out", "out", folder=tmp_path)
+    done = left.wait()
+    assert done.code == 0, done.err
+    assert "the run was scaled to 1 explorer (rollmill scale), so this one leaves" in done.out
+    assert main(["scale", str(run), "--explorers", "2"]) == 1
+    assert "1 more has to be started" in capsys.readouterr().err
+    left.start("run", "run.yaml", "--set", "mode=explore", "--out", "out", folder=tmp_path)
+    require_reached(command, lambda: with_version(run, "explorer 0", "explorer 1"))
+    steps_after(run, command, 2)
+    send(command.pid, signal.SIGINT)
+    assert command.wait().code == 130
+    require_each_group_once(run)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", [pytest.param({}, id="native"), pytest.param(VLLM, id="vllm", marks=LONG_TESTS)])
+def test_explorers_on_ray_are_scaled_while_the_trainer_is_killed(
+    server: Forks, tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    run = killed_run(tmp_path, placement={"name": "ray", "explorers": 1, "cpus": 0.5}, **engine)
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    require_reached(server, lambda: with_version(run, "explorer 0"))
+    assert send(trainer(run))
+    assert main(["scale", str(run), "--explorers", "2"]) == 0, server.output()
+    require_reached(server, lambda: with_version(run, "explorer 0", "explorer 1"))
+    assert send(trainer(run))
+    assert main(["scale", str(run), "--explorers", "1"]) == 0, server.output()
+    assert beats(run)["explorer 1"].ended == "left: rollmill scale"
+    steps_after(run, server, 2)
+    send(server.pid, signal.SIGINT)
+    done = server.wait()
+    assert done.code == 130, done.err
+    require_each_group_once(run)
+    assert [row["explorers"] for row in read_events(run, SCALE)] == [2, 1]

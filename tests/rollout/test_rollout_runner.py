@@ -175,3 +175,67 @@ def test_a_rollout_ends_with_its_greedy_one() -> None:
 
     asyncio.run(run())
     judge.close()
+
+
+async def _debate(task: Task, policy: Policy) -> float:
+    """The proposer's reward is its own; the solver goes on from the proposer's tokens and gets the workflow's."""
+    proposer, solver = policy.role("proposer"), policy.role("solver")
+    asked = await proposer.complete("a")
+    proposer.reward(asked, 3.0)
+    await solver.complete(asked.token_ids)
+    await solver.complete("b")
+    return 0.5
+
+
+def test_each_role_has_experiences_an_episode_and_a_reward_of_its_own() -> None:
+    """Although the solver's prompt continues the proposer's tokens, they are no experience of the solver's."""
+    found = rolled_out(_debate)
+    assert [(one.info["role"], one.reward) for one in found] == [("proposer", 3.0), ("solver", 0.5), ("solver", 0.5)]
+    assert [int(one.action_mask.sum()) for one in found] == [1, 1, 1]
+    first, *rest = [one.info["episode"] for one in found]
+    assert len(set(rest)) == 1
+    assert first not in rest
+    assert [one.info["step_reward"] for one in found] == [3.0, 0.0, 0.5]
+
+
+def test_roles_without_rewards_are_separate_episodes_with_the_workflows() -> None:
+    async def solve(task: Task, policy: Policy) -> float:
+        for name in ("white", "black"):
+            await policy.role(name).complete(name)
+        return 0.25
+
+    found = rolled_out(solve)
+    assert [(one.info["role"], one.reward, one.info["step_reward"]) for one in found] == [
+        ("white", 0.25, 0.25), ("black", 0.25, 0.25),
+    ]  # fmt: skip
+    assert len({one.info["episode"] for one in found}) == 2
+
+
+def test_a_role_is_one_object_and_draws_other_numbers_than_another() -> None:
+    seeds = []
+
+    async def solve(task: Task, policy: Policy) -> float:
+        assert policy.role("white") is policy.role("white")
+        seeds.extend([policy.seed, policy.role("white").seed, policy.role("black").seed])
+        await policy.complete("a")
+        return 0.0
+
+    rolled_out(solve)
+    rolled_out(solve)
+    assert seeds[:3] == seeds[3:]
+    assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    (lambda policy: policy.role("a").role("b"), "within the role `a`"),
+    (lambda policy: policy.role(""), "with a name"),
+    (lambda policy: policy.role("a").step(1.0), "not both"),
+    (lambda policy: (policy.step(1.0), policy.role("a")), "not both"),
+])  # fmt: skip
+def test_wrong_uses_of_roles_are_refused(wrong: Any, says: str) -> None:
+    async def solve(task: Task, policy: Policy) -> float:
+        wrong(policy)
+        return 0.0
+
+    with pytest.raises(WorkflowError, match=says):
+        rolled_out(solve)

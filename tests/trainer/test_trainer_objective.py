@@ -143,6 +143,15 @@ def test_advantages_of_rewards_are_written_to_action_tokens_alone() -> None:
     assert judgement.returns is None
 
 
+def test_advantages_compare_the_same_role_of_a_group_alone() -> None:
+    """A mean over both roles, 0.75, would make every proposer's advantage positive."""
+    batch = [made("e0", "g", 1, 2.0), made("e1", "g", 1, 0.25), made("e2", "g", 1, 1.0), made("e3", "g", 1, -0.25)]
+    for each, role in zip(batch, ("proposer", "solver") * 2, strict=True):
+        each.info["role"] = role
+    compute_advantages(batch, build_token_table(batch, CPU), recipe_of("dr_grpo"))
+    assert advantages(batch) == [[0.5], [0.25], [-0.5], [-0.25]]
+
+
 def test_demonstrations_have_advantage_0_and_a_denominator_of_their_own() -> None:
     batch = [made("x", "x", 3, 5.0, ExperienceSource.EXPERT), *batch_of()]
     recipe = recipe_of("mix", mu=0.25)

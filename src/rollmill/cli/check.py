@@ -94,10 +94,10 @@ def _check_model(folder: Path, as_json: bool) -> None:
     from rollmill.config.model import ModelConfig
     from rollmill.engines.native.parity_check import parity_error
     from rollmill.models.load import load_policy
-    from rollmill.trainer.verification import verify_model
+    from rollmill.trainer.parity import check_parity
 
     policy = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu"))
-    gaps = verify_model(policy.model, folder)
+    gaps = check_parity(policy.model, folder)
     if as_json:
         found = [{"compared": g.path, "gap": g.value, "tolerance": g.tolerance, "layer": g.layer or None} for g in gaps]
         print_json({"model": type(policy.model).__name__, "right": all(g.right for g in gaps), "gaps": found})

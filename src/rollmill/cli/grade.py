@@ -31,10 +31,7 @@ from rollmill.errors import ConfigError
 from rollmill.files import describe_json_error, parse_strict_json, read_text
 
 if TYPE_CHECKING:
-    from rollmill.rewards import RewardManager, RewardResult
-    from rollmill.types import Completion, Task
-
-_CONCURRENT_ROWS = 256
+    from rollmill.rewards import RewardResult
 
 
 def command(
@@ -62,19 +59,14 @@ def command(
     or to standard output with --json and --output.
     """
     from rollmill.files import explain_write_errors
-    from rollmill.rewards import build_reward_manager
-    from rollmill.rewards.domains import build_domain_rewards
+    from rollmill.rewards.grading import build_graders, judge_rows, row_task
 
     stage = _chosen(reward, run, option or [])
     rows = read_response_rows(input)
-    tasks = [_task(number, row, input, stage) for number, row in enumerate(rows, 1)]
-
-    def build(view: StageConfig) -> RewardManager:
-        judging = view.judging if workers is None else view.judging.model_copy(update={"workers": workers})
-        return build_reward_manager(view.rewards, judging)
-
-    with build_domain_rewards(stage, build) as manager, _opened(output) as file:
-        judged, failure = asyncio.run(_judge_all(manager, rows, tasks))
+    places = enumerate(rows, 1)
+    tasks = [row_task(number, row, f"{input}:{number}", input.parent, stage) for number, row in places]
+    with build_graders(stage, workers) as manager, _opened(output) as file:
+        judged, failure = asyncio.run(judge_rows(manager, rows, tasks))
         counted = manager.counters()
         is_input = output is not None and output.samefile(input)
         if not (failure and is_input):  # keep lines of the input that were not scored
@@ -168,15 +160,15 @@ def read_response_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(where: str, line: str) -> dict[str, Any]:
+    from rollmill.rewards.grading import require_response
+
     try:
         row = parse_strict_json(line, unique_keys=True)
     except ValueError as error:
         raise ConfigError(f"{where}: {describe_json_error(error)}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object, found {type(row).__name__}")
-    if not isinstance(row.get("response"), str):
-        what = "has no `response`" if "response" not in row else f"`response` is {type(row['response']).__name__}"
-        raise ConfigError(f"{where}: {what}; every line needs the text to score as a string")
+    require_response(where, row)
     return row
 
 
@@ -203,99 +195,3 @@ def _line(row: dict[str, Any], result: RewardResult) -> str:
         row["details"] = result.details
     text = json.dumps(row, ensure_ascii=False)
     return re.sub(r"[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n"
-
-
-async def _judge_all(
-    manager: RewardManager, rows: list[dict[str, Any]], tasks: list[Task]
-) -> tuple[dict[int, RewardResult], Exception | None]:
-    """Return the results by the position of their row, in order, and the first failure.
-
-    Rows after a failure are cancelled, rows before it are completed.
-    """
-    gate = asyncio.Semaphore(_CONCURRENT_ROWS)
-    groups = _groups(rows, tasks) if manager.groupwise else {number: [number] for number in range(len(rows))}
-
-    async def one(group: str | int, members: list[int]) -> list[RewardResult]:
-        async with gate:
-            completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
-            if isinstance(group, str):
-                return await manager.score_group(tasks[members[0]], completions)
-            return [await manager.score(tasks[members[0]], completions[0])]
-
-    judging = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
-    failure: Exception | None = None
-    found: dict[int, RewardResult] = {}
-    try:
-        for members, work in zip(groups.values(), judging, strict=True):
-            if failure is not None:
-                work.cancel()
-            try:
-                found |= zip(members, await work, strict=True)
-            except asyncio.CancelledError:
-                if failure is None:
-                    raise
-            except Exception as error:
-                failure = failure or error
-    finally:
-        for work in judging:
-            work.cancel()
-        await asyncio.gather(*judging, return_exceptions=True)
-    return {number: found[number] for number in sorted(found)}, failure
-
-
-def _groups(rows: list[dict[str, Any]], tasks: list[Task]) -> dict[str | int, list[int]]:
-    """Return the positions of the rows by their `group`; a row without one is its own group, by its position.
-
-    Raises ConfigError if a group has several questions or answers.
-    """
-    groups: dict[str | int, list[int]] = {}
-    for number, row in enumerate(rows):
-        label = row.get("group")
-        groups.setdefault(number if label is None else str(label), []).append(number)
-    for group, members in groups.items():
-        first = tasks[members[0]]
-        for other in [tasks[number] for number in members]:
-            if (other.prompt, other.answer) != (first.prompt, first.answer):
-                which = join_quoted([first.id, other.id])
-                raise ConfigError(
-                    f"group `{group}`: {which} differ in `prompt` or `answer`; give every task a group of its own"
-                )
-    return groups
-
-
-def _task(number: int, row: dict[str, Any], file: Path, stage: StageConfig) -> Task:
-    """Return the task of a row. Missing images keep their names: rewards that need them report the error.
-
-    Raises ConfigError if the stage has domains and the row names none of them.
-    """
-    from rollmill.data.images import metadata_with_images
-    from rollmill.types import Task
-
-    domain = row.get("domain")
-    if stage.domains and domain not in stage.domains:
-        found = "names no domain" if domain is None else f"names the domain {domain!r:.60}"
-        names = join_quoted(list(stage.domains))
-        raise ConfigError(f'{file}:{number}: the row {found}; the run has {names}: give it as "domain"')
-    own = row.get("metadata")
-    metadata = own if isinstance(own, dict) else row
-    try:
-        metadata = metadata_with_images(metadata, None, file.parent)
-    except ValueError:
-        metadata = {"images": metadata.get("image"), **metadata}
-    return Task(
-        id=str(row.get("id", number)),
-        prompt=row.get("prompt", ""),
-        answer=row.get("answer"),
-        metadata=metadata,
-        taskset=str(domain) if stage.domains else "",
-    )
-
-
-def _completion(number: int, text: str) -> Completion:
-    """Build a completion that has only text: nothing was generated, so there are no tokens."""
-    import numpy as np
-
-    from rollmill.types import Completion, StopReason
-
-    ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=number)

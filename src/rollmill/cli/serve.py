@@ -14,7 +14,7 @@ import typer
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollmill.serve import ServerAddress
+    from rollmill.serving import ServerAddress
     from rollmill.supervision.attempt import RunAttempt
     from rollmill.web.keys import KeyRing
 
@@ -109,7 +109,7 @@ def command(
     def place() -> ServerAddress:
         from rollmill.rollout.endpoint.middleware import AccessRules
         from rollmill.rollout.endpoint.service import ServiceLimits
-        from rollmill.serve import ServerAddress
+        from rollmill.serving import ServerAddress
 
         limits = ServiceLimits(requests, deadline, sessions, tokens, idle, body, requests_per_minute, tokens_per_minute)
         shown = name or model.absolute().name.removesuffix(".yaml")
@@ -119,7 +119,7 @@ def command(
     if train:
         _train(model, place, overrides or [], out)
         return
-    from rollmill.serve import serve_checkpoint, set_threads
+    from rollmill.serving import serve_checkpoint, set_threads
 
     set_threads(threads or 1)
     serve_checkpoint(model, place(), step=step, record=record, device=device or "auto")
@@ -132,7 +132,7 @@ def _train(source: Path, place: Callable[[], ServerAddress], overrides: list[str
     from rollmill.config.loader import load_supervision
 
     def train(attempt: RunAttempt | None) -> dict[str, Any]:
-        from rollmill.serve import serve_training
+        from rollmill.serving import serve_training
 
         return serve_training(source, place(), overrides=overrides, out=out, attempt=attempt)
 

@@ -43,7 +43,12 @@ class OffloadConfig(Section):
     be offloaded."""
     engine: RebuildPolicy = "auto"
     """The process of engine `vllm`, with its weights and its KV cache (engine.cache_gb), needed only in `rollout`.
-    `destroyed` ends it; the next request starts it again, with the newest weights."""
+    `destroyed` ends it; the next request starts it again, with the newest weights. With explorers in other processes:
+    all that each of them holds. The weights and reward models of native explorers then go to host memory from a GPU, to
+    disk from a CPU; it needs max_staleness 0."""
+    shared_by: int | None = Field(None, ge=0)
+    """Number of explorers in other processes that share the trainer's device, so that the budget counts what they hold.
+    Default: on Ray all without a GPU of their own, else 1."""
     budget_gb: float | None = Field(None, gt=0)
     """Maximum memory of all components and gradients in any phase, in GB (10^9 bytes). Activations and the KV cache of
     running completions come on top. Default: 0.8 of the device's memory."""

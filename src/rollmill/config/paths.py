@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from rollmill.config.tree import ConfigProblem, Node, edit, format_key_path, truncate_text
+from rollmill.user_code import STORED
 
 _HELD_OUT_SETS = [["evaluation"], ["evaluation", "sets", "*"]]
 _SECTIONS = [[*of, "taskset", *entry] for of in ([], *_HELD_OUT_SETS) for entry in ([], ["mix", "*"])]
@@ -50,7 +51,7 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
 
     def settle_code(node: Node) -> Node:
         file, colon, name = str(node.value).rpartition(":")
-        if not colon or not file.endswith(".py"):
+        if not colon or not file.endswith((".py", STORED)):
             return node
         return _changed(node, f"{_lookup(node, file, problems, required)}:{name}")
 

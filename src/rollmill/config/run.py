@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from rollmill.config.algorithms import AlgorithmConfig
 from rollmill.config.algorithms.baselines import GRPO
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
+from rollmill.config.changes import ChangeConfig
 from rollmill.config.domains import DomainConfig, MixingConfig
 from rollmill.config.engines import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
@@ -297,6 +298,9 @@ class RunConfig(StageConfig):
     """Python files to import before the run file is checked. Components that they register (`@rollmill.reward`,
     `@rollmill.loss`, `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,
     `@rollmill.order`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
+    changes: list[ChangeConfig] = []
+    """Changes of the learning rate and of rewards' weights, and stops, after given steps: a plan, or the
+    `changes.jsonl` of a run whose callbacks made them."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervise: SupervisionConfig = SupervisionConfig()
     monitor: MonitorConfig = MonitorConfig()

@@ -1,6 +1,6 @@
 """Offloading: moves components between device, host memory and disk, or destroys them, by phase of a step."""
 
-from rollmill.offload.components import Offloadable, OffloadableTensors, RebuildableComponent
+from rollmill.offload.components import Offloadable, OffloadableTensors, RebuildableComponent, offload_tensors
 from rollmill.offload.manager import OffloadManager
 from rollmill.offload.plan import ComponentSpec, OffloadPlan, plan_offload
 
@@ -11,5 +11,6 @@ __all__ = [
     "Offloadable",
     "OffloadableTensors",
     "RebuildableComponent",
+    "offload_tensors",
     "plan_offload",
 ]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor, UntypedStorage
 
 from rollmill.models.storage import collect_storages, ensure_own_memory, free_storages
 from rollmill.offload.plan import StorageTier
-from rollmill.offload.stores import OffloadStore
+from rollmill.offload.stores import OffloadStore, PinnedMemoryStore, TempFileStore
+
+_FROZEN = ("reference", "teacher", "rewards")
+"""Components that rarely change."""
 
 
 class Offloadable(Protocol):
@@ -106,6 +110,19 @@ class OffloadableTensors:
         free_storages(storages)
         self._place = place
         return sum(self._sizes)
+
+
+def offload_tensors(
+    name: str, tensors: Callable[[], Iterable[Tensor]], folder: Path, device: str
+) -> OffloadableTensors:
+    """Builds a component that can leave a device for a file in `folder`, and a GPU for host memory, too.
+
+    Args:
+        device: type of the device.
+    """
+    file: Mapping[StorageTier, OffloadStore] = {"disk": TempFileStore(folder, name.replace("_", " "))}
+    copies = file if device == "cpu" else {**file, "memory": PinnedMemoryStore()}
+    return OffloadableTensors(name, tensors, copies, frozen=name in _FROZEN)
 
 
 class RebuildableComponent:

@@ -23,6 +23,7 @@ from rollmill.rewards.reward_model import loaded_reward_models
 
 StorageTier = Literal["device", "memory", "disk", "destroyed"]
 GB = 1e9
+ENGINE = "engine"  #: vLLM's process, or all that explorers in other processes hold
 GRADIENTS = "gradients"
 """They exist only during an update, so they count but never move."""
 
@@ -62,6 +63,11 @@ class OffloadPlan:
         moves = [f"{what} in {' and '.join(phases)}" for what, phases in left.items()]
         stays = ", ".join(f"{phase} {size / GB:.3g}" for phase, size in self.sizes.items())
         return f"residency: {'; '.join(moves) or 'everything stays where it is'}; GB by phase: {stays}"
+
+
+def engine_leaves(plan: OffloadPlan, phase: Phase) -> bool:
+    """Returns whether the engine, in one or several processes of its own, is off the device in a phase."""
+    return plan.places[phase].get(ENGINE, "device") != "device"
 
 
 def plan_offload(
@@ -119,12 +125,17 @@ _SHARE = 0.8
 _MASTER = 4  # bytes of an fp32 master weight
 
 
-def estimate_component_sizes(stage: StageConfig, policy: PolicyModel, precision: str) -> dict[str, int]:
+def estimate_component_sizes(
+    stage: StageConfig, policy: PolicyModel, precision: str, explorers: Sequence[StageConfig] | None = None
+) -> dict[str, int]:
     """Bytes of each component of the stage, and of `gradients`, before any is built; 0 for the engine's cache
     (unknown).
+
+    Args:
+        explorers: the stage as each explorer sees it that shares the device from another process; None: there are none.
     """
     model: Any = policy.model
-    needs = component_phases(stage)
+    needs = component_phases(stage, elsewhere=explorers is not None)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = {
         "policy": _weight_bytes(model.parameters()),
@@ -150,11 +161,26 @@ def estimate_component_sizes(stage: StageConfig, policy: PolicyModel, precision:
     if cast := _cast_bytes(model, precision):
         sizes["cast"] = cast
     sizes["cache"] = 0
-    if isinstance(stage.engine, VLLMEngineConfig):
-        width = 2 if precision == "bf16" else 4
-        weights = sum(width * each.numel() for name, each in model.named_parameters() if ".lora_" not in name)
-        sizes["engine"] = weights + int(stage.engine.cache_gb * 2**30)
+    if explorers is not None:
+        sizes["engine"] = sum(_explorer_bytes(each, model, precision, sizes.get("rewards", 0)) for each in explorers)
+    elif isinstance(stage.engine, VLLMEngineConfig):
+        sizes["engine"] = vllm_bytes(stage.engine, model, precision)
     return {name: size for name, size in sizes.items() if name in needs or name == "gradients"}
+
+
+def vllm_bytes(engine: VLLMEngineConfig, model: nn.Module, precision: str) -> int:
+    """Size of vLLM's process: its weights in `precision`, without adapters, and its keys and values."""
+    width = 2 if precision == "bf16" else 4
+    weights = sum(width * each.numel() for name, each in model.named_parameters() if ".lora_" not in name)
+    return weights + int(engine.cache_gb * 2**30)
+
+
+def _explorer_bytes(stage: StageConfig, model: nn.Module, precision: str, rewards: int) -> int:
+    """Size of what an explorer in another process holds: its copy of the weights, its engine, its reward models."""
+    engine = stage.engine
+    if isinstance(engine, VLLMEngineConfig):
+        return vllm_bytes(engine, model, precision) + rewards
+    return _weight_bytes(model.parameters()) + _cast_bytes(model, precision) + rewards
 
 
 def default_memory_budget(device: torch.device) -> float:

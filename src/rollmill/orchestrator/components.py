@@ -27,7 +27,7 @@ from rollmill.trainer import DistributedTrainer, RewardTrainer, Trainer
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.ray_ranks import RayRankLauncher
 from rollmill.trainer.distributed.spec import DomainSpec, TrainerSpec
-from rollmill.trainer.verification import verify_checkpoint
+from rollmill.trainer.parity import require_parity
 from rollmill.types import Task
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def build_trainer(
     teacher = None
     if isinstance(algorithm, Distill) and algorithm.teacher is not None:
         teacher = load_teacher(algorithm.teacher, policy)
-        verify_checkpoint(teacher, algorithm.teacher)
+        require_parity(teacher, algorithm.teacher)
     if config.trainer.ranks > 1:
         crew = RayRankLauncher(context.ranks) if context.ranks else None
         return DistributedTrainer(plan, policy.model, teacher, policy.device, context.run_dir, crew)

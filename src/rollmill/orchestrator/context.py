@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollmill.config.engines import EngineConfig
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.trackers.heartbeat import HeartbeatWriter
 
@@ -27,6 +28,7 @@ class RunContext:
     plugins: Sequence[Path] = ()  #: plugin files that every process imports
     heartbeat: HeartbeatWriter | None = None  #: of this process, while it works on a run
     explorers: ExplorerFleet | None = None  #: in other processes; None: rollouts are made in this one
+    engines: Sequence[EngineConfig | None] | None = None  #: of explorers elsewhere on the device (`engines_on_device`)
     ranks: Sequence[dict[str, Any]] = ()  #: how Ray starts the other ranks; empty: child processes
 
     @property

@@ -18,7 +18,7 @@ from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.manifest import STATE, model_files, verifying
 from rollmill.trackers.metrics_log import read_summary
-from rollmill.trainer.verification import load_verified_policy
+from rollmill.trainer.parity import load_verified_policy
 
 RUN_FILE = "config.yaml"
 _FILES = (".yaml", ".yml")

@@ -27,6 +27,7 @@ from rollmill.orchestrator.metrics import (
     engine_metrics,
     judging_metrics,
     require_rewards,
+    role_metrics,
     seconds_of,
     sum_metrics,
 )
@@ -64,10 +65,10 @@ class TrainingLoop:
         self._away_seconds = OUTAGES.seconds()
 
     async def step(self, before_update: Callable[[], Awaitable[None]] | None = None) -> TrainingStepResult:
-        """Make one training step: collect a batch, learn from it, publish the new weights.
+        """Make one training step: collect a batch, learn from it, publish the new weights if they are due.
 
-        An update that has begun is never cancelled, and nothing is awaited between it and `finish_step`. So an
-        interrupted step either counts as made, with its weights published, or leaves the state as it was.
+        An update that has begun is never cancelled, neither here nor in a thread (`Learner.step_in_thread`), and
+        `finish_step` follows it at once. So an interrupted step either counts as made or leaves the state as it was.
 
         Args:
             before_update: waits for what else needs the weights as they are: an evaluation that shares the engine.
@@ -89,14 +90,14 @@ class TrainingLoop:
         version = stage.version  # of the weights before the update
         if stage.offloader is not None:  # what `collect` has precomputed is not computed again
             await self._precompute(batch)  # in its own phase, before reward models and the engine are offloaded
-        await stage.make_room("train")
+        await stage.offload_other_processes("train")
         await stage.engine.sleep()  # frees its memory, if `engine.sleep` is set; its next request wakes it
         with stage.phase("train"):
             if stage.backend.trains_in_thread:
                 trained = await self._learn_in_thread(batch)
             else:
                 trained = self.learn(batch)
-            metrics: dict[str, Any] = batch_metrics(batch, version) | trained
+            metrics: dict[str, Any] = batch_metrics(batch, version) | role_metrics(batch) | trained
             if stage.config.domains:
                 metrics |= domain_metrics(batch, version)
 
@@ -159,7 +160,7 @@ class TrainingLoop:
 
     async def _precompute(self, batch: list[Experience]) -> None:
         """Make the trainer's passes that need no rewards: reference and old log-probs, values."""
-        await self.stage.make_room("inference")
+        await self.stage.offload_other_processes("inference")
         with self.stage.phase("inference"):
             for _ in self.stage.learner.precompute(batch, self.stage.version):
                 await asyncio.sleep(0)  # rewards and requests go on in between
@@ -167,8 +168,8 @@ class TrainingLoop:
     # -- the update --------------------------------------------------------------------------------------------
 
     def learn(self, batch: list[Experience]) -> dict[str, float]:
-        """Make the optimizer steps, publish the weights (`finish_step`), and return the trainer's metrics."""
-        self.updates = True
+        """Make the optimizer steps, publish the weights if they are due, and return the trainer's metrics."""
+        self.updates = True  # and stays so after an error: the weights may be those of no step
         metrics = self.stage.learner.step(batch, self.stage.version, self._upcoming())
         self.stage.finish_step()
         self.updates = False

@@ -10,7 +10,7 @@ import numpy as np
 from rollmill.errors import RewardError
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.trackers.trace import REWARD, Span, max_queue_depth
-from rollmill.types import Experience, ExperienceSource, StopReason, first_per_rollout, task_domain
+from rollmill.types import ROLE_KEY, Experience, ExperienceSource, StopReason, first_per_rollout, task_domain
 
 REPLAYED = "replayed"  #: key of `info` of replayed completions
 STEPS, SECONDS = "environment/steps", "environment/step_seconds"
@@ -111,6 +111,21 @@ def domain_metrics(experiences: list[Experience], version: int) -> dict[str, flo
         if judged:
             found["reward"] = float(np.mean(judged))
         metrics |= {f"domain/{name}/{key}": value for key, value in found.items()}
+    return metrics
+
+
+def role_metrics(experiences: list[Experience]) -> dict[str, float]:
+    """Mean reward and number of rollouts of each role in a batch, as role/NAME/KEY; nothing without roles."""
+    by_role: dict[str, list[Experience]] = {}
+    for each in experiences:
+        if each.source is ExperienceSource.ROLLOUT and REPLAYED not in each.info and ROLE_KEY in each.info:
+            by_role.setdefault(each.info[ROLE_KEY], []).append(each)
+    metrics: dict[str, float] = {}
+    for name, own in by_role.items():
+        rollouts = first_per_rollout(own)
+        metrics[f"role/{name}/completions"] = len(rollouts)
+        if judged := [each.reward for each in rollouts if each.reward is not None]:
+            metrics[f"role/{name}/reward"] = float(np.mean(judged))
     return metrics
 
 

@@ -2,49 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from rollmill.config.checks.offload import REBUILT_COMPONENTS, component_phases, reward_models, stage_phases
+from rollmill.config.checks.offload import (
+    RANKED_COMPONENTS,
+    REBUILT_COMPONENTS,
+    component_phases,
+    explorers_on_device,
+    reward_models,
+    stage_phases,
+)
+from rollmill.config.engines import EngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel
 from rollmill.offload import (
     ComponentSpec,
-    Offloadable,
-    OffloadableTensors,
     OffloadManager,
     OffloadPlan,
     RebuildableComponent,
+    offload_tensors,
     plan_offload,
 )
 from rollmill.offload.components import ThreadBoundComponent
 from rollmill.offload.manager import CAST, POLICY
 from rollmill.offload.plan import GB, GRADIENTS, StorageTier, default_memory_budget, estimate_component_sizes
-from rollmill.offload.stores import OffloadStore, PinnedMemoryStore, TempFileStore
 from rollmill.rewards.reward_model import loaded_reward_models
 from rollmill.trainer import Trainer
+from rollmill.trainer.distributed.trainer import DistributedTrainer
 
 if TYPE_CHECKING:
     from rollmill.orchestrator.stages import Stage
 
-_FROZEN = ("reference", "teacher", "rewards")
 
-
-def build_offload_plan(stage: StageConfig, policy: PolicyModel, precision: str) -> OffloadPlan:
+def build_offload_plan(
+    stage: StageConfig, policy: PolicyModel, precision: str, engines: Sequence[EngineConfig | None] | None = None
+) -> OffloadPlan:
     """Build the offload plan of a stage whose `residency` is not `none`.
+
+    Args:
+        engines: those of explorers in other processes; see `engines_on_device`.
 
     Raises:
         ConfigError: a phase needs more than the budget.
     """
     chosen, device = stage.residency, policy.device
     assert chosen is not None
-    needs, sizes = component_phases(stage), estimate_component_sizes(stage, policy, precision)
+    explorers = None if engines is None else explorers_on_device(stage, engines)
+    needs = component_phases(stage, elsewhere=explorers is not None)
+    sizes = estimate_component_sizes(stage, policy, precision, explorers)
     out: StorageTier = "memory" if device.type == "cuda" else "disk"
     if precision == "bf16":  # the cast is all that rollouts decode with
         needs["policy"] -= {"rollout"}
+    if stage.trainer.ranks > 1 and device.type == "cpu":  # where ranks share the memory; GPUs are their own
+        sizes |= {name: size * stage.trainer.ranks for name, size in sizes.items() if name in RANKED_COMPONENTS}
     parts = [ComponentSpec(GRADIENTS, sizes[GRADIENTS], frozenset({"train"}), "destroyed", "destroyed")]
     for name, size in sizes.items():
         if name != GRADIENTS:
@@ -61,28 +75,22 @@ def build_offload_plan(stage: StageConfig, policy: PolicyModel, precision: str) 
     return plan
 
 
-def build_offloader(stage: Stage) -> OffloadManager:
-    """Build the offload manager of a stage whose `residency` is not `none`; all components are on the device."""
+def build_offloader(stage: Stage, plan: OffloadPlan) -> OffloadManager:
+    """Build the offload manager of this process; all components are on the device."""
     config, policy, context = stage.config, stage.policy, stage.context
     assert config.residency is not None
-    trainer = cast(Trainer, stage.learner.trainer)  # the only one allowed
-    plan, folder = build_offload_plan(config, policy, context.precision), config.residency.folder or context.run_dir
+    trainer = cast("Trainer | DistributedTrainer", stage.learner.trainer)  # others are refused
+    folder = config.residency.folder or context.run_dir
     known = plan.places[stage_phases(config)[0]]
 
-    def copies(name: str) -> Mapping[StorageTier, OffloadStore]:
-        file: Mapping[StorageTier, OffloadStore] = {"disk": TempFileStore(folder, name.replace("_", " "))}
-        return file if policy.device.type == "cpu" else {**file, "memory": PinnedMemoryStore()}
-
-    components: list[Offloadable] = [
-        OffloadableTensors(name, tensors, copies(name), frozen=name in _FROZEN)
-        for name, tensors in trainer.offloadable_tensors().items()
-        if name in known
-    ]
+    components = [each for each in trainer.offloadable(folder) if each.name in known]
     for scorer in loaded_reward_models(reward_models(config), str(policy.device)):
-        weights = OffloadableTensors("rewards", scorer.model.parameters, copies("rewards"), frozen=True)
+        weights = offload_tensors("rewards", scorer.model.parameters, folder, policy.device.type)
         scorer.wake = partial(weights.move, "device")
         components.append(ThreadBoundComponent(weights, scorer.thread))
-    engine = cast(NativeEngine, stage.engine)  # vLLM has neither cast nor cache, and `Stage.make_room` ends its process
+    engine = cast(
+        NativeEngine, stage.engine
+    )  # others have no cast or cache here, and `Stage.offload_other_processes` frees them
     if "cast" in known:
         components.append(
             RebuildableComponent(

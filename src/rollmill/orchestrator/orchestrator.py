@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.errors import DeadlineError, is_recoverable
+from rollmill.errors import CallbackError, DeadlineError, is_recoverable
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.context import RunContext
@@ -21,6 +21,7 @@ from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.loop import TrainingLoop, TrainingStepResult
 from rollmill.orchestrator.missing_verdicts import MissingVerdicts
 from rollmill.orchestrator.monitor import Monitor
+from rollmill.orchestrator.run_control import RunControl
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState, StageState
 from rollmill.orchestrator.summary import summarise
@@ -50,6 +51,7 @@ class Orchestrator:
         *,
         serving: Serving | None = None,
         interrupts: Interrupts | None = None,
+        control: RunControl | None = None,
     ) -> None:
         self._context = context
         self._config = config
@@ -61,6 +63,7 @@ class Orchestrator:
         self._checkpoints = Checkpoints(context.run_dir)
         self._evaluations = RolloutLog(context.run_dir / EVALUATIONS)
         self._interrupts = interrupts or Interrupts()
+        self._control = control or RunControl(context.run_dir, config.changes)
         self._checkpoint_seconds = 0.0
         self._missing_verdicts = MissingVerdicts()
         self.state = RunState()
@@ -104,6 +107,7 @@ class Orchestrator:
                 for text in stage.describe():
                     self._monitor.message(text)
             self.state.current = stage.state
+            self._control.begin(stage)
             async with nullcontext() if self._serving is None else self._serving(stage):
                 await self._train(config, TrainingLoop(stage))
         except DeadlineError as error:
@@ -126,7 +130,7 @@ class Orchestrator:
                 await self._one_step(config, loop)
                 started = self._clock(config.name, started)
         except Exception as error:
-            if isinstance(error, Interrupted) or (is_recoverable(error) and not loop.updates):
+            if isinstance(error, Interrupted | CallbackError) or (is_recoverable(error) and not loop.updates):
                 self._clock(config.name, started)
                 await self._save_last_step(stage, error)
             raise
@@ -225,6 +229,7 @@ class Orchestrator:
         reach_step(self.state.step)
         for warning in self._missing_verdicts.check(config, result.experiences):
             self._monitor.message(warning)
+        self._control.after_step(metrics, result.experiences)
         every = stage.state.step % self._config.checkpoint.every == 0
         if not last and not stage.state.stopped and (every or self._is_best()):
             await self._timed_checkpoint(stage)
@@ -257,6 +262,7 @@ class Orchestrator:
             self.state.best_value, self.state.best_step = value, step
         if config.early_stop is not None:
             stage.state.consider_stopping(config.early_stop, metrics[config.early_stop.metric])
+        self._control.evaluated({"step": step, "stage": config.name, **metrics})
 
     def _clock(self, stage: str, since: float) -> float:
         now = time.perf_counter()
@@ -276,6 +282,7 @@ class Orchestrator:
         model, tokenizer, machine = self._policy.model, self._policy.tokenizer, self._context.machine
         self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, machine, stage.export)
         self._prune()
+        self._control.checkpointed(self._checkpoints.path(self.state.step))
 
     def _prune(self) -> None:
         """Remove checkpoints that are not kept; a run killed between writing and pruning does it when resumed."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """Admits rollouts (AReaL, arXiv:2505.24298), by floor(submitted / batch) <= version + max_staleness.
+    """Admits rollouts (AReaL, arXiv:2505.24298), by floor(submitted / batch) <= version + steps_ahead.
 
     Groups count as submitted if they have a place in a step: those that were trained on or may still be. Groups that
     the pipeline dropped do not count; groups that other processes put into the buffer do.
     """
 
     batch: int  #: groups per training step
-    max_staleness: int
+    steps_ahead: int  #: `max_staleness`, less the steps that publish no weights (`StageConfig.steps_ahead`)
     steps: int  #: training steps of the stage
 
     def step_of(self, done: int, ahead: int) -> int:
@@ -28,4 +28,4 @@ class Pacing:
 
     def may_start(self, done: int, ahead: int) -> bool:
         """True if one more group may start now."""
-        return self.step_of(done, ahead) < min(done + self.max_staleness + 1, self.steps)
+        return self.step_of(done, ahead) < min(done + self.steps_ahead + 1, self.steps)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from rollmill.config.offload import Phase
 from rollmill.offload import OffloadManager
+from rollmill.offload.plan import ENGINE
 from rollmill.trackers.trace import ON_DEVICE, Trace
 
 MOVE = "move"
@@ -26,6 +27,7 @@ class PhaseTrace(Trace):
         super().__init__()
         self._says = says
         self.offloader: OffloadManager | None = None
+        self.explorers: Callable[[], dict[str, int]] = dict  #: what explorers elsewhere hold, in bytes by name
 
     @contextmanager
     def enter_phase(self, kind: str, waits_for: str = "") -> Iterator[None]:
@@ -38,7 +40,10 @@ class PhaseTrace(Trace):
             yield
         if self.offloader is not None and kind in _PHASES:
             ended = time.perf_counter()
-            for name, size in self.offloader.residents(_PHASES[kind]).items():
+            residents, explorers = self.offloader.residents(_PHASES[kind]), self.explorers()
+            if explorers:
+                residents.pop(ENGINE, None)  # the estimate for all of them
+            for name, size in (residents | explorers).items():
                 self.add(f"{ON_DEVICE}{kind}/{name}", began, began, ended, size)
 
     def enter(self, phase: Phase) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from rollmill.config.algorithms.preferences import RewardModel
 from rollmill.config.checks.conflicts import require_workflows
+from rollmill.config.checks.offload import engines_on_device
 from rollmill.config.describe import evaluation_key
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
@@ -41,7 +42,7 @@ from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
 from rollmill.trainer import choose_precision, choose_threads
-from rollmill.trainer.verification import load_verified_policy
+from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task
 
 NO_TASKS = Taskset("none", [], [])
@@ -80,6 +81,7 @@ class RunSetup:
             self.threads,
             buffers,
             config.plugins,
+            engines=engines_on_device(config),
         )
 
     def describe(self, run_dir: Path) -> str:
@@ -135,9 +137,10 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     if joined and config.threads != "auto":
         machine["threads"] = config.threads
     torch.set_num_threads(machine["threads"])
+    engines = engines_on_device(config)
     for stage in loaded.stages:
-        if stage.residency is not None:
-            build_offload_plan(stage, policy, machine["precision"])  # a plan that does not fit fails here
+        if stage.residency is not None and not joined:
+            build_offload_plan(stage, policy, machine["precision"], engines)  # a plan that does not fit fails here
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return RunSetup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)

@@ -17,7 +17,8 @@ from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import DeadlineError
 from rollmill.models.load import PolicyModel
-from rollmill.offload import OffloadManager
+from rollmill.offload import OffloadManager, OffloadPlan
+from rollmill.offload.plan import engine_leaves
 from rollmill.orchestrator.batches import BatchSource
 from rollmill.orchestrator.components import build_rollouts, build_stage_rewards
 from rollmill.orchestrator.context import RunContext
@@ -26,7 +27,7 @@ from rollmill.orchestrator.evaluation import EvaluationResult, Evaluator
 from rollmill.orchestrator.experts import build_expert_pool
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.learner import Learner
-from rollmill.orchestrator.offload import build_offloader
+from rollmill.orchestrator.offload import build_offload_plan, build_offloader
 from rollmill.orchestrator.phases import MOVE, PhaseTrace
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
@@ -35,7 +36,6 @@ from rollmill.remote.rollout_backend import RemoteRollouts
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
 
-ENGINE = "engine"  #: component of an offload plan: vLLM's process
 FROZEN, DRAFTS = "frozen", "drafts"
 """Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
 _ACTIVITIES = {
@@ -65,6 +65,18 @@ class RolloutBackend(Protocol):
     @property
     def tokens_generated(self) -> int:
         """Tokens generated since the stage began."""
+        ...
+
+    async def offload(self) -> None:
+        """Free what rollouts need, as far as it is in other processes; the next rollout brings it back.
+
+        Raises:
+            DeadlineError: an explorer takes too long.
+            OffloadError: an explorer has no room for it elsewhere.
+        """
+
+    def residents(self) -> dict[str, int]:
+        """Return the bytes of components on devices of explorers in other processes, as far as they are known."""
         ...
 
     def publish(self, version: int) -> None:
@@ -113,6 +125,14 @@ class LocalRollouts:
     def tokens_generated(self) -> int:
         """See RolloutBackend."""
         return self.engine.tokens_generated
+
+    async def offload(self) -> None:
+        """See RolloutBackend: ends vLLM's process."""
+        await self.engine.sleep(destroy=True)
+
+    def residents(self) -> dict[str, int]:
+        """See RolloutBackend: there are no such explorers."""
+        return {}
 
     def publish(self, version: int) -> None:
         """See RolloutBackend."""
@@ -194,13 +214,17 @@ class Stage:
             seed=self.seed,
             kept_versions=config.max_staleness if late else 0,
         )
+        self.offload_plan: OffloadPlan | None = None
+        if config.residency is not None:
+            engines = None if context.explorers is None else context.engines
+            self.offload_plan = build_offload_plan(config, policy, context.precision, engines)
         self.backend = self._choose_backend()
         self._published = first_version
         self.backend.publish(first_version)
         self.offloader: OffloadManager | None = None
-        if config.residency is not None:
-            self.offloader = build_offloader(self)
-        self.trace.offloader = self.offloader
+        if self.offload_plan is not None:
+            self.offloader = build_offloader(self, self.offload_plan)
+        self.trace.offloader, self.trace.explorers = self.offloader, self.backend.residents
         self.store = context.buffers.of_stage(config)
         self.experts = None
         if config.algorithm.uses_examples:
@@ -271,12 +295,13 @@ class Stage:
             self.batches.mark_trained(self.version)
         self._mark_boundary()
 
-    async def make_room(self, phase: Phase) -> None:
-        """Wait until an engine in a process of its own has ended, if the offload plan says so for this phase."""
-        if self.offloader is None or self.offloader.plan.places[phase].get(ENGINE, "device") == "device":
+    async def offload_other_processes(self, phase: Phase) -> None:
+        """Wait until an engine in a process of its own has ended, or explorers in other processes have freed what they
+        hold, if the offload plan says so for this phase."""
+        if self.offload_plan is None or not engine_leaves(self.offload_plan, phase):
             return
         began = time.perf_counter()
-        await self.engine.sleep(destroy=True)
+        await self.backend.offload()
         self.trace.add(MOVE, began, began, time.perf_counter())
 
     def publish(self) -> None:

@@ -29,7 +29,7 @@ from rollmill.rewards.judges.generative import DifficultyJudge
 from rollmill.rewards.resources import RewardResources
 from rollmill.seeds import derive_seed
 from rollmill.trainer import choose_precision
-from rollmill.trainer.verification import load_verified_policy
+from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task, first_per_rollout
 from rollmill.waiting import patient_timeout
 

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 from rollmill.config.placement import ExplorerSpec
-from rollmill.remote.stage_worker import RolloutReply, RolloutRequest, StageWorker, WorkerSetup
+from rollmill.remote.stage_worker import OffloadReply, RolloutReply, RolloutRequest, StageWorker, WorkerSetup
 from rollmill.remote.worker_pool import WorkerNotReadyError
 from rollmill.trackers.heartbeat import HeartbeatWriter
 from rollmill.waiting import OUTAGES, Outage, OutageLog
 
 _IDLE = "nothing", "the trainer"
+_AWAY = "hold nothing", "the trainer"
+"""Activity while another phase has the device (section `residency`)."""
 
 
 class ExplorerWorker:
@@ -52,12 +54,19 @@ class ExplorerWorker:
         async with self._lock:
             await self._leave()
             self._heartbeat.set_activity("begin a stage")
-            self._stage, self._use = self._build_stage(self._localize(setup), self._kind), use
-            self._heartbeat.set_activity(*_IDLE)
+            stage = self._build_stage(self._localize(setup), self._kind)
+            if setup.starts_away:
+                try:
+                    await stage.offload()
+                except BaseException:
+                    await stage.close()
+                    raise
+            self._stage, self._use = stage, use
+            self._heartbeat.set_activity(*(_AWAY if setup.starts_away else _IDLE))
 
     async def update(self, use: str, version: int) -> None:
         """Update to weights of this version."""
-        if use == self._use and self._stage is not None:
+        if use == self._use and self._stage is not None and not self._stage.is_away:
             await self._stage.update(version)
             self._report(version)
 
@@ -80,6 +89,17 @@ class ExplorerWorker:
         finally:
             self._running.discard(task)
             self._report()
+
+    async def offload(self, use: str) -> OffloadReply:
+        """Free the device until the next rollout, once those that are running have ended. Raises like `rollout`, and
+        OffloadError if there is no room elsewhere."""
+        if use != self._use or self._stage is None:
+            raise WorkerNotReadyError(use)
+        while self._running:  # dropped ones
+            await asyncio.wait(self._running)
+        reply = await self._stage.offload()
+        self._heartbeat.set_activity(*_AWAY)
+        return reply
 
     async def tokens_generated(self, use: str) -> int:
         """Return the tokens generated since the stage began. Raises like `rollout`."""

@@ -40,7 +40,7 @@ _KEY_BYTES = 32
 class JoinedExplorers:
     """Listens for explorers; an ExplorerFleet whose workers the user launches."""
 
-    display_name, transport = "explorers", WeightTransport("folder")
+    display_name, transport, folder = "explorers", WeightTransport("folder"), Path()
 
     def __init__(self, run_dir: Path, run_id: str, silent_s: float = math.inf) -> None:
         self._run_dir, self._run_id = run_dir, run_id

@@ -74,6 +74,7 @@ class RayExplorers:
         self.pool = WorkerPool(
             EXPLORER, handles, health_s=health, replacements=replacements, silent_s=silent_s, run_dir=run_dir
         )
+        self.folder = run_dir.absolute()
         folder = str(Path(placement.weights_folder or run_dir / WEIGHTS).absolute())
         engines = [kind.engine for kind in placement.explorers]
         self.transport = WeightTransport(placement.weights, folder, host_address(), placement.nccl, engines)

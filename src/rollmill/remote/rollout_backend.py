@@ -21,6 +21,7 @@ from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import DeadlineError, RollmillError
 from rollmill.models.load import PolicyModel
+from rollmill.offload.plan import engine_leaves
 from rollmill.orchestrator.components import build_rollouts
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_native_engine, shared_checksum
@@ -46,6 +47,8 @@ _KEEP_S = 1.0
 _COUNT_S = 0.1
 """Pause between two questions of how many tokens count towards a budget."""
 _ANSWER_S = 2.0
+_OFFLOAD_S = 300.0
+"""Limit for an explorer to free its device: the end of vLLM's process, or files of its weights."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class ExplorerFleet(Protocol):
 
     pool: WorkerPool
     transport: WeightTransport
+    folder: Path  #: of an explorer's files; relative to the run directory where hosts may see that by another path
 
     @property
     def location(self) -> str:
@@ -101,6 +105,7 @@ class RemoteRollouts:
         self._last_part = -1
         self._metrics: list[dict[str, float]] = []
         self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and its start, dead ones included
+        self._residents: dict[str, dict[str, int]] = {}  # by explorer
         self._name = uuid.uuid4().hex  # of this use of the explorers: earlier requests are dropped
         self.engine, place, self._sender = self._open(stage)
         examples = [task for task in stage.tasks.training.tasks if task.response is not None]
@@ -114,6 +119,8 @@ class RemoteRollouts:
                 examples,
                 fleet.transport.kind,
                 place,
+                (config.residency and config.residency.folder) or fleet.folder,
+                starts_away=stage.offload_plan is not None and engine_leaves(stage.offload_plan, "train"),
             )
         )
         self._started: asyncio.Task[None] | None = None
@@ -190,8 +197,24 @@ class RemoteRollouts:
         count_progress(Progress.TOKENS)
         self._count_tokens(name, reply.tokens)
         self._metrics += reply.metrics
+        self._residents[name[0]] = reply.residents
         self._counters[name] = reply.counters
         return reply
+
+    async def offload(self) -> None:
+        """See RolloutBackend: every explorer frees its device until its next rollout. One that is lost meanwhile
+        begins again without holding anything."""
+        advice = "Is its disk very slow, or is it stopped? residency.engine: device leaves explorers as they are."
+        found = await self._pool.order("offload", self._name, timeout_s=_OFFLOAD_S, advice=advice)
+        for name, reply in found.items():
+            self._residents[name] = reply.residents
+            self._metrics.append(reply.metrics)
+
+    def residents(self) -> dict[str, int]:
+        """See RolloutBackend."""
+        names = [each.name for each in self._pool.workers]
+        held = {name: self._residents.get(name, {}) for name in names}
+        return {f"{name} {component}": size for name, sizes in held.items() for component, size in sizes.items()}
 
     async def _keep_weights(self) -> None:
         """Publish the weights again if somebody removes their folder: explorers may still need them."""

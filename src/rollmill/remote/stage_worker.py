@@ -24,6 +24,7 @@ from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.registry import import_file
+from rollmill.remote.explorer_memory import ExplorerMemory
 from rollmill.rollout import Explorer
 from rollmill.trackers.trace import Span, Trace
 from rollmill.types import Experience, StopReason, Task
@@ -51,6 +52,8 @@ class WorkerSetup:
     tasks: list[Task]  #: candidates for worked examples
     transport: str  #: of the weights: memory, folder or broadcast
     weights_address: str  #: path of the weights, or the address of the sender
+    folder: Path = Path()  #: of what leaves a CPU's memory
+    starts_away: bool = False  #: another phase than the rollouts may be under way, in which explorers hold nothing
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,15 @@ class RolloutReply:
     metrics: list[dict[str, float]] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)  #: counts of rewards since the start of the process
     counts: dict[str, float] = field(default_factory=dict)  #: counts of rollouts by a workflow
+    residents: dict[str, int] = field(default_factory=dict)  #: bytes of what the process holds, by component
+
+
+@dataclass(frozen=True)
+class OffloadReply:
+    """Bytes that a process still holds after it has freed its device, and its moves since its last reply."""
+
+    residents: dict[str, int]
+    metrics: dict[str, float]
 
 
 class StageWorker:
@@ -94,7 +106,7 @@ class StageWorker:
         for plugin in setup.plugins:
             import_file(plugin)
         assert setup.policy is not None
-        self._setup, self._policy = setup, setup.policy
+        self._setup, self._policy, device = setup, setup.policy, setup.policy.device
         stage = self._stage_of(setup.stage_json)
         self._reads_itself = engine_reads_weights(stage, setup.transport, self._policy)
         place = Path(setup.weights_address) if self._reads_itself else None
@@ -115,6 +127,31 @@ class StageWorker:
         self._parts: set[int] = set()  # running requests that may be interrupted
         self._interrupted = -1  # the last of them that is
         self._made[""] = self._make(setup.stage_json)
+        self._memory: ExplorerMemory | None = None
+        if stage.residency is not None:
+            self._memory = ExplorerMemory(
+                stage,
+                self._policy.model,
+                self._engine,
+                has_weights=not self._reads_itself,
+                device=device,
+                precision=setup.precision,
+                folder=setup.folder,
+            )
+
+    async def offload(self) -> OffloadReply:
+        """Free the device until the next rollout; there is no rollout now. Raises OffloadError if there is no room."""
+        if self._memory is None:
+            return OffloadReply({}, {})
+        if self._updating is not None:
+            await asyncio.wait([self._updating])
+        await self._memory.offload()
+        return OffloadReply(self._memory.residents(), self._memory.metrics())
+
+    @property
+    def is_away(self) -> bool:
+        """True while the device belongs to others."""
+        return self._memory is not None and self._memory.is_away
 
     async def update(self, version: int) -> None:
         """Update to weights of at least this version; running rollouts continue with them."""
@@ -125,19 +162,22 @@ class StageWorker:
 
     async def rollout(self, request: RolloutRequest) -> RolloutReply:
         """Roll out a group and compute its rewards. Raises like Explorer.rollout, WeightSyncError and DeadlineError."""
+        if self._memory is not None:
+            await self._memory.restore()
         await self.update(request.version)
         if request.stage not in self._made:
             self._made[request.stage] = self._make(request.stage)
         explorer = self._made[request.stage]
         experiences = await self._generate(explorer, request)
-        offset = time.time() - time.perf_counter()
+        offset, memory = time.time() - time.perf_counter(), self._memory
         return RolloutReply(
             experiences,
             shift_spans(self._trace.take(), offset),
             self.tokens_generated,
-            [each.metrics() for each in self._explorers],
+            [each.metrics() for each in self._explorers] + ([] if memory is None else [memory.metrics()]),
             sum_metrics([each.counters() for each in self._rewards]),
             explorer.take_counts(),
+            {} if memory is None else memory.residents(),
         )
 
     @property
@@ -178,6 +218,8 @@ class StageWorker:
         for rewards in self._rewards:
             rewards.close()
         self._receiver.close()
+        if self._memory is not None:
+            self._memory.close()
 
     async def _update(self, version: int) -> None:
         if isinstance(self._receiver, FolderReceiver):

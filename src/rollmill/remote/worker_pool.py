@@ -224,6 +224,23 @@ class WorkerPool:
             call.cancel()
         return found
 
+    async def order(self, method: str, *arguments: Any, timeout_s: float, advice: str) -> dict[str, Any]:
+        """Call a method on all workers that have begun, and wait for them; returns the results by name, without those
+        of workers that are lost. Raises what the method raised, and DeadlineError if one takes too long."""
+
+        async def one(worker: PooledWorker, life: int) -> Any:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await _call(worker, method, *arguments)
+            except TimeoutError:
+                raise DeadlineError("the trainer", f"{worker.name} ({method})", timeout_s, advice) from None
+            except WorkerLostError as lost:
+                self._lose(worker, life, str(lost))
+
+        workers = [each for each in self.workers if each.ready]
+        results = await asyncio.gather(*(one(each, each.life) for each in workers))
+        return {each.name: result for each, result in zip(workers, results, strict=True) if result is not None}
+
     def notify(self, method: str, *arguments: Any) -> None:
         """Call a method on all workers that have begun, and ignore the results."""
         for worker in self.workers:

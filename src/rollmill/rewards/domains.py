@@ -35,6 +35,12 @@ class DomainRewards(RewardManager):
             total.update(manager.counters())
         return dict(total)
 
+    def set_weight(self, name: str, weight: float, from_version: int) -> None:
+        """See RewardManager: in every domain that has the reward. Raises ConfigError if none has it."""
+        found = [manager for manager in self.domains.values() if name in manager.weights]
+        for manager in found or self.domains.values():
+            manager.set_weight(name, weight, from_version)
+
     async def score(self, task: Task, completion: Completion, *, group_follows: bool = False) -> RewardResult:
         """See RewardManager. Raises RewardError also if the task belongs to no domain."""
         return await self._of(task).score(task, completion, group_follows=group_follows)

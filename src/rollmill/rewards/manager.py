@@ -74,11 +74,27 @@ class RewardManager:
         self._single = [part for part in single if part.config.gate is None]
         self._groupwise = [part for part in parts if part.groupwise]
         self._judging, self._resources = judging, resources
+        self._changes: list[tuple[int, str, float]] = []  # version, reward, weight
 
     @property
     def weights(self) -> dict[str, float]:
-        """Reward name -> factor in the sum."""
+        """Reward name -> factor in the sum, as in the run file."""
         return {name: part.config.weight for name, part in self._parts.items()}
+
+    def set_weight(self, name: str, weight: float, from_version: int) -> None:
+        """Change the factor of a reward for completions whose newest token is of that version of the policy or of a
+        later one, whenever they are scored; so the result does not depend on timing.
+
+        Raises ConfigError naming the rewards if there is no such one.
+        """
+        if name not in self._parts:
+            known = ", ".join(f"`{each}`" for each in self._parts) or "none"
+            raise ConfigError(f"no reward `{name}`; there are {known}")
+        self._changes.append((from_version, name, weight))
+
+    def _weight(self, name: str, version: int) -> float:
+        changed = [weight for since, of, weight in self._changes if of == name and since <= version]
+        return changed[-1] if changed else self._parts[name].config.weight
 
     @property
     def groupwise(self) -> bool:
@@ -219,8 +235,8 @@ class RewardManager:
             parts |= values
             outcomes[name] = score.outcome if applied or score.outcome != OK else NOT_APPLICABLE
             config = self._parts[name].config
-            if applied and _policy_version(completion) >= config.after_steps:
-                counted.append(config.weight * sum(applied))
+            if applied and (version := _policy_version(completion)) >= config.after_steps:
+                counted.append(self._weight(name, version) * sum(applied))
         spans = {name: span for name, (_, span) in scores.items()}
         details = {f"{name}/{key}": value for name, (each, _) in scores.items() for key, value in each.details.items()}
         if failed_gate is not None:

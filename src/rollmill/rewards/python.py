@@ -21,6 +21,7 @@ from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.values import validate_result
 from rollmill.types import Completion, Task
+from rollmill.user_code import STORED
 
 RewardFunction = Callable[..., Any]
 
@@ -60,13 +61,14 @@ def load_reward_function(config: PythonReward) -> RewardFunction:
 
 
 def function_source(name: str, function: RewardFunction) -> str | None:
-    """Return the import path of a function for another process: FILE.py:NAME or package.module:NAME, or None.
+    """Return the import path of a function for another process: FILE.py:NAME, FILE.pkl:NAME or package.module:NAME, or
+    None.
 
     `name` is its name in the run file. A function registered by name is looked up in its module.
     """
     source, _, attribute = name.rpartition(":")
     if source:
-        return f"{Path(source).absolute()}:{attribute}" if source.endswith(".py") else name
+        return f"{Path(source).absolute()}:{attribute}" if source.endswith((".py", STORED)) else name
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if file is None or function.__module__ == "__main__" or getattr(module, function.__name__, None) is not function:

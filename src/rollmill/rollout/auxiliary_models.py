@@ -24,7 +24,7 @@ from rollmill.rollout.chat import ChatMessage, ChatRenderer
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.workflow import ResourceFactory, Rollout
 from rollmill.seeds import derive_seed
-from rollmill.trainer.verification import load_verified_policy
+from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Completion, StopReason
 
 if TYPE_CHECKING:

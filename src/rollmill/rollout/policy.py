@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +40,9 @@ class Reply:
         return [*self.completion.prompt_ids.tolist(), *self.completion.token_ids.tolist()]
 
 
+_ROLES = 0x401E  # keeps the random numbers of roles apart from those of the policy's own calls
+
+
 class Policy:
     """A model within one rollout. Concurrent calls are allowed.
 
@@ -47,6 +51,7 @@ class Policy:
         seed: seed of all calls, together with their number.
         recorder: records every call; None: the model is not trained.
         index: index of the rollout in its group.
+        in_role: name of the role whose calls these are, see `role`.
     """
 
     def __init__(
@@ -60,12 +65,42 @@ class Policy:
         recorder: Recorder | None = None,
         trace: Trace | None = None,
         index: int = 0,
+        in_role: str | None = None,
     ) -> None:
         self.sampling, self.name, self.seed, self.tokenizer = sampling, name, seed, chat.tokenizer
         self._engine, self._chat = engine, chat
         self._recorder, self._trace, self._index = recorder, trace, index
         self._replies: list[RecordedReply] = []
         self._num_calls = 0
+        self._role, self._roles = in_role, dict[str, Policy]()
+
+    def role(self, name: str) -> Policy:
+        """Return the same model in a role, such as proposer or solver; the same object for the same name.
+
+        Its calls become experiences of their own, with the role in `info`: advantages compare them with those of the
+        same role in the group, and never with another role's. Give each role its reward with `reward`; a role without
+        one gets the workflow's.
+
+        Raises ValueError: the name is empty, this policy is a role already, or the rollout has steps (`step`).
+        """
+        if not name or self._role is not None:
+            inside = f" within the role `{self._role}`" if self._role else ""
+            raise ValueError(f"policy.role({name!r}){inside}: call it on the workflow's policy, with a name")
+        if self._recorder is not None and self._recorder.steps:
+            raise ValueError(f"policy.role({name!r}): a rollout has roles or steps (policy.step), not both")
+        if name not in self._roles:
+            self._roles[name] = Policy(
+                self._engine,
+                self._chat,
+                self.sampling,
+                seed=derive_seed(self.seed, _ROLES, zlib.crc32(name.encode())),
+                name=f"{self.name}, role {name}",
+                recorder=self._recorder,
+                trace=self._trace,
+                index=self._index,
+                in_role=name,
+            )
+        return self._roles[name]
 
     async def chat(
         self,
@@ -172,8 +207,10 @@ class Policy:
             reward: of the step; the rollout's reward is the sum over the steps and the workflow's result.
             anchor: the state in which the step was taken; GiGPO compares steps with the same one.
 
-        Raises ValueError: the reward is not finite.
+        Raises ValueError: the reward is not finite, or the rollout has roles (`role`).
         """
+        if self._role is not None or self._roles:
+            raise ValueError("policy.step: a rollout has roles (policy.role) or steps, not both; use policy.reward")
         if self._recorder is not None:
             self._recorder.end_step(None if reward is None else _finite(reward, "policy.step"), anchor)
 
@@ -190,7 +227,8 @@ class Policy:
         greedy = sampling.temperature == 0 < self.sampling.temperature
         for completion in found:
             if self._recorder is not None:
-                self._recorder.add(completion, text, sampling.temperature, learned=learn and not greedy)
+                heat, learned = sampling.temperature, learn and not greedy
+                self._recorder.add(completion, text, heat, learned=learned, role=self._role)
             if self._trace is not None:
                 self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
         return found

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from rollmill.progress import Progress, count_progress
-from rollmill.types import Completion, Experience, IntArray, RoutingArray, StopReason, Turn
+from rollmill.types import ROLE_KEY, Completion, Experience, IntArray, RoutingArray, StopReason, Turn
 
 DecodeTokens = Callable[[Sequence[int]], str]
 
@@ -31,6 +31,7 @@ class RecordedCall:
     temperature: float
     learned: bool  #: counts in the loss
     step: int  #: number of the step, for rewards by step
+    role: str | None = None  #: role in which the policy made it
     reward: float | None = None  #: reward of branches through it, instead of the rollout's
     token_ids: IntArray = field(init=False)  #: prompt and completion
 
@@ -54,10 +55,18 @@ class Recorder:
         self.steps: list[RecordedStep] = []
         self.numbers: dict[str, float] = {}  #: numbers to log
 
-    def add(self, completion: Completion, prompt: str, temperature: float, *, learned: bool = True) -> RecordedCall:
+    def add(
+        self,
+        completion: Completion,
+        prompt: str,
+        temperature: float,
+        *,
+        learned: bool = True,
+        role: str | None = None,
+    ) -> RecordedCall:
         """Record a completion."""
         count_progress(Progress.TOKENS)
-        call = RecordedCall(completion, prompt, temperature or 1.0, learned, len(self.steps))
+        call = RecordedCall(completion, prompt, temperature or 1.0, learned, len(self.steps), role)
         self.calls.append(call)
         return call
 
@@ -67,6 +76,8 @@ class Recorder:
 
     def experiences(self, *, id: str, task_id: str, group: str, decode: DecodeTokens) -> list[Experience]:
         """Build one experience per path of the tree, in the order of their last calls; none without calls.
+
+        The experiences of each role are an episode of their own.
 
         Args:
             id: id of the rollout and its first experience, and prefix of the others' ids.
@@ -91,7 +102,9 @@ class Recorder:
         if len(made) > 1 or self.steps:
             for number, experience in enumerate(made):
                 alone = experience.reward is not None
-                experience.info |= {"episode": f"{id}.{number}" if alone else id, "branch": number}
+                role = experience.info.get(ROLE_KEY)
+                shared = id if role is None else f"{id}@{role}"
+                experience.info |= {"episode": f"{id}.{number}" if alone else shared, "branch": number}
         self._set_step_info(made, steps)
         return made
 
@@ -127,9 +140,9 @@ class Recorder:
 
     @staticmethod
     def _goes_on(call: RecordedCall, earlier: RecordedCall) -> bool:
-        """True if both can be one sequence: same temperature, same step, and a matching prefix."""
+        """True if both can be one sequence: same temperature, step and role, and a matching prefix."""
         before, prompt = earlier.token_ids, call.completion.prompt_ids
-        if call.step != earlier.step or call.temperature != earlier.temperature:
+        if (call.step, call.role) != (earlier.step, earlier.role) or call.temperature != earlier.temperature:
             return False
         return bool(np.array_equal(prompt[: len(before)], before))
 
@@ -168,7 +181,7 @@ class Recorder:
             response=last.completion.text,
             reward=next((call.reward for call in reversed(calls) if call.reward is not None), None),
             timings=_timings([call.completion for call in calls]),
-            info={REPETITION_KEY: True} if repeated else {},
+            info=({REPETITION_KEY: True} if repeated else {}) | ({} if last.role is None else {ROLE_KEY: last.role}),
             routing=_routing([call.completion for call in calls]),
         )
 

@@ -19,7 +19,7 @@ from rollmill.rollout.recorder import REPETITION_KEY, Recorder
 from rollmill.rollout.workflow import Rollout, RolloutResult, Workflow
 from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import REWARD, Trace
-from rollmill.types import Experience, Task
+from rollmill.types import ROLE_KEY, Experience, Task
 from rollmill.waiting import patient_timeout
 
 FAILURE_TIMEOUT, FAILURE_ENVIRONMENT, FAILURE_CONTEXT, FAILURE_WORKFLOW = "late", "environment", "context", "workflow"
@@ -243,8 +243,12 @@ class WorkflowRunner:
             trace_reward_result(self._trace, outcome.judgement)
             for experience in shared:
                 assign_reward(experience, outcome.judgement)
-        _reward(shared, rollout.recorder, outcome, forked=len(experiences) > 1)
-        for branches in (shared, *([each] for each in alone)):
+        by_role: dict[object, list[Experience]] = {}
+        for experience in shared:
+            by_role.setdefault(experience.info.get(ROLE_KEY), []).append(experience)
+        for branches in by_role.values():
+            _reward(branches, rollout.recorder, outcome, forked=len(experiences) > 1)
+        for branches in (*by_role.values(), *([each] for each in alone)):
             apply_repetition_penalty(branches, rollout.sampling, any(REPETITION_KEY in each.info for each in branches))
         return experiences
 

@@ -77,6 +77,7 @@ class SimulatedStageWorker(StageWorker):
         self._publisher = InPlacePublisher(self._engine)
         self._version, self._updating, self._interrupted = -1, None, -1
         self._parts: set[int] = set()
+        self._memory = None
         self._trace, self._explorers = Trace(), []
         rewards: Any = SimulatedRewards(site.judges, process.outages)
         self._rewards = [rewards]
@@ -234,6 +235,7 @@ class RayLikeFleet:
     """Nodes that are called as Ray's actors; an ExplorerFleet of one trainer process."""
 
     location, display_name, transport = "simulated explorers", "explorers", WeightTransport("folder")
+    folder = Path()
 
     def __init__(
         self, nodes: list[SimulatedNode], trainer: SimulatedProcess, *, health_s: float, replacements: int

@@ -135,6 +135,7 @@ class SimulatedStage(Stage):
         self.index, self.first_version, self.seed = 0, 0, derive_seed(spec.seed, 0)
         self.state = StageState()
         self.trace = PhaseTrace(self._report)
+        self.offload_plan = None
         rewards: Any = SimulatedRewards(site.judges, process.outages)
         self.rewards = rewards
         self.trainer = SimulatedTrainer(policy, process, site.costs, ranks=spec.ranks, seed=spec.seed)

@@ -91,7 +91,7 @@ class Critic:
         return build_optimizer(self.model, self._config)
 
     def offloadable_tensors(self) -> dict[str, TensorGetter]:
-        """See `Trainer.offloadable_tensors`."""
+        """Returns the tensors of components; see `Trainer.offloadable`."""
         return {"critic": self.model.parameters, "critic_optimizer": partial(optimizer_tensors, self._optimizer)}
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from rollmill.algorithms.recipe import AdvantageInputs, LossInputs, LossTerm, Ma
 from rollmill.algorithms.token_advantages import reward_at_last_token
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.kto_baseline import KTOBaselineBatch
-from rollmill.types import Experience, ExperienceSource, task_domain
+from rollmill.types import ROLE_KEY, Experience, ExperienceSource, task_domain
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,10 @@ def _reward_inputs(experiences: list[Experience], rewards: Tensor, lengths: Tens
     parts = dict.fromkeys(name for e in experiences for name in e.reward_parts)
     return AdvantageInputs(
         rewards=rewards,
-        groups=number([e.group for e in experiences]),
+        groups=number([(e.group, e.info.get(ROLE_KEY)) for e in experiences]),
         lengths=lengths.cpu(),
         episodes=number([e.info.get("episode", (i,)) for i, e in enumerate(experiences)]),
-        anchors=number([e.info.get("anchor", (e.group,)) for e in experiences]),
+        anchors=number([e.info.get("anchor", (e.group, e.info.get(ROLE_KEY))) for e in experiences]),
         greedy_rewards=column([e.info.get("greedy_reward") for e in experiences]),
         step_rewards=column([e.info.get("step_reward", e.reward) for e in experiences]),
         parts={name: column([e.reward_parts.get(name) for e in experiences]) for name in parts},

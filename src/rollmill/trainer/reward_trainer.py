@@ -106,6 +106,10 @@ class RewardTrainer:
         """No-op: pairs need no passes before they are learned from."""
         return iter(())
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Changes the peak learning rate from the next step on; its schedule goes on. A checkpoint does not hold it."""
+        self.config = self.config.model_copy(update={"lr": lr})
+
     def probes(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:

@@ -16,6 +16,7 @@ from rollmill.config.trainer import TrainerConfig
 from rollmill.models.load import PolicyModel
 from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.models.routing import routing_shape
+from rollmill.offload import Offloadable, offload_tensors
 from rollmill.trainer.coefficients import LossCoefficients
 from rollmill.trainer.critic import Critic, ValueModel, value_metrics
 from rollmill.trainer.distributed.fsdp import apply_fsdp, gather_state_dict
@@ -135,6 +136,10 @@ class Trainer:
         self._refresh_reference()
         return self._inference.precompute(experiences, version, self.device)
 
+    def set_learning_rate(self, lr: float) -> None:
+        """Changes the peak learning rate from the next step on; its schedule goes on. A checkpoint does not hold it."""
+        self.config = self.config.model_copy(update={"lr": lr})
+
     def probes(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
@@ -212,8 +217,12 @@ class Trainer:
         counts = {"tokens": float(len(table.target)), "updates": updates - skipped, "skipped": skipped}
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
 
-    def offloadable_tensors(self) -> dict[str, TensorGetter]:
-        """Returns the tensors held in memory between steps, by component name of the key `residency`."""
+    def offloadable(self, folder: Path) -> list[Offloadable]:
+        """Returns the components that are held in memory between steps, by the names of the key `residency`.
+
+        Args:
+            folder: of the files of those on disk.
+        """
         found: dict[str, TensorGetter] = {
             "policy": self.model.parameters,
             "optimizer": partial(optimizer_tensors, self._optimizer),
@@ -222,7 +231,8 @@ class Trainer:
             found["reference"] = self._reference.model.parameters
         if self._teacher is not None and self._teacher.own_model is not None:
             found["teacher"] = self._teacher.own_model.parameters
-        return found if self._critic is None else found | self._critic.offloadable_tensors()
+        found |= {} if self._critic is None else self._critic.offloadable_tensors()
+        return [offload_tensors(name, tensors, folder, self.device.type) for name, tensors in found.items()]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to resume from, besides the model's weights: whole tensors, the same for any number of

@@ -17,6 +17,7 @@ from rollmill.config.checks.placement import (
     unused_mode_keys,
     unused_placement_keys,
 )
+from rollmill.config.checks.rewards import change_conflicts
 from rollmill.config.checks.workflow import unused_workflow_keys
 from rollmill.config.resolve import STAGE_KEYS, ResolvedRun
 from rollmill.config.run import RunConfig, StageConfig
@@ -49,12 +50,13 @@ def check_capabilities(resolved: ResolvedRun) -> list[ConfigProblem]:
         *_own_conflicts(config.model, "model"),
         *_own_conflicts(config.placement, "placement"),
         *model_conflicts(config.model, stages),
-        *offload_conflicts(config.model, stages),
+        *offload_conflicts(config, stages),
         *best_metric_conflicts(config, stages),
         *placement_conflicts(config, stages),
         *mode_conflicts(config, stages),
         *sync_conflicts(config, stages),
         *buffer_conflicts(stages),
+        *change_conflicts(config, stages),
     )
     found += [ConfigProblem(*locate_key(resolved.root, path), text) for path, text in wrong]
     for stage, tree in zip(stages, resolved.trees, strict=True):

@@ -27,7 +27,6 @@ ENGINES = ("native", "vllm")
 
 NEEDS_ONE_PROCESS = {
     "workflow": "an application's sessions come to the process that trains: `traffic` goes with mode serve",
-    "residency": "it moves one process's models between phases, and here each process has one phase",
     "rollout.reuse": "drafts belong to checkpoints, which explorers do not write",
     "engine.sleep": "explorers do not sleep while the trainer works",
     "models.policy": "the policy at the start of the stage is not kept for explorers that start later; give `path`",
@@ -35,10 +34,8 @@ NEEDS_ONE_PROCESS = {
 """Reasons for keys that need explorers in the trainer's process."""
 
 RESIDENCY_ENGINE = "it cannot say what memory it has; use `native` or `vllm`, or remove it"
-RESIDENCY_RANKS = (
-    "not honoured with trainer.ranks above 1; shard what does not fit with trainer.sharding: fsdp, or remove it"
-)
-"""Reasons for `residency` with another engine, and with several ranks."""
+RESIDENCY_SHARDS = "shards are a rank's own and stay with it; use sharding: none, or remove it"
+"""Reasons for `residency` with another engine, and with shards."""
 SHARED_WEIGHTS = "the native engine in the trainer's process decodes with the trainer's own, newest weights"
 """Reason against `sync_interval` where nothing is published."""
 
@@ -204,16 +201,12 @@ FEATURES = (
         "residency",
         {"residency": "auto"},
         _TESTS + "components_leave_by_phase",
-        elsewhere=NEEDS_ONE_PROCESS["residency"],
-        ranks=RESIDENCY_RANKS,
     ),
     ModeFeature(
         "memory budget",
         "residency.budget_gb",
         {"residency": {"budget_gb": 1.0}},
         _TESTS + "a_memory_budget_counts_the_engine",
-        elsewhere=NEEDS_ONE_PROCESS["residency"],
-        ranks=RESIDENCY_RANKS,
     ),
     ModeFeature("resume", "", {}, _TESTS + "a_killed_run_goes_on"),
 )

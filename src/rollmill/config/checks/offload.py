@@ -8,19 +8,21 @@ from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.algorithms.distillation import Distill, SelfDistill
 from rollmill.config.algorithms.preferences import DPO, KTO
 from rollmill.config.checks.engine import uses_engine
-from rollmill.config.checks.modes import RESIDENCY_ENGINE, RESIDENCY_RANKS
-from rollmill.config.engines import VLLMEngineConfig
-from rollmill.config.model import ModelConfig
+from rollmill.config.checks.modes import RESIDENCY_ENGINE, RESIDENCY_SHARDS
+from rollmill.config.engines import EngineConfig, VLLMEngineConfig
 from rollmill.config.offload import PHASES, OffloadConfig, Phase
+from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.judges import ModelReward
-from rollmill.config.run import StageConfig
+from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
 from rollmill.config.workflows import TrafficWorkflow
 
-OFFLOAD_COMPONENTS = tuple(key for key in OffloadConfig.model_fields if key not in ("budget_gb", "folder"))
+OFFLOAD_COMPONENTS = tuple(key for key in OffloadConfig.model_fields if key not in ("budget_gb", "folder", "shared_by"))
 REBUILT_COMPONENTS = ("cast", "cache", "engine")
 """Components that are destroyed and rebuilt, never moved."""
+RANKED_COMPONENTS = ("policy", "optimizer", "gradients", "reference", "critic", "critic_optimizer", "teacher")
+"""Components of which every rank of the trainer has a copy."""
 
 
 def stage_phases(stage: StageConfig) -> tuple[Phase, ...]:
@@ -29,8 +31,35 @@ def stage_phases(stage: StageConfig) -> tuple[Phase, ...]:
     return tuple(phase for phase in PHASES if phase != "rollout" or samples)
 
 
-def component_phases(stage: StageConfig) -> dict[str, frozenset[Phase]]:
-    """Returns the components that a stage may have, each with the phases that need it."""
+def engines_on_device(config: RunConfig) -> list[EngineConfig | None] | None:
+    """Returns the engine of each explorer in another process that shares the trainer's device, as far as the run file
+    says: a section of its own, or None for the stage's. Without such explorers, where the trainer's process rolls out,
+    returns None.
+    """
+    if config.is_split:
+        return [None]
+    if not isinstance(config.placement, RayPlacement):
+        return None
+    placement = config.placement
+    gpus = [(kind, placement.gpus if kind.gpus is None else kind.gpus) for kind in placement.every_explorer]
+    return [kind.engine for kind, own in gpus if own < 1]
+
+
+def explorers_on_device(stage: StageConfig, engines: Sequence[EngineConfig | None]) -> list[StageConfig]:
+    """Returns the stage as each explorer sees that shares the trainer's device; `residency.shared_by` limits or repeats
+    those of `engines_on_device`."""
+    chosen = None if stage.residency is None else stage.residency.shared_by
+    if chosen is not None:
+        engines = [engines[number % len(engines)] if engines else None for number in range(chosen)]
+    return [stage.with_engine(engine) for engine in engines]
+
+
+def component_phases(stage: StageConfig, *, elsewhere: bool = False) -> dict[str, frozenset[Phase]]:
+    """Returns the components that a stage may have, each with the phases that need it.
+
+    Args:
+        elsewhere: explorers in other processes roll out; what they hold is the component `engine`.
+    """
     algorithm, phases = stage.algorithm, stage_phases(stage)
     needs: dict[str, Sequence[Phase]] = {"policy": phases, "optimizer": ["train"]}
     penalised = isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coefficient > 0
@@ -44,7 +73,11 @@ def component_phases(stage: StageConfig) -> dict[str, frozenset[Phase]]:
         # rewards of later batches are computed while it trains
         later: list[Phase] = ["train"] if stage.max_staleness else []
         needs["rewards"] = ["rollout", "inference", *later]
-    if "rollout" in phases and engine_has_process(stage):
+    if "rollout" in phases and elsewhere:
+        # with max_staleness they roll out while it trains
+        needs |= {"policy": [phase for phase in phases if phase != "rollout"]}
+        needs["engine"] = phases if stage.max_staleness else ["rollout"]
+    elif "rollout" in phases and engine_has_process(stage):
         needs |= {"policy": [phase for phase in phases if phase != "rollout"], "engine": ["rollout"]}
     elif "rollout" in phases:
         needs |= {"cast": ["rollout"], "cache": ["rollout"]}
@@ -68,7 +101,7 @@ def reward_models(stage: StageConfig) -> list[ModelReward]:
 
 
 def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Returns keys of `residency` without effect in this stage, each with the reason."""
+    """Returns keys of `residency` without effect in this stage, wherever it rolls out, each with the reason."""
     algorithm, needs = stage.algorithm, component_phases(stage)
     if not algorithm.trains_policy:
         text = f"not honoured by algorithm `{algorithm.name}`, which needs all that it has in every phase; remove it"
@@ -78,19 +111,20 @@ def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
         return {("residency",): text}
     if uses_engine(stage) and stage.engine.name != "native" and not engine_has_process(stage):
         return {("residency",): f"not honoured with engine `{stage.engine.name}`: {RESIDENCY_ENGINE}"}
-    if stage.trainer.ranks > 1:
-        return {("residency",): RESIDENCY_RANKS}
+    if stage.trainer.ranks > 1 and stage.trainer.sharding != "none":
+        return {("residency",): f"not honoured with trainer.sharding `{stage.trainer.sharding}`: {RESIDENCY_SHARDS}"}
     if all(needed == frozenset(stage_phases(stage)) for name, needed in needs.items() if name != "optimizer") and (
         "rollout" not in stage_phases(stage)
     ):
         text = f"not honoured: algorithm `{algorithm.name}` without an evaluation needs all that it has; remove it"
         return {("residency",): text}
-    absent = [name for name in OFFLOAD_COMPONENTS if name not in needs]
+    absent = [name for name in OFFLOAD_COMPONENTS if name not in needs and name not in REBUILT_COMPONENTS]
     return {("residency", name): f"not honoured: the stage has no {name.replace('_', ' ')}" for name in absent}
 
 
-def offload_conflicts(model: ModelConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    """Yields key paths of the run for components that engine and trainer share."""
+def offload_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
+    """Yields key paths of the run for components that engine and trainer share, or that are never idle."""
+    model, elsewhere = config.model, engines_on_device(config) is not None
     for index, stage in enumerate(stages):
         chosen, at = stage.residency, ("stages", index) if len(stages) > 1 else ()
         if chosen is None:
@@ -100,7 +134,20 @@ def offload_conflicts(model: ModelConfig, stages: Sequence[StageConfig]) -> Iter
             yield (*at, "residency", "reference"), text
         if isinstance(stage.engine, VLLMEngineConfig) and engine_has_process(stage) and stage.engine.sleep:
             yield (*at, "engine", "sleep"), "with `residency` that decides (residency.engine); remove this"
-        if "rollout" not in stage_phases(stage) or stage.trainer.precision != "fp32" or engine_has_process(stage):
+        needs = component_phases(stage, elsewhere=elsewhere)
+        for name in [each for each in REBUILT_COMPONENTS if each not in needs and getattr(chosen, each) != "auto"]:
+            yield (*at, "residency", name), f"not honoured: {_describe_absence(name, elsewhere)}; remove this"
+        if chosen.shared_by is not None and not elsewhere:
+            yield (*at, "residency", "shared_by"), "not honoured without explorers in other processes; remove this"
+        if elsewhere and chosen.engine == "destroyed" and stage.max_staleness:
+            text = f"explorers roll out while the trainer works (max_staleness {stage.max_staleness}), so all that they"
+            yield (*at, "residency", "engine"), f"{text} hold stays; remove this, or set max_staleness: 0"
+        if (
+            elsewhere
+            or "rollout" not in stage_phases(stage)
+            or stage.trainer.precision != "fp32"
+            or engine_has_process(stage)
+        ):
             continue
         if chosen.policy not in ("auto", "device"):
             text = "in fp32 rollouts need the policy's own weights, so every phase needs them; remove this"
@@ -108,3 +155,9 @@ def offload_conflicts(model: ModelConfig, stages: Sequence[StageConfig]) -> Iter
         if chosen.cast != "auto" and model.lora is None:
             text = "in fp32 rollouts run on the policy's own weights, and there is no cast"
             yield (*at, "residency", "cast"), f"{text}; remove this"
+
+
+def _describe_absence(name: str, elsewhere: bool) -> str:
+    if elsewhere and name != "engine":
+        return "explorers in other processes have it, and free it where residency.engine says so"
+    return f"the stage has no {name}"

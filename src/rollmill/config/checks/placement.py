@@ -106,8 +106,6 @@ def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yields what needs explorers in the trainer's process, each with the reason."""
     if isinstance(stage.workflow, TrafficWorkflow):
         yield ("workflow",), NEEDS_ONE_PROCESS["workflow"]
-    if stage.residency is not None:
-        yield ("residency",), NEEDS_ONE_PROCESS["residency"]
     if stage.rollout.reuse is not None:
         yield ("rollout", "reuse"), NEEDS_ONE_PROCESS["rollout.reuse"]
     if isinstance(stage.engine, VLLMEngineConfig) and stage.engine.sleep:

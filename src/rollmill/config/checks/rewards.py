@@ -10,12 +10,14 @@ from rollmill.config.environments import ReasoningGymSection
 from rollmill.config.operators.base import OperatorSection, RewardOperatorSection
 from rollmill.config.operators.filters import InvalidRewardFilter, VerifyOperator
 from rollmill.config.operators.shaping import OverlongPenalty, ReplayPriority, SuccessRateOperator
+from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards.base import RewardSection, reward_part_names
 from rollmill.config.rewards.code import CodeReward
 from rollmill.config.rewards.math import ReasoningGymReward
 from rollmill.config.rewards.text import LengthReward
-from rollmill.config.run import StageConfig
+from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, format_key_path
+from rollmill.config.validation_errors import join_quoted
 
 
 def reward_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
@@ -170,3 +172,17 @@ def _late(stage: StageConfig, index: int, at: KeyPath) -> Iterator[tuple[KeyPath
     if before:
         text = f"`{before[0]}` comes first, so the rate is that of the completions it leaves"
         yield (*at, "name"), f"{text}; put `success_rate` before it"
+
+
+def change_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
+    """Yields planned changes of weights that no stage can make, each with a remedy."""
+    views = [view for stage in stages for view in stage.by_domain().values()]
+    known = list(dict.fromkeys(name for view in views for name in reward_part_names(view.rewards)))
+    for index, change in enumerate(config.changes):
+        for name in change.rewards:
+            if config.is_split or isinstance(config.placement, RayPlacement):
+                text = "rewards are computed by explorers in other processes, where weights cannot change"
+                yield ("changes", index, "rewards"), f"{text}; remove it, or train in one process"
+            elif name not in known:
+                listed = join_quoted(known) if known else "none"
+                yield ("changes", index, "rewards", name), f"no stage has such a reward; there are {listed}"

@@ -104,7 +104,8 @@ class PythonReward(RewardSection):
     implementation = "rollmill.rewards.python:build_python_reward"
     name: Literal["python"]
     function: str
-    """`FILE.py:NAME`, `package.module:NAME`, or the name of a reward registered by a plugin."""
+    """`FILE.py:NAME`, `package.module:NAME`, or the name of a reward registered by a plugin; `FILE.pkl:NAME` of a
+    function that the Python interface has stored."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function."""
     time_limit_s: float = Field(60.0, gt=0)
@@ -118,7 +119,7 @@ class PythonReward(RewardSection):
     @field_validator("function")
     @classmethod
     def _names_a_function(cls, value: str) -> str:
-        if re.fullmatch(r".+\.py:\w+|[\w.]+(:\w+)?", value) is None:
+        if re.fullmatch(r".+\.(py|pkl):\w+|[\w.]+(:\w+)?", value) is None:
             text = "expected FILE.py:NAME, package.module:NAME or the name a plugin registers"
             raise ValueError(f"{text}, found `{value}`")
         return value

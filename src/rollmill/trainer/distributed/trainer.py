@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import UntypedStorage, nn
 
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.models.load import PolicyModel
+from rollmill.offload import Offloadable
+from rollmill.offload.plan import StorageTier
 from rollmill.trainer.distributed.fsdp import gather_weights
 from rollmill.trainer.distributed.rank_handle import ProcessRankLauncher, RankHandle, RankLauncher
 from rollmill.trainer.distributed.ranks import (
@@ -35,6 +37,38 @@ _START_S = 180.0
 """Timeout for new processes to import torch."""
 _GRACE_S = 5.0
 """Time each rank gets to report its error after a collective has failed."""
+
+
+class RankedComponent:
+    """A component of which every rank has a copy: weights without shards, or an optimizer's state.
+
+    Args:
+        folder: of files; other ranks make their own there.
+    """
+
+    def __init__(self, own: Offloadable, trainer: DistributedTrainer, folder: Path) -> None:
+        self.name, self._own, self._trainer, self._folder = own.name, own, trainer, folder
+        self._place: StorageTier = "device"
+
+    def bytes(self) -> int:
+        """See Offloadable. Counts this rank's copy."""
+        return self._own.bytes()
+
+    def move(self, place: StorageTier) -> int:
+        """See Offloadable and DistributedTrainer.move."""
+        if place == self._place:
+            return 0
+        moved = self._trainer.move(self._own, place, self._folder)
+        self._place = place
+        return moved
+
+    def copies(self) -> Mapping[int, UntypedStorage]:
+        """See Offloadable."""
+        return self._own.copies()
+
+    def close(self) -> None:
+        """See Offloadable. Those of other ranks vanish with their processes."""
+        self._own.close()
 
 
 class DistributedTrainer:
@@ -118,6 +152,12 @@ class DistributedTrainer:
             for _ in passes:
                 pass
 
+    def set_learning_rate(self, lr: float) -> None:
+        """See Trainer."""
+        own = self.own
+        with self._on_all_ranks("set_learning_rate", lr):
+            own.set_learning_rate(lr)
+
     def probes(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
@@ -151,6 +191,20 @@ class DistributedTrainer:
         own = self.own
         with self._launcher.handed("state", state) as handed, self._on_all_ranks("load_state_dict", handed):
             own.load_state_dict(state)
+
+    def offloadable(self, folder: Path) -> list[Offloadable]:
+        """See Trainer: every rank moves its copy of a component when this one does."""
+        own = self.own
+        assert isinstance(own, Trainer), "`residency` is refused with other trainers"
+        return [RankedComponent(each, self, folder) for each in own.offloadable(folder)]
+
+    def move(self, component: Offloadable, place: StorageTier, folder: Path) -> int:
+        """Moves a component on all ranks; returns the bytes moved on this one.
+
+        Raises like the other methods, and OffloadError if there is no room.
+        """
+        with self._on_all_ranks("move", component.name, place, str(folder)):
+            return component.move(place)
 
     def export(self, folder: Path, policy: PolicyModel) -> None:
         """See RewardTrainer."""

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from rollmill.errors import is_out_of_memory
+from rollmill.offload import Offloadable
+from rollmill.offload.plan import StorageTier
 from rollmill.trackers.heartbeat import HeartbeatWriter
 from rollmill.trainer.distributed.fsdp import gather_weights
 from rollmill.trainer.distributed.rank_handle import CommandResult
@@ -36,6 +38,7 @@ class RankWorker:
         self._rank = 0
         self._trainer: Trainer | RewardTrainer
         self._heartbeat: HeartbeatWriter | None = None
+        self._components: dict[str, Offloadable] = {}
 
     def where(self) -> str:
         """Process and host, for messages."""
@@ -92,6 +95,17 @@ class RankWorker:
         self._trainer.step(experiences, version, probes)
         if isinstance(self._trainer, Trainer):
             gather_weights(self._trainer.model, None)
+
+    def move(self, name: str, place: StorageTier, folder: str) -> None:
+        """Moves this rank's copy of a component (section `residency`)."""
+        assert isinstance(self._trainer, Trainer)
+        if not self._components:
+            self._components = {each.name: each for each in self._trainer.offloadable(Path(folder))}
+        self._components[name].move(place)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Changes the learning rate."""
+        self._trainer.set_learning_rate(lr)
 
     def state_dict(self) -> None:
         """Sends rank 0 this rank's part of the trainer's state."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
@@ -37,7 +39,8 @@ from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
 from rollmill.trainer import choose_precision
-from rollmill.trainer.verification import load_verified_policy
+from rollmill.trainer.parity import load_verified_policy
+from rollmill.web import open_listener, server_url
 
 _RUN_FILES = (".yaml", ".yml")
 
@@ -92,6 +95,80 @@ def serve_checkpoint(
     engine = build_native_engine(policy, RolloutConfig(), choose_precision(policy.model, where))
     sampling = SamplingConfig(max_new_tokens=policy.context)
     asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFileSink(record)))
+
+
+class ModelServer:
+    """Serves a checkpoint from a thread of this process, from `start` to `stop`; a context manager does both.
+
+    Args:
+        source, step, record, device: see `serve_checkpoint`.
+        rules, limits: of access.
+        name: of the model, in responses.
+        port: 0 is any free one.
+
+    Raises like `serve_checkpoint`.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        rules: AccessRules,
+        limits: ServiceLimits,
+        name: str,
+        *,
+        port: int = 0,
+        step: int | None = None,
+        record: Path | None = None,
+        device: str = "auto",
+    ) -> None:
+        folder, where = find_checkpoint(source, step), choose_device(device)
+        with verifying(folder, model_files):
+            self._policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
+        self._engine = build_native_engine(self._policy, RolloutConfig(), choose_precision(self._policy.model, where))
+        self._sink = None if record is None else SessionFileSink(record)
+        self._listens, self._ended = threading.Event(), asyncio.Event()
+        listener = open_listener(rules.host, port)
+        self.key = ""  #: the API key that clients give, for whoever starts the server
+        self.url = f"{server_url(rules.host, listener)}/v1"  #: base URL for clients of OpenAI's API
+        self._place = ServerAddress(listener, rules, limits, name, self._listens.set)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rollmill-serve", daemon=True)
+
+    def start(self) -> Self:
+        """Start answering requests. Raises ConfigError if the web libraries are missing."""
+        self._thread.start()
+        while not self._listens.wait(0.05) and self._thread.is_alive():
+            pass
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def stop(self) -> None:
+        """Refuse new requests, and return once running ones are answered. May be called twice."""
+        if self._loop is not None and self._thread.is_alive():
+            with suppress(RuntimeError):  # the loop has just ended
+                self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self if self._thread.is_alive() else self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # raised by `start`
+            self._failure = error
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        sampling = SamplingConfig(max_new_tokens=self._policy.context)
+        async with _served(self._policy, self._engine, sampling, self._place, self._sink):
+            await self._ended.wait()
+        await self._engine.close()
 
 
 def find_checkpoint(source: Path, step: int | None) -> Path:

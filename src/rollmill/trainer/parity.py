@@ -56,15 +56,15 @@ def load_verified_policy(
     """Loads a policy, and verifies it if it comes from a folder.
 
     Raises:
-        ModelError: see `load_policy` and `verify_checkpoint`.
+        ModelError: see `load_policy` and `require_parity`.
     """
     policy = load_policy(config, texts=texts, seed=seed, device=device)
     if isinstance(config.path, Path):
-        verify_checkpoint(policy.model, config.path)
+        require_parity(policy.model, config.path)
     return policy
 
 
-def verify_checkpoint(model: Any, folder: Path) -> None:
+def require_parity(model: Any, folder: Path) -> None:
     """Verifies the model of a checkpoint folder, unless one with the same configuration and shapes has passed before.
 
     Raises:
@@ -73,7 +73,7 @@ def verify_checkpoint(model: Any, folder: Path) -> None:
     record = _cache_folder() / f"{_digest(model, folder)}.json"
     if record.is_file():
         return
-    gaps = verify_model(model, folder)
+    gaps = check_parity(model, folder)
     wrong = [gap for gap in gaps if not gap.right]
     if wrong:
         raise parity_error(folder, model, wrong)
@@ -84,7 +84,7 @@ def verify_checkpoint(model: Any, folder: Path) -> None:
         log.warning("the check of %s cannot be remembered, so it is made at every load: %s", folder, error)
 
 
-def verify_model(model: Any, folder: Path) -> list[LogprobGap]:
+def check_parity(model: Any, folder: Path) -> list[LogprobGap]:
     """Compares the engine, the trainer's forward pass and its gradient with the model's own.
 
     A gap that closes in float64 is a rounding error; its float64 value is returned.

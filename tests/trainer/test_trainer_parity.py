@@ -18,7 +18,7 @@ from rollmill.config.model import LoRAConfig, ModelConfig
 from rollmill.errors import ModelError
 from rollmill.models.hf_forward import decoder_layers, shrink_model
 from rollmill.models.load import load_policy
-from rollmill.trainer.verification import load_verified_policy, verify_checkpoint, verify_model
+from rollmill.trainer.parity import check_parity, load_verified_policy, require_parity
 
 CPU = torch.device("cpu")
 FOLDER = Path("a folder")
@@ -54,7 +54,7 @@ QUICK = ("gpt_oss", "llama4_text", "phimoe", "qwen3_next", "lfm2", "falcon_h1", 
     ],
 )
 def test_engine_and_trainer_compute_what_the_model_computes(architecture: str) -> None:
-    gaps = verify_model(tiny_model(architecture), FOLDER)
+    gaps = check_parity(tiny_model(architecture), FOLDER)
     assert [gap.path.split(":")[0] for gap in gaps] == ["engine", "trainer", "trainer"]
     assert all(gap.value < 1e-4 and not gap.layer for gap in gaps), gaps
 
@@ -69,7 +69,7 @@ def test_engine_and_trainer_compute_what_the_model_computes(architecture: str) -
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(architecture: str, message: str) -> None:
     with pytest.raises(ModelError, match=f"^model.path: a folder: .*{message}"):
-        verify_model(tiny_model(architecture), FOLDER)
+        check_parity(tiny_model(architecture), FOLDER)
 
 
 def test_what_is_computed_otherwise_is_refused(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_is_computed_otherwise_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"BertLMHeadModel would not be computed as .*: trainer: log-probs [1-9]\S* off"
     ):
-        verify_checkpoint(tiny_model("bert"), tmp_path)
+        require_parity(tiny_model("bert"), tmp_path)
 
 
 def _without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ def _without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
 def test_attention_that_leaves_something_out_is_seen_with_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engine and trainer agree with each other here: both leave the sinks out."""
     monkeypatch.setitem(AttentionInterface._global_mapping, hook.ATTENTION_IMPLEMENTATION, _without_sinks)
-    engine, trainer, gradient = verify_model(tiny_model("gpt_oss"), FOLDER)
+    engine, trainer, gradient = check_parity(tiny_model("gpt_oss"), FOLDER)
     assert min(engine.value, trainer.value, gradient.value) > 0.01
     assert engine.layer == trainer.layer == "model.layers.0 (GptOssDecoderLayer)"
     assert not engine.right
@@ -101,7 +101,7 @@ def test_an_unknown_argument_of_attention_is_an_error() -> None:
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **kwargs, tilt=torch.ones(1))  # eager attention ignores it
     with pytest.raises(ModelError, match="LlamaAttention hands tilt to its attention, which rollmill's attention does"):
-        verify_model(model, FOLDER)
+        check_parity(model, FOLDER)
 
 
 def _without_gradient_of_queries(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def _without_gradient_of_queries(module: Any, query: torch.Tensor, *args: Any, *
 
 def test_a_gradient_that_is_cut_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AttentionInterface._global_mapping, hook.ATTENTION_IMPLEMENTATION, _without_gradient_of_queries)
-    engine, trainer, gradient = verify_model(tiny_model("llama"), FOLDER)
+    engine, trainer, gradient = check_parity(tiny_model("llama"), FOLDER)
     assert engine.right
     assert trainer.right
     assert not gradient.right
@@ -121,7 +121,7 @@ def test_the_check_leaves_the_model_as_it_was() -> None:
     model = tiny_model("gpt_oss").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     config = model.config.to_json_string()
-    verify_model(model, FOLDER)
+    check_parity(model, FOLDER)
     assert model.training
     assert model.config.to_json_string() == config
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -131,7 +131,7 @@ def test_the_check_leaves_the_model_as_it_was() -> None:
 def test_a_frozen_model_is_checked_and_stays_frozen() -> None:
     """A teacher, whose folder another run may train."""
     model = tiny_model("qwen3").requires_grad_(False)
-    assert all(gap.right for gap in verify_model(model, FOLDER))
+    assert all(gap.right for gap in check_parity(model, FOLDER))
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.parameters())
 
 
@@ -146,7 +146,7 @@ def test_large_models_are_checked_with_two_layers_of_each_kind(monkeypatch: pyte
         assert len(model.config.layer_types) == model.config.num_hidden_layers == len(model.model.layers)
     assert len(model.model.layers) == layers
     assert model.config.layer_types == kinds
-    assert all(gap.right for gap in verify_model(model, FOLDER))
+    assert all(gap.right for gap in check_parity(model, FOLDER))
 
 
 def test_windows_count_however_long_they_are() -> None:
@@ -157,7 +157,7 @@ def test_windows_count_however_long_they_are() -> None:
     with shrink_model(model):
         assert model.config.sliding_window == 8
     assert model.config.sliding_window == 4000
-    assert all(gap.right for gap in verify_model(model, FOLDER))
+    assert all(gap.right for gap in check_parity(model, FOLDER))
 
 
 def test_a_checkpoint_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_checkpoint_is_checked_once(tmp_path: Path, monkeypatch: pytest.Monkey
     load_verified_policy(config, texts=[], seed=0, device=CPU)
     (note,) = (tmp_path / "cache" / "models").iterdir()
     assert [each["path"].split(":")[0] for each in json.loads(note.read_text())] == ["engine", "trainer", "trainer"]
-    monkeypatch.setattr("rollmill.trainer.verification.verify_model", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr("rollmill.trainer.parity.check_parity", lambda *_: pytest.fail("checked again"))
     load_verified_policy(config, texts=[], seed=0, device=CPU)
     changed = json.loads((tmp_path / "toy" / "config.json").read_text()) | {"rms_norm_eps": 0.01}
     (tmp_path / "toy" / "config.json").write_text(json.dumps(changed))
@@ -181,14 +181,12 @@ def test_a_checkpoint_whose_own_code_has_changed_is_checked_again(
     monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path / "cache"))
     folder = toy_checkpoint(tmp_path / "toy", "llama")
     checked: list[Path] = []
-    monkeypatch.setattr(
-        "rollmill.trainer.verification.verify_model", lambda model, folder: checked.append(folder) or []
-    )
+    monkeypatch.setattr("rollmill.trainer.parity.check_parity", lambda model, folder: checked.append(folder) or [])
     model = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=CPU).model
     for code in (None, "SCALE = 1\n", "SCALE = 1\n", "SCALE = 2\n"):
         if code is not None:
             (folder / "modeling_own.py").write_text(code)
-        verify_checkpoint(model, folder)
+        require_parity(model, folder)
     assert checked == [folder] * 3
 
 
@@ -202,7 +200,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
 def test_models_with_adapters_are_checked(tmp_path: Path) -> None:
     folder = toy_checkpoint(tmp_path / "toy", "llama")
     policy = load_policy(ModelConfig(path=folder, lora=LoRAConfig(rank=2)), texts=[], seed=0, device=CPU)
-    assert all(gap.right for gap in verify_model(policy.model, folder))
+    assert all(gap.right for gap in check_parity(policy.model, folder))
 
 
 def test_the_command_prints_the_table(tmp_path: Path, server: Forks) -> None:

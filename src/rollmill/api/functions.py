@@ -1,0 +1,189 @@
+"""The commands as functions: evaluate, grade, serve and resume, for models and data that a script holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from rollmill.api.foreground import run_in_foreground
+from rollmill.api.inputs import RunInputs
+from rollmill.api.training_run import INPUTS, RUN_FILE, TrainingRun
+from rollmill.config.evaluation import EvaluationConfig
+from rollmill.config.loader import load_evaluation_run
+from rollmill.config.rollout import RolloutConfig
+from rollmill.config.yaml_file import write_yaml
+from rollmill.errors import ConfigError
+from rollmill.files import atomic_write
+
+if TYPE_CHECKING:
+    from rollmill.orchestrator.run_control import Callback
+    from rollmill.rewards import RewardResult
+    from rollmill.serving import ModelServer
+
+_CONFIG = "config.yaml"
+
+
+def resume(run: str | Path | TrainingRun, callbacks: Sequence[Callback] = ()) -> TrainingRun:
+    """Go on with an interrupted run from its newest checkpoint, and return it; see `TrainingRun.resume`.
+
+    Args:
+        callbacks: as at its start; default: those of the object, if it is one.
+    """
+    opened = run if isinstance(run, TrainingRun) else TrainingRun.open(run)
+    opened.callbacks = callbacks or opened.callbacks
+    return opened.resume()
+
+
+def evaluate(
+    model: Any,
+    step: int | None = None,
+    *,
+    dataset: Any = None,
+    rewards: Any = None,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Measure a run's checkpoint by the run's own evaluation, or any model on a dataset.
+
+    Args:
+        model: a run or its directory, a model's folder or hub id, or a loaded transformers model.
+        step: of a run's checkpoint; default: the newest.
+        dataset, rewards: the held-out tasks and what scores them, as for a run; default: those of the run.
+        tokenizer: of a loaded model.
+        settings: keys of `evaluation` (`samples=8`, `k=[1, 8]`, `limit=100`) and of `rollout` (`max_new_tokens=64`).
+
+    Returns the metrics, such as eval/greedy and eval/sampled.
+
+    Raises:
+        ConfigError: there is nothing to evaluate, or a setting is wrong.
+        CheckpointError: the run has no such checkpoint.
+    """
+    folder = model.folder if isinstance(model, TrainingRun) else model
+    is_run = isinstance(folder, str | Path) and (Path(folder) / _CONFIG).is_file()
+    if is_run and dataset is None and rewards is None:
+        from rollmill import launch
+
+        overrides = [f"evaluation.{key}={json.dumps(value)}" for key, value in settings.items()]
+        return run_in_foreground(lambda view, interrupts: launch.evaluate(folder, step, overrides))
+    if dataset is None or (rewards is None and not is_run):
+        raise ConfigError("evaluate: a model needs `dataset` and `rewards`; only a run's own evaluation has both")
+    with TemporaryDirectory(prefix="rollmill-evaluate-") as temporary:
+        inputs = RunInputs(Path(temporary) / INPUTS)
+        target = Path(folder) if is_run else Path(inputs.model(model, tokenizer)["path"])
+        values = _evaluation_file(dataset, rewards, settings)
+        if is_run and rewards is None:
+            values["rewards"] = load_evaluation_run(Path(folder) / _CONFIG).stages[-1].rewards
+        file = Path(temporary) / RUN_FILE
+        atomic_write(file, write_yaml(inputs.section(values)).encode())
+        return run_in_foreground(lambda view, interrupts: _measure(target, step, file, Path(temporary)))
+
+
+def _evaluation_file(dataset: Any, rewards: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    evaluation: dict[str, Any] = {"taskset": dataset}
+    rollout: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in EvaluationConfig.model_fields and key not in RolloutConfig.model_fields:
+            raise ConfigError(f"evaluate: no setting `{key}`; give keys of `evaluation` and `rollout`")
+        (evaluation if key in EvaluationConfig.model_fields else rollout)[key] = value
+    return {"evaluation": evaluation, "rollout": rollout, "rewards": rewards}
+
+
+def _measure(target: Path, step: int | None, file: Path, folder: Path) -> dict[str, Any]:
+    from rollmill.orchestrator.bench import bench, settings_of
+    from rollmill.orchestrator.eval_targets import find_eval_targets
+
+    chosen = find_eval_targets([target], "last" if step is None else str(step))
+    loaded, stage = settings_of(file, chosen, (), None, ())
+    results = bench(loaded, stage, chosen, folder, lambda text: None)
+    [cell] = results.cells
+    return cell.result.metrics() | ({} if cell.subject.step is None else {"step": cell.subject.step})
+
+
+def grade(rows: Sequence[Mapping[str, Any]], rewards: Any, *, workers: int | None = None) -> list[RewardResult]:
+    """Score responses that are there already.
+
+    Args:
+        rows: each has `response`, and what its task has: `prompt`, `answer`, other columns; rows with the same `group`
+            are compared with each other by rewards that do so.
+        rewards: functions, names or sections, as for a run.
+        workers: grader processes. Default: 1.
+
+    Returns the results in the order of the rows: `reward`, `parts`, `outcomes`, `details`.
+
+    Raises:
+        ConfigError: a row has no response, or a reward's settings are wrong.
+        RewardError: a reward failed; the message names the row.
+    """
+    with TemporaryDirectory(prefix="rollmill-grade-") as temporary:
+        inputs = RunInputs(Path(temporary) / INPUTS)
+        file = Path(temporary) / RUN_FILE
+        atomic_write(file, write_yaml(inputs.section({"rewards": rewards})).encode())
+        return run_in_foreground(lambda view, interrupts: _grade(rows, file, workers))
+
+
+def _grade(rows: Sequence[Mapping[str, Any]], file: Path, workers: int | None) -> list[RewardResult]:
+    from rollmill.rewards.grading import build_graders, judge_rows, require_response, row_task
+
+    stage = load_evaluation_run(file).stages[-1]
+    for number, row in enumerate(rows):
+        require_response(f"row {number}", row)
+    places = enumerate(rows, 1)
+    tasks = [row_task(number, row, f"row {number - 1}", Path.cwd(), stage) for number, row in places]
+    with build_graders(stage, workers) as manager:
+        found, failure = asyncio.run(judge_rows(manager, rows, tasks))
+    if failure is not None:
+        raise failure
+    return list(found.values())
+
+
+def serve(
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    step: int | None = None,
+    port: int = 0,
+    key: str | None = None,
+    name: str | None = None,
+    record: str | Path | None = None,
+    device: str = "auto",
+) -> ModelServer:
+    """Serve a model to clients of OpenAI's API, on this machine, from a thread of this process.
+
+    Args:
+        model: a run or its directory, a model's folder or hub id, or a loaded transformers model with `tokenizer`.
+        step: of a run's checkpoint; default: the newest.
+        port: 0 is any free one.
+        key: the API key. Default: a new one, in the attribute `key` of the server.
+        name: of the model, in responses. Default: that of the folder.
+        record: folder for the sessions that clients commit.
+
+    Returns the running server: `url`, `key`, `stop()`; a context manager, which stops it.
+    """
+    from rollmill.rollout.endpoint.middleware import AccessRules
+    from rollmill.rollout.endpoint.service import ServiceLimits
+    from rollmill.serving import ModelServer
+    from rollmill.web.keys import KeyRing, make_key
+
+    secret = key or f"sk-{secrets.token_urlsafe(24)}"
+    rules = AccessRules("127.0.0.1", KeyRing([make_key("default", secret)]))
+    with TemporaryDirectory(prefix="rollmill-serve-") as temporary:
+        folder = model.folder if isinstance(model, TrainingRun) else model
+        if not (isinstance(folder, str | Path) and Path(folder).exists()):
+            folder = RunInputs(Path(temporary)).model(folder, tokenizer)["path"]
+        server = ModelServer(
+            Path(folder),
+            rules,
+            ServiceLimits(),
+            name or Path(folder).absolute().name,
+            port=port,
+            step=step,
+            record=None if record is None else Path(record),
+            device=device,
+        )
+    server.key = secret
+    return server.start()
