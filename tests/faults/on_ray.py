@@ -15,10 +15,10 @@ ON_RAY = ("ray/sqlite",)
 DIED = ("Ray has died", "rollmill resume")
 
 
-def _working(scene: Scene, *waits_for: str, pace_s: float = 0.05) -> None:
+def _working(scene: Scene, *waits_for: str) -> None:
     if importlib.util.find_spec("ray") is None:
         raise CannotRunError("Ray is not installed: pip install 'rollmill[ray]'")
-    scene.pace(pace_s)
+    scene.pace(0.05)
     scene.begin()
     scene.wait(lambda: scene.step() >= 2 and all(scene.process(name) for name in waits_for), 150)
 
@@ -28,6 +28,14 @@ def _of_ray(scene: Scene, name: str) -> int:
         if child.name() == name:
             return child.pid
     raise AssertionError(f"no process {name}")
+
+
+def _killed_in_a_long_step(scene: Scene, service: str) -> None:
+    """Kill a service of Ray in a step that does not end before its death is noticed, which takes seconds."""
+    held = scene.trap("optimizer", nth=4, do="hold")
+    _working(scene)
+    scene.held(held)
+    scene.signal(_of_ray(scene, service))
 
 
 @fault("an explorer is killed", *ON_RAY, deadline_s=180)
@@ -75,8 +83,7 @@ def _(scene: Scene) -> None:
 
 @fault("Ray's gcs_server is killed", *ON_RAY, names=DIED, deadline_s=300)
 def _(scene: Scene) -> None:
-    _working(scene, pace_s=0.5)  # it takes seconds to see that Ray has died
-    scene.signal(_of_ray(scene, "gcs_server"))
+    _killed_in_a_long_step(scene, "gcs_server")
 
 
 @fault("Ray's gcs_server is killed in the last steps", *ON_RAY, deadline_s=300, max_tries=1)
@@ -88,10 +95,7 @@ def _(scene: Scene) -> None:
 
 @fault("the raylet is killed while a step goes on for long", *ON_RAY, names=DIED, deadline_s=300)
 def _(scene: Scene) -> None:
-    held = scene.trap("optimizer", nth=4, do="hold")
-    _working(scene)
-    scene.held(held)
-    scene.signal(_of_ray(scene, "raylet"))
+    _killed_in_a_long_step(scene, "raylet")
 
 
 @fault("Ray's gcs_server is killed after the last step", *ON_RAY, deadline_s=120, max_tries=1)
