@@ -189,7 +189,7 @@ def execute(
             )
         from rollmill.remote.supervisor import supervise  # starts a process that calls this function again
 
-        return supervise(loaded, run_dir, view, resumed=resumed)
+        return supervise(loaded, run_dir, view, execute, resumed=resumed)
     if serving is None and any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
         raise ConfigError(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "

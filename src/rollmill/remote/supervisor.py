@@ -24,7 +24,7 @@ from rollmill.ray_session import abandon_ray, join, ray_module
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
 from rollmill.remote.ray_scaling import ExplorerActors, ExplorerScaling, explorer_needs, number_of_explorers
 from rollmill.remote.rollout_backend import remove_stale_weights
-from rollmill.remote.trainer_actor import RunEnded, RunStalled, TrainerActor, ViewCall
+from rollmill.remote.trainer_actor import Execute, RunEnded, RunStalled, TrainerActor, ViewCall
 from rollmill.remote.worker_pool import SHUTDOWN_S, START_S
 from rollmill.report.run_report import write_report
 from rollmill.supervision.budget import RestartBudget
@@ -38,8 +38,10 @@ from rollmill.waiting import wait_with_grace
 _POLL_S, _TRIES = 5.0, 5
 
 
-def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed: bool) -> dict[str, Any]:
-    """Run the remaining steps of a run on Ray and return the summary; see `run`."""
+def supervise(
+    loaded: LoadedRun, run_dir: Path, view: RunView | None, execute: Execute, *, resumed: bool
+) -> dict[str, Any]:
+    """Run the remaining steps of a run on Ray and return the summary; see `run`. `execute` runs in its trainer."""
     placement = loaded.config.placement
     assert isinstance(placement, RayPlacement)
     address = join(placement.address)
@@ -52,7 +54,7 @@ def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed
     view = view or make_view(loaded.config.monitor.show_completions)
     with closing(PlacementGroup(needs, one_host=placement.weights == "memory")) as group:
         explorers = ExplorerActors(placement, group, run_dir.absolute(), count)
-        supervisor = Supervisor(loaded, run_dir.absolute(), group, explorers, view, address)
+        supervisor = Supervisor(loaded, run_dir.absolute(), group, explorers, view, address, execute)
         try:
             return asyncio.run(supervisor.run(resumed))
         finally:
@@ -75,8 +77,9 @@ class Supervisor:
         explorers: ExplorerActors,
         view: RunView,
         address: str,
+        execute: Execute,
     ) -> None:
-        self._address = address  # of Ray's control service
+        self._address, self._execute = address, execute  # address: of Ray's control service
         placement = loaded.config.placement
         assert isinstance(placement, RayPlacement)
         self._loaded, self._placement = loaded, placement
@@ -123,6 +126,7 @@ class Supervisor:
         options, *ranks = map(self._group.options, range(self._explorers.reserved, len(self._group)))
         shows, self._killed_before = not isinstance(self._view, PlainView), count_oom_kills()
         self._trainer = made.options(max_restarts=0, max_concurrency=100, **options).remote(
+            self._execute,
             self._run_dir,
             self._explorers.used,
             ranks,
