@@ -64,7 +64,7 @@ class StuckDetector:
                 self.check(row)
 
     def check(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Add a step, and return what its stage has shown in `stuck_after` steps in a row: each symptom once per stage."""
+        """Add a step, and return what its stage has shown for long enough: each symptom once per stage."""
         stage = self._stages[metrics["stage"]]
         trained = self._trained[stage.name] = self._trained.get(stage.name, 0) + 1
         shown = _symptoms(stage, metrics, trained)
