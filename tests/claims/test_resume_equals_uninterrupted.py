@@ -17,6 +17,15 @@ REPLAY = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses":
 REFILLED = {"pipeline": [{"name": "group_variance"}], "buffer": {"replay": REPLAY}, "taskset": {"order": "prioritised"}}
 MADE = [{"name": "group_variance"}, {"name": "demonstrations", "part": "format", "per_task": 1}, {"name": "duplicates"}]
 MIX = {"algorithm": {"name": "mix"}, "trainer": {"lr": 1e-3}, "steps": 6}
+GAME = """
+import rollmill
+
+@rollmill.workflow
+async def game(task, policy, judge, opponent):
+    mine = await policy.complete(task.prompt, max_new_tokens=6)
+    theirs = await opponent.complete(task.prompt, max_new_tokens=6)
+    return await judge(mine), {"theirs": sum(map(ord, theirs.text)) / 1000}
+"""
 VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "one_step_off": {"stages": [SFT, GRPO | {"max_staleness": 1}]},
@@ -96,6 +105,16 @@ def check(server: Forks, folder: Path, variant: str, kills: int, seed: int, **ch
 @pytest.mark.slow
 def test_two_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
     check(server, tmp_path, "one_step_off", kills=2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_kills_change_no_opponent_that_is_a_past_copy(server: Forks, tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text(GAME)
+    opponent = {"policy": "past", "every": 2, "keep": 2, "latest": 0.3}
+    game = GRPO | {"workflow": "game", "models": {"opponent": opponent}, "trainer": {"lr": 0.01}}
+    check(server, tmp_path, "grpo", kills=3, seed=5, plugins=["flow.py"], stages=[SFT, game])
 
 
 @pytest.mark.thorough

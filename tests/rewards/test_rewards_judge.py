@@ -24,7 +24,7 @@ from rollmill.config.rewards.math import MathReward, ReasoningGymReward
 from rollmill.config.rewards.text import ExactReward, FormatReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import import_file, reward
-from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager, function_threads
 from rollmill.rewards.base import Score
 from rollmill.rewards.function_threads import MAX_STUCK_THREADS, MAX_THREADS
 from rollmill.rewards.manager import WeightedReward
@@ -192,6 +192,20 @@ def test_stuck_threads_are_counted_named_and_not_unlimited(judge_of: Make, caplo
     ):
         asyncio.run(many(judge))
     assert "judges0.py:f` did not return within 0.02 s; its thread cannot be ended (8 are stuck)" in caplog.text
+
+
+def test_an_async_function_that_blocks_its_event_loop_is_named_with_the_line(
+    judge_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(function_threads, "BLOCKED_S", 0.1)
+    source = "async def f(task, completion):\n    time.sleep(8)"  # its thread ends soon after the test
+    with (
+        judge_of(source, time_limit_s=0.05) as judge,
+        pytest.raises(
+            RewardError, match=r"an async reward blocks the event loop .* for more than 0\.1 s, at .*judges0"
+        ),
+    ):
+        judged(judge, "5", "5")
 
 
 @pytest.mark.slow

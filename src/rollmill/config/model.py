@@ -108,13 +108,24 @@ _ENDPOINT_KEYS = (
 )
 
 
+_PAST_KEYS = ("every", "keep", "latest")
+
+
 class AuxiliaryModelConfig(Section):
     """A model that is not trained. Give exactly one of path, policy and endpoint."""
 
     path: Path | None = None
     """A Hugging Face checkpoint folder, served by the native engine."""
-    policy: Literal["initial"] | None = None
-    """`initial`: a frozen copy of the policy as it was at the start of the stage."""
+    policy: Literal["initial", "past"] | None = None
+    """`initial`: a frozen copy of the policy as it was at the start of the stage. `past`: every rollout draws one of
+    the newest copies of the policy, or the current policy."""
+    every: int = Field(10, ge=1)
+    """With policy: past, a copy is taken every N training steps of the stage. The first copy is the policy at the start
+    of the stage."""
+    keep: int = Field(4, ge=1)
+    """With policy: past, how many of the newest copies are kept, in memory and in checkpoints."""
+    latest: float = Field(0.5, ge=0, lt=1)
+    """With policy: past, the probability that a rollout draws the current policy. The copies share the rest equally."""
     endpoint: Endpoint | None = None
     """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."""
     model: str | None = None
@@ -147,12 +158,19 @@ class AuxiliaryModelConfig(Section):
         given = [key for key in ("path", "policy", "endpoint") if getattr(self, key) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of path, policy and endpoint (found {' and '.join(given) or 'none'})")
+        fields = type(self).model_fields
+        for key in () if self.policy == "past" else _PAST_KEYS:
+            if getattr(self, key) != fields[key].default:
+                raise ValueError(f"{key} is honoured with policy: past, not with {self._describe_source()}; remove it")
         if self.endpoint is not None:
             if self.model is None:
                 raise ValueError("model: an endpoint needs the name of a model")
             return self
-        fields = type(self).model_fields
         for key in _ENDPOINT_KEYS:
             if getattr(self, key) != fields[key].default:
                 raise ValueError(f"{key} is honoured with endpoint, not with {given[0]}; remove it")
         return self
+
+    def _describe_source(self) -> str:
+        """The key that says where the model comes from, with its value if that is a choice."""
+        return f"policy: {self.policy}" if self.policy is not None else "path" if self.path is not None else "endpoint"

@@ -45,7 +45,7 @@ class ExplorerFactory:
         self._tasks, self._owns_models = tasks, models is None
         chat = ChatRenderer(policy.tokenizer, policy.eos_ids)
         models_config = config.all_models if config.algorithm.uses_rollouts or config.evaluation is not None else {}
-        self._models = AuxiliaryModels(models_config, policy, config.rollout, precision) if models is None else models
+        self._models = models or AuxiliaryModels(models_config, policy, engine, config.rollout, precision)
         self._resources = WorkflowResources(
             rewards,
             config.environment,
@@ -90,8 +90,12 @@ class ExplorerFactory:
         """Metrics of environments and tools since the last call."""
         return sum_metrics([self._resources.metrics(), *(each.metrics() for each in self._domains.values())])
 
+    def finish_step(self, step: int) -> None:
+        """Take the copies of the policy that are due after a training step of the stage (`policy: past`)."""
+        self._models.finish_step(step)
+
     def state_dict(self) -> dict[str, Any] | None:
-        """State for a checkpoint: frozen weights, if a workflow has them."""
+        """State for a checkpoint: frozen weights and past copies of the policy, if a workflow has them."""
         return self._models.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -299,10 +299,10 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def require_models(stage: StageConfig) -> None:
-    """Raise ConfigError if a stage that is only evaluated uses the policy at its start as a model."""
+    """Raise ConfigError if a stage that is only evaluated uses earlier weights of the policy as a model."""
     for name, model in stage.all_models.items():
         if model.policy is not None:
-            text = f"models.{name}: the policy at the start of the stage is known only while the run trains; give"
+            text = f"models.{name}: earlier weights of the policy are known only while the run trains; give"
             raise ConfigError(f"{text} --set models.{name}.policy=null and --set models.{name}.path=FOLDER")
 
 

@@ -82,6 +82,9 @@ class RolloutBackend(Protocol):
     def publish(self, version: int) -> None:
         """Bring the trainer's weights, which are now those of `version`, to the engines."""
 
+    def finish_step(self, step: int) -> None:
+        """Take the copies of the policy that workflows talk to, as far as they are due after a step of the stage."""
+
     def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
         """Make the source of the stage's batches, and its evaluator, as far as it needs them."""
         ...
@@ -137,6 +140,11 @@ class LocalRollouts:
     def publish(self, version: int) -> None:
         """See RolloutBackend."""
         self._publisher.publish(version)
+
+    def finish_step(self, step: int) -> None:
+        """See RolloutBackend."""
+        if self._explorers is not None:
+            self._explorers.finish_step(step)
 
     def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
         """See RolloutBackend."""
@@ -291,6 +299,7 @@ class Stage:
         self.state.step += 1
         if self.state.step % self.config.sync_interval == 0:
             self.publish()
+        self.backend.finish_step(self.state.step)
         if self.batches is not None:
             self.batches.mark_trained(self.version)
         self._mark_boundary()

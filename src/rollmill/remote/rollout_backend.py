@@ -174,6 +174,9 @@ class RemoteRollouts:
         if self._started is not None:
             self._pool.notify("update", self._name, version)
 
+    def finish_step(self, step: int) -> None:
+        """See RolloutBackend: models with `policy: past` are refused with explorers in other processes."""
+
     def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
         """See RolloutBackend."""
         return build_rollouts(stage, self, self)

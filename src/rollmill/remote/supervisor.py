@@ -106,11 +106,8 @@ class Supervisor:
                 self._view.close()
                 task = asyncio.current_task()
                 # a second signal stops at once
-                if task is not None and not task.cancelling() and ray_module().is_initialized():
-                    if await asyncio.to_thread(_answers, self._address):
-                        await self._close()
-                    else:
-                        self._leave_dead_ray()
+                if task is not None and not task.cancelling() and await asyncio.to_thread(self._ray_lives):
+                    await self._close()
 
     async def _lives(self, resumed: bool) -> dict[str, Any]:
         while True:
@@ -139,7 +136,7 @@ class Supervisor:
         try:
             await asyncio.wait([followed, signalled, hosts_gone], return_when=asyncio.FIRST_COMPLETED)
             if await self._has_lost_ray(followed, hosts_gone):
-                self._leave_dead_ray()
+                abandon_ray()  # what is left of it answers no call, and would end this process after a minute
                 return self._finish_without_ray()
             if not followed.done() and not await self._end_requested():
                 raise KeyboardInterrupt
@@ -253,20 +250,18 @@ class Supervisor:
             ray_module().kill(self._trainer)
             self._trainer = None
 
-    def _leave_dead_ray(self) -> None:
-        """Leave a Ray whose control service is gone. A call to it, for example to release the placement group, would
-        wait for a minute, after which Ray ends this process with exit code 1."""
-        self._trainer = None
-        abandon_ray()
+    def _ray_lives(self) -> bool:
+        """False if Ray has died or was left: any call would wait for a minute, and then end this process."""
+        return ray_module().is_initialized() and _answers(self._address)
 
     def end(self) -> None:
-        """Kill all actors."""
-        if ray_module().is_initialized() and not _answers(self._address):
-            self._leave_dead_ray()
-        if ray_module().is_initialized():
+        """Kill all actors, or leave a Ray that has died."""
+        if self._ray_lives():
             self._kill_trainer()
             for explorer in self._explorers.all:
                 ray_module().kill(explorer)
+        else:
+            abandon_ray()
         if (run_id := read_run_id(self._run_dir)) is not None:  # a killed trainer leaves its weights
             remove_stale_weights(run_id)
 

@@ -31,6 +31,7 @@ from rollmill.rewards.base import (
     Score,
     SupportsCounters,
 )
+from rollmill.rewards.function_threads import retrieve_error
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 from rollmill.waiting import patient_timeout
@@ -193,6 +194,7 @@ class RewardManager:
     async def _in_time(self, work: Awaitable[Result]) -> Result | None:
         """Return the result of `work`; at the deadline cancel it and return None. Outages do not count."""
         pending = asyncio.ensure_future(work)
+        pending.add_done_callback(retrieve_error)
         try:
             with suppress(TimeoutError):
                 async with patient_timeout(self._judging.deadline_s):

@@ -16,11 +16,13 @@ import torch
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.rewards.judges import JudgeReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
+from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import ConfigError, ModelError, WorkflowError
 from rollmill.models.load import PolicyModel as Model
 from rollmill.rewards.judges.chat import LENGTH, ChatSamplingParams, NoReplyError
 from rollmill.rollout.chat import ChatMessage, ChatRenderer
+from rollmill.rollout.past_policies import PastPolicies
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.workflow import ResourceFactory, Rollout
 from rollmill.seeds import derive_seed
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
     from rollmill.rewards.judges.endpoint import EndpointChatModel
 
 _STREAM = 0x07E5  # keeps other models' random numbers apart from the policy's
+_INITIAL, _PAST = "initial", "past"  # keys of the state if there are past copies
 
 
 class AuxiliaryModels:
     """The auxiliary models of one stage, by name. Frozen ones are decoded in this process, next to the policy.
 
     Args:
+        current: the stage's engine, which decodes with the current policy.
         precision: bf16 or fp32, their compute type.
 
     Raises:
@@ -45,29 +49,50 @@ class AuxiliaryModels:
     """
 
     def __init__(
-        self, sections: Mapping[str, AuxiliaryModelConfig], policy: Model, rollout: RolloutConfig, precision: str
+        self,
+        sections: Mapping[str, AuxiliaryModelConfig],
+        policy: Model,
+        current: RolloutEngine,
+        rollout: RolloutConfig,
+        precision: str,
     ) -> None:
+        self._current = current
         self._rollout, self._dtype = rollout, torch.bfloat16 if precision == "bf16" else torch.float32
         self._engines: list[NativeEngine] = []
         self._endpoints: list[EndpointChatModel] = []
         self._initial: torch.nn.Module | None = None
+        self._past: dict[str, PastPolicies] = {}
         self.sources: dict[str, ResourceFactory] = {
             name: self._source(name, number, section, policy) for number, (name, section) in enumerate(sections.items())
         }
 
     def state_dict(self) -> dict[str, Any] | None:
-        """State for a checkpoint: the policy at the start of the stage, if a model is that."""
-        return None if self._initial is None else self._initial.state_dict()
+        """State for a checkpoint: the policy at the start of the stage, if a model is that, and past copies of it."""
+        initial = None if self._initial is None else self._initial.state_dict()
+        if not self._past:
+            return initial
+        return {_INITIAL: initial, _PAST: {name: each.state_dict() for name, each in self._past.items()}}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore a state from `state_dict`."""
+        if state is not None and self._past:
+            for name, past in self._past.items():
+                past.load_state_dict(state[_PAST][name])
+            state = state[_INITIAL]
         if state is not None and self._initial is not None:
             self._initial.load_state_dict(state)
             for engine in self._engines:
                 engine.weights_updated(0)
 
+    def finish_step(self, step: int) -> None:
+        """Take the copies of the policy that are due after a training step of the stage."""
+        for past in self._past.values():
+            past.finish_step(step)
+
     async def close(self) -> None:
         """Free engines and connections; may be called twice."""
+        for past in self._past.values():
+            await past.close()
         for engine in self._engines:
             await engine.close()
         for endpoint in self._endpoints:
@@ -76,9 +101,20 @@ class AuxiliaryModels:
     def _source(self, name: str, number: int, section: AuxiliaryModelConfig, policy: Model) -> ResourceFactory:
         if section.endpoint is not None:
             return partial(_open_endpoint_model, self._endpoint(name, section), number)
+        sampling = SamplingConfig(temperature=section.temperature, max_new_tokens=section.max_new_tokens)
+        if section.policy == "past":
+            build = partial(self._build_engine, policy)
+            past = self._past[name] = PastPolicies(name, number, section, policy, self._current, build, sampling)
+            return past.open
         model = self._frozen(policy) if section.path is None else _load_frozen_model(name, section, policy)
-        engine = NativeEngine(
-            model.model,
+        engine = self._build_engine(model, model.model)
+        self._engines.append(engine)
+        chat = ChatRenderer(model.tokenizer, model.eos_ids)
+        return partial(_open_frozen_model, name, number, engine, chat, sampling)
+
+    def _build_engine(self, model: Model, network: torch.nn.Module) -> NativeEngine:
+        return NativeEngine(
+            network,
             model.tokenizer,
             eos_ids=model.eos_ids,
             context=model.context,
@@ -86,10 +122,6 @@ class AuxiliaryModels:
             max_sequences=self._rollout.max_sequences,
             prefill_tokens=self._rollout.prefill_tokens,
         )
-        self._engines.append(engine)
-        sampling = SamplingConfig(temperature=section.temperature, max_new_tokens=section.max_new_tokens)
-        chat = ChatRenderer(model.tokenizer, model.eos_ids)
-        return partial(_open_frozen_model, name, number, engine, chat, sampling)
 
     def _frozen(self, policy: Model) -> Model:
         if self._initial is None:

@@ -52,6 +52,7 @@ class Policy:
         recorder: records every call; None: the model is not trained.
         index: index of the rollout in its group.
         in_role: name of the role whose calls these are, see `role`.
+        copied_at: step of the stage after which this copy of the policy was taken (`policy: past`); None: no copy.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Policy:
         trace: Trace | None = None,
         index: int = 0,
         in_role: str | None = None,
+        copied_at: int | None = None,
     ) -> None:
+        self.copied_at = copied_at
         self.sampling, self.name, self.seed, self.tokenizer = sampling, name, seed, chat.tokenizer
         self._engine, self._chat = engine, chat
         self._recorder, self._trace, self._index = recorder, trace, index
@@ -99,6 +102,7 @@ class Policy:
                 trace=self._trace,
                 index=self._index,
                 in_role=name,
+                copied_at=self.copied_at,
             )
         return self._roles[name]
 

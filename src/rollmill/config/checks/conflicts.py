@@ -255,6 +255,12 @@ def model_conflicts(model: ModelConfig, stages: list[StageConfig]) -> Iterator[C
         yield from _new_model(model.new, stages)
     yield from _other_models(model, stages)
     yield from _sharded_adapters(model, stages)
+    if model.lora is not None:
+        for name in sorted(
+            {name for stage in stages for name, each in stage.all_models.items() if each.policy == "past"}
+        ):
+            text = "copies of a policy with adapters are not supported; train all weights, or use policy: initial"
+            yield ("model", "lora"), f"models.{name} is a mix of past copies of the policy, and {text}"
 
 
 def _sharded_adapters(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:

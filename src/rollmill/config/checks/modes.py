@@ -29,7 +29,7 @@ NEEDS_ONE_PROCESS = {
     "workflow": "an application's sessions come to the process that trains: `traffic` goes with mode serve",
     "rollout.reuse": "drafts belong to checkpoints, which explorers do not write",
     "engine.sleep": "explorers do not sleep while the trainer works",
-    "models.policy": "the policy at the start of the stage is not kept for explorers that start later; give `path`",
+    "models.policy": "earlier weights of the policy are not kept for explorers that start later; give `path`",
 }
 """Reasons for keys that need explorers in the trainer's process."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
 from rollmill.config.workflows import EnvironmentWorkflow, JudgedWorkflow, ToolWorkflow, TrafficWorkflow, WorkflowConfig
@@ -105,9 +106,26 @@ def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
         if not name.isidentifier() or name in _TAKEN:
             text = "a workflow takes it as a parameter, so it has to be a name of Python's, and none of"
             yield ("models", name), f"{text} {', '.join(_TAKEN)}; rename it"
+    for name, model in stage.models.items():
+        if model.policy == "past":
+            yield from _past_policies(stage, ("models", name, "policy"))
     if isinstance(stage.workflow, JudgedWorkflow) and stage.workflow.by not in stage.models:
         text = f"no model `{stage.workflow.by}`; add it to the section models, or name another"
         yield ("workflow", "by"), text
+
+
+def _past_policies(stage: StageConfig, at: KeyPath) -> Iterator[WorkflowConflict]:
+    """Yields what copies of the policy that are taken between two steps cannot be combined with."""
+    if not isinstance(stage.engine, NativeEngineConfig):
+        yield at, f"`past` is not supported with engine `{stage.engine.name}`; use engine `native`, or policy: initial"
+    if stage.max_staleness > 0:
+        text = f"with max_staleness {stage.max_staleness} a new copy would replace one that rollouts still talk to"
+        yield at, f"`past` is not supported in stages that roll out ahead: {text}; set max_staleness: 0"
+    if stage.trainer.ranks > 1:
+        text = f"`past` is not supported with trainer.ranks {stage.trainer.ranks}"
+        yield at, f"{text}; set trainer.ranks: 1, or policy: initial"
+    if stage.residency is not None:
+        yield at, "`past` is not supported with `residency`, which would not move the copies; remove residency"
 
 
 def _traffic(stage: StageConfig, workflow: TrafficWorkflow) -> Iterator[WorkflowConflict]:
