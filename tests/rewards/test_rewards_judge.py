@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -156,6 +156,18 @@ def test_errors_name_reward_task_and_completion(judge_of: Make, body: str, messa
     assert "completion 0: 'word word" in text
     assert len(text) < 400
     assert isinstance(caught.value.__cause__, Exception)
+
+
+@pytest.mark.parametrize("run_in", ["thread", "process"])
+@pytest.mark.parametrize("plain", ["", "async "])
+def test_errors_name_the_line_of_users_code(tmp_path: Path, run_in: Literal["thread", "process"], plain: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"import json\n\n\n{plain}def f(task, completion):\n    return json.loads('[')\n")
+    config = PythonReward(name="python", function=f"{file}:f", run_in=run_in)
+    with build_reward_manager([config]) as judge, pytest.raises(RewardError) as caught:
+        judged(judge, "5", "word")
+    assert f" ({file}:5)\n  completion 0: 'word'" in str(caught.value)
+    assert str(caught.value).count(str(file)) == 1
 
 
 def test_what_is_a_value() -> None:
