@@ -239,6 +239,7 @@ def test_no_command_is_missing() -> None:
         "testcases",
         "feedback",
         "merge",
+        "export",
         "plan",
         "status",
         "scale",
