@@ -261,6 +261,34 @@ def test_two_rewards_that_decide_the_same_task_are_refused(tmp_path: Path, capsy
     assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **said)))]) == 0
 
 
+COUNTS = [{"prompt": f"how many {'x' * count}?", "answer": str(count), "judged": "count"} for count in range(1, 4)]
+CHOICE = {"prompt": "is it A or B?", "answer": "B", "judged": "exact"}
+
+
+@pytest.mark.parametrize(
+    ("section", "where"), [("taskset", "domains.words.taskset"), ("evaluation", "evaluation.sets.words")]
+)
+def test_a_choice_question_is_refused_where_its_domain_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, where: str
+) -> None:
+    """`check` and the run say so before anything is rolled out; it once ended runs after their first evaluation."""
+    for name, lines in {"counts": COUNTS, "mixed": [*COUNTS, CHOICE]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    mixed, counts = {"path": "mixed.jsonl"}, {"path": "counts.jsonl"}
+    words: dict[str, Any] = {"rewards": ["count"], "pipeline": None, "taskset": counts}
+    words |= {"taskset": mixed} if section == "taskset" else {"evaluation": {"taskset": mixed}}
+    path = run_file(tmp_path, domains_of(tmp_path, **words))
+    assert main(["check", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{where}: 1 of 4 tasks have an answer that is no number of at least 0 (`mixed:3`: 'B')" in said
+    with pytest.raises(ConfigError, match="which the reward `count` cannot compare with"):
+        rollmill.run(path, [], tmp_path / "run")
+    by_row = {"fields": {"rewards": "judged"}}
+    words |= {"rewards": ["count", "exact"], "taskset": words["taskset"] | by_row}
+    words |= {"evaluation": {"taskset": mixed | by_row}}
+    assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **words)))]) == 0
+
+
 def test_a_row_names_its_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = ["exact", "math"]
     lines = [each | {"judged": kinds[n % 2]} for n, each in enumerate(WORDS)]
