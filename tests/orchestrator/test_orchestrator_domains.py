@@ -17,8 +17,8 @@ from tiny import HELD_OUT, NEW_MODEL, TASKS, outcome
 import rollmill
 from rollmill.cli import main
 from rollmill.config.loader import load_run
-from rollmill.errors import ConfigError, WorkflowError
-from rollmill.launch import evaluate, resume
+from rollmill.errors import ConfigError
+from rollmill.launch import resume
 from rollmill.rollout.served_model import check_endpoint_support
 from rollmill.trackers.console import PlainView
 
@@ -391,97 +391,3 @@ def test_lines_that_name_their_domain_are_graded_by_its_rewards(
     capsys.readouterr()
     assert main(argv) != 0
     assert "names the domain 'sums'; the run has" in " ".join(capsys.readouterr().err.split())
-
-
-CORRIDOR = """
-import rollmill
-from rollmill.rollout.environments import StepResult
-
-
-@rollmill.environment
-class Corridor:
-    def reset(self, task, seed):
-        self.at = 0
-        return f"{task.prompt} 0"
-
-    def step(self, action):
-        self.at += 1
-        return StepResult(f"at {self.at}", reward=0.25, done=self.at == 3)
-"""
-
-
-def test_a_domain_has_an_environment_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "corridor.py").write_text(CORRIDOR)
-    words = {"workflow": "environment", "environment": {"name": "Corridor"}, "rewards": None, "pipeline": None}
-    words |= {"taskset": {"path": "words.jsonl"}, "rollout": {"group_size": 3, "max_new_tokens": 3}}
-    path = run_file(tmp_path, domains_of(tmp_path, **words), plugins=["corridor.py"], evaluation=None, steps=2)
-    rollmill.run(path, [], tmp_path / "run")
-    episodes = {row["task_id"].partition("/")[0]: row for row in rollouts(tmp_path / "run")}
-    assert episodes["words"]["reward"] == 0.75
-    assert set(episodes["add"]["reward_parts"]) == {"exact"}
-    assert any("domain/words/reward" in row for row in rows(tmp_path / "run", "metrics.jsonl"))
-
-
-STOP = {"metric": "eval/words/greedy", "patience": 3}
-MAZE = """
-import rollmill
-from pathlib import Path
-from rollmill.rollout.environments import StepResult
-
-HERE = Path(__file__).parent
-
-
-@rollmill.environment
-class Maze:
-    def reset(self, task, seed):
-        self.length = 0
-        if (HERE / "gone").exists():
-            raise OSError("the maze is gone")
-        return task.prompt
-
-    def step(self, action):
-        (HERE / "calls").open("a").write(".")
-        if (HERE / "calls").stat().st_size > LAST:
-            (HERE / "gone").touch()
-        return StepResult("end", reward=float(len(action) % 2), done=True)
-"""
-
-
-def run_with_maze(folder: Path, last: int, **changes: Any) -> Path:
-    """Write a run whose domain `words` acts in an environment that fails for good after `last` steps."""
-    (folder / "maze.py").write_text(MAZE.replace("LAST", str(last)))
-    words = {"workflow": "environment", "environment": {"name": "Maze"}, "rewards": None, "pipeline": None}
-    words |= {"rollout": {"group_size": 3, "max_new_tokens": 3}, "evaluation": {"taskset": {"path": "words.jsonl"}}}
-    mixing = {"pause_s": 1000}
-    path = run_file(folder, domains_of(folder, **words), plugins=["maze.py"], mixing=mixing, **changes)
-    return path
-
-
-@pytest.mark.parametrize("since", ["the start", "the second step"])
-def test_a_domain_whose_environment_fails_is_paused_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, since: str
-) -> None:
-    """Two groups of 3 episodes are rolled out in a step, and their evaluation begins at once or after two steps."""
-    evaluation = {"every": 2, "at_start": since == "the start"}
-    path = run_with_maze(tmp_path, 10, evaluation=evaluation, early_stop=STOP)
-    if since == "the start":
-        (tmp_path / "gone").touch()
-    found = rollmill.run(path, [], tmp_path / "run")
-    assert "domain words is paused for 1000 s (pause 1 of 8 in a row): workflow `environment` failed" in caplog.text
-    assert "OSError: the maze is gone" in caplog.text
-    assert "add go on" in caplog.text
-    assert "the evaluation of words is left out this time, as domain words is paused" in caplog.text
-    last = [row for row in rows(tmp_path / "run", "metrics.jsonl") if "loss" in row][-1]
-    assert (last["step"], last["tasks/words/paused"], last["domain/add/groups"]) == (6, 1, 6)
-    assert "domain/words/groups" not in last
-    assert all("eval/add/greedy" in each for each in found["evaluations"])
-    assert not any("eval/words/greedy" in each for each in found["evaluations"])
-    assert found["accuracy_after"] == found["evaluations"][-1]["eval/add/greedy"]
-
-
-def test_a_checkpoint_is_not_evaluated_without_a_domain_whose_environment_fails(tmp_path: Path) -> None:
-    path = run_with_maze(tmp_path, 10_000, steps=1)
-    rollmill.run(path, [], tmp_path / "run")
-    (tmp_path / "gone").touch()
-    with pytest.raises(WorkflowError, match="the maze is gone"):
-        evaluate(tmp_path / "run")
