@@ -154,7 +154,7 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: in
         first_version=step,
     )
     try:
-        return (await stage.evaluate()).metrics
+        return (await stage.evaluate(is_complete=True)).metrics
     finally:
         await stage.close()
 

@@ -259,7 +259,7 @@ class Orchestrator:
         value = metrics.get(_best_metric(self._config, config))
         if value is not None and (self.state.best_value is None or value > self.state.best_value):
             self.state.best_value, self.state.best_step = value, step
-        if config.early_stop is not None:
+        if config.early_stop is not None and config.early_stop.metric in metrics:  # its domain may be paused
             stage.state.consider_stopping(config.early_stop, metrics[config.early_stop.metric])
         self._control.evaluated({"step": step, "stage": config.name, **metrics})
 
