@@ -16,7 +16,7 @@ from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any
 
-from bench.harness import RESULTS, BenchError, note
+from bench.harness import RESULTS, ROOT, BenchError, note
 from bench.simulation.scenario import draw_scenario
 from bench.simulation.world import Outcome, simulate_seed
 
@@ -354,7 +354,7 @@ def search(seeds: int, only: str) -> int:
             rows = [known[each.name] for each in BUGS if each.name in known]
             found = sum(row["seed"] is not None for row in rows)
             record = {"bench": "simulation", "planted": len(rows), "found": found, "bugs": rows}
-            TABLE.write_text(json.dumps(record, indent=1) + "\n")
+            TABLE.write_text(json.dumps(record, indent=1).replace(f"{ROOT}/", "") + "\n")  # of this checkout
     print(json.dumps({"bench": "simulation", "planted": len(rows), "found": found}))
     return int(found < FOUND * len(rows))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import math
 import os
@@ -71,6 +72,37 @@ def make_durable_folder(folder: Path) -> None:
         make_durable_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync(folder.parent)
+
+
+def require_free_folder(out: Path) -> Path:
+    """Return `out` with links resolved. Raises ConfigError if it is a file or a folder that is not empty."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file; choose another folder with --out")
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"{out} exists and is not empty; choose another folder with --out")
+    return out.resolve()
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes the new folder `out`, flushed to the disk, unless the body raises.
+
+    Raises ConfigError like `require_free_folder`, and OSError.
+    """
+    out = require_free_folder(out)
+    temporary = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{glob.escape(out.name)}.writing-*"):  # of killed processes
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
+        temporary.rename(out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 _TEMPORARY = re.compile(r"\..+\.(\d+)(?:@(.*))?\.tmp")

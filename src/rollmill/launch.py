@@ -154,7 +154,7 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: in
         first_version=step,
     )
     try:
-        return (await stage.evaluate()).metrics
+        return (await stage.evaluate(is_complete=True)).metrics
     finally:
         await stage.close()
 
@@ -189,7 +189,7 @@ def execute(
             )
         from rollmill.remote.supervisor import supervise  # starts a process that calls this function again
 
-        return supervise(loaded, run_dir, view, resumed=resumed)
+        return supervise(loaded, run_dir, view, execute, resumed=resumed)
     if serving is None and any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
         raise ConfigError(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "

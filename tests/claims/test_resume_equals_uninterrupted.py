@@ -108,6 +108,7 @@ def test_two_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_kills_change_no_opponent_that_is_a_past_copy(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "flow.py").write_text(GAME)

@@ -71,8 +71,8 @@ def test_ls_lists_the_newest_first(run: Path, capsys: pytest.CaptureFixture[str]
     assert [row["state"] for row in rows] == ["removed", "kept", "waiting", "taken", "taken", "taken"]
     assert (rows[2]["reward"], rows[3]["reward"], rows[3]["step"], rows[3]["version"]) == (0.25, 0.5, 3, 1)
     lines = call(capsys, "ls", run, "--limit", 2).splitlines()
-    assert lines[0].split("\t")[:4] == ["number", "id", "shelf", "state"]
-    assert lines[1].split("\t")[:4] == ["6", "oops", "preference", "removed"]
+    assert lines[0].split()[:4] == ["number", "id", "shelf", "state"]
+    assert lines[1].split()[:4] == ["6", "oops", "preference", "removed"]
     assert len(lines) == 3
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 def test_whole_damaged_and_set_aside_ones_are_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", str(run)]) == 0
-    header, *rows = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    header, *rows = (re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines())
     assert header == ["checkpoint", "size", "written", "format", "rollmill", "state"]
     assert [(row[0], row[3], row[4], row[5]) for row in rows] == [
         (f"step-00000{step}", "1", rollmill.__version__, "complete") for step in (1, 2, 3)

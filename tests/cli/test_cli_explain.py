@@ -25,7 +25,9 @@ def test_a_key_has_its_value_default_and_meaning(capsys: pytest.CaptureFixture[s
     foreign = explained(capsys, "max_steps")
     assert "environment.max_steps (name: gymnasium)" in foreign, "a key of that name"
     assert foreign.startswith("steps\n"), "and what other frameworks mean by it"
-    assert {"algorithm.kl", "algorithm.loss.beta (name: sppo)"} <= set(explained(capsys, "beta").splitlines())
+    assert {"algorithm.kl.coefficient", "algorithm.loss.beta (name: sppo)"} <= set(
+        explained(capsys, "beta").splitlines()
+    )
     several = explained(capsys, "lr")
     assert "\ntrainer.lr\n" in several
     assert several.startswith("algorithm.critic.lr\n")

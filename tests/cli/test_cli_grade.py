@@ -138,7 +138,7 @@ def test_a_reward_that_raises_fails_the_command(rows: Path, tmp_path: Path, caps
     code.write_text("def bad(task, completion): raise KeyError('gold')")
     assert main(["grade", "--reward", f"{code}:bad", "--input", str(rows)]) == 1
     captured = capsys.readouterr()
-    assert re.search(r"reward `bad` failed on task `.`: KeyError: 'gold'", captured.err)
+    assert re.search(rf"reward `bad` failed on task `.`: KeyError: 'gold' \({re.escape(str(code))}:1\)", captured.err)
     assert captured.out == ""
 
 

@@ -92,6 +92,22 @@ CASES = {
         GOOD + "algorithm: {name: grpo, mu: 0.5}",
         "run.yaml:4: algorithm.mu: `mu` is honoured by algorithm `mix`, not by `grpo`; remove it",
     ),
+    "name of TRL that another algorithm has, too": (
+        GOOD + "algorithm: {name: grpo, beta: 0.04}",
+        "not by `grpo`; the `beta` of TRL and verl is `algorithm.kl.coefficient` here",
+    ),
+    "name of TRL outside its section": (
+        GOOD + "beta: 0.04",
+        "; the `beta` of TRL and verl is `algorithm.kl.coefficient` here",
+    ),
+    "name of TRL in an algorithm without such a key": (
+        GOOD.replace("rewards: [{name: math}]", "algorithm: {name: sft, beta: 0.04}"),
+        "not by `sft`; remove it",
+    ),
+    "name of verl": (
+        GOOD + "algorithm: {name: grpo, kl_loss_coef: 0.04}",
+        "unknown key; rollmill calls this `algorithm.kl.coefficient`",
+    ),
     "key of another section": (
         GOOD + "temperature: 1",
         "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature`, "
@@ -105,7 +121,8 @@ CASES = {
     ),
     "key like nothing": (
         GOOD + "monitor: {zzz: 1}",
-        "unknown key; valid here: trackers, tensorboard, show_completions, rollouts_every, timeline_every, report",
+        "unknown key; valid here: trackers, tensorboard, show_completions, rollouts_every, timeline_every, report, "
+        "stuck_after, stop_when_stuck",
     ),
     "run-wide key in a stage": (
         GOOD + "stages: [{name: a, seed: 1}]",

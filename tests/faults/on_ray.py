@@ -30,6 +30,14 @@ def _of_ray(scene: Scene, name: str) -> int:
     raise AssertionError(f"no process {name}")
 
 
+def _killed_in_a_long_step(scene: Scene, service: str) -> None:
+    """Kill a service of Ray in a step that does not end before its death is noticed, which takes seconds."""
+    held = scene.trap("optimizer", nth=4, do="hold")
+    _working(scene)
+    scene.held(held)
+    scene.signal(_of_ray(scene, service))
+
+
 @fault("an explorer is killed", *ON_RAY, deadline_s=180)
 def _(scene: Scene) -> None:
     _working(scene, "explorer 0")
@@ -75,26 +83,19 @@ def _(scene: Scene) -> None:
 
 @fault("Ray's gcs_server is killed", *ON_RAY, names=DIED, deadline_s=300)
 def _(scene: Scene) -> None:
+    _killed_in_a_long_step(scene, "gcs_server")
+
+
+@fault("Ray's gcs_server is killed in the last steps", *ON_RAY, deadline_s=300, max_tries=1)
+def _(scene: Scene) -> None:
     _working(scene)
+    scene.wait(lambda: scene.step() >= 4, 60)
     scene.signal(_of_ray(scene, "gcs_server"))
-
-
-def _killed_in_a_long_step(scene: Scene, service: str) -> None:
-    """Kill a service of Ray in a step that does not end before its death is noticed."""
-    held = scene.trap("optimizer", nth=4, do="hold")
-    _working(scene)
-    scene.held(held)
-    scene.signal(_of_ray(scene, service))
 
 
 @fault("the raylet is killed while a step goes on for long", *ON_RAY, names=DIED, deadline_s=300)
 def _(scene: Scene) -> None:
     _killed_in_a_long_step(scene, "raylet")
-
-
-@fault("Ray's gcs_server is killed while a step goes on for long", *ON_RAY, names=DIED, deadline_s=300)
-def _(scene: Scene) -> None:
-    _killed_in_a_long_step(scene, "gcs_server")
 
 
 @fault("Ray's gcs_server is killed after the last step", *ON_RAY, deadline_s=120, max_tries=1)

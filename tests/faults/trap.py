@@ -237,6 +237,13 @@ def stuck(task: Any, completion: Any) -> float:
 
 
 @rollmill.reward
+async def blocking(task: Any, completion: Any) -> float:
+    """A reward that waits where it should await."""
+    time.sleep(1000)
+    return 0.0
+
+
+@rollmill.reward
 def raising(task: Any, completion: Any) -> float:
     """A reward with a bug."""
     raise ValueError("no such answer")

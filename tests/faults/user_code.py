@@ -70,6 +70,17 @@ def _(scene: Scene) -> None:
     )
 
 
+@fault(
+    "an async reward blocks its event loop",
+    "inline/memory",
+    promise="diagnosed",
+    names=("`blocking`", "blocks the event loop", "trap.py:"),
+    deadline_s=90,
+)
+def _(scene: Scene) -> None:
+    scene.write(rewards=[{"name": "python", "function": "blocking", "time_limit_s": 0.5}], evaluation=None)
+
+
 @fault("a reward raises", *WHERE, promise="diagnosed", names=("no such answer",), deadline_s=60)
 def _(scene: Scene) -> None:
     scene.write(rewards=[{"name": "python", "function": "raising", "run_in": "thread"}])

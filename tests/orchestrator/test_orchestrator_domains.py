@@ -214,6 +214,7 @@ def test_a_domain_whose_judge_is_lost_is_paused_and_the_others_go_on(
         ({"algorithm": {"name": "ppo"}}, "domains.words.algorithm: `ppo` trains a critic on all experiences"),
         ({"algorithm": {"name": "sft"}}, "domains.words.algorithm: not honoured: algorithm `sft` of the stage learns"),
         ({"rollout": {"batch": 6, "max_new_tokens": 12, "group_size": 1}}, "rollout.group_size: advantage `grpo`"),
+        ({"early_stop": {"metric": "eval/words/greedy", "patience": 1}}, "no evaluation measures `eval/words/greedy`"),
     ],
 )
 def test_what_domains_cannot_have_is_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -259,6 +260,34 @@ def test_two_rewards_that_decide_the_same_task_are_refused(tmp_path: Path, capsy
     assert "the rewards `exact` and `math` both say whether the answer of task `words:0` is right" in told
     said = twice | {"judging": {"verdicts": "several"}}
     assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **said)))]) == 0
+
+
+COUNTS = [{"prompt": f"how many {'x' * count}?", "answer": str(count), "judged": "count"} for count in range(1, 4)]
+CHOICE = {"prompt": "is it A or B?", "answer": "B", "judged": "exact"}
+
+
+@pytest.mark.parametrize(
+    ("section", "where"), [("taskset", "domains.words.taskset"), ("evaluation", "evaluation.sets.words")]
+)
+def test_a_choice_question_is_refused_where_its_domain_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, where: str
+) -> None:
+    """`check` and the run say so before anything is rolled out; it once ended runs after their first evaluation."""
+    for name, lines in {"counts": COUNTS, "mixed": [*COUNTS, CHOICE]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    mixed, counts = {"path": "mixed.jsonl"}, {"path": "counts.jsonl"}
+    words: dict[str, Any] = {"rewards": ["count"], "pipeline": None, "taskset": counts}
+    words |= {"taskset": mixed} if section == "taskset" else {"evaluation": {"taskset": mixed}}
+    path = run_file(tmp_path, domains_of(tmp_path, **words))
+    assert main(["check", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{where}: 1 of 4 tasks have an answer that is no number of at least 0 (`mixed:3`: 'B')" in said
+    with pytest.raises(ConfigError, match="which the reward `count` cannot compare with"):
+        rollmill.run(path, [], tmp_path / "run")
+    by_row = {"fields": {"rewards": "judged"}}
+    words |= {"rewards": ["count", "exact"], "taskset": words["taskset"] | by_row}
+    words |= {"evaluation": {"taskset": mixed | by_row}}
+    assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **words)))]) == 0
 
 
 def test_a_row_names_its_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,32 +391,3 @@ def test_lines_that_name_their_domain_are_graded_by_its_rewards(
     capsys.readouterr()
     assert main(argv) != 0
     assert "names the domain 'sums'; the run has" in " ".join(capsys.readouterr().err.split())
-
-
-CORRIDOR = """
-import rollmill
-from rollmill.rollout.environments import StepResult
-
-
-@rollmill.environment
-class Corridor:
-    def reset(self, task, seed):
-        self.at = 0
-        return f"{task.prompt} 0"
-
-    def step(self, action):
-        self.at += 1
-        return StepResult(f"at {self.at}", reward=0.25, done=self.at == 3)
-"""
-
-
-def test_a_domain_has_an_environment_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "corridor.py").write_text(CORRIDOR)
-    words = {"workflow": "environment", "environment": {"name": "Corridor"}, "rewards": None, "pipeline": None}
-    words |= {"taskset": {"path": "words.jsonl"}, "rollout": {"group_size": 3, "max_new_tokens": 3}}
-    path = run_file(tmp_path, domains_of(tmp_path, **words), plugins=["corridor.py"], evaluation=None, steps=2)
-    rollmill.run(path, [], tmp_path / "run")
-    episodes = {row["task_id"].partition("/")[0]: row for row in rollouts(tmp_path / "run")}
-    assert episodes["words"]["reward"] == 0.75
-    assert set(episodes["add"]["reward_parts"]) == {"exact"}
-    assert any("domain/words/reward" in row for row in rows(tmp_path / "run", "metrics.jsonl"))

@@ -14,12 +14,15 @@ from run_factory import experience
 from tiny import GRPO, HELD_OUT, SFT, tiny_run
 
 from rollmill.config.run import StageConfig
+from rollmill.config.trackers import MonitorConfig
 from rollmill.errors import RewardError
 from rollmill.launch import run
 from rollmill.orchestrator.missing_verdicts import rewards_without_verdict
+from rollmill.orchestrator.stuck_run import StuckDetector
 from rollmill.registry import import_file
 from rollmill.trackers import read_metrics
 from rollmill.trackers.console import PlainView
+from rollmill.trackers.event_log import STUCK, read_events
 from rollmill.trainer import Trainer
 from rollmill.types import Experience
 
@@ -170,6 +173,51 @@ def test_a_stage_stops_early_and_the_next_one_begins(tmp_path: Path) -> None:
     ]
     assert summary["status"] == "done"
     assert summary["steps"] == 6
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_run_that_learns_nothing_says_so_once_and_may_stop(tmp_path: Path, stops: bool) -> None:
+    out = io.StringIO()
+    never = [{"name": "format", "pattern": "never written"}]
+    monitor = {"stuck_after": 2, "stop_when_stuck": stops}
+    path = tiny_run(tmp_path, **RL, steps=5, rewards=never, evaluation=None, monitor=monitor)
+    summary = run(path, out=tmp_path / "out", view=PlainView(out))
+    assert summary["steps"] == (2 if stops else 5)
+    assert checkpoints(tmp_path)[-1] == summary["steps"]
+    said = "zero reward in 2 steps in a row of stage train"
+    assert out.getvalue().count(said) == 1
+    assert "WARNING at step 2" in out.getvalue()
+    [event] = read_events(tmp_path / "out", STUCK)
+    assert event["step"] == 2
+    assert event["text"].startswith(said)
+    assert ("The stage ends here" in event["text"]) is stops
+    assert f"<b>Stuck:</b> step 2: {said}" in (tmp_path / "out/report.html").read_text()
+
+
+STUCK_STEP = {"stage": "a", "reward/mean": 0.5, "reward/std": 0.1, "grad_norm": 1.0, "entropy": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("shown", "symptom"),
+    [
+        ({}, None),
+        ({"reward/mean": 0.0, "reward/std": 0.0, "grad_norm": 0.0, "entropy": 0.0}, "zero reward"),
+        ({"reward/mean": 0.0}, None),  # rewards of both signs
+        ({"grad_norm": 0.0}, "zero gradient"),
+        ({"entropy": 0.009}, "collapsed entropy"),
+        ({"reward/mean": 0.96, "grad_norm": 0.0, "entropy": 0.0}, None),  # nothing is left to learn
+    ],
+)
+def test_symptoms_of_a_stuck_run(shown: dict[str, float], symptom: str | None) -> None:
+    stage = StageConfig.model_validate({"name": "a", "rewards": [{"name": "exact"}]})
+    detector, step = StuckDetector([stage], MonitorConfig(stuck_after=3)), STUCK_STEP | shown
+    assert detector.check(step) == detector.check(step) == []
+    assert detector.check(STUCK_STEP) == []  # begins again
+    resumed = StuckDetector([stage], MonitorConfig(stuck_after=3))
+    resumed.replay([{"step": 0, "stage": "a", "eval/greedy": 0.1}, step, step])
+    found = resumed.check(step)
+    assert [text.partition(" in 3 steps in a row of stage a: ")[0] for text in found] == ([symptom] if symptom else [])
+    assert resumed.check(step) == []
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(1, [9]), (3, [6, 8, 9])])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -24,7 +24,7 @@ from rollmill.config.rewards.math import MathReward, ReasoningGymReward
 from rollmill.config.rewards.text import ExactReward, FormatReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import import_file, reward
-from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager, function_threads
 from rollmill.rewards.base import Score
 from rollmill.rewards.function_threads import MAX_STUCK_THREADS, MAX_THREADS
 from rollmill.rewards.manager import WeightedReward
@@ -158,6 +158,18 @@ def test_errors_name_reward_task_and_completion(judge_of: Make, body: str, messa
     assert isinstance(caught.value.__cause__, Exception)
 
 
+@pytest.mark.parametrize("run_in", ["thread", "process"])
+@pytest.mark.parametrize("plain", ["", "async "])
+def test_errors_name_the_line_of_users_code(tmp_path: Path, run_in: Literal["thread", "process"], plain: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"import json\n\n\n{plain}def f(task, completion):\n    return json.loads('[')\n")
+    config = PythonReward(name="python", function=f"{file}:f", run_in=run_in)
+    with build_reward_manager([config]) as judge, pytest.raises(RewardError) as caught:
+        judged(judge, "5", "word")
+    assert f" ({file}:5)\n  completion 0: 'word'" in str(caught.value)
+    assert str(caught.value).count(str(file)) == 1
+
+
 def test_what_is_a_value() -> None:
     found = [validate_value(value) for value in (True, 2, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 4), None)]
     assert found == [1.0, 2.0, 0.5, 0.5, 3.0, 0.25, None]
@@ -192,6 +204,20 @@ def test_stuck_threads_are_counted_named_and_not_unlimited(judge_of: Make, caplo
     ):
         asyncio.run(many(judge))
     assert "judges0.py:f` did not return within 0.02 s; its thread cannot be ended (8 are stuck)" in caplog.text
+
+
+def test_an_async_function_that_blocks_its_event_loop_is_named_with_the_line(
+    judge_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(function_threads, "BLOCKED_S", 0.1)
+    source = "async def f(task, completion):\n    time.sleep(8)"  # its thread ends soon after the test
+    with (
+        judge_of(source, time_limit_s=0.05) as judge,
+        pytest.raises(
+            RewardError, match=r"an async reward blocks the event loop .* for more than 0\.1 s, at .*judges0"
+        ),
+    ):
+        judged(judge, "5", "5")
 
 
 @pytest.mark.slow

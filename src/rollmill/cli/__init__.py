@@ -35,6 +35,7 @@ COMMANDS = {
     "explain": "rollmill.cli.explain:command",
     "checkpoints": "rollmill.cli.checkpoints:command",
     "merge": "rollmill.cli.merge:command",
+    "export": "rollmill.cli.export:command",
     "feedback": "rollmill.cli.feedback:command",
     "serve": "rollmill.cli.serve:command",
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
+from rollmill.config.checks.doubts import find_doubts
 from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
 from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
@@ -19,6 +21,7 @@ from rollmill.registry import find_reward
 
 if TYPE_CHECKING:
     from rollmill.data import Taskset
+    from rollmill.types import Message
 
 
 def command(
@@ -51,13 +54,15 @@ def command(
         return
     assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
-    counts = count_tasks(run) if data else {}
-    if as_yaml:
-        print(run.to_yaml(), end="")
-    elif as_json:
-        print(json.dumps(_answer(run, counts), indent=2, ensure_ascii=False))
-    else:
-        print(describe_run(run, counts))
+    tasksets = load_tasksets(run) if data else {}
+    counts = {key: (len(each.tasks), len(each.rejected)) for key, each in tasksets.items()}
+    doubts = find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})
+    if as_json:
+        print(json.dumps(_answer(run, counts) | {"warnings": doubts}, indent=2, ensure_ascii=False))
+        return
+    print(run.to_yaml() if as_yaml else describe_run(run, counts), end="" if as_yaml else "\n")
+    for doubt in doubts:
+        print(f"warning: {doubt}", file=sys.stderr)
 
 
 def _print_matrix(as_json: bool) -> None:
@@ -111,15 +116,26 @@ def _check_model(folder: Path, as_json: bool) -> None:
         raise parity_error(folder, policy.model, wrong)
 
 
-def count_tasks(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
-    """Import reward functions and count the tasks and rejected rows of every taskset.
+def _longest_prompt(taskset: Taskset) -> int:
+    """Return the characters of the longest prompt, without what a chat template adds."""
+    return max((len(_prompt_text(task.prompt)) for task in taskset.tasks), default=0)
+
+
+def _prompt_text(prompt: str | list[Message]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(text for message in prompt if isinstance(text := message.get("content"), str))
+
+
+def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
+    """Import reward functions and load every taskset, by stage and section.
 
     Raises ConfigError naming the stage if something cannot be loaded, or a reference is empty.
     """
     from rollmill.config.checks.conflicts import require_workflows
     from rollmill.rewards.base import require_references, require_verdicts
 
-    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    found: dict[tuple[str, str], Taskset] = {}
     loaded: dict[str, Taskset] = {}
     for stage in run.stages:
         judged = {
@@ -140,8 +156,8 @@ def count_tasks(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
                 require_references(view.rewards, loaded[key].tasks, where)
                 require_verdicts(view.rewards, view.judging, loaded[key].tasks, where)
                 require_workflows(view, loaded[key].tasks, where)
-                counts[stage.name, section] = len(loaded[key].tasks), len(loaded[key].rejected)
-    return counts
+                found[stage.name, section] = loaded[key]
+    return found
 
 
 def _loaded(taskset: TasksetConfig, where: str) -> Taskset:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; with columns separated by tabs if stdout is not a terminal."""
+    """Print a table; without lines and colours, and as wide as it is, if stdout is not a terminal."""
     from rollmill.trackers.console import one_line
 
     cells = [[one_line(_cell(value), 60) for value in row] for row in rows]
     if not sys.stdout.isatty():
-        for line in ([title] if title else []) + ["\t".join(row) for row in [header, *cells]]:
+        for line in ([title] if title else []) + align_columns([list(header), *cells]):
             print_line(line)
         return
     from rich.console import Console
@@ -36,6 +36,17 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]
     for row in cells:
         table.add_row(*map(Text, row))
     Console().print(table)
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with columns that begin at the same place, two spaces apart."""
+    from rich.cells import cell_len  # of East Asian characters, too
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _cell(value: Any) -> str:

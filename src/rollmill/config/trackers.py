@@ -44,3 +44,8 @@ class MonitorConfig(Section):
     step."""
     report: bool = True
     """Write RUN/report.html at the end."""
+    stuck_after: int = Field(20, ge=1)
+    """Say loudly, once, when a stage shows zero reward, zero gradient or collapsed entropy in so many steps in a row:
+    in the terminal, in RUN/events.jsonl and in the report. Not while the reward is nearly at its maximum."""
+    stop_when_stuck: bool = False
+    """Also end the stage then, like early stopping, with a checkpoint."""

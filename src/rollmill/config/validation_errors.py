@@ -21,20 +21,36 @@ from rollmill.config.tree import ConfigProblem, KeyPath, Node, locate_key, trunc
 
 COMMON_KEY_ALIASES = {
     "batch_size": "rollout.batch",
-    "beta": "algorithm.kl",
+    "beta": "algorithm.kl.coefficient",
     "clip_ratio": "algorithm.loss.clip_low",
+    "clip_ratio_high": "algorithm.loss.clip_high",
+    "clip_ratio_low": "algorithm.loss.clip_low",
+    "entropy_coeff": "algorithm.entropy",
     "epsilon": "algorithm.loss.clip_low",
     "epsilon_high": "algorithm.loss.clip_high",
     "importance_cap": "algorithm.corrections",
-    "kl_coef": "algorithm.kl",
+    "grad_clip": "trainer.max_grad_norm",
+    "kl_coef": "algorithm.kl.coefficient",
+    "kl_loss_coef": "algorithm.kl.coefficient",
+    "kl_loss_type": "algorithm.kl.estimator",
     "learning_rate": "trainer.lr",
+    "loss_agg_mode": "algorithm.aggregation",
     "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
     "max_steps": "steps",
     "top_entropy_quantile": "algorithm.masks",
     "max_tokens": "rollout.max_new_tokens",
     "model_name_or_path": "model.path",
     "num_generations": "rollout.group_size",
+    "num_iterations": "trainer.epochs_per_batch",
+    "ppo_epochs": "trainer.epochs_per_batch",
+    "scale_rewards": "algorithm.advantage",
+    "steps_per_generation": "trainer.updates_per_batch",
     "total_steps": "steps",
+    "total_training_steps": "steps",
+    "train_batch_size": "rollout.batch",
+    "use_kl_in_reward": "algorithm.kl.where",
+    "use_kl_loss": "algorithm.kl.coefficient",
 }
 """Names of rollmill's keys in other frameworks."""
 
@@ -141,7 +157,8 @@ def explain_unknown_key(key: str, owner: type[Section]) -> str:
     here = next((home for home in section_locations() if home.section is owner), SectionLocation(owner, "a stage"))
     others = [home for home in section_locations() if key in home.section.model_fields and home.section is not owner]
     siblings = [home for home in others if here.tag and home.prefix == here.prefix]
-    near = suggest_match(key, list(owner.model_fields))
+    alias = _explain_alias(key, here)
+    near = alias or suggest_match(key, list(owner.model_fields))
     if siblings and here.tag:
         noun = _NOUNS[here.prefix]
         tags = join_quoted([str(home.tag) for home in siblings])
@@ -151,11 +168,22 @@ def explain_unknown_key(key: str, owner: type[Section]) -> str:
     if others and key != "name":
         places = join_quoted(_places(others, key))
         return f"unknown key; it is honoured as {places}{near or '; move it there'}"
-    if key in COMMON_KEY_ALIASES:
+    if alias:
         return f"unknown key; rollmill calls this `{COMMON_KEY_ALIASES[key]}`"
     if near:
         return f"unknown key{near}"
     return f"unknown key; valid here: {', '.join(owner.model_fields)}"
+
+
+def _explain_alias(key: str, here: SectionLocation) -> str:
+    """Returns the key that a name of other frameworks stands for, unless the section `here` lacks it; else ""."""
+    target = COMMON_KEY_ALIASES.get(key)
+    if target is None:
+        return ""
+    inside = target.removeprefix(f"{here.prefix}.") if here.prefix else target
+    if inside != target and inside.partition(".")[0] not in here.section.model_fields:
+        return ""
+    return f"; the `{key}` of TRL and verl is `{target}` here"
 
 
 def _places(homes: list[SectionLocation], key: str) -> list[str]:

@@ -7,10 +7,8 @@ and vocabulary; files of the result are written one at a time. Shape suffix: N e
 
 from __future__ import annotations
 
-import glob
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -24,7 +22,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from rollmill.errors import CheckpointError, ConfigError, ModelError
+from rollmill.errors import CheckpointError, ModelError
+from rollmill.files import new_folder, require_free_folder
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -202,6 +201,7 @@ _PIECE = 1 << 22  # elements that are averaged at once: 32 MiB in float64
 _COPIED = (
     *("config.json", "generation_config.json", "*.py", *VOCABULARIES, "tokenizer.json", "tokenizer_config.json"),
     *("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*", "additional_chat_templates/*"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
 
 
@@ -230,23 +230,14 @@ def merge_checkpoints(
     """
     assert len(folders) == len(shares)
     try:
-        out = _require_free_path(out)
-        temporary = out.with_name(f".{out.name}.writing-{os.getpid()}")
+        out = require_free_folder(out)
         with ExitStack() as stack:
             sources = [open_merge_source(folder, stack) for folder in folders]
             for other in sources[1:]:
                 check_compatible(sources[0], other)
-            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            for left in out.parent.glob(f".{glob.escape(out.name)}.writing-*"):  # left by killed merges
-                shutil.rmtree(left, ignore_errors=True)
-            temporary.mkdir()
-            _copy_settings(folders[0], temporary, dtype)
-            written = _write_tensors(sources, shares, method, DTYPES[dtype] if dtype else None, temporary)
-            for path in [*temporary.rglob("*"), temporary]:
-                _fsync(path)
-            temporary.rename(out)
-            _fsync(out.parent)
+            with new_folder(out) as temporary:
+                copy_settings(folders[0], temporary, dtype)
+                written = _write_tensors(sources, shares, method, DTYPES[dtype] if dtype else None, temporary)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the merged checkpoint {out}: {error}. Free some space or fix the permissions, or choose "
@@ -261,20 +252,12 @@ def merge_checkpoints(
     }
 
 
-def _require_free_path(out: Path) -> Path:
-    """Returns `out` with links resolved.
+def copy_settings(folder: Path, target: Path, dtype: str | None) -> None:
+    """Copies the files of a checkpoint that describe its model and tokenizer.
 
-    Raises:
-        ConfigError: it is a file or a folder that is not empty.
+    Args:
+        dtype: a key of `DTYPES`, which config.json then names; default: unchanged.
     """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file; choose another folder with --out")
-    if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"{out} exists and is not empty; choose another folder with --out")
-    return out.resolve()
-
-
-def _copy_settings(folder: Path, target: Path, dtype: str | None) -> None:
     for pattern in _COPIED:
         for path in folder.glob(pattern):
             copy = target / path.relative_to(folder)
@@ -282,8 +265,10 @@ def _copy_settings(folder: Path, target: Path, dtype: str | None) -> None:
             shutil.copyfile(path, copy)
     if dtype:
         config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)  # the key's name in transformers 4
-        config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+        for part in (config, *(each for each in config.values() if isinstance(each, dict))):
+            if part is config or "dtype" in part or "torch_dtype" in part:  # the parts of a vision-language model
+                part.pop("torch_dtype", None)  # the key's name in transformers 4
+                part["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
         (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -363,11 +348,3 @@ def _slerp_factors(parts_N: list[torch.Tensor], t: float) -> list[float]:
     if math.sin(angle) < 1e-6:
         return [1.0 - t, t]
     return [math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)]
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

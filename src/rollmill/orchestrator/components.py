@@ -95,10 +95,11 @@ def build_rollouts(
     Args:
         counter: counts the generated tokens.
     """
-    config, policy, batches, evaluator = stage.config, stage.policy, None, None
+    config, policy, batches, evaluator, sampler = stage.config, stage.policy, None, None, None
     assert stage.rewards is not None
     if config.algorithm.uses_rollouts:
         components = build_rollout_components(stage, explorers.explorer(stage.trace, stage.drafts), counter)
+        sampler = components.sampler if config.domains else None
         ratings = RatingOverrides(stage.context.buffers.of_run(stage.store))
         kind = RolloutBatches if config.workflow.uses_tasks else TrafficBatches
         first, shared = stage.first_version, stage.context.buffers.shared
@@ -111,6 +112,7 @@ def build_rollouts(
             explorers=explorers,
             build_rewards=lambda view: build_stage_rewards(view, policy),
             seed=stage.context.seed,
+            sampler=sampler,
         )
     return batches, evaluator
 

@@ -20,9 +20,17 @@ _POLL_S = 0.25
 async def pause_on_loss(
     domain: str, work: Coroutine[Any, Any, list[Experience]], stage: StageConfig, sampler: Sampler, patience_s: float
 ) -> list[Experience]:
-    """Return a group's experiences; none if its domain has lost a service and is paused.
+    """Return a group's experiences; none if its domain has lost a service and is paused, see `unless_lost`.
 
     The scheduler then rolls out another task in its place.
+    """
+    return await unless_lost(domain, work, stage, sampler, patience_s) or []
+
+
+async def unless_lost(
+    domain: str, work: Coroutine[Any, Any, list[Experience]], stage: StageConfig, sampler: Sampler, patience_s: float
+) -> list[Experience] | None:
+    """Return a group's experiences; None if its domain has lost a service and is paused.
 
     Args:
         work: the group's rollout; cancelled if its domain is paused.
@@ -37,12 +45,12 @@ async def pause_on_loss(
             await asyncio.wait([running], timeout=_POLL_S)
             lost = "" if running.done() else lost_service(stage, patience_s)
             if lost and sampler.pause(domain, lost):
-                return []
+                return None
         return running.result()
     except (EndpointLostError, WorkflowError) as error:
         if not sampler.pause(domain, str(error)):
             raise
-        return []
+        return None
     finally:
         if not running.done():
             running.cancel()

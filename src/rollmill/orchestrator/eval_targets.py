@@ -133,7 +133,7 @@ def _chosen(run: Path, steps: str) -> list[int]:
     known = Checkpoints(run).steps()
     have = ", ".join(map(str, known)) or "none"
     if not known:
-        raise CheckpointError(f"{run} has no checkpoint to evaluate")
+        raise CheckpointError(f"{run} has no checkpoint yet; resume it, or give another run")
     if steps == "all":
         return known
     if steps == "last":

@@ -6,14 +6,18 @@ before the next update; its rewards may come later.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollmill.buffer import GroupQueue
 from rollmill.config.run import StageConfig
+from rollmill.data import Sampler
 from rollmill.errors import DeadlineError
-from rollmill.orchestrator.evaluation_set import SetEvaluator, SetResult, merged_metrics, results_to_json
+from rollmill.orchestrator.domain_pauses import unless_lost
+from rollmill.orchestrator.evaluation_set import RolloutGuard, SetEvaluator, SetResult, merged_metrics, results_to_json
 from rollmill.orchestrator.metrics import require_rewards
 from rollmill.rewards import RewardManager
 from rollmill.rollout.base import ExplorerSource
@@ -24,6 +28,7 @@ BuildRewards = Callable[[StageConfig], RewardManager]
 """Builds the rewards of a stage without domains."""
 HeldOut = Mapping[str, Sequence[Task]]
 """Held-out tasks by the name of their set."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +48,49 @@ class EvaluationResult:
         return results_to_json(self.sets, **about)
 
 
-class Evaluation:
-    """A running evaluation; it starts on construction."""
+class DomainGuard:
+    """Leaves the sets of a domain out of an evaluation when the domain loses a service and is paused.
 
-    def __init__(self, set_evaluators: Sequence[SetEvaluator], deadline_s: float) -> None:
-        self._queue, self._deadline_s = GroupQueue(), deadline_s
-        self._set_evaluators = [(each, each.start(self._queue)) for each in set_evaluators]
+    Args:
+        stage: the stage as the set sees it.
+        patience_s: see `unless_lost`.
+    """
+
+    def __init__(self, domain: str, stage: StageConfig, sampler: Sampler, patience_s: float) -> None:
+        self.domain, self._stage, self._sampler, self._patience_s = domain, stage, sampler, patience_s
+
+    async def run(self, lost: set[str], name: str, work: Coroutine[Any, Any, list[Experience]]) -> list[Experience]:
+        """Roll out a group of the set `name`, which is added to `lost` if the domain is paused."""
+        found = await unless_lost(self.domain, work, self._stage, self._sampler, self._patience_s)
+        if found is None:
+            lost.add(name)
+        return found or []
+
+
+class Evaluation:
+    """A running evaluation; it starts on construction.
+
+    Args:
+        guards: of sets that may be left out, by their name.
+    """
+
+    def __init__(
+        self, set_evaluators: Sequence[SetEvaluator], deadline_s: float, guards: Mapping[str, DomainGuard]
+    ) -> None:
+        self._queue, self._deadline_s, self._guards = GroupQueue(), deadline_s, guards
+        self._lost: set[str] = set()
+        self._set_evaluators = [(each, each.start(self._queue, self._guard(each.name))) for each in set_evaluators]
+
+    def _guard(self, name: str) -> RolloutGuard | None:
+        guard = self._guards.get(name)
+        return None if guard is None else partial(guard.run, self._lost, name)
 
     async def generated(self) -> None:
         """Wait for all completions: afterwards the weights may change. Raises DeadlineError."""
         await self._in_time(self._queue.wait_all_generated())
 
     async def result(self) -> EvaluationResult:
-        """Wait for all rewards.
+        """Wait for all rewards. A set whose domain has been paused meanwhile is left out, with a warning.
 
         Raises:
             DeadlineError: not finished within the deadline.
@@ -69,6 +104,11 @@ class Evaluation:
         results, shown, start = [], [], 0
         for evaluator, count in self._set_evaluators:
             own, start = groups[start : start + count], start + count
+            if evaluator.name in self._lost:
+                domain = self._guards[evaluator.name].domain
+                text = "the evaluation of %s is left out this time, as domain %s is paused"
+                _log.warning(text, evaluator.name, domain)
+                continue
             where = f"the evaluation of {evaluator.name}" if evaluator.name else "the evaluation"
             require_rewards([one for group in own for one in group], where)
             found, experiences = evaluator.result(own)
@@ -100,6 +140,7 @@ class Evaluator:
         config: the stage.
         rewards: the stage's rewards; sets with other rewards get theirs from `build_rewards`.
         explorers: the stage's explorers; sets with another workflow or environment get variants of them.
+        sampler: pauses domains that lose a service; None if there are none to pause.
     """
 
     def __init__(
@@ -111,12 +152,14 @@ class Evaluator:
         explorers: ExplorerSource,
         build_rewards: BuildRewards,
         seed: int,
+        sampler: Sampler | None = None,
     ) -> None:
         assert config.evaluation is not None
         self._deadline_s = config.rollout.deadline_s
         self._rewards: list[RewardManager] = []
         self._explorers: list[ExplorerSource] = []
         self.set_evaluators: list[SetEvaluator] = []
+        self._guards: dict[str, DomainGuard] = {}
         for name, section in config.evaluation.all_sets().items():
             stage, used_rewards, used = config.for_evaluation(section), rewards, explorers
             if section.domain is not None and section.rewards is None and rewards.domains:
@@ -130,15 +173,21 @@ class Evaluator:
                 self._explorers.append(used)
             evaluator = SetEvaluator(name, used.explorer(), held_out[name], section, stage.rollout, seed)
             self.set_evaluators.append(evaluator)
+            if section.domain is not None and sampler is not None:
+                self._guards[name] = DomainGuard(section.domain, stage, sampler, config.mixing.lost_after_s)
 
-    def begin(self, names: Sequence[str] | None = None) -> Evaluation:
-        """Start an evaluation of the current weights, on the sets of these names or on all."""
+    def begin(self, names: Sequence[str] | None = None, *, is_complete: bool = False) -> Evaluation:
+        """Start an evaluation of the current weights, on the sets of these names or on all.
+
+        Args:
+            is_complete: no set may be left out; what its domain loses is an error.
+        """
         chosen = [each for each in self.set_evaluators if names is None or each.name in names]
-        return Evaluation(chosen, self._deadline_s)
+        return Evaluation(chosen, self._deadline_s, {} if is_complete else self._guards)
 
-    async def evaluate(self, names: Sequence[str] | None = None) -> EvaluationResult:
-        """Evaluate and return the result. Raises like `Evaluation.result`."""
-        return await self.begin(names).result()
+    async def evaluate(self, names: Sequence[str] | None = None, *, is_complete: bool = False) -> EvaluationResult:
+        """Evaluate and return the result; see `begin`. Raises like `Evaluation.result`."""
+        return await self.begin(names, is_complete=is_complete).result()
 
     def metrics(self) -> list[dict[str, float]]:
         """Metrics of the evaluation's own environments and tools since the last call."""

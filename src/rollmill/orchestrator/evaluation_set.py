@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -18,6 +18,8 @@ from rollmill.seeds import derive_seed
 from rollmill.trackers.estimators import IntervalEstimate, maj_at_k, mean_over_tasks, pass_at_k
 from rollmill.types import Experience, Task
 
+RolloutGuard = Callable[[Coroutine[Any, Any, list[Experience]]], Coroutine[Any, Any, list[Experience]]]
+"""Wraps the rollout of a group."""
 EVALUATION_STREAM = 0xE7A1  # keeps evaluation's random numbers apart from training's
 
 
@@ -154,13 +156,13 @@ class SetEvaluator:
         self._explorer, self._sampling = explorer, sampling
         self._seed = (seed, EVALUATION_STREAM, crc32(name.encode())) if name else (seed, EVALUATION_STREAM)
 
-    def start(self, queue: GroupQueue) -> int:
+    def start(self, queue: GroupQueue, guard: RolloutGuard | None = None) -> int:
         """Put the groups of all tasks into the queue, greedy ones first; return how many."""
         greedy = self._sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
         for sampling, n, kind in self._kinds(greedy):
             for index, task in enumerate(self.tasks):
                 group = f"eval-{self.name}-{kind}/{task.id}" if self.name else f"eval-{kind}/{task.id}"
-                self._start(queue, task, sampling, n, derive_seed(*self._seed, index), group)
+                self._start(queue, task, sampling, n, derive_seed(*self._seed, index), group, guard)
         return len(self._kinds(greedy)) * len(self.tasks)
 
     def result(self, groups: Sequence[Sequence[Experience]]) -> tuple[SetResult, list[Experience]]:
@@ -183,14 +185,24 @@ class SetEvaluator:
         kinds = [(greedy, int(self._section.greedy), "greedy"), (self._sampling, self._section.samples, "sampled")]
         return [each for each in kinds if each[1]]
 
-    def _start(self, queue: GroupQueue, task: Task, sampling: SamplingConfig, n: int, seed: int, group: str) -> None:
+    def _start(
+        self,
+        queue: GroupQueue,
+        task: Task,
+        sampling: SamplingConfig,
+        n: int,
+        seed: int,
+        group: str,
+        guard: RolloutGuard | None,
+    ) -> None:
         number = len(queue)
 
         def generated(experiences: list[Experience]) -> None:
             queue.generated(number, experiences)
 
         work = self._explorer.rollout(task, sampling, n=n, seed=seed, group=group, generated=generated)
-        queue.put(number, f"held-out task {task.id}", asyncio.ensure_future(work))
+        guarded = work if guard is None else guard(work)
+        queue.put(number, f"held-out task {task.id}", asyncio.ensure_future(guarded))
 
     def _attempts(self, group: Sequence[Experience], n: int) -> list[Attempt]:
         """The n rollouts of a group. One without an experience has no reward."""

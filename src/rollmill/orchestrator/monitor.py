@@ -17,7 +17,7 @@ from rollmill.registry import build_component
 from rollmill.report.run_report import write_report
 from rollmill.report.step_timeline import TIMELINE_FILE, drop_steps_after, write_step_timeline
 from rollmill.trackers.console import RunView, Stages
-from rollmill.trackers.event_log import INCIDENT, record_event
+from rollmill.trackers.event_log import INCIDENT, STUCK, record_event
 from rollmill.trackers.metrics_log import Metrics, MetricsLog, TrackedRun, Tracker, read_metrics, write_summary
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.trackers.trace import Span
@@ -67,8 +67,20 @@ class Monitor:
     def incident(self, text: str) -> None:
         """Show the user a failure that the run gets over, and record it for the report."""
         self.message(text)
+        self._record(INCIDENT, text=text)
+
+    def stuck(self, text: str, step: int) -> None:
+        """Tell the user loudly that the run learns nothing, and record it for the report."""
+        self.message(f"{'=' * 20} WARNING at step {step} {'=' * 20}\n{text}\n{'=' * 60}")
+        self._record(STUCK, step=step, text=text)
+
+    def recorded(self) -> list[dict[str, Any]]:
+        """Return the metrics of all steps so far."""
+        return read_metrics(self._run_dir)
+
+    def _record(self, event: str, **details: Any) -> None:
         try:
-            record_event(self._run_dir, INCIDENT, text=text)
+            record_event(self._run_dir, event, **details)
         except RollmillError as error:
             self.message(f"this is not recorded: {error}")
 

@@ -24,6 +24,7 @@ from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.run_control import RunControl
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import RunState, StageState
+from rollmill.orchestrator.stuck_run import StuckDetector
 from rollmill.orchestrator.summary import summarise
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.progress import reach_step, uncounted_work
@@ -66,6 +67,7 @@ class Orchestrator:
         self._control = control or RunControl(context.run_dir, config.changes)
         self._checkpoint_seconds = 0.0
         self._missing_verdicts = MissingVerdicts()
+        self._stuck = StuckDetector(stages, config.monitor)
         self.state = RunState()
 
     async def run(self, resumed: tuple[RunState, dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -210,9 +212,8 @@ class Orchestrator:
         self.state.step = stage.version
         self.state.generated_tokens += result.generated_tokens
         self.state.generation_seconds += result.seconds.get("rollout", 0.0)
-        tokens = result.generated_tokens or result.metrics["tokens"]
         metrics = {"step": self.state.step, "stage": config.name, "version": stage.version, **result.metrics}
-        metrics["tokens_per_second"] = tokens / result.seconds["total"]
+        metrics["tokens_per_second"] = (result.generated_tokens or result.metrics["tokens"]) / result.seconds["total"]
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in result.seconds.items()}
         metrics["seconds/checkpoint"], self._checkpoint_seconds = self._checkpoint_seconds, 0.0
         last = stage.state.step == config.steps
@@ -226,6 +227,7 @@ class Orchestrator:
         reach_step(self.state.step)
         for warning in self._missing_verdicts.check(config, result.experiences):
             self._monitor.message(warning)
+        stage.state.stopped |= self._stuck.report(metrics, self._monitor)
         self._control.after_step(metrics, result.experiences)
         every = stage.state.step % self._config.checkpoint.every == 0
         if not last and not stage.state.stopped and (every or self._is_best()):
@@ -257,7 +259,7 @@ class Orchestrator:
         value = metrics.get(_best_metric(self._config, config))
         if value is not None and (self.state.best_value is None or value > self.state.best_value):
             self.state.best_value, self.state.best_step = value, step
-        if config.early_stop is not None:
+        if config.early_stop is not None and config.early_stop.metric in metrics:  # its domain may be paused
             stage.state.consider_stopping(config.early_stop, metrics[config.early_stop.metric])
         self._control.evaluated({"step": step, "stage": config.name, **metrics})
 

@@ -363,13 +363,13 @@ class Stage:
 
     # -- beside the steps --------------------------------------------------------------------------------------
 
-    async def evaluate(self) -> EvaluationResult:
-        """Evaluate alone, and wait for it. Raises like `Evaluation.result`."""
+    async def evaluate(self, *, is_complete: bool = False) -> EvaluationResult:
+        """Evaluate alone, and wait for it; see `Evaluator.begin`. Raises like `Evaluation.result`."""
         assert self.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
         self.sync_weights()
         self.trace.enter("rollout")
         self._report("eval", "completions of held-out tasks, and their rewards")
-        return await self.evaluator.evaluate()
+        return await self.evaluator.evaluate(is_complete=is_complete)
 
     def phase(self, name: str, waits_for: str = "") -> AbstractContextManager[None]:
         """Enter a phase of the step: move the components that it needs to the device (section `residency`), and count

@@ -14,17 +14,18 @@ def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, stat
     """Build the contents of summary.json.
 
     accuracy_before and accuracy_after are the first and the last evaluation of the last stage that was evaluated:
-    greedy accuracy, or sampled accuracy without greedy, of the first set; null if there was none.
+    greedy accuracy, or sampled accuracy without greedy, of the first set; null if there was none. An evaluation that
+    left this set out, as its domain was paused, does not count.
     """
     evaluated = state.evaluations[-1]["stage"] if state.evaluations else None
-    of_stage = [record for record in state.evaluations if record["stage"] == evaluated]
+    accuracies = _accuracies([record for record in state.evaluations if record["stage"] == evaluated])
     steps = checkpoints.steps()
     return {
         "status": status,
         "stages": stages,
         "steps": state.step,
-        "accuracy_before": _accuracy(of_stage[0]) if of_stage else None,
-        "accuracy_after": _accuracy(of_stage[-1]) if of_stage else None,
+        "accuracy_before": accuracies[0] if accuracies else None,
+        "accuracy_after": accuracies[-1] if accuracies else None,
         "evaluations": state.evaluations,
         "seconds_by_stage": state.seconds,
         "seconds": sum(state.seconds.values()),
@@ -47,8 +48,10 @@ def summarise_complete_run(checkpoints: Checkpoints, stages: list[str]) -> dict[
     return summarise(state, stages, checkpoints) if state.stage >= len(stages) else None
 
 
-def _accuracy(record: dict[str, Any]) -> float | None:
-    for key, value in record.items():  # set by set, greedy before sampled
+def _accuracies(records: list[dict[str, Any]]) -> list[float]:
+    """The accuracy of the first set in each evaluation of a stage that has it."""
+    most = max(records, key=len, default={})  # without sets that were left out
+    for key in most:  # set by set, greedy before sampled
         if key.startswith("eval/") and key.endswith(("/greedy", "/sampled")):
-            return float(value)
-    return None
+            return [float(record[key]) for record in records if key in record]
+    return []

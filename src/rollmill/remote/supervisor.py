@@ -24,7 +24,7 @@ from rollmill.ray_session import abandon_ray, join, ray_module
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
 from rollmill.remote.ray_scaling import ExplorerActors, ExplorerScaling, explorer_needs, number_of_explorers
 from rollmill.remote.rollout_backend import remove_stale_weights
-from rollmill.remote.trainer_actor import RunEnded, RunStalled, TrainerActor, ViewCall
+from rollmill.remote.trainer_actor import Execute, RunEnded, RunStalled, TrainerActor, ViewCall
 from rollmill.remote.worker_pool import SHUTDOWN_S, START_S
 from rollmill.report.run_report import write_report
 from rollmill.supervision.budget import RestartBudget
@@ -38,8 +38,10 @@ from rollmill.waiting import wait_with_grace
 _POLL_S, _TRIES = 5.0, 5
 
 
-def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed: bool) -> dict[str, Any]:
-    """Run the remaining steps of a run on Ray and return the summary; see `run`."""
+def supervise(
+    loaded: LoadedRun, run_dir: Path, view: RunView | None, execute: Execute, *, resumed: bool
+) -> dict[str, Any]:
+    """Run the remaining steps of a run on Ray and return the summary; see `run`. `execute` runs in its trainer."""
     placement = loaded.config.placement
     assert isinstance(placement, RayPlacement)
     address = join(placement.address)
@@ -52,7 +54,7 @@ def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed
     view = view or make_view(loaded.config.monitor.show_completions)
     with closing(PlacementGroup(needs, one_host=placement.weights == "memory")) as group:
         explorers = ExplorerActors(placement, group, run_dir.absolute(), count)
-        supervisor = Supervisor(loaded, run_dir.absolute(), group, explorers, view, address)
+        supervisor = Supervisor(loaded, run_dir.absolute(), group, explorers, view, address, execute)
         try:
             return asyncio.run(supervisor.run(resumed))
         finally:
@@ -75,8 +77,9 @@ class Supervisor:
         explorers: ExplorerActors,
         view: RunView,
         address: str,
+        execute: Execute,
     ) -> None:
-        self._address = address  # of Ray's control service
+        self._address, self._execute = address, execute  # address: of Ray's control service
         placement = loaded.config.placement
         assert isinstance(placement, RayPlacement)
         self._loaded, self._placement = loaded, placement
@@ -106,11 +109,8 @@ class Supervisor:
                 self._view.close()
                 task = asyncio.current_task()
                 # a second signal stops at once
-                if task is not None and not task.cancelling() and ray_module().is_initialized():
-                    if await asyncio.to_thread(_answers, self._address):
-                        await self._close()
-                    else:
-                        self._leave_dead_ray()
+                if task is not None and not task.cancelling() and await asyncio.to_thread(self._ray_lives):
+                    await self._close()
 
     async def _lives(self, resumed: bool) -> dict[str, Any]:
         while True:
@@ -126,6 +126,7 @@ class Supervisor:
         options, *ranks = map(self._group.options, range(self._explorers.reserved, len(self._group)))
         shows, self._killed_before = not isinstance(self._view, PlainView), count_oom_kills()
         self._trainer = made.options(max_restarts=0, max_concurrency=100, **options).remote(
+            self._execute,
             self._run_dir,
             self._explorers.used,
             ranks,
@@ -139,7 +140,7 @@ class Supervisor:
         try:
             await asyncio.wait([followed, signalled, hosts_gone], return_when=asyncio.FIRST_COMPLETED)
             if await self._has_lost_ray(followed, hosts_gone):
-                self._leave_dead_ray()
+                abandon_ray()  # what is left of it answers no call, and would end this process after a minute
                 return self._finish_without_ray()
             if not followed.done() and not await self._end_requested():
                 raise KeyboardInterrupt
@@ -253,20 +254,18 @@ class Supervisor:
             ray_module().kill(self._trainer)
             self._trainer = None
 
-    def _leave_dead_ray(self) -> None:
-        """Leave a Ray whose control service is gone. A call to it, for example to release the placement group, would
-        wait for a minute, after which Ray ends this process with exit code 1."""
-        self._trainer = None
-        abandon_ray()
+    def _ray_lives(self) -> bool:
+        """False if Ray has died or was left: any call would wait for a minute, and then end this process."""
+        return ray_module().is_initialized() and _answers(self._address)
 
     def end(self) -> None:
-        """Kill all actors."""
-        if ray_module().is_initialized() and not _answers(self._address):
-            self._leave_dead_ray()
-        if ray_module().is_initialized():
+        """Kill all actors, or leave a Ray that has died."""
+        if self._ray_lives():
             self._kill_trainer()
             for explorer in self._explorers.all:
                 ray_module().kill(explorer)
+        else:
+            abandon_ray()
         if (run_id := read_run_id(self._run_dir)) is not None:  # a killed trainer leaves its weights
             remove_stale_weights(run_id)
 

@@ -6,7 +6,7 @@ import asyncio
 import faulthandler
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 from rollmill.config.loader import load_run
 from rollmill.config.placement import RayPlacement
 from rollmill.errors import is_out_of_memory, is_recoverable
-from rollmill.launch import CONFIG, execute
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock
 from rollmill.progress import has_worked
@@ -26,6 +25,7 @@ from rollmill.supervision.memory import MemoryReduction
 from rollmill.supervision.watchdog import StallWatchdog, blocked_in, memory_file, read_stacks, write_stacks
 from rollmill.trackers.console import Stages
 from rollmill.trackers.event_log import record_event
+from rollmill.trackers.heartbeat import CONFIG
 from rollmill.trackers.metrics_log import Metrics
 from rollmill.types import Experience
 
@@ -58,12 +58,15 @@ class RunStalled:
 
 
 Event = ViewCall | RunEnded | RunStalled
+Execute = Callable[..., dict[str, Any]]
+"""`launch.execute`: runs a loaded run and returns its summary. Handed down, since launching also starts supervisors."""
 
 
 class TrainerActor:
     """Runs a run, or the rest of it, in a thread, while its event loop answers the supervisor.
 
     Args:
+        execute: trains in the process that calls it.
         explorers: actors by name; they outlive this one.
         ranks: how Ray starts the trainer's other ranks, which end with it.
         resumed: continue from the newest checkpoint, if there is one.
@@ -73,6 +76,7 @@ class TrainerActor:
 
     def __init__(
         self,
+        execute: Execute,
         run_dir: Path,
         explorers: dict[str, Any],
         ranks: Sequence[dict[str, Any]],
@@ -81,7 +85,7 @@ class TrainerActor:
         shows_rollouts: bool,
         reduction: MemoryReduction,
     ) -> None:
-        self._reduction = reduction
+        self._execute, self._reduction = execute, reduction
         self._watchdog: StallWatchdog | None = None
         self._fleet: RayExplorers | None = None
         self._run_dir, self._explorers, self._ranks, self._resumed = run_dir, explorers, ranks, resumed
@@ -146,7 +150,7 @@ class TrainerActor:
             # the trainer of a killed command may still be ending
             with hold_run_lock(self._run_dir, TRAINER_LOCK, _LEAVING_S):
                 return RunEnded(
-                    execute(
+                    self._execute(
                         loaded,
                         self._run_dir,
                         self._view,

@@ -34,7 +34,7 @@ from rollmill.report.step_timeline import (
 from rollmill.trackers.console import format_duration, format_metric
 from rollmill.trackers.domains import domain_charts
 from rollmill.trackers.eval_metrics import eval_sets_in, evaluation_charts, first_accuracy, has_evaluation
-from rollmill.trackers.event_log import read_events
+from rollmill.trackers.event_log import STUCK, read_events
 from rollmill.trackers.metrics_log import read_metrics, read_summary
 from rollmill.trackers.rollout_log import check_run_dir, load_experiences, stored_steps
 from rollmill.types import Experience
@@ -157,6 +157,7 @@ def _context(run: Path) -> dict[str, Any]:
         "name": str(settings.get("name") or run.resolve().name),
         "settings": _settings(settings),
         "events": [_event(row) for row in read_events(run)],
+        "stuck": [f"step {row.get('step')}: {row.get('text')}" for row in read_events(run, STUCK)],
         "summary": summary,
         "stage_seconds": summary.get("seconds_by_stage") or seconds_by_stage(steps),
         "steps": steps,

@@ -112,7 +112,7 @@ def last_tag_content(text: str, tag: str) -> str | None:
     return inside if closed else None
 
 
-# Checks for empty references, run when the tasks are loaded.
+# Checks of references, run when the tasks are loaded.
 
 _COMPARING = (MathReward, K12Reward, CountReward, ChartReward, VQAReward)
 """Rewards that compare with the reference; for others an empty text may be intended."""
@@ -122,12 +122,15 @@ _TEST_COLUMNS = ("tests", "test", "test_list")
 
 
 def require_references(rewards: Iterable[RewardConfig], tasks: Sequence[Task], where: str) -> None:
-    """Raise ConfigError if a reward that compares with the reference has a task with an empty one.
+    """Raise ConfigError if a reward that compares with the reference has a task with an empty one, or `count` one
+    without a number.
 
     Args:
         tasks: the tasks that the rewards score.
         where: the section of the run file that they come from, for the message.
     """
+    rewards = list(rewards)
+    _require_counts(rewards, tasks, where)
     comparing = [reward for reward in rewards if isinstance(reward, _COMPARING)]
     if not comparing:
         return
@@ -138,6 +141,31 @@ def require_references(rewards: Iterable[RewardConfig], tasks: Sequence[Task], w
             f"{where}: {len(empty)} of {len(tasks)} tasks have an empty answer ({named}), which the reward "
             f"`{comparing[0].name}` cannot compare with; give an answer, or null where the reward does not apply"
         )
+
+
+def _require_counts(rewards: Sequence[RewardConfig], tasks: Sequence[Task], where: str) -> None:
+    """Raise ConfigError if `count` scores a task whose answer is no number, such as the letter of an option."""
+    from rollmill.rewards.vision.count import reference_count  # imports this module
+
+    for name, reward in zip(reward_part_names(rewards), rewards, strict=True):
+        if not isinstance(reward, CountReward):
+            continue
+        wrong: list[str] = []
+        for task in tasks:
+            is_scored = task.answer is not None and _applies(reward, task) and name in (task.rewards or [name])
+            if not is_scored or _is_empty(task.answer):
+                continue
+            try:
+                reference_count(task.answer)
+            except ValueError:
+                wrong.append(f"`{task.id}`: {task.answer!r:.40}")
+        if wrong:
+            named = ", ".join(wrong[:_NAMED]) + (", ..." if len(wrong) > _NAMED else "")
+            raise ConfigError(
+                f"{where}: {len(wrong)} of {len(tasks)} tasks have an answer that is no number of at least 0 "
+                f"({named}), which the reward `{name}` cannot compare with; score them by another reward, in a domain "
+                "of their own or named by row (taskset.fields.rewards), or give null where the reward does not apply"
+            )
 
 
 def require_verdicts(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rollmill.errors import RewardError, RollmillError
+from rollmill.errors import RewardError, RollmillError, user_code_frame
 
 Result = TypeVar("Result")
 
@@ -19,6 +20,10 @@ MAX_THREADS = 16
 """Calls that run at the same time."""
 MAX_STUCK_THREADS = 8
 """Threads that may be stuck past their time limit before the run fails."""
+
+_TURN_S = 1.0
+BLOCKED_S = 5.0
+"""An event loop that does not turn for so long, and for longer than the function's time limit, is blocked."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +64,7 @@ class FunctionThreads:
         self._idle = 0  # idle threads minus calls that wait for one
         self._stuck: set[_FunctionCall] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
 
     async def call(self, name: str, function: Callable[[], Any], time_limit_s: float) -> Any:
         """Return `function()`, or raise its exception. The time limit counts from its start.
@@ -89,20 +95,48 @@ class FunctionThreads:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return value
 
-    async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Return the result of a coroutine that runs in a separate event loop, independent of the training step."""
+    async def run(self, name: str, coroutine: Coroutine[Any, Any, Any], time_limit_s: float) -> Any:
+        """Return the result of a coroutine that runs in a separate event loop, independent of the training step.
+
+        Raises RewardError (or the configured `error`) if a function blocks that loop for longer than `time_limit_s` and
+        BLOCKED_S.
+        """
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                name = f"rollmill-{self._what}"
-                threading.Thread(target=_serve_loop, args=(self._loop,), name=name, daemon=True).start()
+                thread = f"rollmill-{self._what}"
+                self._loop_thread = threading.Thread(target=_serve_loop, args=(self._loop,), name=thread, daemon=True)
+                self._loop_thread.start()
             ended: Future[None] = Future()
-            future = asyncio.run_coroutine_threadsafe(_signalling(coroutine, ended), self._loop)
+            loop = self._loop
+            future = asyncio.run_coroutine_threadsafe(_signalling(coroutine, ended), loop)
+        result = asyncio.wrap_future(future)
+        result.add_done_callback(retrieve_error)
         try:
-            return await asyncio.wrap_future(future)
+            while not (await asyncio.wait({result}, timeout=time_limit_s + _TURN_S))[0]:
+                await self._require_turn(name, loop, max(time_limit_s, BLOCKED_S))
+            return await result
         except asyncio.CancelledError:
+            result.cancel()
             await asyncio.wait({asyncio.wrap_future(ended)}, timeout=1.0)  # let it clean up
             raise
+        finally:
+            result.cancel()
+
+    async def _require_turn(self, name: str, loop: asyncio.AbstractEventLoop, within_s: float) -> None:
+        """Raise the configured error unless the event loop of users' functions turns in time."""
+        turned: Future[None] = Future()
+        loop.call_soon_threadsafe(turned.set_result, None)
+        for seconds in (within_s, _TURN_S):  # after this process was stopped, the loop has a moment, too
+            await asyncio.wait({asyncio.wrap_future(turned)}, timeout=seconds)
+            if turned.done():
+                return
+        place = _called_at(self._loop_thread)
+        text = f"`{name}` got no answer: an async {self._what} blocks the event loop that all of them share"
+        raise self._error(
+            f"{text}, for more than {within_s:g} s{place}; await what takes long (asyncio.to_thread), or make the "
+            "function a plain one"
+        )
 
     def close(self) -> None:
         """Stop idle threads."""
@@ -164,6 +198,17 @@ class FunctionThreads:
             raise self._error(f"{text}: {reason}; make the function stop by itself, or make it async")
 
 
+def _called_at(thread: threading.Thread | None) -> str:
+    """Describe the line of users' code at which a thread is, or nothing."""
+    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+    while frame is not None:
+        code = frame.f_code
+        if user_code_frame(code.co_filename):
+            return f", at {code.co_filename}:{frame.f_lineno} ({code.co_name})"
+        frame = frame.f_back
+    return ""
+
+
 def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
@@ -177,7 +222,7 @@ def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
 async def _signalling(coroutine: Coroutine[Any, Any, Result], ended: Future[None]) -> Result:
     task = asyncio.current_task()
     assert task is not None
-    task.add_done_callback(_retrieve)
+    task.add_done_callback(retrieve_error)
     try:
         return await coroutine
     finally:
@@ -249,11 +294,11 @@ def start_user_task(work: Awaitable[Result]) -> asyncio.Task[Result]:
     """Start a task for a user's awaitable. One that calls sys.exit raises RuntimeError: SystemExit would end the event
     loop and leave every caller waiting."""
     task = asyncio.ensure_future(_without_exit(work))
-    task.add_done_callback(_retrieve)
+    task.add_done_callback(retrieve_error)
     return task
 
 
-def _retrieve(task: asyncio.Task[Any]) -> None:
+def retrieve_error(task: asyncio.Future[Any]) -> None:
     """Retrieve the error of a task, which nobody does where the caller was cancelled: asyncio would log it."""
     if not task.cancelled():
         task.exception()

@@ -104,6 +104,7 @@ def _load_python(setup: str) -> None:
 
 def _python(setup: str, payload: tuple[list[Any], dict[str, Any]]) -> dict[str, Any]:
     """Return the validated result of a user's function for these arguments."""
+    from rollmill.errors import user_code_location
     from rollmill.rewards.values import validate_result
 
     arguments, options = payload
@@ -114,7 +115,9 @@ def _python(setup: str, payload: tuple[list[Any], dict[str, Any]]) -> dict[str, 
             found = asyncio.run(_awaited(found))
         return {"value": validate_result(found, in_groups=isinstance(arguments[1], list))}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:2000], "traceback": traceback.format_exc()[-4000:]}
+        text = f"{type(error).__name__}: {error}"[:2000]
+        place = user_code_location(error)
+        return {"error": f"{text} ({place})" if place else text, "traceback": traceback.format_exc()[-4000:]}
     except BaseException as error:
         return {"error": f"RuntimeError: {type(error).__name__}: {error}"[:2000], "traceback": traceback.format_exc()}
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig, RewardSection, reward_part_names
-from rollmill.errors import ConfigError, EndpointLostError, RewardError
+from rollmill.errors import ConfigError, EndpointLostError, RewardError, user_code_location
 from rollmill.progress import Progress, count_progress
 from rollmill.registry import build_component
 from rollmill.rewards.base import (
@@ -31,6 +31,7 @@ from rollmill.rewards.base import (
     Score,
     SupportsCounters,
 )
+from rollmill.rewards.function_threads import retrieve_error
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 from rollmill.waiting import patient_timeout
@@ -193,6 +194,7 @@ class RewardManager:
     async def _in_time(self, work: Awaitable[Result]) -> Result | None:
         """Return the result of `work`; at the deadline cancel it and return None. Outages do not count."""
         pending = asyncio.ensure_future(work)
+        pending.add_done_callback(retrieve_error)
         try:
             with suppress(TimeoutError):
                 async with patient_timeout(self._judging.deadline_s):
@@ -320,6 +322,8 @@ def _policy_version(completion: Completion) -> int:
 
 def _reward_error(name: str, task: Task, which: str, text: str, error: Exception) -> RewardError:
     what = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+    place = user_code_location(error)  # a reward process has added it already, as its errors have no frames here
+    what += f" ({place})" if place else ""
     excerpt = text if len(text) <= 120 else f"{text[:50]} ... {text[-65:]}"
     kind = EndpointLostError if isinstance(error, EndpointLostError) else RewardError
     return kind(f"reward `{name}` failed on task `{task.id}`: {what}\n  {which}: {excerpt!r}")

@@ -145,7 +145,7 @@ async def _in_thread(
     call, loop = partial(function, *arguments, **options), asyncio.get_running_loop()
     started = loop.time()
     if _is_async(function):
-        found, in_time = await threads.run(_within(call, config.time_limit_s))
+        found, in_time = await threads.run(config.function, _within(call, config.time_limit_s), config.time_limit_s)
     else:
         try:
             found, in_time = await threads.call(config.function, call, config.time_limit_s), True
@@ -153,8 +153,8 @@ async def _in_thread(
             found, in_time = None, False
         if inspect.isawaitable(found):
             left = config.time_limit_s - (loop.time() - started)
-            awaitable = found
-            found, in_time = await threads.run(_within(lambda: awaitable, max(left, 0.0)))
+            work = _within(lambda: found, max(left, 0.0))
+            found, in_time = await threads.run(config.function, work, config.time_limit_s)
     return _FunctionResult(validate_result(found, isinstance(arguments[1], list)) if in_time else None, in_time)
 
 

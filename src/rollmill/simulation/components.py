@@ -176,7 +176,7 @@ class SimulatedLearner(Learner):
     """The stage's learner around a simulated trainer; says what it trains on."""
 
     def __init__(self, policy: Any, trainer: Any, history: EventHistory) -> None:
-        self._policy, self._privileged, self.trainer = policy, None, trainer
+        self._policy, self._privileged, self._seen, self.trainer = policy, None, {}, trainer
         self._thread = ThreadPoolExecutor(1, "simulated")  # starts no thread: a virtual loop runs its work itself
         self._history = history
 

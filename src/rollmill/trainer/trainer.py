@@ -240,11 +240,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to resume from, besides the model's weights: whole tensors, the same for any number of
-        ranks.
-
-        With shards all ranks call this together, and rank 0 gets the result.
-        """
-        state = {
+        ranks. With shards all ranks call this together, and rank 0 gets the result."""
+        state: dict[str, Any] = {
             "optimizer": optimizer_state_dict(self._optimizer, self.model),
             "steps": self.steps,
             "generator": self._generator.get_state(),
@@ -255,8 +252,7 @@ class Trainer:
             "mismatch": self._mismatch.state_dict(),
             **self.coefficients.state_dict(),
         }
-        found: dict[str, Any] = gather_state_dict(state)
-        return found
+        return dict(gather_state_dict(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned."""

@@ -76,6 +76,8 @@ def domain_conflicts(
     found: dict[tuple[KeyPath, str], None] = {}
     for name, view in stage.by_domain().items():
         for path, text in (*conflicts(view), *_own(stage, name, view)):
+            if path[0] == "early_stop" and stage.evaluation is not None:
+                continue  # it may watch another domain's evaluation: checked for the whole stage below
             found.setdefault((domain_path(stage, name, path), text))
     for path, text in evaluation_conflicts(stage):
         name = str(path[2]) if len(path) > 2 and path[2] in stage.domains else next(iter(stage.domains))

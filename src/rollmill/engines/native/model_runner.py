@@ -284,18 +284,9 @@ class ModelRunner:
             return first[id(row.entry.bucket)] + row.entry.index
 
         rows.sort(key=place)
-        self._offsets_B = self._picture_offsets(rows)
+        self._offsets_B = None if self.features is None else _picture_offsets(self._model, rows, self._device)
         entries = [row.entry for row in rows if row.entry is not None]
         return DecodeContext(entries, self._device, self._last_position, exact=not self._graphs)
-
-    def _picture_offsets(self, rows: list[SequenceState]) -> Tensor | None:
-        """Offsets [B] from the index of a row's next token to its position; None if all are 0."""
-        if self.features is None:
-            return None
-        prompts = [row.group.request.pictures for row in rows]
-        found = {each.key: compute_positions(self._model, each) for each in prompts if each is not None}
-        offsets = [0 if each is None else (found[each.key] or (None, 0))[1] for each in prompts]
-        return torch.tensor(offsets, device=self._device)
 
     def sample(self, rows: list[SequenceState], logits_BV: Tensor, top: int = 0) -> SamplerOutput:
         """See `sample_tokens`; each row draws at (its seed, its number of tokens so far)."""
@@ -321,30 +312,43 @@ class ModelRunner:
         context.begin()
         recording = capture_routing(self._model) if self._record_routing else nullcontext()
         if self.features is not None:
-            return self._forward_language(context, tokens, positions, keep), None
+            with use_fast_norms(self._norms):
+                return _forward_language(self._model, self.features, context, tokens, positions, keep), None
         with use_attention_context(self._model, context), use_fast_norms(self._norms), recording as recorded:
             inputs = build_forward_inputs(self._model, tokens, positions)
             output: Any = self._model(**inputs, logits_to_keep=keep)
             routing = None if recorded is None else recorded.take()
         return output.logits[0], routing
 
-    def _forward_language(
-        self, context: PrefillContext | DecodeContext, tokens: Tensor, positions: Tensor, keep: Tensor | int
-    ) -> Tensor:
-        """Logits of the kept rows (0: all) of a vision-language model; features come from the cache."""
-        assert self.features is not None
-        network: Any = text_model(self._model)
-        inputs = build_forward_inputs(network, tokens, positions)
-        spans: list[PictureSpan] = context.picture_spans() if isinstance(context, PrefillContext) else []
-        if spans:
-            needed = {s.prompt.key: s.prompt for s in spans if s.first < len(s.prompt.token_ids)}
-            features = {key: self.features(prompt) for key, prompt in needed.items()}
-            inputs = build_picture_inputs(self._model, inputs, spans, features)
-        with use_attention_context(network, context), use_fast_norms(self._norms):
-            hidden_Td: Tensor = network(**inputs).last_hidden_state[0]
-        head: Any = self._model.get_output_embeddings()  # type: ignore[operator]
-        logits: Tensor = head(hidden_Td if isinstance(keep, int) else hidden_Td.index_select(0, keep))
-        return logits
+
+def _picture_offsets(model: nn.Module, rows: list[SequenceState], device: torch.device) -> Tensor:
+    """Offsets [B] from the index of a row's next token to its position."""
+    prompts = [row.group.request.pictures for row in rows]
+    found = {each.key: compute_positions(model, each) for each in prompts if each is not None}
+    return torch.tensor([0 if each is None else (found[each.key] or (None, 0))[1] for each in prompts], device=device)
+
+
+def _forward_language(
+    model: nn.Module,
+    cache: FeatureCache,
+    context: PrefillContext | DecodeContext,
+    tokens: Tensor,
+    positions: Tensor,
+    keep: Tensor | int,
+) -> Tensor:
+    """Logits of the kept rows (0: all) of a vision-language model; features come from the cache."""
+    network: Any = text_model(model)
+    inputs = build_forward_inputs(network, tokens, positions)
+    spans: list[PictureSpan] = context.picture_spans() if isinstance(context, PrefillContext) else []
+    if spans:
+        needed = {s.prompt.key: s.prompt for s in spans if s.first < len(s.prompt.token_ids)}
+        features = {key: cache(prompt) for key, prompt in needed.items()}
+        inputs = build_picture_inputs(model, inputs, spans, features)
+    with use_attention_context(network, context):
+        hidden_Td: Tensor = network(**inputs).last_hidden_state[0]
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    logits: Tensor = head(hidden_Td if isinstance(keep, int) else hidden_Td.index_select(0, keep))
+    return logits
 
 
 def _on_host(routing: Tensor | None) -> RoutingArray:

@@ -36,7 +36,7 @@ class CountScorer:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
             return Score(None)
-        gold = _reference(task.answer)
+        gold = reference_count(task.answer)
         text = select_text(completion.text, config)
         found = None if text is None else extract_answer(text)
         if found is None:
@@ -67,7 +67,8 @@ def parse_count(found: FinalAnswer) -> Fraction | None:
     return Fraction(0) if _NONE.search(text) else None
 
 
-def _reference(answer: Any) -> Fraction:
+def reference_count(answer: Any) -> Fraction:
+    """Return the number of a task's answer. Raises ValueError if it is none, or below 0."""
     found = None if isinstance(answer, bool) else parse_chart_number(str(answer))
     if found is None or found.percent or found.value < 0:
         raise ValueError(f"the task's answer is {answer!r:.80}; the count reward needs a number of at least 0")
