@@ -177,6 +177,12 @@ STORED_FIELDS = tuple(each.name for each in fields(Experience) if each.metadata.
 """Names of the fields of an experience that buffers and rollout files keep."""
 
 
+def rollout_id(experience: Experience) -> str:
+    """The id of the rollout that an experience of a workflow belongs to; several may belong to one."""
+    group, slash, number = experience.id.rpartition("/")
+    return group + slash + number.partition(".")[0]
+
+
 def split_by_role(experiences: Iterable[Experience]) -> list[list[Experience]]:
     """The experiences of each role of a group, in the order of their first ones; one list without roles.
 
