@@ -136,6 +136,8 @@ class RunSettings(TypedDict, total=False):
     """Environment that the workflow acts in, if any: a name or a section."""
     tools: Sequence[SectionLike]
     """Tools that the policy may call in a workflow with tools: names or sections."""
+    roles: Mapping[str, SectionLike]
+    """Roles that the policy plays in the workflow, by name. If there are any, the workflow may use no others."""
     rollout: SectionLike
     """Rollouts for training."""
     engine: SectionLike
