@@ -8,12 +8,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rollmill.config.taskset import TasksetConfig
 from rollmill.errors import ConfigError, TasksetError
+from rollmill.types import Task
 
 PILLOW_INSTALL = "pip install 'rollmill[vision]'"
 IMAGE_COLUMNS = ("images", "image")
@@ -58,6 +60,27 @@ def image_refs_of(metadata: Mapping[str, Any]) -> list[ImageRef]:
     entries = images if isinstance(images, list) else []
     names = {field.name for field in fields(ImageRef)}
     return [ImageRef(**entry) for entry in entries if isinstance(entry, Mapping) and entry.keys() == names]
+
+
+def require_seen(config: TasksetConfig, tasks: Sequence[Task], sees: bool, where: str) -> None:
+    """Raise ConfigError if tasks have pictures that the policy is to see and cannot, or that it sees and must not.
+
+    Args:
+        sees: the policy is a vision-language model.
+        where: the section of the run file, for the message.
+    """
+    for part in config.parts():
+        own = [task for task in tasks if not config.mix or task.taskset == getattr(part, "name", "")]
+        task = next((task for task in own if image_refs_of(task.metadata)), None)
+        if task is None:
+            continue
+        if not sees and part.images == "see":
+            raise ConfigError(
+                f"{where}: task {task.id} has pictures, which a text model cannot see; train a vision-language model, "
+                "or write `images: text` in the taskset if only rewards are to see them"
+            )
+        if sees and part.images == "text":
+            raise ConfigError(f"{where}.images: text is for text models, and the policy sees pictures; remove it")
 
 
 def read_image(ref: ImageRef) -> bytes:
