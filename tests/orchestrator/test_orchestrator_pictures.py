@@ -19,7 +19,7 @@ from rollmill.cli import main
 from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
 from rollmill.config.taskset import TasksetConfig
-from rollmill.data import encode_pictures, load_taskset
+from rollmill.data import encode_pictures, load_taskset, render_prompt
 from rollmill.errors import ConfigError, ModelError, TasksetError
 from rollmill.launch import resume
 from rollmill.models.load import PolicyModel, load_policy
@@ -133,6 +133,42 @@ def test_a_wrong_picture_names_its_task(seeing: Any, tmp_path: Path) -> None:
     (tmp_path / "data/1.png").write_bytes(b"no picture")
     with pytest.raises(TasksetError, match=f"task {tasks[1].id}: the image .* has changed"):
         encode_pictures(tasks[1], policy.tokenizer)
-    plain = load_taskset(TasksetConfig(path=rows.with_name("rows.jsonl"), chat=False, on_bad_row="skip")).tasks
+    plain = load_taskset(TasksetConfig(path=rows, chat=False, on_bad_row="skip")).tasks
     with pytest.raises(TasksetError, match=r"taskset\.chat: true"):
         encode_pictures(plain[0], policy.tokenizer)
+
+
+def test_pictures_stand_where_the_messages_show_them(seeing: Any, tmp_path: Path) -> None:
+    policy, _ = seeing
+    rows = picture_rows(tmp_path / "data")
+    shown = [{"type": "image"}, {"type": "text", "text": "one"}, {"type": "image"}, {"type": "text", "text": "two"}]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": shown},
+    ]
+    rows.write_text(json.dumps({"prompt": chat, "images": ["1.png", "2.png"]}) + "\n")
+    [task] = load_taskset(TasksetConfig(path=rows)).tasks
+    assert render_prompt(task, policy.tokenizer) == "u:hia:yesu:<image>one<image>twoa:"
+    pictures = encode_pictures(task, policy.tokenizer)
+    token = policy.model.picture_processor.image_token_id
+    assert pictures.token_ids.count(token) == 2 * 16  # 28 x 28 pixels in patches of 7
+    assert pictures.inputs["pixel_values"].shape[0] == 2
+    swapped = json.dumps({"prompt": chat, "images": ["2.png", "1.png"]})
+    rows.write_text(swapped + "\n")
+    other = encode_pictures(load_taskset(TasksetConfig(path=rows)).tasks[0], policy.tokenizer)
+    assert torch.equal(other.inputs["pixel_values"].flip(0), pictures.inputs["pixel_values"])
+
+
+def test_pixels_have_limits(tmp_path: Path) -> None:
+    rows = picture_rows(tmp_path / "data")  # the first picture has 28 x 28 pixels
+    config = ModelConfig(path=picture_checkpoint(tmp_path / "model", "qwen2_vl"))
+    policy = load_policy(config, texts=[], seed=0, device=torch.device("cpu"), pictures=True)
+    grids = {}
+    for name, limits in (("plain", {}), ("more", {"min_pixels": 56 * 56}), ("fewer", {"max_pixels": 14 * 14})):
+        [task, *_] = load_taskset(TasksetConfig(path=rows, chat=True, **limits)).tasks
+        pictures = encode_pictures(task, policy.tokenizer)
+        grids[name] = pictures.inputs["image_grid_thw"][0].tolist()
+    assert grids == {"plain": [1, 2, 2], "more": [1, 4, 4], "fewer": [1, 2, 2]}  # the processor has a least, too
+    with pytest.raises(ValueError, match="min_pixels is 9, more than max_pixels"):
+        TasksetConfig(path=rows, min_pixels=9, max_pixels=4)

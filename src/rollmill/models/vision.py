@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import io
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,40 +73,58 @@ class PictureProcessor:
         token: str = self.processor.image_token
         return token
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, pictures: int) -> str:
-        """Render a chat with pictures before the text of its first message of the user.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, places: Sequence[tuple[int | None, int]]
+    ) -> str:
+        """Render a chat with pictures.
+
+        Args:
+            places: message of each picture (None: the first one of the user) and the characters of its text before it,
+                in the order of the chat.
 
         Raises whatever the chat template raises.
         """
-        first = next((i for i, each in enumerate(messages) if each["role"] == "user"), 0)
+        user = next((i for i, each in enumerate(messages) if each["role"] == "user"), 0)
+        at = [(user if message is None else message, offset) for message, offset in places]
         parts = [
-            {"role": each["role"], "content": [*([{"type": "image"}] * pictures if i == first else []), _part(each)]}
+            {"role": each["role"], "content": _parts(each["content"], [o for m, o in at if m == i])}
             for i, each in enumerate(messages)
         ]
         renderer = self.processor if getattr(self.processor, "chat_template", None) else tokenizer
         text: str = renderer.apply_chat_template(parts, add_generation_prompt=True, tokenize=False)
         return text
 
-    def encode(self, text: str, pictures: Sequence[bytes], name: str) -> PicturePrompt:
+    def encode(
+        self, text: str, pictures: Sequence[bytes], name: str, pixels: Sequence[tuple[int, int]] = ()
+    ) -> PicturePrompt:
         """Encode a rendered prompt and the contents of its picture files.
+
+        Args:
+            pixels: least and most of each picture, which is scaled to have them; 0: as it is.
 
         Raises:
             TasksetError: a picture cannot be decoded, or the processor refuses text and pictures.
         """
-        digest = hashlib.sha256(text.encode())
+        digest = hashlib.sha256(f"{list(pixels)}{text}".encode())
         for each in pictures:
             digest.update(hashlib.sha256(each).digest())
         key = digest.hexdigest()
         with self._lock:
             if key not in self._cache:
-                self._cache[key] = self._encode(key, text, pictures, name)
+                self._cache[key] = self._encode(key, text, pictures, name, pixels)
             self._cache.move_to_end(key)
             while sum(each.size for each in self._cache.values()) > _CACHED_BYTES and len(self._cache) > 1:
                 self._cache.popitem(last=False)
             return self._cache[key]
 
-    def _encode(self, key: str, text: str, pictures: Sequence[bytes], name: str) -> PicturePrompt:
-        images = [_decode(each, f"{name}: picture {i}") for i, each in enumerate(pictures)]
+    def _encode(
+        self, key: str, text: str, pictures: Sequence[bytes], name: str, pixels: Sequence[tuple[int, int]]
+    ) -> PicturePrompt:
+        limits = pixels or [(0, 0)] * len(pictures)
+        images = [
+            _decode(each, f"{name}: picture {i}", *limit)
+            for i, (each, limit) in enumerate(zip(pictures, limits, strict=True))
+        ]
         try:
             found = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # processors raise errors of many kinds
@@ -342,15 +361,31 @@ def _flat(features: Any) -> Tensor:
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in parts])
 
 
-def _part(message: Mapping[str, Any]) -> dict[str, str]:
-    return {"type": "text", "text": message["content"]}
+def _parts(text: str, offsets: Sequence[int]) -> list[dict[str, str]]:
+    """Content parts of a message: pictures at these places in its text."""
+    parts: list[dict[str, str]] = []
+    before = 0
+    for offset in offsets:
+        if offset > before:
+            parts.append({"type": "text", "text": text[before:offset]})
+        parts.append({"type": "image"})
+        before = max(before, offset)
+    return [*parts, {"type": "text", "text": text[before:]}] if before < len(text) or not parts else parts
 
 
-def _decode(content: bytes, name: str) -> Any:
+def _decode(content: bytes, name: str, least: int, most: int) -> Any:
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return image.convert("RGB")
+            plain = image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise TasksetError(f"{name} cannot be decoded: {error}") from error
+    count = plain.width * plain.height
+    wanted = max(count, least) if not most else min(max(count, least), most)
+    if wanted == count:
+        return plain
+    scale = (wanted / count) ** 0.5
+    rounded = math.floor if wanted < count else math.ceil
+    size = (max(1, rounded(plain.width * scale)), max(1, rounded(plain.height * scale)))
+    return plain.resize(size, Image.Resampling.BICUBIC)
