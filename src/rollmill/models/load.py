@@ -20,13 +20,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rollmill.config.checks.pictures import VISION_MODELS
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.errors import ModelError
 from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
 from rollmill.models.lora import add_lora
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storage import ensure_own_memory
-from rollmill.models.vision import VISION_MODELS, picture_processor, read_processor, text_model
+from rollmill.models.vision import read_processor, text_model
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,6 @@ def load_policy(
     """
     if isinstance(config.path, Path):
         model, tokenizer = _read(config.path, config.trust_remote_code, pictures)
-        if config.lora is not None and picture_processor(model) is not None:
-            raise ModelError("model.lora: adapters on a vision-language model are not supported; remove model.lora")
         where = str(config.path)
     else:
         new = config.new or NewModelConfig()
