@@ -34,8 +34,8 @@ from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.setup import choose_device
 from rollmill.registry import loss_section
 from rollmill.seeds import derive_seed
-from rollmill.trainer.model_setup import choose_precision
 from rollmill.trainer.parity import load_verified_policy
+from rollmill.trainer.step_timing import choose_precision
 from rollmill.trainer.stepwise import StepwiseTrainer
 from rollmill.types import Experience, ExperienceSource, FloatArray, Message, Task, experience_from_completion
 

@@ -43,7 +43,8 @@ class TrainerConfig(Section):
     """Parts of a vision-language model that are not trained: its vision tower, and the projector from the tower to the
     embeddings."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Compute dtype over fp32 master weights; auto measures which is faster on this machine."""
+    """Compute dtype over fp32 master weights. `auto` measures which is faster on this machine for the matrix products
+    of a step of the last stage: all linear layers, with the rows of its rollouts and of its passes."""
     ranks: int = Field(1, ge=1)
     """Number of trainer processes, each with `threads` threads or a GPU of its own. The first one is the run's own
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""

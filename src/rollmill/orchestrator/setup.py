@@ -43,7 +43,8 @@ from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
-from rollmill.trainer import choose_precision, choose_threads
+from rollmill.trainer import StepSize, choose_precision, choose_threads
+from rollmill.trainer.batch import CPU_ROW
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task
 
@@ -207,14 +208,26 @@ def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> 
     if len(wanted) > 1:
         raise ConfigError(f"trainer.precision must be the same in all stages, found {', '.join(sorted(wanted))}")
     threads = loaded.config.threads
-    chosen = choose_threads(policy.model) if threads == "auto" else threads
+    size = _step_size(loaded.stages[-1])
+    chosen = choose_threads(policy.model, size) if threads == "auto" else threads
     torch.set_num_threads(chosen)
     precision = wanted.pop()
     if precision == "auto":
-        precision = choose_precision(policy.model, policy.device)
+        precision = choose_precision(policy.model, policy.device, size)
     machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
     store_machine(run_dir, machine)
     return machine
+
+
+def _step_size(stage: StageConfig) -> StepSize:
+    """Rows that the stage's step passes through the model. Prompts, whose lengths vary, are not counted."""
+    rollout, row = stage.rollout, min(CPU_ROW, stage.trainer.micro_batch_tokens)
+    if not stage.algorithm.uses_rollouts:
+        return StepSize.of_training(stage.trainer.micro_batch_tokens)
+    completions = rollout.batch * rollout.group_size
+    sequences = min(completions, rollout.max_sequences)
+    rows = completions * rollout.max_new_tokens
+    return StepSize(sequences, decoded=rows // sequences, learned=rows, row=row)
 
 
 def _stored_settings(run_dir: Path) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from rollmill.orchestrator.task_selection import select_tasks
 from rollmill.rewards.judges.generative import DifficultyJudge
 from rollmill.rewards.resources import RewardResources
 from rollmill.seeds import derive_seed
-from rollmill.trainer import choose_precision
+from rollmill.trainer import StepSize, choose_precision
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task, first_per_rollout
 from rollmill.waiting import patient_timeout
@@ -203,7 +203,7 @@ async def _roll_out(
     rollout, seed = stage.rollout, loaded.config.seed
     precision = stage.trainer.precision
     if precision == "auto":
-        precision = choose_precision(policy.model, policy.device)
+        precision = choose_precision(policy.model, policy.device, StepSize.of_generation())
     engine = build_engine(policy, stage, precision, trained_on=False)
     sync = build_publisher(policy, engine, precision)
     sync.publish(0)

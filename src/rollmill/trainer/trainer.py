@@ -27,12 +27,7 @@ from rollmill.trainer.logprobs import ForwardPasses
 from rollmill.trainer.loss import compute_advantages
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.mismatch import MismatchProbe
-from rollmill.trainer.model_setup import (
-    choose_precision,
-    evaluation_mode,
-    set_gradient_checkpointing,
-    to_master_weights,
-)
+from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpointing, to_master_weights
 from rollmill.trainer.optimizer import (
     TensorGetter,
     build_optimizer,
@@ -44,6 +39,7 @@ from rollmill.trainer.optimizer import (
 from rollmill.trainer.precompute import Precomputer
 from rollmill.trainer.prepared import PreparedBatch
 from rollmill.trainer.reference import ReferenceModel
+from rollmill.trainer.step_timing import StepSize, choose_precision
 from rollmill.trainer.teacher import Teacher
 from rollmill.trainer.update import PolicyUpdater, split_mini_batches
 from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
@@ -87,7 +83,9 @@ class Trainer:
         self.device = torch.device(device)
         self.model = to_master_weights(model.to(self.device))
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
-        precision = choose_precision(model, device) if config.precision == "auto" else config.precision
+        precision = config.precision
+        if precision == "auto":
+            precision = choose_precision(model, device, StepSize.of_training(config.micro_batch_tokens))
         self.steps = 0
         self._ranks = ranks or RankGroup.current()
         routing = routing_shape(self.model) if config.router_replay else None
