@@ -125,19 +125,24 @@ def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     return frozen
 
 
-def build_meta_model(folder: Path) -> PreTrainedModel:
+def build_meta_model(folder: Path, trust: bool = False) -> PreTrainedModel:
     """Builds the model of a checkpoint folder on the meta device, to read its sizes.
+
+    Args:
+        trust: run model code found in the folder.
 
     Raises:
         ModelError: the folder is not a causal language model.
     """
-    _check_files(folder, trust=False)
+    _check_files(folder, trust)
     with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
         config = _read_or_model_error(
-            lambda: AutoConfig.from_pretrained(folder, local_files_only=True), folder, "config.json"
+            lambda: AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust),
+            folder,
+            "config.json",
         )
         _check_config(config, folder)
-        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     return empty
 
 
