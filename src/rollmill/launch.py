@@ -18,6 +18,7 @@ from rollmill.errors import CheckpointError, ConfigError, UserExitError
 from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.extension import change_settings
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.monitor import Monitor
@@ -99,9 +100,16 @@ def resume(
     attempt: RunAttempt | None = None,
     interrupts: Interrupts | None = None,
     callbacks: Sequence[Callback] = (),
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`."""
+    """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`.
+
+    Args:
+        overrides: settings to change before, such as `steps=200`; see `change_settings`.
+    """
     folder = Path(run_dir)
+    if overrides:
+        change_settings(folder, overrides)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
     if attempt is None:

@@ -126,17 +126,21 @@ def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     return frozen
 
 
-def build_meta_model(folder: Path) -> PreTrainedModel:
+def build_meta_model(folder: Path, trust: bool = False) -> PreTrainedModel:
     """Builds the model of a checkpoint folder on the meta device, to read its sizes.
+
+    Args:
+        trust: run model code found in the folder.
 
     Raises:
         ModelError: the folder is not a causal language model.
     """
-    place, options = _check_source(folder, trust=False)
+    place, options = _check_source(folder, trust)
+    options["trust_remote_code"] = trust
     with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
         config = _read_config(folder, place, options)
         _check_config(config, folder)
-        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     return empty
 
 
