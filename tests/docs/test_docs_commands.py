@@ -92,6 +92,8 @@ RUN_ELSEWHERE = {
     "rollmill feedback runs/minimal --import-label-studio export.json": (
         "tests/cli/test_cli_feedback.py::test_label_studio_there_and_back"
     ),
+    "pip install 'rollmill[ui]'": "tests/cli/test_cli_ui.py::test_a_missing_library_is_named",
+    "rollmill ui runs": "tests/cli/test_cli_ui.py::test_it_serves_until_it_is_interrupted",
     "pip install 'rollmill[serve]'": "tests/cli/test_cli_serve.py::test_a_missing_library_is_named",
     "rollmill serve runs/minimal": "tests/cli/test_cli_serve.py::test_a_checkpoint_is_served_recorded_and_ends_cleanly",
     "rollmill buffer ls runs/mine --shelf usual --reward-at-most 0.2 --limit 5": (
