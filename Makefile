@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart test test-slow test-services test-long test-thorough fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup gpu-check clean
+.PHONY: setup quickstart test test-slow test-services test-long test-thorough fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup docs gpu-check clean
 
 setup: $(STAMP)
 
@@ -78,6 +78,16 @@ verifiers-setup: .venv-verifiers/.installed
 .venv-verifiers/.installed:
 	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
 	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	touch $@
+
+# The documentation as a site in build/site; a warning, a link to nothing or a file of another host is an error.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	.venv-docs/bin/python docs/site/check_site.py build/site
+
+.venv-docs/.installed: docs/site/requirements.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/site/requirements.txt
 	touch $@
 
 # The packages of the trackers, for their tests; beside .venv, whose packages it sees, so that `make test` stays quick.
