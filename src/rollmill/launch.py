@@ -203,6 +203,7 @@ def execute(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
+    loaded.config.monitor.require_packages(loaded.path)
     with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
         checkpoints = Checkpoints(run_dir)
         with uncounted_work():
@@ -238,6 +239,8 @@ def execute(
                 monitor.message(message)
             if resumed:
                 monitor.resume_at(point.step)
+            else:
+                monitor.open_trackers()
             summary = asyncio.run(orchestrator.run(start))
         except Interrupted:
             if ends_for_restart():

@@ -31,7 +31,9 @@ def command(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value (repeatable).")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Run directory. Default: runs/NAME.")] = None,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="Load tasksets and reward functions.")] = True,
+    data: Annotated[
+        bool, typer.Option("--data/--no-data", help="Load tasksets, reward functions and trackers.")
+    ] = True,
     model: Annotated[
         Path | None,
         typer.Option("--model", help="Only compare engine and trainer with transformers for this checkpoint folder."),
@@ -56,6 +58,8 @@ def command(
     assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
     require_picture_support(run)
+    if data:
+        run.config.monitor.require_packages(run.path)
     tasksets = load_tasksets(run) if data else {}
     counts = {key: (len(each.tasks), len(each.rejected)) for key, each in tasksets.items()}
     doubts = find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})
