@@ -104,6 +104,10 @@ class RunSettings(TypedDict, total=False):
     embeddings."""
     precision: Literal["auto", "fp32", "bf16"]
     """Compute dtype over fp32 master weights; auto measures which is faster on this machine."""
+    param_dtype: Literal["fp32", "bf16"]
+    """Type of the weights, their gradients and AdamW's moments. `bf16` takes half the memory, and computes in bf16: for
+    models that do not fit otherwise. Updates are rounded stochastically, since nearly all of them would be lost by
+    rounding to nearest (arXiv:2010.06192). Adapters (model.lora) stay in fp32, over a model in bf16."""
     ranks: int
     """Number of trainer processes, each with `threads` threads or a GPU of its own. The first one is the run's own
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""
