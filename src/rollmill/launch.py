@@ -137,9 +137,10 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
     if not indices:
         raise ConfigError(f"{folder / CONFIG} has no evaluation section; add evaluation.taskset to evaluate")
     loaded = load_run(folder / CONFIG, stage_overrides(loaded, indices[-1], overrides), out=folder)
-    fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in ("precision", "threads")]
+    names = ("precision", "param_dtype", "threads")
+    fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in names]
     if fixed:
-        raise ConfigError(f"--set {fixed[0]}: precision and threads are fixed for a run, and stored in its {MACHINE}")
+        raise ConfigError(f"--set {fixed[0]}: precision, param_dtype and threads are fixed for a run")
     steps = Checkpoints(folder).steps()
     if not steps or (step is not None and step not in steps):
         have = ", ".join(map(str, steps)) or "none"

@@ -45,6 +45,7 @@ from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
 from rollmill.trainer import StepSize, choose_precision, choose_threads
 from rollmill.trainer.batch import CPU_ROW
+from rollmill.trainer.model_setup import narrow_weights
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task
 
@@ -133,6 +134,8 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
             if stored is None:
                 raise
             raise unreadable(stored, error) from error
+    if _param_dtype(loaded) == "bf16":
+        narrow_weights(policy.model)
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier_support(policy.model)
     require_picture_support(loaded)
@@ -152,6 +155,14 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return RunSetup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+
+
+def _param_dtype(loaded: LoadedRun) -> str:
+    """The type of the weights. Raises ConfigError if the stages disagree: they train one model after the other."""
+    wanted = {stage.trainer.param_dtype for stage in loaded.stages}
+    if len(wanted) > 1:
+        raise ConfigError("trainer.param_dtype must be the same in all stages, found bf16, fp32")
+    return wanted.pop()
 
 
 def _refuse_drafts(stage: StageConfig, model: str) -> None:
@@ -212,6 +223,8 @@ def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> 
     chosen = choose_threads(policy.model, size) if threads == "auto" else threads
     torch.set_num_threads(chosen)
     precision = wanted.pop()
+    if precision == "auto" and _param_dtype(loaded) == "bf16":
+        precision = "bf16"
     if precision == "auto":
         precision = choose_precision(policy.model, policy.device, size)
     machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
