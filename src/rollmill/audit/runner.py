@@ -30,7 +30,7 @@ from rollmill.config.workflows import EnvironmentWorkflow
 from rollmill.data import encode_prompt, load_taskset
 from rollmill.data.readers import to_finite_number
 from rollmill.errors import ConfigError
-from rollmill.models.load import read_tokenizer
+from rollmill.models.load import read_tokenizer_and_context
 from rollmill.rewards import build_reward_manager
 from rollmill.rollout.environments.pool import EnvironmentPool, RunningEnvironment
 from rollmill.types import Task
@@ -159,9 +159,7 @@ def _tokenizer(loaded: LoadedRun) -> tuple[Any, int | None]:
     folder = loaded.config.model.path
     if not isinstance(folder, Path):
         return None, None
-    options = {"local_files_only": True, "trust_remote_code": loaded.config.model.trust_remote_code}
-    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    return read_tokenizer(folder, options), context
+    return read_tokenizer_and_context(folder, trust=loaded.config.model.trust_remote_code)
 
 
 def _solvability(

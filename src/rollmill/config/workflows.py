@@ -134,8 +134,9 @@ class EnvironmentWorkflow(WorkflowSection):
 class ProgramWorkflow(WorkflowSection):
     """Starts a program once per rollout that calls the policy through an OpenAI-compatible endpoint (extra `serve`).
 
-    The environment variables OPENAI_BASE_URL and OPENAI_API_KEY are set as OpenAI clients expect. The task is passed as
-    JSON on stdin and in ROLLMILL_TASK. The program's output is its answer.
+    The environment variables OPENAI_BASE_URL and OPENAI_API_KEY are set as OpenAI's clients expect, and
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY as Anthropic's do. The task is passed as JSON on stdin and in
+    ROLLMILL_TASK. The program's output is its answer.
     """
 
     multi_step: ClassVar[bool] = True
