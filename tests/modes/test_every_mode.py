@@ -228,7 +228,7 @@ class Runs:
     def duels(self, column: Column) -> Path:
         """A run against the policy and its past copies."""
         models = {"opponent": {"policy": "past", "every": 1, "keep": 2}}
-        changes = merged(ADAPTERS, {"workflow": "duel", "rewards": None, "models": models})
+        changes = merged(ADAPTERS, {"workflow": "duel", "models": models}) | {"rewards": None}
         folder = self._written(column, "duels", changes)
         self._begin(column, folder)
         self._finish(column)
