@@ -24,7 +24,7 @@ TOKEN_COOKIE, TOKEN_CLIENT = "rollmill-token", "token"
 CLIENT = "rollmill.client"
 """Key of the ASGI scope: the name of the client."""
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
