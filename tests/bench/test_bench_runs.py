@@ -65,20 +65,7 @@ def test_bookings_of_a_toy_in_place_of_the_pretrained_model(tmp_path: Path) -> N
     settings = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
     trl = ("--trl", "bf16, 64 a pass", "bf16 weights, 16 a pass")
     rounds = ("--rounds", "1", "--warmups", "0")
-    line = bench(
-        str(tmp_path),
-        "real",
-        "--seeds",
-        "4",
-        "--runs",
-        str(tmp_path),
-        "--rounds",
-        "1",
-        "--warmups",
-        "0",
-        *trl,
-        *settings,
-    )
+    line = bench(str(tmp_path), "real", "--seeds", "4", "--runs", str(tmp_path), *rounds, *trl, *settings)
     assert line["peer_name"].startswith("trl bf16")
     [case] = json.loads((tmp_path / "real.json").read_text())["cases"]
     assert list(case["steps"]) == ["ours", "trl bf16, 64 a pass", "trl bf16 weights, 16 a pass"]

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rollmill.config.checks.pictures import VISION_MODELS
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.errors import ModelError
 from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
@@ -28,7 +29,7 @@ from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, 
 from rollmill.models.lora import add_lora
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storage import ensure_own_memory
-from rollmill.models.vision import VISION_MODELS, picture_processor, read_processor, text_model
+from rollmill.models.vision import read_processor, text_model
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,6 @@ def load_policy(
     """
     if isinstance(config.path, Path):
         model, tokenizer = _read(config.path, config.trust_remote_code, pictures)
-        if config.lora is not None and picture_processor(model) is not None:
-            raise ModelError("model.lora: adapters on a vision-language model are not supported; remove model.lora")
         where = str(config.path)
     else:
         new = config.new or NewModelConfig()
@@ -127,17 +126,21 @@ def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     return frozen
 
 
-def build_meta_model(folder: Path) -> PreTrainedModel:
+def build_meta_model(folder: Path, trust: bool = False) -> PreTrainedModel:
     """Builds the model of a checkpoint folder on the meta device, to read its sizes.
+
+    Args:
+        trust: run model code found in the folder.
 
     Raises:
         ModelError: the folder is not a causal language model.
     """
-    place, options = _check_source(folder, trust=False)
+    place, options = _check_source(folder, trust)
+    options["trust_remote_code"] = trust
     with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
         config = _read_config(folder, place, options)
         _check_config(config, folder)
-        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     return empty
 
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from rollmill.config.checks.evaluation import evaluation_conflicts
+from rollmill.config.describe import evaluation_key
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.loader import LoadedRun, load_evaluation_run
 from rollmill.config.run import StageConfig
 from rollmill.data import Taskset, load_taskset
+from rollmill.data.images import require_seen
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write, read_json_object, to_jsonable
 from rollmill.models.load import PolicyModel
@@ -190,6 +192,8 @@ async def _evaluate_served(
     )
     rewards = build_domain_rewards(stage, build_rewards)
     held_out = {name: tasksets[name].tasks[: each.limit] for name, each in sets.items()}
+    for name, each in sets.items():  # requests are text
+        require_seen(each.taskset, held_out[name], False, f"{subject.label}: {evaluation_key(name)}.taskset")
     explorers = ServedExplorers(model, rewards)
     seed = loaded.config.seed
     evaluator = Evaluator(stage, held_out, rewards=rewards, explorers=explorers, build_rewards=build_rewards, seed=seed)

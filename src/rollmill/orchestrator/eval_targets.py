@@ -47,12 +47,14 @@ class CheckpointTarget:
 
     def _load(self, seed: int, device: torch.device) -> PolicyModel:
         if self.run is None:
-            return load_verified_policy(ModelConfig(path=self.folder), texts=[], seed=seed, device=device)
+            return load_verified_policy(
+                ModelConfig(path=self.folder), texts=[], seed=seed, device=device, pictures=True
+            )
         model = load_run(self.run / RUN_FILE, out=self.run).config.model
         if model.lora is None:
             path = ModelConfig(path=self.folder, trust_remote_code=model.trust_remote_code)
-            return load_verified_policy(path, texts=[], seed=seed, device=device)
-        policy = load_verified_policy(model, texts=[], seed=seed, device=device)
+            return load_verified_policy(path, texts=[], seed=seed, device=device, pictures=True)
+        policy = load_verified_policy(model, texts=[], seed=seed, device=device, pictures=True)
         load_adapter(policy.model, self.folder / ADAPTER_FOLDER)
         return policy
 

@@ -102,7 +102,8 @@ def score_by_policy(
     file = ScoreFile(out, _describe_scoring(loaded, stage, samples, threshold))
     torch.set_num_threads(1 if loaded.config.threads == "auto" else loaded.config.threads)
     device = choose_device(loaded.config.device)
-    policy = load_verified_policy(loaded.config.model, texts=[], seed=loaded.config.seed, device=device)
+    model, seed = loaded.config.model, loaded.config.seed
+    policy = load_verified_policy(model, texts=[], seed=seed, device=device, pictures=True)
     alone = stage.model_copy(update={"evaluation": None})
     tasks = select_tasks(alone, policy, load_taskset(stage.required_taskset), {}).training.tasks
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]

@@ -58,7 +58,8 @@ class Trainer:
     only run forward, for the metrics.
 
     Args:
-        model: a transformers causal LM; its weights become the fp32 master weights and are changed in place.
+        model: a transformers causal LM; its weights become the fp32 master weights (with `param_dtype: bf16` they are
+            bf16 already, see narrow_weights) and are changed in place.
         total_steps: training steps of the stage, for the schedule.
         reference: frozen policy for the KL term; by default the policy as it is now, if the recipe needs one.
         teacher: frozen model with the policy's vocabulary, for a recipe that distils from another model.
@@ -81,7 +82,8 @@ class Trainer:
         kept_versions: int = 0,
     ) -> None:
         self.device = torch.device(device)
-        self.model = to_master_weights(model.to(self.device))
+        model = model.to(self.device)
+        self.model = to_master_weights(model) if config.param_dtype == "fp32" else model
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
         precision = config.precision
         if precision == "auto":
