@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gguf_files import write_gguf
 from toys import toy_model, toy_tokenizer
+from transformers import AutoModelForCausalLM
 
+from rollmill.cli import main
 from rollmill.user_code import import_object
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -82,3 +85,6 @@ def test_the_script_trains_and_ends_with_the_table(tmp_path: Path) -> None:
     assert table.count("wrong") == 6  # three requests, before and after
     again = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert again == table
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
+    assert {parameter.dtype for parameter in exported.parameters()} == {torch.bfloat16}
