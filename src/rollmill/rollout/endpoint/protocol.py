@@ -16,6 +16,9 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """A list that names its first wrong item only: a body may hold a million of them."""
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+MAX_BIASES = 2000
+Bias = Annotated[float, Field(ge=-100, le=100)]
 SessionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~-]{1,128}$")]
 """Name of a session, usable in a URL."""
 PartName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -52,6 +55,14 @@ class BaseCompletionRequest(RequestBody):
     """Keep only the K most probable tokens; 0 and -1 keep all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Drop tokens less probable than this times the most probable one."""
+    presence_penalty: Penalty | None = None
+    """Subtracted from the logits of tokens that the completion has."""
+    frequency_penalty: Penalty | None = None
+    """Likewise, times their number."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    """Divides the logits of tokens in prompt and completion where they are positive, and multiplies negative ones."""
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    """Added to the logits of tokens, by their id."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -114,7 +125,11 @@ class ChatCompletionRequest(BaseCompletionRequest):
     messages: Annotated[list[ChatMessageParam], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[ToolParam], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
-    """`auto` or `none`; a call cannot be forced."""
+    """`auto`, `none`, `required`, or the function that is to be called."""
+    parallel_tool_calls: bool | None = None
+    """False: one call at most; only where `tool_choice` asks for calls."""
+    response_format: dict[str, Any] | None = None
+    """`text`, `json_object`, or `json_schema` with a schema, which the answer follows."""
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
@@ -350,18 +365,12 @@ IGNORED_FIELDS = frozenset(
 only some models are trained to follow."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "best_of": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True,),
     "use_beam_search": (False,),
     "ignore_eos": (False,),
     "min_tokens": (0,),
@@ -380,8 +389,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 _ADVICE = {
     "functions": "use `tools`",
     "function_call": "use `tool_choice`",
-    "response_format": "describe the format in the prompt",
-    "parallel_tool_calls": "take the first call of the answer",
     "best_of": "ask for `n` choices and choose",
 }
 

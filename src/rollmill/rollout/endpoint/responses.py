@@ -109,6 +109,7 @@ class ResponseHandler(ChatCompletionHandler):
                 "metadata": asked.metadata or {},
                 "model": self.service.name,
                 "output": self._output(choice) if made else [],
+                "parallel_tool_calls": asked.parallel_tool_calls is not False,
                 "previous_response_id": asked.previous_response_id,
                 "store": self.continuable,
                 "temperature": self.sampling.temperature,
