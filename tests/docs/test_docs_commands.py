@@ -63,6 +63,9 @@ RUN_ELSEWHERE = {
     "rollmill plan examples/minimal.yaml --cluster h100 --gpus 8,64,512 --prompt-tokens 256 --mean-tokens 1": (
         "tests/planning/test_planning_cluster.py::test_the_command"
     ),
+    "rollmill plan examples/minimal.yaml --model qwen3-8b --gpus 8xH200 --set rollout.max_new_tokens=2048": (
+        "tests/planning/test_planning_estimate.py::test_gpus_name_their_kind"
+    ),
     "python -m bench simulation --seeds 200": "tests/simulation/test_simulation_seeds.py::test_the_command",
     "python -m bench simulation --seed 38": (
         "tests/simulation/test_simulation_seeds.py::test_a_seed_is_one_history_in_any_process"
@@ -89,6 +92,8 @@ RUN_ELSEWHERE = {
     "rollmill feedback runs/minimal --import-label-studio export.json": (
         "tests/cli/test_cli_feedback.py::test_label_studio_there_and_back"
     ),
+    "pip install 'rollmill[ui]'": "tests/cli/test_cli_ui.py::test_a_missing_library_is_named",
+    "rollmill ui runs": "tests/cli/test_cli_ui.py::test_it_serves_until_it_is_interrupted",
     "pip install 'rollmill[serve]'": "tests/cli/test_cli_serve.py::test_a_missing_library_is_named",
     "rollmill serve runs/minimal": "tests/cli/test_cli_serve.py::test_a_checkpoint_is_served_recorded_and_ends_cleanly",
     "rollmill buffer ls runs/mine --shelf usual --reward-at-most 0.2 --limit 5": (

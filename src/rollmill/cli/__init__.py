@@ -27,6 +27,8 @@ COMMANDS = {
     "audit": "rollmill.cli.audit:command",
     "plan": "rollmill.cli.plan:command",
     "status": "rollmill.cli.status:command",
+    "ui": "rollmill.cli.ui:command",
+    "report": "rollmill.cli.report:command",
     "scale": "rollmill.cli.scale:command",
     "show": "rollmill.cli.show:command",
     "grade": "rollmill.cli.grade:command",

@@ -64,10 +64,10 @@ def command(
 
 def _serve(run: Path, host: str, port: int, author: str | None, browser: bool, keys_file: Path | None) -> None:
     from rollmill.feedback import open_feedback
-    from rollmill.feedback.guard import TOKEN_CLIENT, RequestGuard
     from rollmill.feedback.requests import parse_author
     from rollmill.feedback.server import build_server
     from rollmill.web import is_loopback, open_listener, server_url
+    from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
     from rollmill.web.keys import KeyRing, given_keys, make_key
 
     name = parse_author(author or _user())

@@ -47,9 +47,21 @@ class WorkflowSection(NamedSection):
         """Entries of `models` that the workflow gets because a key names them."""
         return ()
 
+    @property
+    def may_have_roles(self) -> bool:
+        """True if the workflow may call `policy.role`: those of users."""
+        return type(self).function is not None
+
     def takes(self, part: str) -> bool:
         """Returns whether the workflow takes the parameter `part`, such as an entry of `models`."""
         return part in type(self).parts or "*" in type(self).parts or part in self.models
+
+
+class RoleConfig(Section):
+    """A role that the policy plays in a workflow, which calls `policy.role(NAME)`."""
+
+    learn: bool = True
+    """Train the tokens that the policy generates in this role. Otherwise its rewards are only logged."""
 
 
 class ToolWorkflowSection(WorkflowSection):

@@ -46,18 +46,26 @@ _NO_DETAILS = ("time", "event", "step", "before", "explorers")
 _LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, so byte-level tokens per character
 
 
-def load_decoder(run_dir: Path) -> Decoder | None:
-    """Load the decoder of the run's newest checkpoint; None if no checkpoint has a `tokenizer.json`."""
+def tokenizer_file(run_dir: Path) -> Path | None:
+    """The `tokenizer.json` of a run, or of its newest checkpoint; None if there is neither."""
+    if (own := run_dir / "tokenizer" / "tokenizer.json").is_file():
+        return own
     found = []
     for path in (run_dir / "checkpoints").glob("step-*/tokenizer.json"):
         match = re.fullmatch(r"step-(\d+)", path.parent.name)
         if match:
             found.append((int(match[1]), path))
-    if not found:
+    return max(found)[1] if found else None
+
+
+def load_decoder(run_dir: Path) -> Decoder | None:
+    """Load the decoder of a run; None if it stores no `tokenizer.json`."""
+    path = tokenizer_file(run_dir)
+    if path is None:
         return None
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(max(found)[1]))
+    tokenizer = Tokenizer.from_file(str(path))
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
