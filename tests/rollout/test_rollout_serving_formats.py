@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 from endpoints import KEY, Running, running
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.errors import UnsupportedRequestError
@@ -31,8 +31,9 @@ class Colour(Enum):
 
 
 class Answer(BaseModel):
-    """What a client wants to get."""
+    """What a client wants to get: without limits a random model would write to its last token."""
 
+    model_config = ConfigDict(extra="forbid")
     colour: Colour
     sure: bool
 
@@ -49,7 +50,7 @@ TOOLS[1]["function"]["parameters"]["additionalProperties"] = False
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Running]:
-    with running(max_new_tokens=400, max_position_embeddings=2048) as made:
+    with running(max_new_tokens=600, max_position_embeddings=2048) as made:
         yield made
 
 
@@ -82,7 +83,7 @@ def test_a_schema_is_followed_in_all_three_protocols(site: Running) -> None:
     assert isinstance(parsed.output_parsed, Answer)
     asked: Any = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     answer = anthropic.Anthropic(base_url=site.address, api_key=KEY, max_retries=0).messages.create(
-        model="", max_tokens=400, messages=HI, **asked
+        model="", max_tokens=600, messages=HI, **asked
     )
     assert isinstance(Answer.model_validate_json(answer.content[0].model_dump()["text"]), Answer)
 
@@ -134,7 +135,7 @@ def test_calls_are_asked_for_in_the_other_protocols(site: Running) -> None:
     function = TOOLS[0]["function"]
     own = [{"name": function["name"], "input_schema": function["parameters"]}]
     for named in ({"type": "any"}, {"type": "tool", "name": "weather"}):
-        asked = {"messages": HI, "max_tokens": 400, "tools": own, "tool_choice": named}
+        asked = {"messages": HI, "max_tokens": 600, "tools": own, "tool_choice": named}
         asked["tool_choice"] = named | {"disable_parallel_tool_use": True}
         made = post(site, "/v1/messages", asked).json()
         assert made["stop_reason"] == "tool_use"
@@ -201,7 +202,7 @@ def test_a_rollout_whose_sampling_is_fixed_keeps_formats_but_no_penalties(site: 
 def test_without_the_library_formats_are_refused_with_what_to_install(
     site: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(site.service, "_grammars", None)
+    monkeypatch.setattr(site.service.grammars, "_compiler", None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     body = {"messages": HI, "response_format": {"type": "json_schema", "schema": {"type": "boolean"}}}
     answer = post(site, "/v1/chat/completions", body)

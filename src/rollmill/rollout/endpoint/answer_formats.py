@@ -5,17 +5,58 @@ Grammars are in llguidance's variant of Lark, where `%json` holds a JSON schema.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Executor
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from rollmill.errors import ConfigError
+from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.endpoint.protocol import ApiError, ChatCompletionRequest
 from rollmill.rollout.endpoint.session import requested_tools
 from rollmill.rollout.tools.formats import TOOL_CALL_END, TOOL_CALL_START
 
+if TYPE_CHECKING:
+    from rollmill.engines.logits_processors import CompiledGrammar, GrammarCompiler
+
+_MOST_GRAMMARS = 32
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x09]{1,40}"}
 """Bounded, since a policy may otherwise write white space to the end."""
 _FORMATS = "`response_format` is {type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}"
+
+
+class GrammarCache:
+    """Compiles grammars for a model's tokenizer, in threads, and keeps the latest ones."""
+
+    def __init__(self, chat: ChatRenderer, threads: Executor) -> None:
+        self._chat, self._threads = chat, threads
+        self._compiler: GrammarCompiler | None = None
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+
+    async def get(self, lark: str) -> CompiledGrammar:
+        """The compiled grammar. Raises ApiError if the library is missing, or does not support it."""
+        found = self._compiled.pop(lark, None)
+        if found is None:
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, partial(self._compile, lark))
+        self._compiled[lark] = found
+        while len(self._compiled) > _MOST_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return found
+
+    def _compile(self, lark: str) -> CompiledGrammar:
+        from rollmill.engines.logits_processors import GrammarCompiler
+
+        try:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._chat.tokenizer, sorted(self._chat.eos_ids))
+            return self._compiler.compile(lark)
+        except ConfigError as error:
+            raise ApiError(str(error), code="unsupported_parameter") from error
+        except ValueError as error:
+            raise ApiError(f"the schema is not supported: {error}", code="invalid_value") from error
 
 
 def answer_grammar(body: ChatCompletionRequest) -> str | None:

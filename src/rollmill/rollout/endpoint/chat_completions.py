@@ -62,7 +62,7 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
             self.sampling, self.penalties = session.settings(body, limit), session.penalties(body)
             if self._format is not None:
                 service.check_processors()
-                self.grammar = await service.grammar(self._format)
+                self.grammar = await service.grammars.get(self._format)
             seed = session.seed(self._number, body.seed, int(self.id[-16:], 16))
             self._start(self.prompt.token_ids, seed, body.top_logprobs or 0)
         tools, prompt = requested_tools(body) is not None, (self.prompt.text, self.prompt.token_ids)

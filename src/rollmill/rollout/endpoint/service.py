@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest, RolloutEngine, SampledToken, applies_processors
 from rollmill.errors import ConfigError, EngineError, UnsupportedRequestError
 from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.endpoint.answer_formats import GrammarCache
 from rollmill.rollout.endpoint.middleware import Caller, EndpointMetrics
 from rollmill.rollout.endpoint.protocol import ApiError
 from rollmill.rollout.endpoint.session import EndpointSession, SessionSink
@@ -24,9 +24,6 @@ from rollmill.rollout.endpoint.session_journal import SessionJournal
 from rollmill.rollout.endpoint.session_store import MakeSession, SessionStore
 from rollmill.types import Completion
 from rollmill.web.keys import KeyRateLimiter, KeyRing
-
-if TYPE_CHECKING:
-    from rollmill.engines.logits_processors import CompiledGrammar, GrammarCompiler
 
 
 class AdmissionLimiter:
@@ -143,7 +140,6 @@ ResultT = TypeVar("ResultT")
 _THREADS = 2
 _INLINE_BYTES = 16 * 1024
 _CHARS_PER_TOKEN = 16
-_MOST_GRAMMARS = 32
 _LEAST_BODY, _MOST_BODY, _BODY_PER_TOKEN = 2**20, 8 * 2**20, 64
 
 
@@ -177,12 +173,12 @@ class EndpointService:
     _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "tokenize"))
     _converting: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "json"))
     _longest_token: int = field(init=False)
-    _grammars: GrammarCompiler | None = None
-    _compiled: OrderedDict[str, CompiledGrammar] = field(default_factory=OrderedDict)
+    grammars: GrammarCache = field(init=False)
 
     def __post_init__(self) -> None:
         # Encoding here, too: a tokenizer's settings may change with its first text, which threads must not see.
         self.chat.encode("a")
+        self.grammars = GrammarCache(self.chat, self._converting)
         self._longest_token = max(map(len, self.chat.tokenizer.get_vocab()))
         if self.most_bytes is None:
             self.most_bytes = min(_MOST_BODY, max(_LEAST_BODY, _BODY_PER_TOKEN * self.context))
@@ -202,28 +198,6 @@ class EndpointService:
     async def converted(self, size: int, work: Callable[[], ResultT]) -> ResultT:
         """Convert `size` bytes from or to JSON likewise. Prompts that are tokenized do not delay it."""
         return await _in_thread(self._converting, size, work)
-
-    async def grammar(self, lark: str) -> CompiledGrammar:
-        """Compile a grammar in a thread; the latest ones are kept. Raises ApiError if that is impossible."""
-        if lark not in self._compiled:
-            loop = asyncio.get_running_loop()
-            self._compiled[lark] = await loop.run_in_executor(self._converting, partial(self._compile, lark))
-        self._compiled.move_to_end(lark)
-        while len(self._compiled) > _MOST_GRAMMARS:
-            self._compiled.popitem(last=False)
-        return self._compiled[lark]
-
-    def _compile(self, lark: str) -> CompiledGrammar:
-        from rollmill.engines.logits_processors import GrammarCompiler
-
-        try:
-            if self._grammars is None:
-                self._grammars = GrammarCompiler(self.chat.tokenizer, sorted(self.chat.eos_ids))
-            return self._grammars.compile(lark)
-        except ConfigError as error:
-            raise ApiError(str(error), code="unsupported_parameter") from error
-        except ValueError as error:
-            raise ApiError(f"the schema is not supported: {error}", code="invalid_value") from error
 
     def check_processors(self) -> None:
         """Raise ApiError if the engine applies no penalties and grammars."""
