@@ -47,6 +47,9 @@ class FieldsConfig(Section):
     workflow: str | None = None
     """Column with the name of the workflow that rolls the row out: the stage's, with its options, or another one, with
     its defaults. A row without a name, and all rows by default, have the stage's workflow."""
+    tools: str | None = None
+    """Column with JSON schemas of tools, which the chat template shows in the prompt. Default: `tools`, if it holds
+    such schemas; empty: none."""
     images: str | None = None
     """Column with an image path or a list of paths, relative to the taskset's file (extra `vision`). Default: `images`
     or `image`, if it holds paths; empty: none."""
