@@ -68,8 +68,8 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: Path | Literal["new"] = "new"
-    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), or `new` to create one from
-    `model.new`."""
+    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), a model of the Hugging Face hub
+    (`hf://ORG/NAME[@REVISION]`), or `new` to create one from `model.new`."""
     new: NewModelConfig | None = None
     """Recipe for a new model; used only when `model.path` is `new`."""
     trust_remote_code: bool = False

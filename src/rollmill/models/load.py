@@ -125,16 +125,18 @@ def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     return frozen
 
 
-def build_meta_model(folder: Path, trust: bool = False) -> PreTrainedModel:
+def build_meta_model(folder: Path, trust: bool = False, weights: bool = True) -> PreTrainedModel:
     """Builds the model of a checkpoint folder on the meta device, to read its sizes.
 
     Args:
         trust: run model code found in the folder.
+        weights: require that the folder also has weights and a tokenizer.
 
     Raises:
         ModelError: the folder is not a causal language model.
     """
-    _check_files(folder, trust)
+    if weights:
+        _check_files(folder, trust)
     with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
         config = _read_or_model_error(
             lambda: AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust),
