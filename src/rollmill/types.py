@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,14 @@ IMPORTED_FROM = "imported_from"
 
 
 class Message(TypedDict):
-    """One chat message."""
+    """One chat message; the other keys are those of OpenAI's format that chat templates show."""
 
     role: str
     content: str
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 class StopReason(StrEnum):
