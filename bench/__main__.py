@@ -26,6 +26,7 @@ NAMES = (
     "corpus",
     "sandbox",
     "serve",
+    "ui",
     "buffer",
     "checkpoint",
     "spec",
