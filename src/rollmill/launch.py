@@ -18,6 +18,7 @@ from rollmill.errors import CheckpointError, ConfigError, UserExitError
 from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.extension import change_settings
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.monitor import Monitor
@@ -99,9 +100,16 @@ def resume(
     attempt: RunAttempt | None = None,
     interrupts: Interrupts | None = None,
     callbacks: Sequence[Callback] = (),
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`."""
+    """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`.
+
+    Args:
+        overrides: settings to change before, such as `steps=200`; see `change_settings`.
+    """
     folder = Path(run_dir)
+    if overrides:
+        change_settings(folder, overrides)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
     if attempt is None:
@@ -129,9 +137,10 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
     if not indices:
         raise ConfigError(f"{folder / CONFIG} has no evaluation section; add evaluation.taskset to evaluate")
     loaded = load_run(folder / CONFIG, stage_overrides(loaded, indices[-1], overrides), out=folder)
-    fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in ("precision", "threads")]
+    names = ("precision", "param_dtype", "threads")
+    fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in names]
     if fixed:
-        raise ConfigError(f"--set {fixed[0]}: precision and threads are fixed for a run, and stored in its {MACHINE}")
+        raise ConfigError(f"--set {fixed[0]}: precision, param_dtype and threads are fixed for a run")
     steps = Checkpoints(folder).steps()
     if not steps or (step is not None and step not in steps):
         have = ", ".join(map(str, steps)) or "none"
@@ -195,6 +204,7 @@ def execute(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
+    loaded.config.monitor.require_packages(loaded.path)
     with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
         checkpoints = Checkpoints(run_dir)
         with uncounted_work():
@@ -230,6 +240,8 @@ def execute(
                 monitor.message(message)
             if resumed:
                 monitor.resume_at(point.step)
+            else:
+                monitor.open_trackers()
             summary = asyncio.run(orchestrator.run(start))
         except Interrupted:
             if ends_for_restart():

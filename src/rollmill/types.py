@@ -5,7 +5,7 @@ No I/O and no torch: arrays are numpy, so any process can hold them cheaply.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypedDict
@@ -179,6 +179,35 @@ ROLE_KEY = "role"
 
 STORED_FIELDS = tuple(each.name for each in fields(Experience) if each.metadata.get("stored", True))
 """Names of the fields of an experience that buffers and rollout files keep."""
+
+
+def rollout_id(experience: Experience) -> str:
+    """The id of the rollout that an experience of a workflow belongs to; several may belong to one."""
+    group, slash, number = experience.id.rpartition("/")
+    return group + slash + number.partition(".")[0]
+
+
+def split_by_role(experiences: Iterable[Experience]) -> list[list[Experience]]:
+    """The experiences of each role of a group, in the order of their first ones; one list without roles.
+
+    Only rewards of one role are compared: if two players' rewards differ in every game, no one can learn from that.
+    """
+    found: dict[object, list[Experience]] = {}
+    for experience in experiences:
+        found.setdefault(experience.info.get(ROLE_KEY), []).append(experience)
+    return list(found.values())
+
+
+def telling_rewards(experiences: Iterable[Experience]) -> list[float]:
+    """The rewards of a group's rollouts, one each; of several roles those whose range is widest, first of equals.
+
+    So a group teaches something if these differ. Missing rewards are left out.
+    """
+    rewards = [
+        [each.reward for each in first_per_rollout(own) if each.reward is not None]
+        for own in split_by_role(experiences)
+    ]
+    return max(rewards, key=lambda own: max(own) - min(own) if own else -1.0, default=[])
 
 
 def first_per_rollout(experiences: Sequence[Experience]) -> list[Experience]:

@@ -63,6 +63,9 @@ RUN_ELSEWHERE = {
     "rollmill plan examples/minimal.yaml --cluster h100 --gpus 8,64,512 --prompt-tokens 256 --mean-tokens 1": (
         "tests/planning/test_planning_cluster.py::test_the_command"
     ),
+    "rollmill plan examples/minimal.yaml --model qwen3-8b --gpus 8xH200 --set rollout.max_new_tokens=2048": (
+        "tests/planning/test_planning_estimate.py::test_gpus_name_their_kind"
+    ),
     "python -m bench simulation --seeds 200": "tests/simulation/test_simulation_seeds.py::test_the_command",
     "python -m bench simulation --seed 38": (
         "tests/simulation/test_simulation_seeds.py::test_a_seed_is_one_history_in_any_process"

@@ -43,7 +43,7 @@ def picture(width: int, height: int, seed: int) -> bytes:
 
 def prompt(policy: PolicyModel, question: str, *pictures: bytes) -> PicturePrompt:
     processor = policy.model.picture_processor
-    text = processor.render([{"role": "user", "content": question}], policy.tokenizer, len(pictures))
+    text = processor.render([{"role": "user", "content": question}], policy.tokenizer, [(None, 0)] * len(pictures))
     return processor.encode(text, pictures, "task 1")
 
 

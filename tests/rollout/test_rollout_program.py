@@ -26,6 +26,8 @@ def post(path, body):
     head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
     return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)))
 
+assert os.environ["OPENAI_BASE_URL"] == os.environ["ANTHROPIC_BASE_URL"] + "/v1"
+assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"]
 prompt = task["prompt"]
 for _ in range(2):
     prompt += post("/v1/completions", {"prompt": prompt, "max_tokens": 3, "stop": ["\\n"]})["choices"][0]["text"] + "0"
@@ -114,7 +116,7 @@ def test_output_that_nobody_reads_does_not_keep_a_stopped_program(monkeypatch: p
     async def stopped() -> None:
         monkeypatch.setattr(program, "_read", unread)
         loud = ProgramWorkflow(command=["python", "-c", "while True: print('x' * 100_000)"])
-        access: Any = SimpleNamespace(base_url="", api_key="")
+        access: Any = SimpleNamespace(base_url="", address="", api_key="")
         running = asyncio.ensure_future(program._run(loud, Task("t", "?"), access))
         await asyncio.sleep(0.5)  # it has printed more than is taken in unread
         running.cancel()

@@ -12,6 +12,7 @@ import typer
 from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.config.checks.doubts import find_doubts
 from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
+from rollmill.config.checks.pictures import require_picture_support, vision_model_name
 from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards.base import PythonReward
@@ -30,7 +31,9 @@ def command(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value (repeatable).")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Run directory. Default: runs/NAME.")] = None,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="Load tasksets and reward functions.")] = True,
+    data: Annotated[
+        bool, typer.Option("--data/--no-data", help="Load tasksets, reward functions and trackers.")
+    ] = True,
     model: Annotated[
         Path | None,
         typer.Option("--model", help="Only compare engine and trainer with transformers for this checkpoint folder."),
@@ -54,6 +57,9 @@ def command(
         return
     assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
+    require_picture_support(run)
+    if data:
+        run.config.monitor.require_packages(run.path)
     tasksets = load_tasksets(run) if data else {}
     counts = {key: (len(each.tasks), len(each.rejected)) for key, each in tasksets.items()}
     doubts = find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})
@@ -133,6 +139,7 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
     Raises ConfigError naming the stage if something cannot be loaded, or a reference is empty.
     """
     from rollmill.config.checks.conflicts import require_workflows
+    from rollmill.data.images import require_seen
     from rollmill.rewards.base import require_references, require_verdicts
 
     found: dict[tuple[str, str], Taskset] = {}
@@ -153,6 +160,7 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
                 key = taskset.model_dump_json()
                 where = f"stage {stage.name}: {section}"
                 loaded[key] = loaded.get(key) or _loaded(taskset, where)
+                require_seen(taskset, loaded[key].tasks, vision_model_name(run.config.model) is not None, where)
                 require_references(view.rewards, loaded[key].tasks, where)
                 require_verdicts(view.rewards, view.judging, loaded[key].tasks, where)
                 require_workflows(view, loaded[key].tasks, where)

@@ -234,8 +234,9 @@ def reward_weights(stage: StageConfig) -> dict[str, float]:
 
 
 def _attainable(stage: StageConfig) -> str:
-    maximum = attainable_maximum(stage.rewards, stage.judging)
-    return "not known" if maximum is None else f"{maximum:g}"
+    maxima = {role: attainable_maximum(view.rewards, view.judging) for role, view in stage.by_role().items()}
+    texts = {role: "not known" if maximum is None else f"{maximum:g}" for role, maximum in maxima.items()}
+    return ", ".join(f"{role} {text}" if role else text for role, text in texts.items())
 
 
 def _engine(engine: EngineConfig) -> str:

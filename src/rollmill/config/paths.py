@@ -126,7 +126,7 @@ def _lookup(node: Node, text: str, problems: list[ConfigProblem], required: bool
 
 def _advice(node: Node) -> str:
     if node.path[0] == "model":
-        return "give the folder of a checkpoint on this machine, or `new`; rollmill downloads nothing"
+        return "give the folder of a checkpoint or a GGUF file on this machine, or `new`; rollmill downloads nothing"
     if "rewards" in node.path and node.path[-1] == "path":
         return "give the folder of a reward model on this machine; rollmill downloads nothing"
     if "sources" in node.path:

@@ -27,12 +27,7 @@ from rollmill.trainer.logprobs import ForwardPasses
 from rollmill.trainer.loss import compute_advantages
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.mismatch import MismatchProbe
-from rollmill.trainer.model_setup import (
-    choose_precision,
-    evaluation_mode,
-    set_gradient_checkpointing,
-    to_master_weights,
-)
+from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpointing, to_master_weights
 from rollmill.trainer.optimizer import (
     TensorGetter,
     build_optimizer,
@@ -44,6 +39,7 @@ from rollmill.trainer.optimizer import (
 from rollmill.trainer.precompute import Precomputer
 from rollmill.trainer.prepared import PreparedBatch
 from rollmill.trainer.reference import ReferenceModel
+from rollmill.trainer.step_timing import StepSize, choose_precision
 from rollmill.trainer.teacher import Teacher
 from rollmill.trainer.update import PolicyUpdater, split_mini_batches
 from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
@@ -62,7 +58,8 @@ class Trainer:
     only run forward, for the metrics.
 
     Args:
-        model: a transformers causal LM; its weights become the fp32 master weights and are changed in place.
+        model: a transformers causal LM; its weights become the fp32 master weights (with `param_dtype: bf16` they are
+            bf16 already, see narrow_weights) and are changed in place.
         total_steps: training steps of the stage, for the schedule.
         reference: frozen policy for the KL term; by default the policy as it is now, if the recipe needs one.
         teacher: frozen model with the policy's vocabulary, for a recipe that distils from another model.
@@ -85,9 +82,12 @@ class Trainer:
         kept_versions: int = 0,
     ) -> None:
         self.device = torch.device(device)
-        self.model = to_master_weights(model.to(self.device))
+        model = model.to(self.device)
+        self.model = to_master_weights(model) if config.param_dtype == "fp32" else model
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
-        precision = choose_precision(model, device) if config.precision == "auto" else config.precision
+        precision = config.precision
+        if precision == "auto":
+            precision = choose_precision(model, device, StepSize.of_training(config.micro_batch_tokens))
         self.steps = 0
         self._ranks = ranks or RankGroup.current()
         routing = routing_shape(self.model) if config.router_replay else None

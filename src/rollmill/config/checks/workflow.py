@@ -42,11 +42,13 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
         if not any(each.takes(model) for each in stage.workflows):
             text = f"not honoured by workflow `{name}`, which does not take it; a parameter of that name would"
             keys["models", model] = text
+    if not any(each.may_have_roles for each in stage.workflows):
+        keys["roles",] = f"not honoured by workflow `{name}`, which has none; one of your own may call policy.role"
     taskset = stage.taskset
     if isinstance(stage.workflow, ToolWorkflow) and taskset is not None and all(part.chat for part in taskset.parts()):
         keys["workflow", "result"] = "not honoured with taskset.chat, whose template writes results; remove it"
     if not stage.algorithm.uses_rollouts and stage.evaluation is None:
-        for key in ("workflow", "environment", "tools", "models"):
+        for key in ("workflow", "environment", "tools", "roles", "models"):
             keys[key,] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
     return keys
 

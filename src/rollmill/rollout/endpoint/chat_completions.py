@@ -97,7 +97,7 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
             rest = choice.text.finish(choice.content)
             choice.content = choice.text.shown  # the client sends back the text it has seen
         self._record(choice, completion)
-        if session.id != self.id:  # unnamed sessions cannot be continued
+        if session.id != self.id or self.continuable:
             session.told(body, assistant_message(choice.content, choice.calls), self.prompt, completion)
         return rest
 

@@ -113,7 +113,12 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
 
     kind: ClassVar[str]  #: prefix of response ids
     piece: ClassVar[str]  #: object name of a stream's chunks
+    named_events: ClassVar[bool] = False
+    """A stream's events are named by the `type` of their JSON."""
     sampling: SamplingConfig
+
+    continuable = False
+    """A later call may continue this one, even if it names no session."""
 
     def __init__(self, service: EndpointService, body: AnyBody, caller: Caller, size: int) -> None:
         check_extra_fields(body.model_extra)
@@ -126,7 +131,7 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
         self.choices: list[AnyChoice] = []
         self._generations: list[GenerationTask] = []
         self._stack = ExitStack()
-        self.session = self._stack.enter_context(service.session(caller, self.id))
+        self.session = self._stack.enter_context(service.session(caller, self.id, kept=self.continuable))
 
     @abstractmethod
     async def begin(self) -> None:
@@ -150,6 +155,14 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
     @abstractmethod
     def _ended(self, choice: AnyChoice, completion: Completion) -> str:
         """Record a completion; return the text still to be shown."""
+
+    def last_event(self) -> dict[str, Any] | None:
+        """The last event of a stream, sent once the request has ended; None: `[DONE]`."""
+        return None
+
+    def error_event(self, error: ApiError) -> dict[str, Any]:
+        """The event of a stream that fails."""
+        return error.body()
 
     def close(self) -> None:
         """End the request and cancel its generations."""

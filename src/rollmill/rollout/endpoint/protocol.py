@@ -285,6 +285,9 @@ class CommitResponse(BaseModel):
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
+MESSAGES_PATH = "/v1/messages"
+"""Path of Anthropic's protocol, whose errors have a format of their own."""
 
 
 class ErrorInfo(BaseModel):
@@ -302,16 +305,33 @@ class ErrorResponse(BaseModel):
     error: ErrorInfo
 
 
+class AnthropicErrorInfo(BaseModel):
+    """An error, and what to do about it."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Body of every response of /v1/messages that is not 200."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorInfo
+
+
 class ApiError(RequestRefusedError):
-    """A refused or failed request, in OpenAI's format."""
+    """A refused or failed request, in the format of the protocol that it uses."""
 
     @classmethod
     def of(cls, error: RequestRefusedError) -> ApiError:
         """The same refusal in this format."""
         return cls(str(error), error.status, code=error.code, param=error.param, retry_s=error.retry_s)
 
-    def body(self) -> dict[str, Any]:
-        """The response body as JSON."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The response body as JSON, in the format of the protocol that `path` belongs to."""
+        if path.startswith(MESSAGES_PATH):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            return AnthropicErrorResponse(error=AnthropicErrorInfo(type=kind, message=str(self))).model_dump()
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         details = ErrorInfo(message=str(self), type=kind, param=self.param, code=self.code)
         return ErrorResponse(error=details).model_dump()
@@ -321,9 +341,13 @@ IGNORED_FIELDS = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "priority", "request_id"),
         *("prompt_cache_key", "prompt_cache_retention", "prediction", "cache_salt"),
+        *("cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id"),
+        *("prompt_cache_options", "max_tool_calls"),
+        *("reasoning_effort", "verbosity", "thinking", "reasoning"),
     )
 )
-"""Fields on billing, storage or speed, which do not change the response."""
+"""Fields on billing, storage or speed, which do not change the response; and hints on how much to think or write, which
+only some models are trained to follow."""
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -334,7 +358,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -347,6 +370,10 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
+    "mcp_servers": ([],),
+    "context_management": ({}, []),
+    "background": (False,),
+    "truncation": ("disabled",),
 }
 """Unsupported fields with values that ask for the default behaviour. Null always does."""
 

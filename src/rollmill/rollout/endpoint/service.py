@@ -195,8 +195,12 @@ class EndpointService:
         return await _in_thread(self._converting, size, work)
 
     @contextmanager
-    def session(self, caller: Caller, answer: str) -> Iterator[EndpointSession]:
-        """The session of a call, marked as busy inside. Raises ApiError if it takes no calls."""
+    def session(self, caller: Caller, answer: str, *, kept: bool = False) -> Iterator[EndpointSession]:
+        """The session of a call, marked as busy inside. Raises ApiError if it takes no calls.
+
+        Args:
+            kept: a session without a name is kept even if nothing is recorded, so that it can be continued.
+        """
         if caller.session is not None:
             session = self._named(caller)
         elif self.anonymous is None:
@@ -204,7 +208,7 @@ class EndpointService:
             raise ApiError(text, code="session_missing")
         else:
             session = self.anonymous(answer, owner=caller.client)
-            if self.takes_feedback:
+            if self.takes_feedback or kept:
                 self.sessions.add(session)
         session.busy += 1
         try:

@@ -46,6 +46,7 @@ class EndpointSession:
         tokens: recorded tokens, prompts and completions together.
         busy: number of running calls; `running` has their generations.
         answers: ids of the completions.
+        responses: conversations by the id of the response that ends them, for those that can be continued by it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EndpointSession:
         self.id, self.owner, self.sampling, self.recorder = id, owner, sampling, recorder or Recorder()
         self.parts: dict[str, float] = {}
         self.answers: list[str] = []
+        self.responses: dict[str, tuple[ChatMessageParam, ...]] = {}
         self.used_at, self.busy, self.closed = time.monotonic(), 0, False
         self.running: set[asyncio.Task[None]] = set()
         self._chat, self._seed, self._index, self._forced = chat, seed, index, forced
