@@ -150,6 +150,10 @@ class Experience:
     """Teacher's prompt, in place of the tokens before the first action; set before the training step."""
     routing: RoutingArray | None = field(default=None, metadata={"stored": False})
     """[R, L, k] with R <= T: the experts that the rollout chose for the first R tokens; None if unknown."""
+    trainer_logprobs: FloatArray | None = field(default=None, metadata={"stored": False})
+    """[T], set by the trainer: log-probs in its first pass over the batch; 0 where `action_mask` is False."""
+    entropy: FloatArray | None = field(default=None, metadata={"stored": False})
+    """[T], set by the trainer: entropy of the next-token distribution in the same pass, in nats."""
 
     @property
     def oldest_version(self) -> int:
