@@ -64,9 +64,8 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
-@pytest.fixture
-def checker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_site", DOCS / "site/check_site.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(name).stem, DOCS / name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -74,7 +73,18 @@ def checker() -> ModuleType:
     return module
 
 
-def test_dead_links_and_files_of_other_hosts_are_found(checker: ModuleType, tmp_path: Path) -> None:
+def test_the_cookbook_shows_the_committed_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("cookbook.py").main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_example_is_in_the_cookbook_or_the_first_run() -> None:
+    pages = "".join((DOCS / name).read_text() for name in ("cookbook.md", "guide/first-run.md", "guide/preferences.md"))
+    assert [
+        path.name for path in sorted((ROOT / "examples").glob("*.yaml")) if f"examples/{path.name}" not in pages
+    ] == []
+
+
+def test_dead_links_and_files_of_other_hosts_are_found(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "index.html").write_text(
         '<a href="sub/a.html#there">1</a> <a href="sub/a.html#gone">2</a> <a href="b.html">3</a>'
@@ -83,7 +93,7 @@ def test_dead_links_and_files_of_other_hosts_are_found(checker: ModuleType, tmp_
     )
     (tmp_path / "sub/a.html").write_text('<h1 id="there">A</h1> <a href="..">up</a>')
     (tmp_path / "s.css").write_text("@import url(https://example.org/font.css);")
-    assert list(checker.find_problems(tmp_path)) == [
+    assert list(script("site/check_site.py").find_problems(tmp_path)) == [
         "index.html: sub/a.html#gone: a.html has no `gone`",
         "index.html: b.html: there is no such file",
         "index.html: loads https://example.org/x.js",
