@@ -1,4 +1,4 @@
-"""Runs FOLDER/run.yaml, repeats its last steps as after a kill, and prints as JSON what each tracker's own package reads.
+"""Runs FOLDER/run.yaml, repeats its last steps as after a kill, and prints as JSON what each tracker's package reads.
 
 It is for the interpreter that has these packages.
 """
