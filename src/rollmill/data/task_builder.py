@@ -253,10 +253,10 @@ def _messages(value: list[Any]) -> tuple[list[Message], list[ImagePart]]:
             "content" if message.get("tool_calls") else ""
         }:
             raise BadRowError(f"message {index} of the prompt is not an object with role and content")
-        text, own = message.get("content"), []
+        text = message.get("content")
         if isinstance(text, list):
             text, own = _joined(text, index)
-        parts += own
+            parts += own
         found = message_of({**message, "content": text}, index)
         _check_unicode(found["content"])
         messages.append(cast(Message, found))
