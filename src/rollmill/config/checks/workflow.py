@@ -101,9 +101,9 @@ def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
         yield from _traffic(stage, stage.workflow)
     if stage.workflow.uses_tools and not stage.tools:
         yield ("tools",), f"workflow `{stage.workflow.name}` calls tools; add some, for example tools: [calculator]"
-    names = [tool.policy_name for tool in stage.tools]
+    names = [None if tool.many else tool.policy_name for tool in stage.tools]
     for index, name in enumerate(names):
-        if name in names[:index]:
+        if name is not None and name in names[:index]:
             yield ("tools", index), f"two tools are called `{name}`; give one another name with `called`"
     for name in stage.models:
         if not name.isidentifier() or name in _TAKEN:
