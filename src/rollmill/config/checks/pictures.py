@@ -15,7 +15,10 @@ from rollmill.config.trainer import TrainerConfig
 from rollmill.errors import ConfigError
 
 VISION_MODELS = frozenset(
-    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava", "internvl", "mistral3"}
+    {
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"),
+        *("llava", "llava_next", "llava_onevision", "internvl", "mistral3"),
+    }
 )
 """`model_type` of the vision-language models that can be trained."""
 
