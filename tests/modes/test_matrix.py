@@ -27,6 +27,8 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     Path("model").mkdir()
+    Path("seeing").mkdir()
+    Path("seeing/config.json").write_text('{"model_type": "llava"}')
 
 
 def check(cell: MatrixCell) -> None:
