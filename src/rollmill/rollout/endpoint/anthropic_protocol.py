@@ -78,9 +78,14 @@ class TokenCountRequest(RequestBody):
     tools: Annotated[list[AnthropicToolParam], Field(fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     output_config: AnthropicOutputConfig | None = None
+    thread: dict[str, Any] | None = None
+    """Not supported; Anthropic's clients then send the whole conversation."""
 
     def as_chat(self) -> dict[str, Any]:
         """The conversation and its tools as fields of a chat request. Raises ApiError for a block that is not text."""
+        if self.thread is not None:
+            text = "conversations are not held here for `thread`; send all messages"
+            raise ApiError(text, code="thread_unsupported_request", param="thread")
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": _text(self.system, "system")})
