@@ -14,6 +14,7 @@ from rollmill.rollout.endpoint.protocol import (
     ChatCompletionRequest,
     RequestBody,
     StopText,
+    TextContentPart,
     TokenId,
 )
 
@@ -27,7 +28,7 @@ class ContentBlockParam(BaseModel):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[ContentBlockParam], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[TextContentPart], Field(fail_fast=True)] | None = None
     """The result of a tool."""
 
 
@@ -189,7 +190,7 @@ def _chat_messages(message: AnthropicMessageParam, at: str) -> list[dict[str, An
     return found
 
 
-def _text(content: str | Sequence[ContentBlockParam], at: str) -> str:
+def _text(content: str | Sequence[ContentBlockParam | TextContentPart], at: str) -> str:
     if isinstance(content, str):
         return content
     for block in content:
