@@ -64,7 +64,7 @@ def test_other_clients_see_and_change_nothing() -> None:
         for key in (OTHER_KEY, "sk-wrong", ""):
             secrets = [own, made.json()["id"], KEY, OTHER_KEY]
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            statuses = fuzz(schema, site.address, headers, 15, secrets=secrets)
+            statuses = fuzz(schema, site.address, headers, 10 if key == OTHER_KEY else 3, secrets=secrets)
             assert key == OTHER_KEY or set(statuses) <= {200, 401, 405}, statuses  # 200: /health
         assert site.session(own, "ann") is session
         assert (session.parts, len(session.recorder.calls)) == ({}, 1)
