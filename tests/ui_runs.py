@@ -199,7 +199,7 @@ class ServedRuns:
 def served(folder: Path, host: str = "127.0.0.1", token: str | None = None) -> Iterator[ServedRuns]:
     """A real server for a folder of runs, in a thread."""
     keys = KeyRing([make_key(TOKEN_CLIENT, token)]) if token else None
-    with open_server(folder, RequestGuard(host, keys)) as server:
+    with open_server(folder, RequestGuard(host, keys), "ann") as server:
         listener = open_listener("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

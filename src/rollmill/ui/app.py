@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -24,6 +25,7 @@ from rollmill.errors import RollmillError
 from rollmill.files import to_jsonable
 from rollmill.ui.catalog import RunCatalog
 from rollmill.ui.comparison import config_difference, evaluation_differences, metric_differences
+from rollmill.ui.feedback_desks import FeedbackDesks
 from rollmill.ui.metric_columns import ColumnCache, Curve, XAxis
 from rollmill.ui.rollout_table import SORTS, RolloutQuery, RolloutTable
 from rollmill.ui.run_details import pipeline_funnel, run_details, run_file, step_timeline
@@ -37,7 +39,7 @@ _IMPORT_MAP = re.compile(rb'<script type="importmap">(.*?)</script>', re.DOTALL)
 _SLICE_S = 0.5
 """Seconds that a request spends on reading rollout files."""
 _TABLES, _PATHS, _LARGEST = 8, 200, 2**53
-_BODY = 2**16
+_BODY = 2**20
 
 Number = Annotated[int, Query(ge=0, le=_LARGEST)]
 Names = Annotated[list[str], Query(max_length=_PATHS)]
@@ -48,11 +50,13 @@ class RunViews:
 
     Args:
         folder: where the tables of rollouts are made; the caller removes it.
+        author: of feedback.
     """
 
-    def __init__(self, catalog: RunCatalog, folder: Path) -> None:
+    def __init__(self, catalog: RunCatalog, folder: Path, author: str) -> None:
         self.catalog, self._folder = catalog, folder
         self.columns, self.decoders = ColumnCache(), DecoderCache()
+        self.desks = FeedbackDesks(catalog, author)
         self._lock, self._number = threading.Lock(), 0
         self._tables: OrderedDict[Path, tuple[RolloutTable, Path]] = OrderedDict()
 
@@ -73,7 +77,8 @@ class RunViews:
             return found[0]
 
     def close(self) -> None:
-        """Close all tables."""
+        """Close all tables and databases."""
+        self.desks.close()
         with self._lock:
             for table, _ in self._tables.values():
                 table.close()
@@ -92,6 +97,7 @@ def make_app(views: RunViews, guard: RequestGuard) -> PageMiddleware:
     _add_errors(app)
     _add_runs(app, views)
     _add_rollouts(app, views)
+    _add_feedback(app, views)
     _add_comparison(app, views)
     page = _add_page(app)
     policy = {"script-src": f"'self' '{_script_hash(page)}'", "connect-src": "'self'", "img-src": "'self' data:"}
@@ -277,6 +283,29 @@ def _add_rollouts(app: FastAPI, views: RunViews) -> None:
         offsets = table.episode(step, offset)
         found = [read_experience(table.line(step, each)) for each in offsets]
         return _json({"step": step, "trees": turn_tree(found, offsets)})
+
+
+def _add_feedback(app: FastAPI, views: RunViews) -> None:
+    """Registers feedback on completions. Other sites cannot send it: the guard checks where a request comes from."""
+    catalog, desks = views.catalog, views.desks
+
+    @app.get("/api/feedback")
+    def said(run: str, id: str) -> Response:
+        """Lists what was said about a completion."""
+        return _json(desks.said(catalog.find(run), id))
+
+    @app.post("/api/feedback")
+    async def say(run: str, request: Request) -> Response:
+        """Stores a rating or a better answer."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RequestRefusedError("send Content-Type: application/json", 415, code="no_json")
+        body = await request.body()
+        return _json(await run_in_threadpool(lambda: desks.say(catalog.find(run), body)))
+
+    @app.delete("/api/feedback")
+    def undo(run: str, id: str) -> Response:
+        """Takes back what was said."""
+        return _json(desks.undo(catalog.find(run), id))
 
 
 def _add_comparison(app: FastAPI, views: RunViews) -> None:

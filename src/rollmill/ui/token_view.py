@@ -72,6 +72,7 @@ def token_page(experience: Experience, decode: Decoder | None, start: int) -> di
     floats = {name: None if values is None else values[start:end].tolist() for name, values in known.items()}
     return {
         **describe(experience),
+        "response": experience.response[:_TURN_CHARS],
         "start": start,
         "total": total,
         "first_action": int(experience.action_mask.argmax()) if experience.action_mask.any() else total,

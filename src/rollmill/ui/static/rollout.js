@@ -1,6 +1,6 @@
 // A completion: its tokens with what engine and trainer know of each, and the tree of the turns of its rollout.
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { duration, go, html, isDark, link, number, plain, Problem, shown, useAsk, useKept } from "./lib.js";
+import { ask, clock, duration, go, html, isDark, link, number, plain, Problem, shown, useAsk, useKept } from "./lib.js";
 import { neighbours, Reward } from "./rollouts.js";
 
 // What tokens can be coloured by: the value of a token, and its place on the scale from 0 to 1 (or -1 to 1, `signed`).
@@ -137,6 +137,36 @@ function Facts({ one, run }) {
   </dl>${info.length > 0 && html`<details class="info"><summary>Further details</summary><dl class="facts">${info.map(([name, value]) => html`<div><dt>${shown(name)}</dt><dd>${shown(typeof value === "string" ? value : JSON.stringify(value))}</dd></div>`)}</dl></details>`}`;
 }
 
+// What people say about the completion; a running or a later run learns from it.
+function Feedback({ run, one }) {
+  const [turn, setTurn] = useState(0);
+  const [problem, setProblem] = useState(null);
+  const [answer, setAnswer] = useState(null);
+  const { data, error } = useAsk("feedback", { run, id: one.id }, turn);
+  const act = async (...request) => {
+    try {
+      await ask("feedback", ...request);
+      setProblem(null);
+      setAnswer(null);
+    } catch (failed) {
+      setProblem(failed.message);
+    }
+    setTurn((now) => now + 1);
+  };
+  const say = (what) => act({ run }, { method: "POST", body: { completion: one.id, step: one.step, ...what } });
+  const mine = data?.said.findLast((each) => each.act === "rate" && each.author === data.author)?.rating;
+  return html`<details class="info feedback"><summary>Feedback${data?.said.length ? ` (${data.said.length})` : ""}</summary>
+    <${Problem} text=${problem ?? error} />
+    <div class="bar-of-controls"><span class="stars" role="group" aria-label="Rating">${[1, 2, 3, 4, 5].map((star) => html`<button class="quiet star" aria-label=${`${star} of 5 stars`}
+        aria-pressed=${mine !== undefined && mine * 4 + 1 >= star} onClick=${() => say({ rating: (star - 1) / 4 })}>${mine !== undefined && mine * 4 + 1 >= star ? "★" : "☆"}</button>`)}</span>
+      ${answer === null && html`<button onClick=${() => setAnswer(one.response ?? "")}>Write a better answer</button>`}</div>
+    ${answer !== null && html`<label class="answer">A better answer <textarea rows="6" value=${answer} onInput=${(event) => setAnswer(event.target.value)}></textarea></label>
+      <div class="bar-of-controls"><button onClick=${() => say({ text: answer })}>Save answer</button><button class="quiet" onClick=${() => setAnswer(null)}>Cancel</button></div>`}
+    ${data?.said.length > 0 && html`<ul class="said">${data.said.map((each) => html`<li key=${each.id}><b>${shown(each.author)}</b> ${each.act === "rate" ? `rated it ${number(each.rating)}` : each.act === "edit" ? "wrote a better answer" : shown(each.act)}
+      <small> ${clock(each.at)}</small> <button class="quiet" onClick=${() => act({ run, id: each.id }, { method: "DELETE" })}>Undo</button></li>`)}</ul>`}
+    <p class="hint">Stored in the run’s buffer, as by <code>rollmill feedback</code>.</p></details>`;
+}
+
 export function RolloutPage({ params }) {
   const run = params.get("run"), id = params.get("id");
   const step = Number(params.get("step")), offset = Number(params.get("offset"));
@@ -158,6 +188,7 @@ export function RolloutPage({ params }) {
     </div>
     <${Problem} text=${error} />
     <${Facts} one=${one} run=${run} />
+    <${Feedback} key=${one.id} run=${run} one=${one} />
     <div class="tabs" role="tablist">
       <button role="tab" aria-selected=${view === "tokens"} onClick=${() => show("tokens")}>Tokens</button>
       <button role="tab" aria-selected=${view === "turns"} onClick=${() => show("turns")}>Turns</button></div>
