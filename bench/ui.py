@@ -63,7 +63,12 @@ def main(arguments: list[str], only_json: bool) -> None:
     ]
     raw = [Measured(name, {}, each) for name, each in rounds.items()]
     finish(
-        "ui", cases, versions=versions("fastapi", "uvicorn", "tensorboard", "playwright"), only_json=only_json, raw=raw
+        "ui",
+        cases,
+        headline=cases[:1],
+        versions=versions("fastapi", "uvicorn", "tensorboard", "playwright"),
+        only_json=only_json,
+        raw=raw,
     )
 
 

@@ -215,6 +215,12 @@ def test_an_agents_rollout_token_by_token_and_turn_by_turn(page: Page, tmp_path:
     expect(page.locator(".branches > .branch")).to_have_count(2)
     expect(page.locator(".turn.observation")).to_have_count(1)
     picture(page, "agent", tmp_path)
+    page.goto("/#/run?run=one&tab=rollouts")
+    page.get_by_label(re.compile("^Of ")).select_option("evaluations")
+    page.locator(".rollouts a").first.click()
+    expect(page.locator("h1")).to_contain_text("evaluation after step 30")
+    page.go_back()
+    page.go_back()
     page.locator(".end a:not([aria-current])").click()
     expect(page.locator(".end a[aria-current]")).to_have_text(re.compile(r"main-\d+/1$"))
 

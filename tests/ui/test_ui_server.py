@@ -90,6 +90,19 @@ def test_completions_are_found_and_opened(client: httpx.Client) -> None:
     assert tree["role"] == "prompt"
 
 
+def test_completions_of_evaluations(client: httpx.Client) -> None:
+    found = ask(client, "rollouts", run="one", of="evaluations", task="t2", sort="oldest")
+    assert [(row["step"], row["task"], row["response"]) for row in found["rows"]] == [
+        (10, "t2", "3"),
+        (20, "t2", "3"),
+        (30, "t2", "3"),
+    ]
+    row = found["rows"][0]
+    where = {"run": "one", "of": "evaluations", "step": 10, "offset": row["offset"], "id": row["id"]}
+    assert "2+1=3" in "".join(ask(client, "rollout", **where)["texts"])
+    assert ask(client, "episode", **where)["trees"][0]["text"] == "2+1="
+
+
 def test_two_runs_are_compared(client: httpx.Client) -> None:
     found = ask(client, "compare", **HERE)
     rewards = next(row for row in found["metrics"] if row["key"] == "reward/mean")

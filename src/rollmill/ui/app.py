@@ -41,6 +41,7 @@ _SLICE_S = 0.5
 _TABLES, _PATHS, _LARGEST = 8, 200, 2**53
 _BODY = 2**20
 
+RolloutFolder = Literal["rollouts", "evaluations"]
 Number = Annotated[int, Query(ge=0, le=_LARGEST)]
 Names = Annotated[list[str], Query(max_length=_PATHS)]
 
@@ -60,16 +61,17 @@ class RunViews:
         self._lock, self._number = threading.Lock(), 0
         self._tables: OrderedDict[Path, tuple[RolloutTable, Path]] = OrderedDict()
 
-    def table(self, run_dir: Path) -> RolloutTable:
-        """Return the table of a run's rollouts; the oldest one is given up if there are many."""
+    def table(self, run_dir: Path, of: RolloutFolder) -> RolloutTable:
+        """Return the table of a run's rollouts or evaluations; the oldest table is given up if there are many."""
+        folder = run_dir / of
         with self._lock:
-            found = self._tables.get(run_dir)
+            found = self._tables.get(folder)
             if found is None:
                 self._number += 1
                 path = self._folder / f"rollouts-{self._number}.sqlite"
-                found = RolloutTable(run_dir, path, partial(self._versions, run_dir), self.catalog.check_links), path
-                self._tables[run_dir] = found
-            self._tables.move_to_end(run_dir)
+                found = RolloutTable(folder, path, partial(self._versions, run_dir), self.catalog.check_links), path
+                self._tables[folder] = found
+            self._tables.move_to_end(folder)
             while len(self._tables) > _TABLES:
                 _, (table, path) = self._tables.popitem(last=False)
                 table.close()
@@ -249,6 +251,7 @@ def _add_rollouts(app: FastAPI, views: RunViews) -> None:
     @app.get("/api/rollouts")
     def rollouts(
         run: str,
+        of: RolloutFolder = "rollouts",
         text: Annotated[str, Query(max_length=1000)] = "",
         task: str | None = None,
         step: Number | None = None,
@@ -263,22 +266,24 @@ def _add_rollouts(app: FastAPI, views: RunViews) -> None:
     ) -> Response:
         """Searches the completions; `pending` files are not read yet, so that the page asks again."""
         assert sort in SORTS
-        table = views.table(catalog.find(run))
+        table = views.table(catalog.find(run), of)
         table.refresh(_SLICE_S)
         query = RolloutQuery(text, task, step, source, stop, at_least, at_most, sort, descending, offset, limit)
         return _json(table.find(query))
 
     @app.get("/api/rollout")
-    def rollout(run: str, step: Number, offset: Number, id: str, start: Number = 0) -> Response:
+    def rollout(
+        run: str, step: Number, offset: Number, id: str, start: Number = 0, of: RolloutFolder = "rollouts"
+    ) -> Response:
         """Describes a completion with some of its tokens."""
         path = catalog.find(run)
-        experience = read_experience(views.table(path).line(step, offset, id))
+        experience = read_experience(views.table(path, of).line(step, offset, id))
         return _json({"step": step, **token_page(experience, views.decoders.get(path), start)})
 
     @app.get("/api/episode")
-    def episode(run: str, step: Number, offset: Number, id: str) -> Response:
+    def episode(run: str, step: Number, offset: Number, id: str, of: RolloutFolder = "rollouts") -> Response:
         """Describes the turns of a rollout, as a tree."""
-        table = views.table(catalog.find(run))
+        table = views.table(catalog.find(run), of)
         table.line(step, offset, id)
         offsets = table.episode(step, offset)
         found = [read_experience(table.line(step, each)) for each in offsets]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.errors import RollmillError
-from rollmill.report.run_report import Decoder, load_decoder, token_texts, tokenizer_file
+from rollmill.report.tokens import Decoder, load_decoder, token_texts, tokenizer_file
 from rollmill.trackers.rollout_log import decode_experience
 from rollmill.types import Experience
 
