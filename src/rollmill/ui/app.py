@@ -36,7 +36,7 @@ from rollmill.web.page_middleware import PageMiddleware
 
 _STATIC = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _IMPORT_MAP = re.compile(rb'<script type="importmap">(.*?)</script>', re.DOTALL)
-_SLICE_S = 0.5
+_SLICE_S = 0.25
 """Seconds that a request spends on reading rollout files."""
 _TABLES, _PATHS, _LARGEST = 8, 200, 2**53
 _BODY = 2**20
