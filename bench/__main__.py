@@ -17,6 +17,7 @@ NAMES = (
     "logprob",
     "gradient",
     "learn",
+    "real",
     "curriculum",
     "mixing",
     "verify",

@@ -101,8 +101,8 @@ RECIPES = (
     Recipe(
         "tool_agent",
         "An agent with a tool",
-        "The model learns to call a calculator for products that it cannot compute itself. Sampled rollouts improve much; "
-        "greedy ones, which are good after the imitation already, lose a little.",
+        "The model learns to call a calculator for products that it cannot compute itself. Sampled rollouts improve "
+        "much; greedy ones, which are good after the imitation already, lose a little.",
         ("rollmill run examples/tool_agent.yaml",),
         measured="eval/sampled",
     ),

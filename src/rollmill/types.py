@@ -76,9 +76,10 @@ class Completion:
 
     Shapes: token_ids, logprobs, versions and kept_logmass all have one entry per generated token, stop tokens
     included.
-    `logprobs` are of the sampled distribution (after temperature and top-k/top-p/min-p truncation). `kept_logmass` is
-    the log of the probability mass that truncation kept, so `logprobs + kept_logmass` is the log-prob under the
-    untruncated distribution at the same temperature, which the trainer recomputes.
+    `logprobs` are of the sampled distribution (after penalties, a grammar, temperature and top-k/top-p/min-p
+    truncation). `kept_logmass` is the log of the probability mass that truncation and the grammar kept, so
+    `logprobs + kept_logmass` is the log-prob under the model's own distribution at the same temperature, which the
+    trainer recomputes. With penalties or biases it is the difference of these two log-probs, and may be positive.
     `text` ends before a stop string; the tokens keep it. Times are `time.perf_counter()` seconds of the engine's
     process.
     """
