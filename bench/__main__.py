@@ -27,6 +27,7 @@ NAMES = (
     "corpus",
     "sandbox",
     "serve",
+    "ui",
     "buffer",
     "checkpoint",
     "spec",

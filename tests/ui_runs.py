@@ -128,6 +128,9 @@ def agent_rollout(step: int, number: int, rng: np.random.Generator) -> list[Expe
     made = recorder.experiences(id=id, task_id=f"apples/{number}", group=f"main-{step:06d}", decode=TOKENIZER.decode)
     for one in made:
         one.reward, one.reward_parts = float(number % 2), {"exact": float(number % 2)}
+        noise = rng.normal(0, 0.02, len(one.token_ids))
+        one.trainer_logprobs = np.where(one.action_mask, one.logprobs + noise, 0).astype(np.float32)
+        one.entropy = np.where(one.action_mask, rng.exponential(0.5, len(one.token_ids)), 0).astype(np.float32)
         one.advantage = np.where(one.action_mask, 2.0 * (number % 2) - 1, 0).astype(np.float32)
     return made
 

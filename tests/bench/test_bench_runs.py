@@ -103,6 +103,18 @@ def test_a_reward_that_is_wrong_in_a_fifth_of_all_cases(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.service
+def test_a_long_run_is_opened_in_a_browser(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    line = bench(str(tmp_path), "ui", "--rounds", "1", "--steps", "120", "--tokens", "12000")
+    assert (line["peer_name"], line["unit"]) == ("TensorBoard", "s")
+    case = json.loads((tmp_path / "ui.json").read_text())["cases"][0]
+    assert (case["steps"], case["tokens"]) == (120, 12_000)
+    assert len(case["one_completion_s"]) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_server_that_is_watched_under_load(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "serve", "--rounds", "1", "--seconds", "1", "--megabytes", "0.3")
     assert (line["peer_name"], line["unit"]) == ("plain FastAPI", "ms")

@@ -74,6 +74,7 @@ RUN_ELSEWHERE = {
     "rollmill plan examples/minimal.yaml --model qwen3-8b --gpus 8xH200 --set rollout.max_new_tokens=2048": (
         "tests/planning/test_planning_estimate.py::test_gpus_name_their_kind"
     ),
+    "rollmill import-config grpo.yaml --out run.yaml": "tests/config/test_config_importing.py::test_the_command",
     "python -m bench simulation --seeds 200": "tests/simulation/test_simulation_seeds.py::test_the_command",
     "python -m bench simulation --seed 38": (
         "tests/simulation/test_simulation_seeds.py::test_a_seed_is_one_history_in_any_process"

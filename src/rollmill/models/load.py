@@ -126,16 +126,17 @@ def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     return frozen
 
 
-def build_meta_model(folder: Path, trust: bool = False) -> PreTrainedModel:
+def build_meta_model(folder: Path, trust: bool = False, weights: bool = True) -> PreTrainedModel:
     """Builds the model of a checkpoint folder on the meta device, to read its sizes.
 
     Args:
         trust: run model code found in the folder.
+        weights: require that the folder also has weights and a tokenizer.
 
     Raises:
         ModelError: the folder is not a causal language model.
     """
-    place, options = _check_source(folder, trust)
+    place, options = _check_source(folder, trust) if weights else (folder, {"local_files_only": True})
     options["trust_remote_code"] = trust
     with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
         config = _read_config(folder, place, options)

@@ -256,7 +256,9 @@ class RewardManager:
             assert gate is not None
             skipped_rewards = [*self._single, *(self._groupwise if last else [])]
             skipped = dict.fromkeys((part.name for part in skipped_rewards), GATED)
-            return RewardResult(gate.otherwise, parts, outcomes | skipped, seconds, spans, failed_gate, details, boxes)
+            return RewardResult(
+                gate.otherwise, parts, outcomes | skipped, seconds, spans, failed_gate, details, boxes=boxes
+            )
         reward = sum(counted) if counted else None
         total = self._clip_sum(reward) if last else reward
         return RewardResult(total, parts, outcomes, seconds, spans, details=details, boxes=boxes)

@@ -266,8 +266,8 @@ def _add_rollouts(app: FastAPI, views: RunViews) -> None:
     def rollout(run: str, step: Number, offset: Number, id: str, start: Number = 0) -> Response:
         """Describes a completion with some of its tokens."""
         path = catalog.find(run)
-        row = views.table(path).line(step, offset, id)
-        return _json({"step": step, **token_page(read_experience(row), row, views.decoders.get(path), start)})
+        experience = read_experience(views.table(path).line(step, offset, id))
+        return _json({"step": step, **token_page(experience, views.decoders.get(path), start)})
 
     @app.get("/api/episode")
     def episode(run: str, step: Number, offset: Number, id: str) -> Response:

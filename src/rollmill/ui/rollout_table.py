@@ -149,12 +149,14 @@ class RolloutTable:
             [total] = run(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()
             [steps] = run("SELECT count(*) FROM files").fetchone()
             found = run(
-                f"SELECT {_COLUMNS}, substr(prompt, -{_SNIPPET}), substr(response, 1, {_SNIPPET}) FROM rollouts "
-                f"WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?",
+                f"SELECT {_COLUMNS}, prompt, response FROM rollouts WHERE {where} "
+                f"ORDER BY {query.order()} LIMIT ? OFFSET ?",
                 [*values, query.limit, query.offset],
             )
-            names = [column[0] for column in found.description[:-2]] + ["prompt", "response"]
+            names = [column[0] for column in found.description]
             rows = [dict(zip(names, row, strict=True)) for row in found]
+            for row in rows:  # cut here, since functions of SQLite end a text at its first zero character
+                row |= {"prompt": row["prompt"][-_SNIPPET:], "response": row["response"][:_SNIPPET]}
             return {"rows": rows, "total": total, "steps": steps, "pending": self._pending}
 
     def episode(self, step: int, offset: int) -> list[int]:

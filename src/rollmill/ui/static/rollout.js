@@ -111,7 +111,7 @@ function Branch({ node, run, step, here }) {
   while (chain.at(-1).children.length === 1 && !chain.at(-1).ends.length) chain.push(chain.at(-1).children[0]);
   const last = chain.at(-1);
   return html`<div class="branch">${chain.map((each) => html`<${Turn} node=${each} here=${here} />`)}
-    ${last.ends.map((end) => html`<p class="end">end of <a href=${link("rollout", { run, step, offset: end.offset, id: end.id })} aria-current=${end.id === here ? "true" : null}>${shown(end.id)}</a>
+    ${last.ends.map((end) => html`<p class="end">end of <a href=${link("rollout", { run, step, offset: end.offset, id: end.id, view: "turns" })} aria-current=${end.id === here ? "true" : null}>${shown(end.id)}</a>
       <${Reward} value=${end.reward} /> ${end.stop}</p>`)}
     ${last.children.length > 0 && html`<div class="branches">${last.children.map((child) => html`<${Branch} node=${child} run=${run} step=${step} here=${here} />`)}</div>`}</div>`;
 }

@@ -99,7 +99,7 @@ export function RolloutBrowser({ run, params, revision }) {
         <td class="number" data-title="step">${row.step}</td><td><${Reward} value=${row.reward} /></td><td class="number" data-title="tokens">${count(row.length)}</td>
         <td class="number" data-title="stale">${row.staleness ?? "–"}</td><td class="number" data-title="turns">${row.turns}</td><td>${row.stop}${row.source !== "usual" ? html` <small>${row.source}</small>` : null}</td>
         <td class="text"><button class="task" title="This task over time" onClick=${() => set({ task: row.task })}>${shown(row.task)}</button>
-          <a href=${link("rollout", { run, step: row.step, offset: row.offset, id: row.id })}>${row.response ? shown(row.response) : html`<i>empty</i>`}</a></td></tr>`)}</tbody></table></div>
+          <a data-open href=${link("rollout", { run, step: row.step, offset: row.offset, id: row.id })}>${row.response ? shown(row.response) : html`<i>empty</i>`}</a></td></tr>`)}</tbody></table></div>
       ${rows.length < Math.min(data.total, 1000) && html`<p><button onClick=${() => setPages(pages + 1)}>Show more</button></p>`}`}`;
 }
 
