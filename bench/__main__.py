@@ -12,6 +12,7 @@ NAMES = (
     "sampling",
     "step",
     "train_step",
+    "see",
     "prefix",
     "packing",
     "logprob",

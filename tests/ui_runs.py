@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import feedback_runs
 import numpy as np
 import yaml
 from feedback_runs import END, TOKENIZER
@@ -173,6 +174,11 @@ def evaluation(run: Path, step: int, gain: float, tasks: int = 40) -> dict[str, 
     folder = run / "evaluations"
     folder.mkdir(exist_ok=True)
     (folder / f"step-{step:06d}.json").write_text(json.dumps({"step": step, "sets": [{"name": "", "tasks": rows}]}))
+    answers = [
+        feedback_runs.completion(step, f"eval-{n}", 0, f"{n}+1=", str(n + 1), float(n < solved), f"t{n}")
+        for n in range(3)
+    ]
+    RolloutLog(folder).write(step, answers)
     rate = solved / tasks
     return {"eval/sampled": rate, "eval/sampled_low": rate - 0.1, "eval/sampled_high": rate + 0.1}
 
@@ -199,7 +205,7 @@ class ServedRuns:
 def served(folder: Path, host: str = "127.0.0.1", token: str | None = None) -> Iterator[ServedRuns]:
     """A real server for a folder of runs, in a thread."""
     keys = KeyRing([make_key(TOKEN_CLIENT, token)]) if token else None
-    with open_server(folder, RequestGuard(host, keys)) as server:
+    with open_server(folder, RequestGuard(host, keys), "ann") as server:
         listener = open_listener("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

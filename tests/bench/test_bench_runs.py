@@ -162,6 +162,17 @@ def test_sandbox_against_bubblewrap(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+def test_see_against_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    line = bench(str(tmp_path), "see", "--models", "tiny", "--rounds", "1", "--trl", "fp32")
+    assert line["peer_name"] == "trl fp32"
+    cases = json.loads((tmp_path / "see.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["tiny", "tiny tower"]
+    assert all(case["ratio"] == pytest.approx(case["peer"] / case["ours"], rel=1e-2) for case in cases)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_train_step_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     settings = ("fp32, 32 a pass", "bf16, 8 a pass")

@@ -336,12 +336,14 @@ def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tm
 @pytest.mark.timeout(600)
 def test_self_play_finds_perfect_moves(server: Forks, tmp_path: Path) -> None:
     """From random moves, within fewer steps than the example has."""
-    rows = run(server, tmp_path, "nim.yaml", "out", "stages.1.steps=30", "stages.1.evaluation.every=30")
-    assert greedy(rows)[-1] >= 0.75 > 0.5 >= greedy(rows)[-2]
-    played = [row for row in rows if row["stage"] == "play" and "version" in row]
+    rows = run(server, tmp_path, "nim.yaml", "out", "stages.1.steps=30")
+    before, *_, after = greedy(rows)
+    assert before < 0.5
+    assert after >= 0.75
+    played = [row for row in rows if row.get("stage") == "play" and "role/first/reward" in row]
     for row in played:
         assert row["role/first/completions"] == 240
-        assert 60 < row["role/second/completions"] < 180  # who plays against the policy itself, half of the games
+        assert 0 < row["role/second/completions"] < 200  # in half of the games: the others are against the past
     found = load_experiences(tmp_path / "out", step=played[-1]["step"])
     games: dict[str, dict[str, Experience]] = {}
     for each in found:

@@ -19,6 +19,7 @@ import torch
 from buffer_groups import experience
 from forks import Forks, ended, forks, send
 from paced import CUT, begun, forget_begun, hold, release, write_paced
+from picture_models import picture_run
 from tiny import merged, require_log_probs, tiny_run
 from vllm_service import PYTHON, needs_vllm
 
@@ -228,7 +229,7 @@ class Runs:
     def duels(self, column: Column) -> Path:
         """A run against the policy and its past copies."""
         models = {"opponent": {"policy": "past", "every": 1, "keep": 2}}
-        changes = merged(ADAPTERS, {"workflow": "duel", "rewards": None, "models": models})
+        changes = merged(ADAPTERS, {"workflow": "duel", "models": models}) | {"rewards": None}
         folder = self._written(column, "duels", changes)
         self._begin(column, folder)
         self._finish(column)
@@ -247,6 +248,16 @@ class Runs:
         rollout = {"reuse": {}, "oversample": None}
         changes = merged(ADAPTERS, {"rollout": rollout, "taskset": {"options": {"size": 4}}})
         folder = self._written(column, "reuse", changes)
+        self._begin(column, folder)
+        self._finish(column)
+        return folder / "out"
+
+    def sees(self, column: Column) -> Path:
+        """A run of a vision-language model on pictures."""
+        folder = self._folder / column.id / "sees"
+        more: dict[str, Any] = {"trainer": {"lr": 1e-3}, "stages": None, "algorithm": {"name": "grpo"}, "steps": 3}
+        more |= {"trainer_away_s": 120} if column.place is Place.PROCESSES else {}
+        picture_run(folder, **merged(more, column.settings()))
         self._begin(column, folder)
         self._finish(column)
         return folder / "out"
@@ -340,6 +351,15 @@ def test_completions_end_at_stop_strings(runs: Runs, column: Column) -> None:
     experiences = learned(runs.everything(column))
     assert any(each.stop_reason is StopReason.STOP for each in experiences)
     assert not any(STOP in each.response for each in experiences)
+
+
+@with_native
+def test_a_policy_sees(runs: Runs, column: Column) -> None:
+    """Engine and trainer agree on every token; without its picture, log-probs of this model differ by whole nats."""
+    out = runs.sees(column)
+    assert len(steps(out)) == 3
+    assert max(row["logprob_gap/max"] for row in steps(out)) < 1e-4
+    assert all(each.info["images"] for each in learned(out))
 
 
 @in_every_column

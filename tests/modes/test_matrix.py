@@ -41,6 +41,8 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     Path("model").mkdir()
     Path("play.py").write_text(PLAY)
+    Path("seeing").mkdir()
+    Path("seeing/config.json").write_text('{"model_type": "llava"}')
 
 
 def check(cell: MatrixCell) -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import feedback_runs
 import numpy as np
 import pytest
 from browser import chromium
@@ -17,6 +18,7 @@ from feedback_runs import completion
 from playwright.sync_api import Browser, Page, expect
 from ui_runs import ServedRuns, killed_run, make_run, served, step_row
 
+from rollmill.feedback import open_feedback
 from rollmill.trackers.heartbeat import keep_heartbeat
 from rollmill.trackers.metrics_log import MetricsLog
 from rollmill.trackers.rollout_log import RolloutLog
@@ -213,8 +215,36 @@ def test_an_agents_rollout_token_by_token_and_turn_by_turn(page: Page, tmp_path:
     expect(page.locator(".branches > .branch")).to_have_count(2)
     expect(page.locator(".turn.observation")).to_have_count(1)
     picture(page, "agent", tmp_path)
+    page.goto("/#/run?run=one&tab=rollouts")
+    page.get_by_label(re.compile("^Of ")).select_option("evaluations")
+    page.locator(".rollouts a").first.click()
+    expect(page.locator("h1")).to_contain_text("evaluation after step 30")
+    page.go_back()
+    page.go_back()
     page.locator(".end a:not([aria-current])").click()
     expect(page.locator(".end a[aria-current]")).to_have_text(re.compile(r"main-\d+/1$"))
+
+
+def test_a_completion_is_rated_and_answered_better(browser: Browser, tmp_path: Path) -> None:
+    run = feedback_runs.make_run(tmp_path / "apples")
+    with served(tmp_path) as site:
+        for page in watched(browser, site, width=1280, height=800):
+            page.goto("/#/run?run=apples&tab=rollouts&step=2&text=it%20is%2016")
+            page.locator(".rollouts a").first.click()
+            page.get_by_text("Feedback", exact=True).click()
+            page.get_by_role("button", name="2 of 5 stars").click()
+            expect(page.locator(".said")).to_contain_text("ann rated it 0.25")
+            page.get_by_role("button", name="Write a better answer").click()
+            page.get_by_label("A better answer").fill("12 and 3 is 15 jk?")
+            page.get_by_role("button", name="Save answer").click()
+            expect(page.locator(".said li")).to_have_count(2)
+            picture(page, "feedback", tmp_path)
+            page.locator(".said li", has_text="rated").get_by_role("button", name="Undo").click()
+            expect(page.locator(".said li")).to_have_count(1)
+            expect(page.get_by_role("button", name="2 of 5 stars")).to_have_text("☆")
+    found = feedback_runs.everything(open_feedback(run))
+    assert found["rated"] == []
+    assert [group.experiences[0].response for group in found["expert"]] == ["12 and 3 is 15 jk?"]
 
 
 @pytest.mark.parametrize("name", ["task", "timeline", "pipeline"])
@@ -359,7 +389,8 @@ def test_hostile_texts_are_shown_and_do_nothing(browser: Browser, tmp_path: Path
                 page.locator(".rollouts td.text a").nth(number).click()
                 page.get_by_role("tab", name="Turns").click()
                 page.locator(".turn").last.wait_for()
-                page.locator("details.info summary").click()
+                page.get_by_text("Further details").click()
+                page.get_by_text("Feedback", exact=True).click()
                 settle(page)
             assert page.evaluate("window.pwned") is None
             assert page.locator("main img, main script, main svg").count() == 0

@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Path:
 
 def table(run: Path, versions: dict[int, int] | None = None) -> RolloutTable:
     catalog = RunCatalog(run.parent)
-    return RolloutTable(run, run.parent / "table.sqlite", lambda: versions or {}, catalog.check_links)
+    return RolloutTable(run / "rollouts", run.parent / "table.sqlite", lambda: versions or {}, catalog.check_links)
 
 
 def rows(found: RolloutTable, **query: Any) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def test_files_are_read_in_slices_the_newest_first(run: Path) -> None:
     found = table(run)
     left = [found.refresh(0) for _ in range(3)]
     assert left == [2, 1, 0]
-    other = RolloutTable(run, run.parent / "other.sqlite", dict, RunCatalog(run.parent).check_links)
+    other = RolloutTable(run / "rollouts", run.parent / "other.sqlite", dict, RunCatalog(run.parent).check_links)
     assert other.refresh(0) == 2
     assert {row["step"] for row in rows(other)} == {3}
     assert other.find(RolloutQuery())["pending"] == 2

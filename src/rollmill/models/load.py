@@ -244,6 +244,11 @@ def _check_config(config: Any, folder: Path, pictures: bool = False) -> bool:
             "`rollmill run` may, so choose a causal language model (...ForCausalLM) here"
         )
     causal = any("ForCausalLM" in name or "LMHeadModel" in name for name in architectures)
+    if getattr(config, "vision_config", None) is not None and not causal:
+        raise ModelError(
+            f"model.path: {folder} is {', '.join(architectures) or config.model_type}, which sees pictures; of those "
+            f"models, rollmill trains {', '.join(sorted(VISION_MODELS))}, or give the folder of a text model"
+        )
     if architectures and not causal:
         found = ", ".join(architectures)
         raise ModelError(f"model.path: {folder} is {found}, not a causal language model (...ForCausalLM)")

@@ -221,6 +221,8 @@ def freeze_parts(model: Any, frozen: Sequence[str]) -> None:
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     for name, own in vision_parts(model).items():  # a projector inside the tower comes after it
         model.get_submodule(name).requires_grad_(own not in frozen and not adapted)
+    if (newline := getattr(model.model, "image_newline", None)) is not None:  # ends a line of a picture (LLaVA-NeXT)
+        newline.requires_grad_("projector" not in frozen and not adapted)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.errors import RollmillError
-from rollmill.report.run_report import Decoder, load_decoder, token_texts, tokenizer_file
+from rollmill.report.tokens import Decoder, load_decoder, token_texts, tokenizer_file
 from rollmill.trackers.rollout_log import decode_experience
 from rollmill.types import Experience
 
@@ -72,6 +72,7 @@ def token_page(experience: Experience, decode: Decoder | None, start: int) -> di
     floats = {name: None if values is None else values[start:end].tolist() for name, values in known.items()}
     return {
         **describe(experience),
+        "response": experience.response[:_TURN_CHARS],
         "start": start,
         "total": total,
         "first_action": int(experience.action_mask.argmax()) if experience.action_mask.any() else total,

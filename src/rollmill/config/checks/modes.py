@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from rollmill.config.checks.pictures import VLLM_SEES
 from rollmill.config.engines import VLLMEngineConfig
 
 
@@ -227,6 +228,13 @@ FEATURES = (
         "residency.budget_gb",
         {"residency": {"budget_gb": 1.0}},
         _TESTS + "a_memory_budget_counts_the_engine",
+    ),
+    ModeFeature(
+        "policies that see",
+        "model.path",
+        {"model": {"path": "seeing", "new": None}},
+        _TESTS + "a_policy_sees",
+        vllm=VLLM_SEES,
     ),
     ModeFeature("resume", "", {}, _TESTS + "a_killed_run_goes_on"),
 )
