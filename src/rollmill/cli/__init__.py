@@ -21,6 +21,7 @@ COMMANDS = {
     "resume": "rollmill.cli.run:resume",
     "check": "rollmill.cli.check:command",
     "init": "rollmill.cli.first_run:init",
+    "import-config": "rollmill.cli.import_config:command",
     "quickstart": "rollmill.cli.first_run:quickstart",
     "eval": "rollmill.cli.run:evaluate",
     "bench": "rollmill.cli.bench:command",

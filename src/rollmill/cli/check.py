@@ -12,7 +12,7 @@ import typer
 from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.config.checks.doubts import find_doubts
 from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
-from rollmill.config.checks.pictures import require_picture_support, vision_model_name
+from rollmill.config.checks.pictures import vision_model_name
 from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards.base import PythonReward
@@ -57,7 +57,6 @@ def command(
         return
     assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
-    require_picture_support(run)
     if data:
         run.config.monitor.require_packages(run.path)
     tasksets = load_tasksets(run) if data else {}

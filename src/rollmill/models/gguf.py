@@ -50,10 +50,10 @@ def pretrained_source(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def forget_quantization(model: Any) -> None:
-    """Makes a model whose weights were expanded an ordinary one, so that it can be saved."""
+    """Makes a model whose weights were expanded an ordinary one, so that transformers saves and trains it."""
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config
-    model.hf_quantizer = None
+    model.hf_quantizer, model.is_quantized = None, False
 
 
 @contextmanager

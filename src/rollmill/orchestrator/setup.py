@@ -16,7 +16,6 @@ import torch
 from rollmill.config.algorithms.preferences import RewardModel
 from rollmill.config.checks.conflicts import require_workflows
 from rollmill.config.checks.offload import engines_on_device
-from rollmill.config.checks.pictures import require_picture_support
 from rollmill.config.describe import evaluation_key
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
@@ -138,7 +137,6 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
         narrow_weights(policy.model)
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier_support(policy.model)
-    require_picture_support(loaded)
     for stage in loaded.stages:
         if recurrent_layers(policy.model):
             _refuse_drafts(stage, type(policy.model).__name__)

@@ -18,6 +18,7 @@ import rollmill.report.charts as charts
 from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.files import atomic_write
 from rollmill.report.charts import LineChart, MetricsRow, Series
+from rollmill.report.pictures import Thumbnail, draw_thumbnails
 from rollmill.report.step_timeline import (
     LEFT,
     PHASES,
@@ -92,6 +93,7 @@ class ReportSample:
     experience: Experience
     tokens: list[ReportToken]
     left_out: int
+    pictures: list[Thumbnail]
 
 
 def _context(run: Path) -> dict[str, Any]:
@@ -301,4 +303,4 @@ def _shown(experience: Experience, decode: Decoder | None) -> ReportSample:
         )
     begin = int(experience.action_mask.argmax()) if experience.action_mask.any() else len(tokens)
     kept = tokens[max(0, begin - _MOST_PROMPT_TOKENS) : begin + _MOST_TOKENS]
-    return ReportSample(experience, kept, len(tokens) - len(kept))
+    return ReportSample(experience, kept, len(tokens) - len(kept), draw_thumbnails(experience))

@@ -63,6 +63,7 @@ class AnthropicOutputConfig(BaseModel):
     """The form of the answer; the `effort` is a hint without effect."""
 
     format: dict[str, Any] | None = None
+    """`json_schema` with a `schema`."""
 
 
 class TokenCountRequest(RequestBody):
@@ -109,9 +110,9 @@ class MessagesRequest(TokenCountRequest):
     def chat_request(self) -> ChatCompletionRequest:
         """The same request as a chat's. Raises ApiError for what is not supported."""
         fields = self.as_chat() | {"stop": self.stop_sequences}
-        if self.output_config is not None and self.output_config.format is not None:
-            text = "`output_config.format` is not supported; describe the format in the prompt"
-            raise ApiError(text, code="unsupported_parameter", param="output_config.format")
+        fields["response_format"] = None if self.output_config is None else self.output_config.format
+        if self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use:
+            fields["parallel_tool_calls"] = False
         for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "stream"):
             fields[name] = getattr(self, name)
         return ChatCompletionRequest.model_validate(fields)

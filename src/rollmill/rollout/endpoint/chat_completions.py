@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollmill.rollout.endpoint.answer_formats import answer_grammar
 from rollmill.rollout.endpoint.handler import ChoiceState, CompletionHandler
 from rollmill.rollout.endpoint.messages import assistant_message, check_text
 from rollmill.rollout.endpoint.middleware import Caller
@@ -46,7 +47,7 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
     kind, piece = "chatcmpl", "chat.completion.chunk"
 
     def __init__(self, service: EndpointService, body: ChatCompletionRequest, caller: Caller, size: int) -> None:
-        _check_choice(body)
+        self._format = answer_grammar(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("`top_logprobs` needs `logprobs`: true", code="invalid_value", param="top_logprobs")
         super().__init__(service, body, caller, size)
@@ -58,7 +59,10 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         with service.gate.preparing():
             self.prompt = await service.tokenized(self.size, lambda: session.chat_prompt(body, service.check_text))
             limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-            self.sampling = session.settings(body, limit)
+            self.sampling, self.penalties = session.settings(body, limit), session.penalties(body)
+            if self._format is not None:
+                service.check_processors()
+                self.grammar = await service.grammars.get(self._format)
             seed = session.seed(self._number, body.seed, int(self.id[-16:], 16))
             self._start(self.prompt.token_ids, seed, body.top_logprobs or 0)
         tools, prompt = requested_tools(body) is not None, (self.prompt.text, self.prompt.token_ids)
@@ -128,14 +132,6 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         return self._frame([found])
 
 
-def _check_choice(body: ChatCompletionRequest) -> None:
-    """Refuse forced tool calls: calls are up to the policy."""
-    if body.tool_choice in (None, "none", "auto"):
-        return
-    text = "`tool_choice` may be `auto` or `none`: calls are up to the policy; ask for one in the prompt"
-    raise ApiError(text, code="unsupported_parameter", param="tool_choice")
-
-
 MAX_PROMPTS = 64
 
 
@@ -166,7 +162,7 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
         """See CompletionHandler."""
         body, session, service = self.body, self.session, self.service
         prompts = _prompts(body)
-        self.sampling = session.settings(body, body.max_tokens)
+        self.sampling, self.penalties = session.settings(body, body.max_tokens), session.penalties(body)
         with service.gate.preparing(len(prompts)):
             found = await service.tokenized(self.size, lambda: [self._prompt_of(prompt) for prompt in prompts])
             for number, (ids, text) in enumerate(found):
