@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import toy_tokenizer
 
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
-from rollmill.engines.base import CompletionPrefix, GenerationRequest
+from rollmill.engines.base import CompletionPrefix, GenerationRequest, TokenPenalties
+from rollmill.engines.logits_processors import PenaltyProcessor
 from rollmill.engines.native.sequence import SequenceState, build_sequence_group
 from rollmill.engines.vllm.process import make_engine_folder
 from rollmill.engines.vllm.sequence import NOTHING_MORE, VLLMSequence, build_vllm_sequence_group
+from rollmill.errors import UnsupportedRequestError
 from rollmill.types import Completion, StopReason
 
 TOKENIZER = toy_tokenizer("char")
@@ -111,3 +114,17 @@ def test_abandoned_folders_are_removed_and_others_stay(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([used, made, tmp_path / "rollmill-vllm-of-an-older-version"])
     assert used.is_dir()
     lock.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling": SamplingConfig(top_k=3)},
+        {"new_processor": lambda: PenaltyProcessor(TokenPenalties(presence=1.0), [A])},
+        {"record_top": 2},
+    ],
+)
+def test_what_vllm_cannot_record_exactly_is_refused(change: dict[str, Any]) -> None:
+    request = GenerationRequest([A], **{"sampling": SamplingConfig(), **change})
+    with pytest.raises(UnsupportedRequestError, match="engine `native`"):
+        build_vllm_sequence_group(request, TOKENIZER, frozenset(), 64)
