@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import feedback_runs
@@ -18,6 +19,7 @@ from feedback_runs import completion
 from playwright.sync_api import Browser, Page, expect
 from ui_runs import ServedRuns, killed_run, make_run, served, step_row
 
+from rollmill.data.images import make_image_ref
 from rollmill.feedback import open_feedback
 from rollmill.trackers.heartbeat import keep_heartbeat
 from rollmill.trackers.metrics_log import MetricsLog
@@ -167,7 +169,7 @@ def test_two_runs_are_compared(page: Page, tmp_path: Path) -> None:
     page.get_by_role("button", name="Swap").click()
     row = page.locator("tr", has_text="held-out tasks")
     expect(row).to_contain_text("40")
-    assert "-" in row.locator("td.sure").inner_text()
+    expect(row.locator("td.sure")).to_have_text("-0.3")
     assert page.locator("tr", has_text="max_staleness").locator("td").all_inner_texts() == [
         "max_staleness",
         "not there",
@@ -297,6 +299,30 @@ def test_everything_by_keyboard(page: Page) -> None:
     expect(page.get_by_role("dialog")).to_contain_text("next, previous row")
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def test_pictures_of_a_task_with_the_boxes_of_the_answer(browser: Browser, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image").new("RGB", (400, 200), (20, 120, 60))
+    image.save(tmp_path / "field.png")
+    reference = asdict(make_image_ref(tmp_path / "field.png"))
+    run = feedback_runs.make_run(tmp_path / "runs" / "seeing")
+    one = completion(3, "see-1", 0, "Where is it?", "[40, 20, 80, 60]", 1.0)
+    one.info |= {
+        "images": [reference, reference | {"sha256": "0" * 64}],
+        "boxes": [[40, 20, 80, 60], [200, 100, 200, 100]],
+    }
+    RolloutLog(run / "rollouts").write(3, [one])
+    with served(tmp_path / "runs") as site:
+        for page in watched(browser, site, width=1280, height=800):
+            page.goto("/#/run?run=seeing&tab=rollouts&step=3")
+            page.locator(".rollouts a").first.click()
+            shown = page.locator(".pictures img")
+            expect(shown).to_have_count(1)
+            assert shown.evaluate("one => [one.naturalWidth, one.naturalHeight]") == [192, 96]
+            boxes = page.locator(".pictures .box").evaluate_all("all => all.map((one) => one.style.left)")
+            assert boxes == ["19.2px", "96px"]
+            expect(page.locator(".pictures .hint")).to_contain_text("is gone, or has changed")
+            picture(page, "pictures", tmp_path)
 
 
 def test_light_and_dark(page: Page, tmp_path: Path) -> None:

@@ -328,6 +328,8 @@ def _add_comparison(app: FastAPI, views: RunViews) -> None:
             metrics = metric_differences(columns.get(one), columns.get(other), first, last)
         return _json(
             {
+                "a": a,
+                "b": b,
                 "config": config_difference(one, other),
                 "metrics": metrics,
                 "evaluations": evaluation_differences(one, other),

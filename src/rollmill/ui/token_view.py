@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ def token_page(experience: Experience, decode: Decoder | None, start: int) -> di
     return {
         **describe(experience),
         "response": experience.response[:_TURN_CHARS],
+        "pictures": _pictures(experience),
         "start": start,
         "total": total,
         "first_action": int(experience.action_mask.argmax()) if experience.action_mask.any() else total,
@@ -84,6 +85,15 @@ def token_page(experience: Experience, decode: Decoder | None, start: int) -> di
         **floats,
         "turns": [[turn.role, turn.start, turn.end] for turn in experience.turns],
     }
+
+
+def _pictures(experience: Experience) -> list[dict[str, Any]]:
+    """Thumbnails of its pictures; they may be anywhere, but have to be the recorded ones, by their hash."""
+    if not experience.info.get("images"):
+        return []
+    from rollmill.report.pictures import draw_thumbnails  # imports much
+
+    return [asdict(each) for each in draw_thumbnails(experience)]
 
 
 def describe(experience: Experience) -> dict[str, Any]:

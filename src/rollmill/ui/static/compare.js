@@ -50,8 +50,8 @@ export function ComparePage({ runs, params }) {
   const [a, b] = [params.get("a"), params.get("b")];
   const found = (runs ?? []).filter((run) => [a, b].includes(run.id)).sort((one) => (one.id === a ? -1 : 1));
   const revision = found.map((run) => run.revision).join(" ");
-  const { data, error } = useAsk("compare", a && b ? { a, b } : null, revision);
-  const names = useMemo(() => [a, b], [a, b]);
+  const { data, error, stale } = useAsk("compare", a && b ? { a, b } : null, revision);
+  const names = [data?.a, data?.b];  // of the answer, which may be of the runs before
   const choose = (name) => html`<select aria-label=${name === "a" ? "First run" : "Second run"} value=${params.get(name) ?? ""} onChange=${(event) => go("compare", { a, b, [name]: event.target.value })}>
     <option value="">choose a run</option>${(runs ?? []).map((run) => html`<option value=${run.id}>${run.id}</option>`)}</select>`;
   const keys = useMemo(() => (data ? data.metrics.map((row) => row.key) : []), [data]);
@@ -61,8 +61,8 @@ export function ComparePage({ runs, params }) {
       ${found.map((run) => html`<a href=${link("run", { run: run.id })}>${run.id}</a> <${Badge} state=${run.state} />`)}</div>
     <${Problem} text=${error} />
     ${!a || !b ? html`<${Empty}>Choose two runs.</${Empty}>` : !data ? !error && html`<p class="loading">Comparing</p>` : html`
-      <${Evaluations} found=${data.evaluations} names=${names} />
+      <div class=${stale ? "stale" : ""}><${Evaluations} found=${data.evaluations} names=${names} />
       <${Settings} rows=${data.config} names=${names} />
-      <${Metrics} rows=${data.metrics} names=${names} />
+      <${Metrics} rows=${data.metrics} names=${names} /></div>
       ${found.length === 2 && html`<h2 class="above-curves">Curves</h2><${Curves} runs=${found} keys=${keys} stages=${[]} domains=${[]} revision=${revision} />`}`}`;
 }

@@ -123,6 +123,14 @@ function Tree({ run, of, step, offset, id }) {
   return html`<div class="tree">${data.trees.map((tree) => html`<${Branch} node=${tree} run=${run} of=${of} step=${step} here=${id} />`)}</div>`;
 }
 
+// Pictures of the task, with the boxes and points of the answer.
+function Pictures({ pictures }) {
+  if (!pictures.length) return null;
+  return html`<div class="pictures">${pictures.map((one) => (one.data ? html`<figure style=${{ width: `${one.width}px` }}><img src=${one.data} width=${one.width} height=${one.height} alt="A picture of the task" />
+    ${one.boxes.map((box) => html`<i class=${box.width || box.height ? "box" : "box point"} style=${{ left: `${box.x}px`, top: `${box.y}px`, width: `${box.width}px`, height: `${box.height}px` }}></i>`)}</figure>`
+    : html`<p class="hint">${one.note}</p>`))}</div>`;
+}
+
 function Facts({ one, run, of }) {
   const parts = Object.entries(one.reward_parts);
   const info = Object.entries(one.info).filter(([, value]) => value !== null);
@@ -188,6 +196,7 @@ export function RolloutPage({ params }) {
     </div>
     <${Problem} text=${error} />
     <${Facts} one=${one} run=${run} of=${of} />
+    <${Pictures} pictures=${one.pictures} />
     ${!of && html`<${Feedback} key=${one.id} run=${run} one=${one} />`}
     <div class="tabs" role="tablist">
       <button role="tab" aria-selected=${view === "tokens"} onClick=${() => show("tokens")}>Tokens</button>
