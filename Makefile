@@ -91,7 +91,7 @@ verifiers-setup: .venv-verifiers/.installed
 
 # The documentation as a site in build/site; a warning, a link to nothing or a file of another host is an error.
 docs: .venv-docs/.installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 	.venv-docs/bin/python docs/site/check_site.py build/site
 
 .venv-docs/.installed: docs/site/requirements.txt

@@ -23,6 +23,13 @@ def heaps(largest: int) -> Iterator[dict[str, Any]]:
         yield {"prompt": f"{stones}>"}
 
 
+def moves(largest: int) -> Iterator[dict[str, Any]]:
+    """Demonstrations of the rules: every move that is allowed, good or bad."""
+    for stones in range(1, largest + 1):
+        for taken in range(1, min(MOST, stones) + 1):
+            yield {"prompt": f"{stones}>", "response": str(taken)}
+
+
 def won_heaps(largest: int) -> Iterator[dict[str, Any]]:
     """Tasks of the evaluation: every heap that is won for the player to move, with its only perfect move."""
     for stones in range(1, largest + 1):
@@ -31,24 +38,26 @@ def won_heaps(largest: int) -> Iterator[dict[str, Any]]:
 
 
 @rollmill.workflow
-async def nim(task: Task, policy: Policy, opponent: Policy, *, legal: float = 0.2) -> dict[str, float]:
-    """Play a game; the policy moves first. A move that is not allowed loses it.
+async def nim(task: Task, policy: Policy, opponent: Policy) -> dict[str, float]:
+    """Play a game, in which a move that is not allowed loses. The policy moves first.
 
-    The reward is 1 for a won game, and `legal` if all moves of the policy were allowed.
+    It also moves second where the opponent is the policy itself, and learns from both sides then. Of each side it
+    learns the first move: the outcome of later ones is learned from smaller heaps.
     """
-    stones, mover, other = int(str(task.prompt).removesuffix(">")), policy, opponent
-    while stones:
-        taken = await _move(mover, stones)
-        if not taken:
-            break
+    is_self_play = opponent.copied_at is None
+    players = {"first": policy.role("first"), "second": policy.role("second") if is_self_play else opponent}
+    stones, mover, waiting = int(str(task.prompt).removesuffix(">")), "first", "second"
+    learning = set(players)
+    while stones and (taken := await _move(players[mover], stones, learn=mover in learning)):
         stones -= taken
-        mover, other = other, mover
-    won = other is policy  # the last stone was the policy's, or the opponent's move was not allowed
-    policy.log(**{"won_from_past" if opponent.copied_at is not None else "won_from_itself": won})
-    return {"won": float(won), "legal": legal * (won or stones == 0)}
+        learning.discard(mover)
+        mover, waiting = waiting, mover
+    if not is_self_play:
+        policy.log(won_from_past=waiting == "first")
+    return {waiting: 1.0, mover: 0.0}  # who waits now took the last stone, or the other's move was not allowed
 
 
-async def _move(player: Policy, stones: int) -> int:
+async def _move(player: Policy, stones: int, *, learn: bool) -> int:
     """Number of stones that a player takes; 0 if its move is not allowed."""
-    text = (await player.complete(f"{stones}>", max_new_tokens=1)).text
+    text = (await player.complete(f"{stones}>", max_new_tokens=1, learn=learn)).text
     return int(text) if text in ("1", "2", "3") and int(text) <= stones else 0

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import feedback_runs
 import numpy as np
 import yaml
 from feedback_runs import END, TOKENIZER
@@ -128,6 +129,9 @@ def agent_rollout(step: int, number: int, rng: np.random.Generator) -> list[Expe
     made = recorder.experiences(id=id, task_id=f"apples/{number}", group=f"main-{step:06d}", decode=TOKENIZER.decode)
     for one in made:
         one.reward, one.reward_parts = float(number % 2), {"exact": float(number % 2)}
+        noise = rng.normal(0, 0.02, len(one.token_ids))
+        one.trainer_logprobs = np.where(one.action_mask, one.logprobs + noise, 0).astype(np.float32)
+        one.entropy = np.where(one.action_mask, rng.exponential(0.5, len(one.token_ids)), 0).astype(np.float32)
         one.advantage = np.where(one.action_mask, 2.0 * (number % 2) - 1, 0).astype(np.float32)
     return made
 
@@ -170,6 +174,11 @@ def evaluation(run: Path, step: int, gain: float, tasks: int = 40) -> dict[str, 
     folder = run / "evaluations"
     folder.mkdir(exist_ok=True)
     (folder / f"step-{step:06d}.json").write_text(json.dumps({"step": step, "sets": [{"name": "", "tasks": rows}]}))
+    answers = [
+        feedback_runs.completion(step, f"eval-{n}", 0, f"{n}+1=", str(n + 1), float(n < solved), f"t{n}")
+        for n in range(3)
+    ]
+    RolloutLog(folder).write(step, answers)
     rate = solved / tasks
     return {"eval/sampled": rate, "eval/sampled_low": rate - 0.1, "eval/sampled_high": rate + 0.1}
 
@@ -196,7 +205,7 @@ class ServedRuns:
 def served(folder: Path, host: str = "127.0.0.1", token: str | None = None) -> Iterator[ServedRuns]:
     """A real server for a folder of runs, in a thread."""
     keys = KeyRing([make_key(TOKEN_CLIENT, token)]) if token else None
-    with open_server(folder, RequestGuard(host, keys)) as server:
+    with open_server(folder, RequestGuard(host, keys), "ann") as server:
         listener = open_listener("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

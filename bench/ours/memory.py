@@ -57,7 +57,7 @@ def run_file(args: argparse.Namespace, model: Path) -> dict[str, Any]:
         "rewards": [{"name": "python", "function": "bench.ours.step:even_ids", "processes": 1}],
         "algorithm": {"name": "grpo"},
         "rollout": {"batch": args.prompts, "group_size": args.group, "max_new_tokens": args.new_tokens},
-        "trainer": {"lr": 1e-5, "micro_batch_tokens": args.micro_batch_tokens, **own["trainer"]},
+        "trainer": {"lr": 1e-5, "micro_batch_tokens": args.micro_batch_tokens, "logprob_chunk": 128, **own["trainer"]},
         "checkpoint": {"every": 1000},
     }
 

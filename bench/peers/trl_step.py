@@ -58,8 +58,11 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Callable[[float, float], dict[str, Any]],
-          **more: Any) -> None:  # fmt: skip
-    """Run one step per command and send `report(began, seconds)`; `more` are arguments of GRPOConfig."""
+          made: Callable[[], tuple[Any, Any, Any]] | None = None, **more: Any) -> None:  # fmt: skip
+    """Run one step per command and send `report(began, seconds)`; `more` are arguments of GRPOConfig.
+
+    `made` returns model, tokenizer or processor, and dataset, in place of `args.model` and its prompts.
+    """
     began = time.perf_counter()
 
     import torch
@@ -69,7 +72,6 @@ def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Calla
 
     if args.device == "cpu":
         torch.set_num_threads(1)
-    folder = model_dir(args.model)
 
     class Pace(TrainerCallback):  # type: ignore[misc]
         """Runs a step when the parent requests it."""
@@ -89,13 +91,20 @@ def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Calla
             seconds, cpu_s = time.perf_counter() - self.started, time.process_time() - self.cpu
             channel.say(seconds=seconds, cpu_s=cpu_s, **report(self.started, seconds))
 
-    words = [" ".join(f"w{token}" for token in ids) for ids in prompts(args.model, 256, 20)]
+    if made is None:
+        folder = model_dir(args.model)
+        words = [" ".join(f"w{token}" for token in ids) for ids in prompts(args.model, 256, 20)]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.weights))
+        processor = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        rows = Dataset.from_dict({"prompt": words})
+    else:
+        model, processor, rows = made()
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.weights)),
-        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        model=model,
+        processing_class=processor,
         reward_funcs=reward,
         args=GRPOConfig(**settings(args) | more),
-        train_dataset=Dataset.from_dict({"prompt": words}),
+        train_dataset=rows,
         callbacks=[Pace()],
     )
     channel.say(startup_s=time.perf_counter() - began, versions=versions("trl", "torch", "transformers"))

@@ -66,6 +66,10 @@ class EngineError(RollmillError):
     """A rollout request cannot be served, for example a prompt longer than the context."""
 
 
+class UnsupportedRequestError(EngineError):
+    """A rollout request asks for what the engine does not do, such as truncation."""
+
+
 class EngineLostError(EngineError):
     """A process that generates completions has ended, or cannot be restarted."""
 

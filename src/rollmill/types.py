@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,14 @@ IMPORTED_FROM = "imported_from"
 
 
 class Message(TypedDict):
-    """One chat message."""
+    """One chat message; the other keys are those of OpenAI's format that chat templates show."""
 
     role: str
     content: str
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 class StopReason(StrEnum):
@@ -76,9 +80,10 @@ class Completion:
 
     Shapes: token_ids, logprobs, versions and kept_logmass all have one entry per generated token, stop tokens
     included.
-    `logprobs` are of the sampled distribution (after temperature and top-k/top-p/min-p truncation). `kept_logmass` is
-    the log of the probability mass that truncation kept, so `logprobs + kept_logmass` is the log-prob under the
-    untruncated distribution at the same temperature, which the trainer recomputes.
+    `logprobs` are of the sampled distribution (after penalties, a grammar, temperature and top-k/top-p/min-p
+    truncation). `kept_logmass` is the log of the probability mass that truncation and the grammar kept, so
+    `logprobs + kept_logmass` is the log-prob under the model's own distribution at the same temperature, which the
+    trainer recomputes. With penalties or biases it is the difference of these two log-probs, and may be positive.
     `text` ends before a stop string; the tokens keep it. Times are `time.perf_counter()` seconds of the engine's
     process.
     """
@@ -145,6 +150,10 @@ class Experience:
     """Teacher's prompt, in place of the tokens before the first action; set before the training step."""
     routing: RoutingArray | None = field(default=None, metadata={"stored": False})
     """[R, L, k] with R <= T: the experts that the rollout chose for the first R tokens; None if unknown."""
+    trainer_logprobs: FloatArray | None = field(default=None, metadata={"stored": False})
+    """[T], set by the trainer: log-probs in its first pass over the batch; 0 where `action_mask` is False."""
+    entropy: FloatArray | None = field(default=None, metadata={"stored": False})
+    """[T], set by the trainer: entropy of the next-token distribution in the same pass, in nats."""
 
     @property
     def oldest_version(self) -> int:

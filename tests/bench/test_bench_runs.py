@@ -109,6 +109,18 @@ def test_a_reward_that_is_wrong_in_a_fifth_of_all_cases(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+@pytest.mark.service
+def test_a_long_run_is_opened_in_a_browser(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    line = bench(str(tmp_path), "ui", "--rounds", "1", "--steps", "120", "--tokens", "12000")
+    assert (line["peer_name"], line["unit"]) == ("TensorBoard", "s")
+    case = json.loads((tmp_path / "ui.json").read_text())["cases"][0]
+    assert (case["steps"], case["tokens"]) == (120, 12_000)
+    assert len(case["one_completion_s"]) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_server_that_is_watched_under_load(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "serve", "--rounds", "1", "--seconds", "1", "--megabytes", "0.3")
     assert (line["peer_name"], line["unit"]) == ("plain FastAPI", "ms")
@@ -152,6 +164,17 @@ def test_sandbox_against_bubblewrap(tmp_path: Path) -> None:
     cases = json.loads((tmp_path / "sandbox.json").read_text())["cases"]
     assert len(cases) == 8
     assert all(case["execute_ms"] > 0 for case in cases)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_see_against_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    line = bench(str(tmp_path), "see", "--models", "tiny", "--rounds", "1", "--trl", "fp32")
+    assert line["peer_name"] == "trl fp32"
+    cases = json.loads((tmp_path / "see.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["tiny", "tiny tower"]
+    assert all(case["ratio"] == pytest.approx(case["peer"] / case["ours"], rel=1e-2) for case in cases)
 
 
 @pytest.mark.thorough

@@ -33,6 +33,7 @@ RUN_ELSEWHERE = {
     ),
     "rollmill check --model DIR": "tests/trainer/test_trainer_parity.py::test_the_command_prints_the_table",
     "make setup": ".ci/run",
+    "pip install .": "Makefile",  # `make setup` installs the same, editable
     "make lint": ".ci/run",
     "make test": ".ci/run",
     "make quickstart": "tests/docs/test_docs_commands.py::test_the_quickstart_repairs_the_model",
@@ -56,6 +57,7 @@ RUN_ELSEWHERE = {
     "make vllm-setup": "Makefile",  # 3 GB: by hand
     "make verifiers-setup": "Makefile",  # 300 MB: by hand
     "rollmill run examples/frozen_lake.yaml": "tests/claims/test_frozen_lake.py::test_success_rises",
+    "rollmill run examples/nim.yaml": "tests/examples/test_examples.py::test_self_play_finds_perfect_moves",
     "python examples/shortest.py runs/mine --sft short.jsonl --pairs pairs.jsonl": (
         "tests/examples/test_examples.py::test_shortest_correct_completions_and_pairs_train"
     ),
@@ -72,6 +74,7 @@ RUN_ELSEWHERE = {
     "rollmill plan examples/minimal.yaml --model qwen3-8b --gpus 8xH200 --set rollout.max_new_tokens=2048": (
         "tests/planning/test_planning_estimate.py::test_gpus_name_their_kind"
     ),
+    "rollmill import-config grpo.yaml --out run.yaml": "tests/config/test_config_importing.py::test_the_command",
     "python -m bench simulation --seeds 200": "tests/simulation/test_simulation_seeds.py::test_the_command",
     "python -m bench simulation --seed 38": (
         "tests/simulation/test_simulation_seeds.py::test_a_seed_is_one_history_in_any_process"

@@ -21,6 +21,18 @@ from rollmill.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 BASE = {"model": {"new": {"hidden_size": 64}}, "taskset": {"path": "tasks.jsonl"}, "rewards": [{"name": "math"}]}
 CELLS = list(iter_cells())
+PLAY = """
+import rollmill
+
+@rollmill.workflow
+async def play(task, policy, judge):
+    return await judge(await policy.role("first").complete(task.prompt))
+
+
+@rollmill.workflow
+async def duel(task, policy, judge, opponent):
+    return await judge(await policy.complete(task.prompt))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +40,9 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     Path("model").mkdir()
+    Path("play.py").write_text(PLAY)
+    Path("seeing").mkdir()
+    Path("seeing/config.json").write_text('{"model_type": "llava"}')
 
 
 def check(cell: MatrixCell) -> None:

@@ -92,7 +92,9 @@ def test_presets_have_the_published_sizes(name: str, billions: float) -> None:
 
 def test_unknown_models_are_refused() -> None:
     assert "qwen3-8b" in MODEL_SHAPES
-    with pytest.raises(ConfigError, match="--model qwen9-8b: neither a checkpoint's folder nor a known model; known"):
+    with pytest.raises(
+        ConfigError, match="--model qwen9-8b: neither a checkpoint's folder, hf://ORG/NAME nor a known model; known"
+    ):
         planned_model("qwen9-8b", ModelConfig())
 
 

@@ -256,6 +256,17 @@ def test_what_does_not_fit_is_an_error_of_the_run_file(tmp_path: Path, case: str
         load_run(tiny_run(tmp_path, **BASE | changes))
 
 
+def test_check_prints_the_roles_and_whose_replies_rewards_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    assert main(["check", str(tiny_run(tmp_path, **BASE)), "--no-data"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "roles proposer (learn no), solver" in lines
+    assert sum("role proposer" in line for line in lines) == 1
+    assert sum("role solver" in line for line in lines) == 2
+
+
 def test_grade_scores_a_response_by_the_rewards_of_its_role(tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text(PLUGIN.replace("rank.group = True", "rank.group = False"))
     run = tiny_run(tmp_path, **BASE | {"rewards": [REWARDS[0], REWARDS[1]]})

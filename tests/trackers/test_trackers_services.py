@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -40,10 +39,14 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         stages=[{"name": "only", "algorithm": {"name": "grpo"}, "steps": 4, "trainer": {"lr": 1e-3}}],
         evaluation={"samples": 2, "k": [2], "every": 4},
     )
-    _call(folder, "-m", "rollmill", "run", "run.yaml", "--out", "run")
-    shutil.rmtree(folder / "run/checkpoints/step-000004")  # as if it had been killed before
-    _call(folder, "-m", "rollmill", "resume", "run")
-    return folder / "run", json.loads(_call(folder, str(Path(__file__).parent / "read_trackers.py"), str(folder)))
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRACKIO_DIR": str(folder / "trackio")}
+    program = [str(OWN), str(Path(__file__).parent / "tracked_run.py"), str(folder)]
+    done = subprocess.run(
+        program, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "failed and is not used" not in done.stderr, done.stderr[-2000:]
+    return folder / "run", json.loads(done.stdout)
 
 
 def test_wandb_offline_has_one_run_with_its_settings_and_trl_names(tracked: tuple[Path, dict[str, Any]]) -> None:
@@ -93,13 +96,3 @@ def test_swanlab_offline_has_both_parts_with_completions(tracked: tuple[Path, di
         assert "eval/pass@2" in text
     assert len(found["swanlab"]["texts"]) == 6
     assert all("--- completion, reward" in text for text in found["swanlab"]["texts"])
-
-
-def _call(folder: Path, *arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRACKIO_DIR": str(folder / "trackio")}
-    done = subprocess.run(
-        [str(OWN), *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "failed and is not used" not in done.stdout, done.stdout[-2000:]
-    return done.stdout

@@ -15,6 +15,7 @@ from rollmill.trackers.metrics_log import write_summary
 from rollmill.ui.catalog import RunCard, RunCatalog
 from rollmill.ui.comparison import config_difference, evaluation_differences, metric_differences
 from rollmill.ui.metric_columns import MetricColumns
+from rollmill.ui.run_details import step_timeline
 from rollmill.web import RequestRefusedError
 
 
@@ -70,6 +71,23 @@ def test_a_card_follows_the_files(tmp_path: Path) -> None:
     [after] = catalog.cards()
     assert (after.step, after.reward) == (23, 0.75)
     assert after.revision != before.revision
+
+
+def test_an_evaluation_long_ago_and_a_long_timeline_are_found(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 10)
+    rows = [
+        {"step": n, "stage": "train", "seconds/total": float(n), **{f"m{k}": 0.5 for k in range(100)}}
+        for n in range(11, 500)
+    ]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    [card] = RunCatalog(tmp_path).cards()
+    assert (card.step, card.accuracy, card.seconds_per_step) == (499, 0.4, 497.0)
+    with (run / "timeline.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"step": 20, "seconds": 1, "spans": {"generate": [[0.0, 0.123456, 1.0]] * 40_000}}) + "\n"
+        )
+    assert step_timeline(run, None)["steps"] == [10, 20]
 
 
 @pytest.mark.parametrize(

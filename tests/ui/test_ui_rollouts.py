@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def run(tmp_path: Path) -> Path:
 
 def table(run: Path, versions: dict[int, int] | None = None) -> RolloutTable:
     catalog = RunCatalog(run.parent)
-    return RolloutTable(run, run.parent / "table.sqlite", lambda: versions or {}, catalog.check_links)
+    return RolloutTable(run / "rollouts", run.parent / "table.sqlite", lambda: versions or {}, catalog.check_links)
 
 
 def rows(found: RolloutTable, **query: Any) -> list[dict[str, Any]]:
@@ -86,7 +85,7 @@ def test_files_are_read_in_slices_the_newest_first(run: Path) -> None:
     found = table(run)
     left = [found.refresh(0) for _ in range(3)]
     assert left == [2, 1, 0]
-    other = RolloutTable(run, run.parent / "other.sqlite", dict, RunCatalog(run.parent).check_links)
+    other = RolloutTable(run / "rollouts", run.parent / "other.sqlite", dict, RunCatalog(run.parent).check_links)
     assert other.refresh(0) == 2
     assert {row["step"] for row in rows(other)} == {3}
     assert other.find(RolloutQuery())["pending"] == 2
@@ -149,13 +148,13 @@ def test_the_turns_of_an_agent_are_a_tree(tmp_path: Path) -> None:
 def test_a_page_of_tokens_has_the_numbers_of_the_file(run: Path) -> None:
     one = completion(4, "long", 0, "p" * 3000, "answer 12, " * 900, 0.5)
     one.logprobs[-1] = -np.inf
+    one.entropy = np.full(len(one.token_ids), 0.25, np.float32)
     RolloutLog(run / "rollouts").write(4, [one])
     found = table(run)
-    row = json.loads(json.dumps(found.line(4, 0))) | {"entropy": [0.25] * len(one.token_ids), "trainer_logprobs": [1]}
-    stored = read_experience(row)
+    stored = read_experience(found.line(4, 0))
     pages, start = [], 0
     while start < len(one.token_ids):
-        pages.append(token_page(stored, row, None, start))
+        pages.append(token_page(stored, None, start))
         start += len(pages[-1]["ids"])
     assert [page["total"] for page in pages] == [len(one.token_ids)] * len(pages)
     assert len(pages) == 2
@@ -163,4 +162,4 @@ def test_a_page_of_tokens_has_the_numbers_of_the_file(run: Path) -> None:
     assert [each for page in pages for each in page["logprobs"]] == one.logprobs.tolist()
     assert pages[0]["texts"][0] == f"<{one.token_ids[0]}>"
     assert pages[1]["entropy"] == [0.25] * len(pages[1]["ids"])
-    assert pages[0]["trainer_logprobs"] is None  # not one for each token
+    assert pages[0]["trainer_logprobs"] is None

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import feedback_runs
 import httpx
 import pytest
 from ui_runs import ServedRuns, killed_run, make_run, served
+
+from rollmill.feedback import open_feedback
 
 HERE = {"a": "one", "b": "two"}
 
@@ -85,6 +88,19 @@ def test_completions_are_found_and_opened(client: httpx.Client) -> None:
     assert len(tokens["ids"]) == len(tokens["logprobs"]) == tokens["total"]
     [tree] = ask(client, "episode", **where)["trees"]
     assert tree["role"] == "prompt"
+
+
+def test_completions_of_evaluations(client: httpx.Client) -> None:
+    found = ask(client, "rollouts", run="one", of="evaluations", task="t2", sort="oldest")
+    assert [(row["step"], row["task"], row["response"]) for row in found["rows"]] == [
+        (10, "t2", "3"),
+        (20, "t2", "3"),
+        (30, "t2", "3"),
+    ]
+    row = found["rows"][0]
+    where = {"run": "one", "of": "evaluations", "step": 10, "offset": row["offset"], "id": row["id"]}
+    assert "2+1=3" in "".join(ask(client, "rollout", **where)["texts"])
+    assert ask(client, "episode", **where)["trees"][0]["text"] == "2+1="
 
 
 def test_two_runs_are_compared(client: httpx.Client) -> None:
@@ -182,6 +198,41 @@ def test_a_token_is_needed_where_others_can_reach_the_server(tmp_path: Path) -> 
         assert client.get("/?token=wrong").status_code == 401
         assert client.get("/?token=secret").headers["location"] == "/"
         assert client.get("/api/runs").status_code == 200  # by the cookie
+
+
+def test_feedback_is_stored_as_by_its_own_page(tmp_path: Path) -> None:
+    """A rating and a better answer, with the exact tokens; looking alone creates nothing."""
+    run = feedback_runs.make_run(tmp_path / "runs" / "apples")
+    [original] = [one for one in feedback_runs.groups_of(2) if one.id == "main-000005/1"]
+    about = {"run": "apples", "id": original.id}
+    with served(tmp_path / "runs") as site, httpx.Client(base_url=site.address, timeout=60) as client:
+        assert ask(client, "feedback", **about) == {"author": "ann", "said": []}
+        assert not (run / "buffer.sqlite").exists()
+        for row in ({"rating": 0.25}, {"rating": 0.75}, {"text": "13 and 3 is 16"}):
+            body = {"completion": original.id, "step": 2} | row
+            client.post("/api/feedback", params={"run": "apples"}, json=body).raise_for_status()
+        said = ask(client, "feedback", **about)["said"]
+        assert [(each["act"], each["author"], each.get("rating")) for each in said] == [
+            ("rate", "ann", 0.75),
+            ("edit", "ann", None),
+        ]
+        undo = {"run": "apples", "id": said[1]["id"]}
+        client.delete("/api/feedback", params=undo).raise_for_status()
+        wrong = client.post("/api/feedback", params={"run": "apples"}, json={"completion": "nothing", "rating": 1})
+        assert (wrong.status_code, "nothing" in wrong.json()["error"]) == (404, True)
+        for content, kind in ((b"[1]", "application/json"), (b"{}", "text/plain")):
+            headers = {"content-type": kind}
+            refused = client.post("/api/feedback", params={"run": "apples"}, content=content, headers=headers)
+            assert refused.status_code in (415, 422)
+        evil = client.post(
+            "/api/feedback", params={"run": "apples"}, json=body, headers={"origin": "http://evil.example"}
+        )
+        assert evil.status_code == 403
+    found = feedback_runs.everything(open_feedback(run))
+    [rated] = found["rated"]
+    assert (rated.author, rated.experiences[0].reward) == ("ann", 0.75)
+    assert rated.experiences[0].token_ids.tolist() == original.token_ids.tolist()
+    assert found["expert"] == []
 
 
 def test_the_temporary_tables_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.config.checks.doubts import find_doubts
+from rollmill.config.checks.extras import find_missing_extras
 from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
-from rollmill.config.checks.pictures import require_picture_support, vision_model_name
+from rollmill.config.checks.pictures import vision_model_name
 from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards.base import PythonReward
@@ -57,12 +58,14 @@ def command(
         return
     assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
-    require_picture_support(run)
     if data:
         run.config.monitor.require_packages(run.path)
+    missing = find_missing_extras(run)
+    if missing and data:
+        raise ConfigError("\n".join(f"{config}: {each}" for each in missing))
     tasksets = load_tasksets(run) if data else {}
     counts = {key: (len(each.tasks), len(each.rejected)) for key, each in tasksets.items()}
-    doubts = find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})
+    doubts = [*missing, *find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})]
     if as_json:
         print(json.dumps(_answer(run, counts) | {"warnings": doubts}, indent=2, ensure_ascii=False))
         return

@@ -16,9 +16,13 @@ def command(
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on. A token is required if others can reach it.")
     ] = "127.0.0.1",
+    author: Annotated[
+        str | None, typer.Option("--author", metavar="NAME", help="Author of feedback (default: your user name).")
+    ] = None,
     browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show the runs in a folder in a browser: curves, completions token by token, timelines, comparisons."""
+    from rollmill.cli.feedback import user_name
     from rollmill.ui.server import open_server
     from rollmill.web import is_loopback, open_listener, server_url
     from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
@@ -32,7 +36,7 @@ def command(
             file=sys.stderr,
         )
     keys = None if token is None else KeyRing([make_key(TOKEN_CLIENT, token)])
-    with open_server(folder, RequestGuard(host, keys)) as server:
+    with open_server(folder, RequestGuard(host, keys), author or user_name()) as server:
         listener = open_listener(host, port)
         address = f"{server_url(host, listener)}/" + (f"?token={token}" if token else "")
         print(f"runs in {folder}: {address} (Ctrl-C ends)", flush=True)

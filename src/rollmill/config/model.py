@@ -69,7 +69,7 @@ class ModelConfig(Section):
 
     path: Path | Literal["new"] = "new"
     """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), a GGUF file or a folder with one (extra
-    `gguf`), or `new` to create one from `model.new`."""
+    `gguf`), a model of the Hugging Face hub (`hf://ORG/NAME[@REVISION]`), or `new` to create one from `model.new`."""
     new: NewModelConfig | None = None
     """Recipe for a new model; used only when `model.path` is `new`."""
     trust_remote_code: bool = False

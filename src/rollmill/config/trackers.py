@@ -116,6 +116,9 @@ class MonitorConfig(Section):
     """Sample completions to show in the terminal."""
     rollouts_every: int = Field(1, ge=1)
     """Store the experiences of every Nth step under RUN/rollouts."""
+    token_details: bool = True
+    """With each stored experience, also store the trainer's log-prob (eight digits) and the entropy (five) of every
+    token."""
     timeline_every: int = Field(10, ge=1)
     """Write the generation and reward times of each completion to RUN/timeline.jsonl, for the first and every Nth
     step."""

@@ -157,8 +157,8 @@ class ProgramWorkflow(WorkflowSection):
     """Source of the reward: `rewards`, which score the program's output, or `feedback` posted to /feedback (by the
     program itself, or a verifier it starts)."""
     own_sampling: bool = True
-    """Whether the program may choose temperature, top_p, top_k and min_p; false: always those of `rollout`. Greedy
-    replies are not trained on."""
+    """Whether the program may choose temperature, top_p, top_k, min_p, penalties and biases; false: always those of
+    `rollout`. Greedy replies are not trained on."""
     show_answer: bool = False
     """Include the task's answer in the task passed to the program."""
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
@@ -156,7 +156,7 @@ class FeedbackPages:
     def __init__(self, service: FeedbackService, guard: RequestGuard, author: str) -> None:
         self._service, self._guard, self._author = service, guard, author
         self._environment = Environment(
-            loader=PackageLoader("rollmill.feedback"),
+            loader=ChoiceLoader([PackageLoader("rollmill.feedback"), PackageLoader("rollmill.report")]),
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,

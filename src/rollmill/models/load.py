@@ -126,16 +126,17 @@ def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     return frozen
 
 
-def build_meta_model(folder: Path, trust: bool = False) -> PreTrainedModel:
+def build_meta_model(folder: Path, trust: bool = False, weights: bool = True) -> PreTrainedModel:
     """Builds the model of a checkpoint folder on the meta device, to read its sizes.
 
     Args:
         trust: run model code found in the folder.
+        weights: require that the folder also has weights and a tokenizer.
 
     Raises:
         ModelError: the folder is not a causal language model.
     """
-    place, options = _check_source(folder, trust)
+    place, options = _check_source(folder, trust) if weights else (folder, {"local_files_only": True})
     options["trust_remote_code"] = trust
     with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
         config = _read_config(folder, place, options)
@@ -243,6 +244,11 @@ def _check_config(config: Any, folder: Path, pictures: bool = False) -> bool:
             "`rollmill run` may, so choose a causal language model (...ForCausalLM) here"
         )
     causal = any("ForCausalLM" in name or "LMHeadModel" in name for name in architectures)
+    if getattr(config, "vision_config", None) is not None and not causal:
+        raise ModelError(
+            f"model.path: {folder} is {', '.join(architectures) or config.model_type}, which sees pictures; of those "
+            f"models, rollmill trains {', '.join(sorted(VISION_MODELS))}, or give the folder of a text model"
+        )
     if architectures and not causal:
         found = ", ".join(architectures)
         raise ModelError(f"model.path: {folder} is {found}, not a causal language model (...ForCausalLM)")

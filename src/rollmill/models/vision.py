@@ -15,7 +15,7 @@ import io
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -55,6 +55,7 @@ class PictureProcessor:
     def __init__(self, processor: Any, image_token_id: int) -> None:
         self.processor, self.image_token_id = processor, image_token_id
         self._cache: OrderedDict[str, PicturePrompt] = OrderedDict()
+        self._bytes = 0  # of the cache
         self._lock = Lock()  # explorers and the trainer encode in threads of their own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PictureProcessor:
@@ -112,9 +113,10 @@ class PictureProcessor:
         with self._lock:
             if key not in self._cache:
                 self._cache[key] = self._encode(key, text, pictures, name, pixels)
+                self._bytes += self._cache[key].size
+                while self._bytes > _CACHED_BYTES and len(self._cache) > 1:
+                    self._bytes -= self._cache.popitem(last=False)[1].size
             self._cache.move_to_end(key)
-            while sum(each.size for each in self._cache.values()) > _CACHED_BYTES and len(self._cache) > 1:
-                self._cache.popitem(last=False)
             return self._cache[key]
 
     def _encode(
@@ -219,6 +221,8 @@ def freeze_parts(model: Any, frozen: Sequence[str]) -> None:
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     for name, own in vision_parts(model).items():  # a projector inside the tower comes after it
         model.get_submodule(name).requires_grad_(own not in frozen and not adapted)
+    if (newline := getattr(model.model, "image_newline", None)) is not None:  # ends a line of a picture (LLaVA-NeXT)
+        newline.requires_grad_("projector" not in frozen and not adapted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,25 +233,41 @@ class PictureFeatures:
     deep: tuple[Tensor, ...] = ()  #: [n, d] each, added to the hidden states of the first layers (Qwen3-VL)
 
 
-def compute_features(model: Any, prompt: PicturePrompt) -> PictureFeatures:
-    """Run the vision tower on the pictures of a prompt.
+def compute_features(model: Any, prompts: Iterable[PicturePrompt]) -> dict[str, PictureFeatures]:
+    """Run the vision tower on the pictures of different prompts, once for all whose inputs have equal shapes.
 
-    Raises ModelError if the numbers of features and of picture tokens differ.
+    Returns features by key of the prompt. Raises ModelError if the numbers of features and of picture tokens differ.
     """
+    batches: dict[object, list[PicturePrompt]] = {}
+    for prompt in prompts:
+        shape = tuple((name, tuple(value.shape[1:])) for name, value in prompt.inputs.items())
+        batches.setdefault(shape, []).append(prompt)
+    found: dict[str, PictureFeatures] = {}
+    for batch in batches.values():
+        found |= _features(model, batch)
+    return found
+
+
+def _features(model: Any, prompts: list[PicturePrompt]) -> dict[str, PictureFeatures]:
     tower = next(each for each in model.model.parameters())
-    inputs = {
-        name: value.to(tower.device, tower.dtype if value.is_floating_point() else value.dtype)
-        for name, value in prompt.inputs.items()
-    }
+    inputs = {}
+    for name in prompts[0].inputs:
+        value = torch.cat([each.inputs[name] for each in prompts])
+        inputs[name] = value.to(tower.device, tower.dtype if value.is_floating_point() else value.dtype)
     output = model.model.get_image_features(**inputs, return_dict=True)
     rows = _flat(output.pooler_output)
-    wanted = sum(token == model.picture_processor.image_token_id for token in prompt.token_ids)
-    if len(rows) != wanted:
+    token = model.picture_processor.image_token_id
+    counts = [each.token_ids.count(token) for each in prompts]
+    if len(rows) != sum(counts):
         raise ModelError(
             f"{type(model).__name__} makes {len(rows)} features of a prompt's pictures, but its processor wrote "
-            f"{wanted} picture tokens; config.json and the processor's files do not belong together"
+            f"{sum(counts)} picture tokens; config.json and the processor's files do not belong together"
         )
-    return PictureFeatures(rows, tuple(_flat(each) for each in getattr(output, "deepstack_features", None) or ()))
+    deep = [_flat(each).split(counts) for each in getattr(output, "deepstack_features", None) or ()]
+    return {
+        prompt.key: PictureFeatures(own, tuple(each[i] for each in deep))
+        for i, (prompt, own) in enumerate(zip(prompts, rows.split(counts), strict=True))
+    }
 
 
 class FeatureCache:
@@ -261,7 +281,7 @@ class FeatureCache:
     def __call__(self, prompt: PicturePrompt) -> PictureFeatures:
         """Features of a prompt."""
         if prompt.key not in self._found:
-            self._found[prompt.key] = compute_features(self._model, prompt)
+            self._found |= compute_features(self._model, [prompt])
             self.computed += 1
         self._found.move_to_end(prompt.key)
         while len(self._found) > _CACHED_FEATURES:

@@ -105,7 +105,7 @@ class Monitor:
         assert isinstance(step, int)
         self._log.append(metrics)
         if step % self._config.rollouts_every == 0:
-            self._store.write(step, experiences)
+            self._store.write(step, experiences, details=self._config.token_details)
         if spans and (step == 1 or step % self._config.timeline_every == 0):
             write_step_timeline(self._run_dir, dict(metrics), began, spans)
         self._track(metrics, experiences)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rollmill.config.hub import fetch_config, parse_reference
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
@@ -98,7 +99,9 @@ def read_cluster_model(config: ModelConfig, stage: StageConfig, prompt: int, mea
     if config.path == "new":
         model = build_new_meta_model(config.new or NewModelConfig())
     else:
-        model = build_meta_model(config.path, trust=config.trust_remote_code)
+        reference = parse_reference(str(config.path))
+        folder = config.path if reference is None else fetch_config(reference)
+        model = build_meta_model(folder, trust=config.trust_remote_code, weights=reference is None)
     if config.lora is not None:
         with torch.device("meta"):
             add_lora(model, config.lora, seed=0)

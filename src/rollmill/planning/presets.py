@@ -67,17 +67,19 @@ def load_planned_run(path: Path, overrides: Sequence[str], model: str | None) ->
 
 
 def planned_model(name: str | None, own: ModelConfig) -> ModelConfig:
-    """Returns the model to plan for: the run file's own, a preset's, or that of a folder. Adapters stay the run file's.
+    """Returns the model to plan for: the run file's own, a preset's, or that of a folder or an id of the hub. Adapters
+    stay the run file's.
 
-    Raises ConfigError if `name` is neither a preset nor a folder.
+    Raises ConfigError if `name` is none of these.
     """
     if name is None:
         return own
     shape = MODEL_SHAPES.get(name.lower())
     if shape is None:
-        if not Path(name).is_dir():
+        if not Path(name).is_dir() and not name.startswith("hf://"):
             raise ConfigError(
-                f"--model {name}: neither a checkpoint's folder nor a known model; known are {', '.join(MODEL_SHAPES)}"
+                f"--model {name}: neither a checkpoint's folder, hf://ORG/NAME nor a known model; known are "
+                f"{', '.join(MODEL_SHAPES)}"
             )
         return ModelConfig(path=Path(name), lora=own.lora)
     new = {

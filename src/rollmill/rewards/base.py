@@ -21,13 +21,18 @@ NO_ANSWER, HEDGED = "no_answer", "hedged"
 """Outcomes of a completion without an answer, and of one that offers several."""
 
 
+Box = tuple[float, float, float, float]
+"""x1, y1, x2, y2 with x1 <= x2 and y1 <= y2; a point has no area."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The result of one reward for one completion. `outcome` is "ok" unless something else is worth counting.
 
     `queue_s` is the time in seconds until a worker started, `run_s` the time it then took; None if only the manager can
     measure it. `details` are numbers that are logged but not counted, such as the reward again under the task's
-    subject.
+    subject. `boxes` are the places that the answer names, for display: left, top, right, bottom in pixels of the
+    task's first image.
     """
 
     value: RewardValue
@@ -35,6 +40,7 @@ class Score:
     queue_s: float = 0.0
     run_s: float | None = None
     details: dict[str, float] = field(default_factory=dict)
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class RewardResult:
     gated, or an outcome specific to the reward. `seconds` is wall time, including the wait for a free worker; `spans`
     are the times of each reward. `failed_gate` names the gate that was not passed. `details` are numbers that rewards
     log but do not count, as name/key. `role` is the role of the policy that the completion was generated in, if any.
+    `boxes` are those of all rewards.
     """
 
     reward: float | None
@@ -68,6 +75,7 @@ class RewardResult:
     failed_gate: str | None = None
     details: dict[str, float] = field(default_factory=dict)
     role: str | None = None
+    boxes: tuple[Box, ...] = ()
 
 
 class Reward(Protocol):

@@ -250,15 +250,18 @@ class RewardManager:
                 counted.append(self._weight(name, version) * sum(applied))
         spans = {name: span for name, (_, span) in scores.items()}
         details = {f"{name}/{key}": value for name, (each, _) in scores.items() for key, value in each.details.items()}
+        boxes = tuple(dict.fromkeys(box for score, _ in scores.values() for box in score.boxes))
         if failed_gate is not None:
             gate = self._parts[failed_gate].config.gate
             assert gate is not None
             skipped_rewards = [*self._single, *(self._groupwise if last else [])]
             skipped = dict.fromkeys((part.name for part in skipped_rewards), GATED)
-            return RewardResult(gate.otherwise, parts, outcomes | skipped, seconds, spans, failed_gate, details)
+            return RewardResult(
+                gate.otherwise, parts, outcomes | skipped, seconds, spans, failed_gate, details, boxes=boxes
+            )
         reward = sum(counted) if counted else None
         total = self._clip_sum(reward) if last else reward
-        return RewardResult(total, parts, outcomes, seconds, spans, details=details)
+        return RewardResult(total, parts, outcomes, seconds, spans, details=details, boxes=boxes)
 
     def _merge(self, old: RewardResult, completion: Completion, row: dict[str, _Timed], seconds: float) -> RewardResult:
         new = self._combine(row, completion, seconds, None, last=False)
@@ -272,6 +275,7 @@ class RewardManager:
             seconds=old.seconds + new.seconds,
             spans=old.spans | new.spans,
             details=old.details | new.details,
+            boxes=(*old.boxes, *(box for box in new.boxes if box not in old.boxes)),
         )
 
     def _clip_sum(self, reward: float | None) -> float | None:
@@ -290,6 +294,11 @@ class RewardManager:
     def close(self) -> None:
         """Stop the processes and idle threads. Calls in progress fail. May be called twice."""
         self._resources.close()
+
+    def set_aside(self) -> None:
+        """`close`, but the processes that graded for it start in the background, and the next manager of this process
+        with such rewards takes them over. So its first score does not wait for them."""
+        self._resources.set_aside()
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop."""

@@ -332,4 +332,6 @@ def assign_reward(experience: Experience, result: RewardResult) -> None:
     experience.info["outcomes"] = dict(result.outcomes)
     if result.details:
         experience.info["details"] = dict(result.details)
+    if result.boxes:
+        experience.info["boxes"] = [list(box) for box in result.boxes]
     experience.timings["reward"] = result.seconds

@@ -15,6 +15,8 @@ from rollmill.errors import TrainingError
 from rollmill.trainer.distributed.fsdp import gather_state_dict, global_norm, is_sharded, local_shards, shard_like
 from rollmill.trainer.stochastic_adamw import StochasticAdamW
 
+_CHUNK = 1 << 22
+
 TensorGetter = Callable[[], Iterable[Tensor]]
 """Returns the tensors of a component as they are at the time of the call."""
 
@@ -111,8 +113,10 @@ def _numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[int]:
 
 
 def _norm(tensors: list[Tensor]) -> float:
-    narrow = any(tensor.dtype == torch.bfloat16 for tensor in tensors)
-    norms = torch._foreach_norm(tensors, 2, torch.float32) if narrow else torch._foreach_norm(tensors)
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors):  # summed in fp32, part by part: a copy is large
+        norms = [part.float().norm() for tensor in tensors for part in tensor.flatten().split(_CHUNK)]
+    else:
+        norms = list(torch._foreach_norm(tensors))
     return float(torch.stack(norms).norm())
 
 

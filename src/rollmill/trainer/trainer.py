@@ -155,13 +155,14 @@ class Trainer:
     ) -> dict[str, float]:
         """Learns from one batch; `version` is the version of the current weights.
 
-        Sets each experience's `advantage`. Returns the metrics: lr (of the last update), loss, loss/<term> and
-        grad_norm (means over the updates), entropy, kl (k3 from rollout policy to current), kl_ref, ratio/mean,
-        ratio/clip_fraction, logprob_gap/mean, /max and /tokens (|trainer - engine| with the weights that sampled the
-        token, see MismatchProbe), policy_drift/mean, /max and /k1 (of the log-prob ratio of the policy to the rollout
-        over all rollout tokens), tokens (action tokens), updates and skipped; weight/<term> if it follows a schedule,
-        kl_coefficient and entropy_coefficient if they adapt, ratio/masked_fraction if there are masks, value/... if
-        there is a critic.
+        Sets each experience's `advantage`, `trainer_logprobs` and `entropy`.
+
+        Returns the metrics: lr (of the last update), loss, loss/<term> and grad_norm (means over the updates), entropy,
+        kl (k3 from rollout policy to current), kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean, /max and
+        /tokens (|trainer - engine| with the weights that sampled the token, see MismatchProbe), policy_drift/mean, /max
+        and /k1 (of the log-prob ratio of the policy to the rollout over all rollout tokens), tokens (action tokens),
+        updates and skipped; weight/<term> if it follows a schedule, kl_coefficient and entropy_coefficient if they
+        adapt, ratio/masked_fraction if there are masks, value/... if there is a critic.
 
         Args:
             probes: result of `probes`.
@@ -193,6 +194,8 @@ class Trainer:
                         totals.add(self._critic.update(batch, learned.advantages, learned.scores))
                     updates += 1
         extra |= learned.value_metrics()
+        if not self._critic_only:
+            learned.set_token_details(metrics.token_details(learned.tokens, self.device))
         found = metrics.result() | self._mismatch.metrics(experiences, metrics.mismatch)
         self._end_step(found, sum(e.source is ExperienceSource.ROLLOUT for e in experiences))
         skipped = totals.pop("skipped")

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -24,6 +25,7 @@ from rollmill.errors import RollmillError
 from rollmill.files import to_jsonable
 from rollmill.ui.catalog import RunCatalog
 from rollmill.ui.comparison import config_difference, evaluation_differences, metric_differences
+from rollmill.ui.feedback_desks import FeedbackDesks
 from rollmill.ui.metric_columns import ColumnCache, Curve, XAxis
 from rollmill.ui.rollout_table import SORTS, RolloutQuery, RolloutTable
 from rollmill.ui.run_details import pipeline_funnel, run_details, run_file, step_timeline
@@ -34,11 +36,12 @@ from rollmill.web.page_middleware import PageMiddleware
 
 _STATIC = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _IMPORT_MAP = re.compile(rb'<script type="importmap">(.*?)</script>', re.DOTALL)
-_SLICE_S = 0.5
+_SLICE_S = 0.25
 """Seconds that a request spends on reading rollout files."""
 _TABLES, _PATHS, _LARGEST = 8, 200, 2**53
-_BODY = 2**16
+_BODY = 2**20
 
+RolloutFolder = Literal["rollouts", "evaluations"]
 Number = Annotated[int, Query(ge=0, le=_LARGEST)]
 Names = Annotated[list[str], Query(max_length=_PATHS)]
 
@@ -48,24 +51,27 @@ class RunViews:
 
     Args:
         folder: where the tables of rollouts are made; the caller removes it.
+        author: of feedback.
     """
 
-    def __init__(self, catalog: RunCatalog, folder: Path) -> None:
+    def __init__(self, catalog: RunCatalog, folder: Path, author: str) -> None:
         self.catalog, self._folder = catalog, folder
         self.columns, self.decoders = ColumnCache(), DecoderCache()
+        self.desks = FeedbackDesks(catalog, author)
         self._lock, self._number = threading.Lock(), 0
         self._tables: OrderedDict[Path, tuple[RolloutTable, Path]] = OrderedDict()
 
-    def table(self, run_dir: Path) -> RolloutTable:
-        """Return the table of a run's rollouts; the oldest one is given up if there are many."""
+    def table(self, run_dir: Path, of: RolloutFolder) -> RolloutTable:
+        """Return the table of a run's rollouts or evaluations; the oldest table is given up if there are many."""
+        folder = run_dir / of
         with self._lock:
-            found = self._tables.get(run_dir)
+            found = self._tables.get(folder)
             if found is None:
                 self._number += 1
                 path = self._folder / f"rollouts-{self._number}.sqlite"
-                found = RolloutTable(run_dir, path, partial(self._versions, run_dir), self.catalog.check_links), path
-                self._tables[run_dir] = found
-            self._tables.move_to_end(run_dir)
+                found = RolloutTable(folder, path, partial(self._versions, run_dir), self.catalog.check_links), path
+                self._tables[folder] = found
+            self._tables.move_to_end(folder)
             while len(self._tables) > _TABLES:
                 _, (table, path) = self._tables.popitem(last=False)
                 table.close()
@@ -73,7 +79,8 @@ class RunViews:
             return found[0]
 
     def close(self) -> None:
-        """Close all tables."""
+        """Close all tables and databases."""
+        self.desks.close()
         with self._lock:
             for table, _ in self._tables.values():
                 table.close()
@@ -92,6 +99,7 @@ def make_app(views: RunViews, guard: RequestGuard) -> PageMiddleware:
     _add_errors(app)
     _add_runs(app, views)
     _add_rollouts(app, views)
+    _add_feedback(app, views)
     _add_comparison(app, views)
     page = _add_page(app)
     policy = {"script-src": f"'self' '{_script_hash(page)}'", "connect-src": "'self'", "img-src": "'self' data:"}
@@ -243,6 +251,7 @@ def _add_rollouts(app: FastAPI, views: RunViews) -> None:
     @app.get("/api/rollouts")
     def rollouts(
         run: str,
+        of: RolloutFolder = "rollouts",
         text: Annotated[str, Query(max_length=1000)] = "",
         task: str | None = None,
         step: Number | None = None,
@@ -257,26 +266,51 @@ def _add_rollouts(app: FastAPI, views: RunViews) -> None:
     ) -> Response:
         """Searches the completions; `pending` files are not read yet, so that the page asks again."""
         assert sort in SORTS
-        table = views.table(catalog.find(run))
+        table = views.table(catalog.find(run), of)
         table.refresh(_SLICE_S)
         query = RolloutQuery(text, task, step, source, stop, at_least, at_most, sort, descending, offset, limit)
         return _json(table.find(query))
 
     @app.get("/api/rollout")
-    def rollout(run: str, step: Number, offset: Number, id: str, start: Number = 0) -> Response:
+    def rollout(
+        run: str, step: Number, offset: Number, id: str, start: Number = 0, of: RolloutFolder = "rollouts"
+    ) -> Response:
         """Describes a completion with some of its tokens."""
         path = catalog.find(run)
-        row = views.table(path).line(step, offset, id)
-        return _json({"step": step, **token_page(read_experience(row), row, views.decoders.get(path), start)})
+        experience = read_experience(views.table(path, of).line(step, offset, id))
+        return _json({"step": step, **token_page(experience, views.decoders.get(path), start)})
 
     @app.get("/api/episode")
-    def episode(run: str, step: Number, offset: Number, id: str) -> Response:
+    def episode(run: str, step: Number, offset: Number, id: str, of: RolloutFolder = "rollouts") -> Response:
         """Describes the turns of a rollout, as a tree."""
-        table = views.table(catalog.find(run))
+        table = views.table(catalog.find(run), of)
         table.line(step, offset, id)
         offsets = table.episode(step, offset)
         found = [read_experience(table.line(step, each)) for each in offsets]
         return _json({"step": step, "trees": turn_tree(found, offsets)})
+
+
+def _add_feedback(app: FastAPI, views: RunViews) -> None:
+    """Registers feedback on completions. Other sites cannot send it: the guard checks where a request comes from."""
+    catalog, desks = views.catalog, views.desks
+
+    @app.get("/api/feedback")
+    def said(run: str, id: str) -> Response:
+        """Lists what was said about a completion."""
+        return _json(desks.said(catalog.find(run), id))
+
+    @app.post("/api/feedback")
+    async def say(run: str, request: Request) -> Response:
+        """Stores a rating or a better answer."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RequestRefusedError("send Content-Type: application/json", 415, code="no_json")
+        body = await request.body()
+        return _json(await run_in_threadpool(lambda: desks.say(catalog.find(run), body)))
+
+    @app.delete("/api/feedback")
+    def undo(run: str, id: str) -> Response:
+        """Takes back what was said."""
+        return _json(desks.undo(catalog.find(run), id))
 
 
 def _add_comparison(app: FastAPI, views: RunViews) -> None:

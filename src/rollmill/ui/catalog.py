@@ -14,7 +14,7 @@ from typing import Any
 from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.report.step_timeline import TIMELINE_FILE
-from rollmill.trackers.eval_metrics import first_accuracy
+from rollmill.trackers.eval_metrics import EVAL_PREFIX, first_accuracy
 from rollmill.trackers.event_log import EVENTS_FILE, RESTART, read_events
 from rollmill.trackers.heartbeat import CONFIG, planned_stages, process_state, read_heartbeats, run_state
 from rollmill.trackers.metrics_log import METRICS_FILE, SUMMARY_FILE, read_summary
@@ -22,7 +22,7 @@ from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER
 from rollmill.web import RequestRefusedError
 
 _DEEPEST = 3
-_TAIL = 2**18
+_TAIL = 2**21
 _RECENT = 5
 _SHOWN = (CONFIG, METRICS_FILE, EVENTS_FILE, SUMMARY_FILE, TIMELINE_FILE, ROLLOUTS_FOLDER, "evaluations", "processes")
 """Files and folders of a run whose contents are shown, so that they may not be links to others."""
@@ -159,7 +159,7 @@ def _signature(path: Path) -> tuple[int, int, int]:
 
 def _read_facts(path: Path) -> _FileFacts:
     config = read_config(path)
-    rows = read_last_rows(path / METRICS_FILE)
+    rows = read_last_rows(path / METRICS_FILE, beyond=_RECENT, having=EVAL_PREFIX)
     done = [row for row in rows if row.get("seconds/total") is not None]
     last = done[-1] if done else rows[-1] if rows else {}
     seconds = [row["seconds/total"] for row in done[-_RECENT:] if isinstance(row["seconds/total"], int | float)]
@@ -196,8 +196,12 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def read_last_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows in the last 256 KiB of a JSONL file; damaged and incomplete ones are left out."""
+def read_last_rows(path: Path, *, beyond: int | None = None, having: str = "") -> list[dict[str, Any]]:
+    """Read the rows in the last 2 MiB of a JSONL file; damaged and incomplete ones are left out.
+
+    Args:
+        beyond: of the rows before the last `beyond` ones, read only those with the text `having`, which is quick.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -205,8 +209,12 @@ def read_last_rows(path: Path) -> list[dict[str, Any]]:
             lines = file.read().split(b"\n")
     except OSError:
         return []
-    rows = []
-    for line in lines[1:] if size > _TAIL else lines:
+    rows, wanted = [], having.encode()
+    lines = lines[1:] if size > _TAIL else lines
+    certain = 0 if beyond is None else len(lines) - beyond - 1  # the last line is empty, or torn
+    for number, line in enumerate(lines):
+        if number < certain and wanted not in line:
+            continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER
 from rollmill.web import RequestRefusedError
 
 _NAME = re.compile(r"step-(\d{1,12})\.jsonl")
@@ -94,9 +93,10 @@ class RolloutQuery:
 
 
 class RolloutTable:
-    """The table of one run. Safe for threads.
+    """The table of one folder of a run. Safe for threads.
 
     Args:
+        folder: files of steps: RUN/rollouts, or RUN/evaluations.
         database: path of a file that may be created.
         versions: returns the version of the weights that each step's update began with; of other steps it is one less
             than their number.
@@ -105,12 +105,12 @@ class RolloutTable:
 
     def __init__(
         self,
-        run_dir: Path,
+        folder: Path,
         database: Path,
         versions: Callable[[], dict[int, int]],
         check_links: Callable[[Iterable[os.DirEntry[str] | Path]], None],
     ) -> None:
-        self._folder, self._versions, self._check_links = run_dir / ROLLOUTS_FOLDER, versions, check_links
+        self._folder, self._versions, self._check_links = folder, versions, check_links
         self._lock = threading.Lock()
         self._connection = sqlite3.connect(database, check_same_thread=False, isolation_level=None)
         self._connection.executescript(f"PRAGMA journal_mode = MEMORY; PRAGMA synchronous = OFF; {_SCHEMA}")
@@ -149,12 +149,14 @@ class RolloutTable:
             [total] = run(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()
             [steps] = run("SELECT count(*) FROM files").fetchone()
             found = run(
-                f"SELECT {_COLUMNS}, substr(prompt, -{_SNIPPET}), substr(response, 1, {_SNIPPET}) FROM rollouts "
-                f"WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?",
+                f"SELECT {_COLUMNS}, prompt, response FROM rollouts WHERE {where} "
+                f"ORDER BY {query.order()} LIMIT ? OFFSET ?",
                 [*values, query.limit, query.offset],
             )
-            names = [column[0] for column in found.description[:-2]] + ["prompt", "response"]
+            names = [column[0] for column in found.description]
             rows = [dict(zip(names, row, strict=True)) for row in found]
+            for row in rows:  # cut here, since functions of SQLite end a text at its first zero character
+                row |= {"prompt": row["prompt"][-_SNIPPET:], "response": row["response"][:_SNIPPET]}
             return {"rows": rows, "total": total, "steps": steps, "pending": self._pending}
 
     def episode(self, step: int, offset: int) -> list[int]:

@@ -20,8 +20,11 @@ _LAST_ANSWERS_S = 2
 
 
 @contextmanager
-def open_server(folder: Path, guard: RequestGuard) -> Iterator[uvicorn.Server]:
+def open_server(folder: Path, guard: RequestGuard, author: str) -> Iterator[uvicorn.Server]:
     """Yields the server for the runs in a folder, with `run(sockets=[...])` until SIGINT or SIGTERM.
+
+    Args:
+        author: of feedback.
 
     Its temporary files are removed at the end. Raises ConfigError if `folder` is no folder, or if the web libraries are
     missing.
@@ -38,7 +41,7 @@ def open_server(folder: Path, guard: RequestGuard) -> Iterator[uvicorn.Server]:
     catalog = RunCatalog(folder)
     with (
         tempfile.TemporaryDirectory(prefix="rollmill-ui-") as tables,
-        closing(RunViews(catalog, Path(tables))) as views,
+        closing(RunViews(catalog, Path(tables), author)) as views,
     ):
         app = make_app(views, guard)
         yield uvicorn.Server(server_config(app, ConnectionLimits(keep_alive_s=30), _LAST_ANSWERS_S))

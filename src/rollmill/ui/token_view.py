@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.errors import RollmillError
-from rollmill.report.run_report import Decoder, load_decoder, token_texts, tokenizer_file
+from rollmill.report.tokens import Decoder, load_decoder, token_texts, tokenizer_file
 from rollmill.trackers.rollout_log import decode_experience
 from rollmill.types import Experience
 
@@ -57,11 +57,8 @@ def read_experience(row: dict[str, Any]) -> Experience:
         raise RollmillError(f"the completion {str(row.get('id'))[:100]!r} is damaged: {error!r}") from error
 
 
-def token_page(experience: Experience, row: dict[str, Any], decode: Decoder | None, start: int) -> dict[str, Any]:
+def token_page(experience: Experience, decode: Decoder | None, start: int) -> dict[str, Any]:
     """Describe a completion, and up to MOST_TOKENS of its tokens from index `start` on.
-
-    Args:
-        row: the line, which may have numbers of the trainer beside those of the experience.
 
     Returns:
         Lists with an entry per token: `ids`, `texts`, `mask`, `logprobs`, `versions`, `advantage`, `trainer_logprobs`
@@ -71,10 +68,11 @@ def token_page(experience: Experience, row: dict[str, Any], decode: Decoder | No
     start = min(max(start, 0), total)
     end = min(start + MOST_TOKENS, total)
     texts = _texts(experience, decode, start, end)
-    trained = {name: _floats(row.get(name), total, start, end) for name in ("trainer_logprobs", "entropy")}
-    advantage = None if experience.advantage is None else experience.advantage[start:end].tolist()
+    known = {name: getattr(experience, name) for name in ("advantage", "trainer_logprobs", "entropy")}
+    floats = {name: None if values is None else values[start:end].tolist() for name, values in known.items()}
     return {
         **describe(experience),
+        "response": experience.response[:_TURN_CHARS],
         "start": start,
         "total": total,
         "first_action": int(experience.action_mask.argmax()) if experience.action_mask.any() else total,
@@ -83,8 +81,7 @@ def token_page(experience: Experience, row: dict[str, Any], decode: Decoder | No
         "mask": experience.action_mask[start:end].astype(int).tolist(),
         "logprobs": experience.logprobs[start:end].tolist(),
         "versions": experience.versions[start:end].tolist(),
-        "advantage": advantage,
-        **trained,
+        **floats,
         "turns": [[turn.role, turn.start, turn.end] for turn in experience.turns],
     }
 
@@ -119,15 +116,6 @@ def _texts(experience: Experience, decode: Decoder | None, start: int, end: int)
         versions=experience.versions[before:end],
     )
     return token_texts(part, decode)[start - before :]
-
-
-def _floats(values: object, total: int, start: int, end: int) -> list[float] | None:
-    if not isinstance(values, list) or len(values) != total:
-        return None
-    try:
-        return [float(value) for value in values[start:end]]
-    except (TypeError, ValueError):
-        return None
 
 
 @dataclass(slots=True)

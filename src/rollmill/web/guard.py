@@ -25,7 +25,7 @@ _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
-    "img-src": "'self'",
+    "img-src": "'self' data:",
     "form-action": "'self'",
     "base-uri": "'none'",
     "frame-ancestors": "'none'",

@@ -17,9 +17,10 @@ from rollmill.rollout.endpoint.anthropic_protocol import (
     TokenCountRequest,
 )
 from rollmill.rollout.endpoint.chat_completions import ChatChoiceState, ChatCompletionHandler
+from rollmill.rollout.endpoint.extra_fields import check_extra_fields
 from rollmill.rollout.endpoint.messages import normalize_messages, template_error
 from rollmill.rollout.endpoint.middleware import Caller
-from rollmill.rollout.endpoint.protocol import MESSAGES_PATH, ApiError, ChatCompletionRequest, check_extra_fields
+from rollmill.rollout.endpoint.protocol import MESSAGES_PATH, ApiError, ChatCompletionRequest
 from rollmill.rollout.endpoint.service import EndpointService
 from rollmill.rollout.endpoint.session import requested_tools
 from rollmill.rollout.tools.formats import ToolCall
@@ -97,7 +98,7 @@ class MessagesHandler(ChatCompletionHandler):
         if completion.stop_reason is not StopReason.STOP:
             return None
         text = self.service.chat.decode(completion.token_ids.tolist())
-        found = [(text.find(stop), stop) for stop in self.sampling.stop if stop in text]
+        found = [(text.find(stop), stop) for stop in self.body.stop or () if stop in text]
         return min(found)[1] if found else None
 
 

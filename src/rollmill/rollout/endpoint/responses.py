@@ -7,9 +7,10 @@ from contextlib import aclosing
 from typing import Any
 
 from rollmill.rollout.endpoint.chat_completions import ChatChoiceState, ChatCompletionHandler
+from rollmill.rollout.endpoint.extra_fields import check_extra_fields
 from rollmill.rollout.endpoint.messages import assistant_message
 from rollmill.rollout.endpoint.middleware import Caller
-from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam, check_extra_fields
+from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam
 from rollmill.rollout.endpoint.responses_protocol import ResponseObject, ResponseRequest, ResponseUsageInfo
 from rollmill.rollout.endpoint.service import EndpointService
 from rollmill.types import Completion
@@ -109,6 +110,7 @@ class ResponseHandler(ChatCompletionHandler):
                 "metadata": asked.metadata or {},
                 "model": self.service.name,
                 "output": self._output(choice) if made else [],
+                "parallel_tool_calls": asked.parallel_tool_calls is not False,
                 "previous_response_id": asked.previous_response_id,
                 "store": self.continuable,
                 "temperature": self.sampling.temperature,

@@ -50,6 +50,7 @@ class ResponseTextParam(BaseModel):
     """The form of the text; the `verbosity` is a hint without effect."""
 
     format: dict[str, Any] | None = None
+    """`text`, `json_object`, or `json_schema` with a `schema`."""
 
 
 class ResponseRequest(RequestBody):
@@ -67,6 +68,9 @@ class ResponseRequest(RequestBody):
     """False: the response cannot be continued by its id."""
     tools: Annotated[list[ResponseToolParam], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
+    """`auto`, `none`, `required`, or the function that is to be called."""
+    parallel_tool_calls: bool | None = None
+    """False: one call at most."""
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -94,13 +98,12 @@ class ResponseRequest(RequestBody):
         messages += [*before, *self._messages()]
         if not messages:
             raise ApiError("`input` is empty; send a text or items", code="invalid_value", param="input")
-        if self.text is not None and self.text.format not in (None, {"type": "text"}):
-            text = "`text.format` is supported as `text` only; describe the format in the prompt"
-            raise ApiError(text, code="unsupported_parameter", param="text.format")
         fields: dict[str, Any] = {
             "messages": messages,
             "tools": self._tools(),
             "tool_choice": _choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": None if self.text is None else self.text.format,
             "max_tokens": self.max_output_tokens,
             "logprobs": self.top_logprobs is not None or _LOGPROBS in (self.include or ()),
             "top_logprobs": self.top_logprobs,
@@ -186,7 +189,7 @@ class ResponseObject(BaseModel):
     metadata: dict[str, str]
     model: str
     output: list[ResponseOutputItem]
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, None] = {"effort": None, "summary": None}
     store: bool

@@ -63,7 +63,7 @@ function onKey(event, here, toggleHelp) {
     if (turn) turn.click();
     else if (rows.length) {
       const row = rows[at < 0 ? 0 : Math.min(Math.max(at + step, 0), rows.length - 1)];
-      (row.matches("a, button, [tabindex]") ? row : row.querySelector("a, button, [tabindex]"))?.focus();
+      (row.querySelector("[data-open]") ?? row.querySelector("a, button"))?.focus();
       row.scrollIntoView({ block: "nearest" });
     }
   } else return;

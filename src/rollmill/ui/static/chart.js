@@ -18,6 +18,13 @@ export function smooth(values, weight) {
   });
 }
 
+// Bounds of the y axis; a line that never moves is in the middle.
+function around(_, low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (low === high) { const margin = Math.abs(low) / 10 || 1; return [low - margin, high + margin]; }
+  return window.uPlot.rangeNum(low, high, 0.1, true);
+}
+
 export function axisValue(x, value) {
   if (value === null || value === undefined) return "–";
   return x === "seconds" ? duration(value) : x === "tokens" ? count(value) : String(Math.round(value * 10) / 10);
@@ -63,9 +70,9 @@ function options({ x, log, width, height, range, onZoom, unit }, { series, bands
   return {
     width, height, bands, padding: [10, 12, 0, 0],
     series: series.map((each) => ({ ...each, edge: undefined })),
-    scales: { x: { time: false, ...(range ? { range: () => range } : {}) }, y: { distr: log ? 3 : 1 } },
+    scales: { x: { time: false, ...(range ? { range: () => range } : {}) }, y: log ? { distr: 3 } : { range: around } },
     axes: [{ ...axis, size: 26, gap: 3, space: 56, ...(x === "step" ? { incrs: WHOLE } : {}), values: (_, all) => all.map((value) => axisValue(x, value)) },
-      { ...axis, size: 54, gap: 3, space: 34, values: (_, all) => all.map((value) => (value === null ? "" : write(value))) }],
+      { ...axis, size: (_, texts) => Math.max(40, 14 + 6.3 * Math.max(0, ...(texts ?? []).map((text) => text.length))), gap: 3, space: 34, values: (_, all) => all.map((value) => (value === null ? "" : write(value))) }],
     cursor: { sync: { key: SYNC.key, setSeries: false }, drag: { x: true, y: false, setScale: false }, focus: { prox: 24 },
       points: { size: 6 } },
     legend: { show: false },

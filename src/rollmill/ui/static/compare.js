@@ -1,7 +1,7 @@
 // Two runs side by side: evaluations task by task, metrics over common steps, and what differs in the run files.
 import { useMemo, useState } from "preact/hooks";
 import { Badge, Empty, go, html, link, number, Problem, shown, useAsk } from "./lib.js";
-import { Curves } from "./curves.js";
+import { Curves, MAIN } from "./curves.js";
 
 // An interval of a difference as a bar around zero.
 function Interval({ low, high, value, most }) {
@@ -30,7 +30,8 @@ function Metrics({ rows, names }) {
   const [text, setText] = useState("");
   const [sure, setSure] = useState(false);
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  const visible = rows.filter((row) => words.every((word) => row.key.toLowerCase().includes(word)) && (!sure || (row.low !== null && (row.low > 0 || row.high < 0))));
+  const place = ({ key }) => (MAIN.includes(key) ? MAIN.indexOf(key) : key.startsWith("eval/") ? MAIN.length : MAIN.length + 1);
+  const visible = [...rows].sort((a, b) => place(a) - place(b)).filter((row) => words.every((word) => row.key.toLowerCase().includes(word)) && (!sure || (row.low !== null && (row.low > 0 || row.high < 0))));
   return html`<section><h2>Metrics <small>means over the steps that both have; the interval is of the difference, by batch means</small></h2>
     <div class="bar-of-controls"><input type="search" data-search placeholder="Filter metrics" aria-label="Filter metrics" value=${text} onInput=${(event) => setText(event.target.value)} />
       <label><input type="checkbox" checked=${sure} onChange=${(event) => setSure(event.target.checked)} /> only where the interval leaves out zero</label></div>

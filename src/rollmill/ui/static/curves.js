@@ -3,7 +3,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { ask, Empty, go, html, link, Problem, useAsk, useKept } from "./lib.js";
 import { Chart } from "./chart.js";
 
-const MAIN = ["reward/mean", "loss", "length/mean", "entropy", "kl", "grad_norm", "ratio/clip_fraction", "staleness/mean",
+export const MAIN = ["reward/mean", "loss", "length/mean", "entropy", "kl", "grad_norm", "ratio/clip_fraction", "staleness/mean",
   "logprob_gap/mean", "tokens_per_second", "seconds/total", "value/loss", "pairs/accuracy"];
 const DASHES = [undefined, [6, 4], [2, 3], [10, 4, 2, 4]];
 const AXES = { step: "steps", tokens: "tokens trained on", seconds: "seconds" };

@@ -7,7 +7,7 @@ export const html = htm.bind(h);
 
 // -- requests --------------------------------------------------------------------------------------------------
 
-export async function ask(path, params = {}, { signal, method = "GET" } = {}) {
+export async function ask(path, params = {}, { signal, method = "GET", body } = {}) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(params)) {
     for (const each of Array.isArray(value) ? value : [value]) {
@@ -16,7 +16,7 @@ export async function ask(path, params = {}, { signal, method = "GET" } = {}) {
   }
   let answer, found;
   try {
-    answer = await fetch(`/api/${path}?${query}`, { signal, method });
+    answer = await fetch(`/api/${path}?${query}`, { signal, method, ...(body ? { body: JSON.stringify(body), headers: { "content-type": "application/json" } } : {}) });
     found = await answer.json();
   } catch (error) {
     if (error.name === "AbortError") throw error;

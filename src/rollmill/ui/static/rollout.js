@@ -1,6 +1,6 @@
 // A completion: its tokens with what engine and trainer know of each, and the tree of the turns of its rollout.
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { duration, go, html, isDark, link, number, plain, Problem, shown, useAsk, useKept } from "./lib.js";
+import { ask, clock, duration, go, html, isDark, link, number, plain, Problem, shown, useAsk, useKept } from "./lib.js";
 import { neighbours, Reward } from "./rollouts.js";
 
 // What tokens can be coloured by: the value of a token, and its place on the scale from 0 to 1 (or -1 to 1, `signed`).
@@ -106,24 +106,24 @@ function Turn({ node, here }) {
 }
 
 // A chain of turns is one list; only where paths part is there another level.
-function Branch({ node, run, step, here }) {
+function Branch({ node, run, of, step, here }) {
   const chain = [node];
   while (chain.at(-1).children.length === 1 && !chain.at(-1).ends.length) chain.push(chain.at(-1).children[0]);
   const last = chain.at(-1);
   return html`<div class="branch">${chain.map((each) => html`<${Turn} node=${each} here=${here} />`)}
-    ${last.ends.map((end) => html`<p class="end">end of <a href=${link("rollout", { run, step, offset: end.offset, id: end.id })} aria-current=${end.id === here ? "true" : null}>${shown(end.id)}</a>
+    ${last.ends.map((end) => html`<p class="end">end of <a href=${link("rollout", { run, of, step, offset: end.offset, id: end.id, view: "turns" })} aria-current=${end.id === here ? "true" : null}>${shown(end.id)}</a>
       <${Reward} value=${end.reward} /> ${end.stop}</p>`)}
-    ${last.children.length > 0 && html`<div class="branches">${last.children.map((child) => html`<${Branch} node=${child} run=${run} step=${step} here=${here} />`)}</div>`}</div>`;
+    ${last.children.length > 0 && html`<div class="branches">${last.children.map((child) => html`<${Branch} node=${child} run=${run} of=${of} step=${step} here=${here} />`)}</div>`}</div>`;
 }
 
-function Tree({ run, step, offset, id }) {
-  const { data, error } = useAsk("episode", { run, step, offset, id });
+function Tree({ run, of, step, offset, id }) {
+  const { data, error } = useAsk("episode", { run, of, step, offset, id });
   if (error) return html`<${Problem} text=${error} />`;
   if (!data) return html`<p class="loading">Reading the turns</p>`;
-  return html`<div class="tree">${data.trees.map((tree) => html`<${Branch} node=${tree} run=${run} step=${step} here=${id} />`)}</div>`;
+  return html`<div class="tree">${data.trees.map((tree) => html`<${Branch} node=${tree} run=${run} of=${of} step=${step} here=${id} />`)}</div>`;
 }
 
-function Facts({ one, run }) {
+function Facts({ one, run, of }) {
   const parts = Object.entries(one.reward_parts);
   const info = Object.entries(one.info).filter(([, value]) => value !== null);
   return html`<dl class="facts">
@@ -133,33 +133,64 @@ function Facts({ one, run }) {
     ${one.source !== "usual" && html`<div><dt>Kind</dt><dd>${one.source}</dd></div>`}
     <div><dt>Temperature</dt><dd>${number(one.temperature, 3)}</dd></div>
     ${Object.entries(one.timings).map(([name, value]) => html`<div><dt>${shown(name)}</dt><dd>${duration(value)}</dd></div>`)}
-    <div><dt>Task</dt><dd><a href=${link("run", { run, tab: "rollouts", task: one.task })}>${shown(one.task)}</a></dd></div>
+    <div><dt>Task</dt><dd><a href=${link("run", { run, tab: "rollouts", of, task: one.task })}>${shown(one.task)}</a></dd></div>
   </dl>${info.length > 0 && html`<details class="info"><summary>Further details</summary><dl class="facts">${info.map(([name, value]) => html`<div><dt>${shown(name)}</dt><dd>${shown(typeof value === "string" ? value : JSON.stringify(value))}</dd></div>`)}</dl></details>`}`;
 }
 
+// What people say about the completion; a running or a later run learns from it.
+function Feedback({ run, one }) {
+  const [turn, setTurn] = useState(0);
+  const [problem, setProblem] = useState(null);
+  const [answer, setAnswer] = useState(null);
+  const { data, error } = useAsk("feedback", { run, id: one.id }, turn);
+  const act = async (...request) => {
+    try {
+      await ask("feedback", ...request);
+      setProblem(null);
+      setAnswer(null);
+    } catch (failed) {
+      setProblem(failed.message);
+    }
+    setTurn((now) => now + 1);
+  };
+  const say = (what) => act({ run }, { method: "POST", body: { completion: one.id, step: one.step, ...what } });
+  const mine = data?.said.findLast((each) => each.act === "rate" && each.author === data.author)?.rating;
+  return html`<details class="info feedback"><summary>Feedback${data?.said.length ? ` (${data.said.length})` : ""}</summary>
+    <${Problem} text=${problem ?? error} />
+    <div class="bar-of-controls"><span class="stars" role="group" aria-label="Rating">${[1, 2, 3, 4, 5].map((star) => html`<button class="quiet star" aria-label=${`${star} of 5 stars`}
+        aria-pressed=${mine !== undefined && mine * 4 + 1 >= star} onClick=${() => say({ rating: (star - 1) / 4 })}>${mine !== undefined && mine * 4 + 1 >= star ? "★" : "☆"}</button>`)}</span>
+      ${answer === null && html`<button onClick=${() => setAnswer(one.response ?? "")}>Write a better answer</button>`}</div>
+    ${answer !== null && html`<label class="answer">A better answer <textarea rows="6" value=${answer} onInput=${(event) => setAnswer(event.target.value)}></textarea></label>
+      <div class="bar-of-controls"><button onClick=${() => say({ text: answer })}>Save answer</button><button class="quiet" onClick=${() => setAnswer(null)}>Cancel</button></div>`}
+    ${data?.said.length > 0 && html`<ul class="said">${data.said.map((each) => html`<li key=${each.id}><b>${shown(each.author)}</b> ${each.act === "rate" ? `rated it ${number(each.rating)}` : each.act === "edit" ? "wrote a better answer" : shown(each.act)}
+      <small> ${clock(each.at)}</small> <button class="quiet" onClick=${() => act({ run, id: each.id }, { method: "DELETE" })}>Undo</button></li>`)}</ul>`}
+    <p class="hint">Stored in the run’s buffer, as by <code>rollmill feedback</code>.</p></details>`;
+}
+
 export function RolloutPage({ params }) {
-  const run = params.get("run"), id = params.get("id");
+  const run = params.get("run"), of = params.get("of"), id = params.get("id");
   const step = Number(params.get("step")), offset = Number(params.get("offset"));
   const view = params.get("view") === "turns" ? "turns" : "tokens";
   const [start, setStart] = useState(0);
-  const { data: one, error, stale } = useAsk("rollout", { run, step, offset, id, start });
-  useEffect(() => setStart(0), [run, step, offset, id]);
-  const [before, after] = neighbours(run, step, offset);
-  const to = (row) => link("rollout", { run, step: row.step, offset: row.offset, id: row.id, view: view === "turns" ? "turns" : "" });
-  const show = (name) => go("rollout", { run, step, offset, id, view: name === "turns" ? "turns" : "" }, { replace: true });
+  const { data: one, error, stale } = useAsk("rollout", { run, of, step, offset, id, start });
+  useEffect(() => setStart(0), [run, of, step, offset, id]);
+  const [before, after] = neighbours(run, of, step, offset);
+  const to = (row) => link("rollout", { run, of, step: row.step, offset: row.offset, id: row.id, view: view === "turns" ? "turns" : "" });
+  const show = (name) => go("rollout", { run, of, step, offset, id, view: name === "turns" ? "turns" : "" }, { replace: true });
   if (error && !one) return html`<${Problem} text=${error} />`;
   if (!one) return html`<p class="loading">Reading the completion</p>`;
   return html`
-    <h1>${shown(one.id)} <small>step ${one.step}</small></h1>
+    <h1>${shown(one.id)} <small>${of ? "evaluation after " : ""}step ${one.step}</small></h1>
     <div class="bar-of-controls">
-      <a class="button" href=${link("run", { run, tab: "rollouts" })}>All completions</a>
+      <a class="button" href=${link("run", { run, tab: "rollouts", of })}>All completions</a>
       ${before && html`<a class="button" data-previous href=${to(before)}>← Previous</a>`}
       ${after && html`<a class="button" data-next href=${to(after)}>Next →</a>`}
     </div>
     <${Problem} text=${error} />
-    <${Facts} one=${one} run=${run} />
+    <${Facts} one=${one} run=${run} of=${of} />
+    ${!of && html`<${Feedback} key=${one.id} run=${run} one=${one} />`}
     <div class="tabs" role="tablist">
       <button role="tab" aria-selected=${view === "tokens"} onClick=${() => show("tokens")}>Tokens</button>
       <button role="tab" aria-selected=${view === "turns"} onClick=${() => show("turns")}>Turns</button></div>
-    <div class=${`tab${stale ? " stale" : ""}`} role="tabpanel">${view === "tokens" ? html`<${TokenMap} tokens=${one} onPage=${setStart} />` : html`<${Tree} run=${run} step=${step} offset=${offset} id=${id} />`}</div>`;
+    <div class=${`tab${stale ? " stale" : ""}`} role="tabpanel">${view === "tokens" ? html`<${TokenMap} tokens=${one} onPage=${setStart} />` : html`<${Tree} run=${run} of=${of} step=${step} offset=${offset} id=${id} />`}</div>`;
 }

@@ -5,10 +5,10 @@ import { Chart } from "./chart.js";
 
 const SORTS = { newest: "newest first", oldest: "oldest first", reward: "reward", length: "length", staleness: "staleness", turns: "turns" };
 const PAGE = 100;
-const FILTERS = ["text", "task", "step", "at_least", "at_most", "source", "stop", "sort", "rising"];
+const FILTERS = ["of", "text", "task", "step", "at_least", "at_most", "source", "stop", "sort", "rising"];
 
 // What was listed last, so that the page of a completion can go to the next one.
-export const listed = { run: null, rows: [] };
+export const listed = { run: null, of: null, rows: [] };
 
 function query(params) {
   const given = Object.fromEntries(FILTERS.map((name) => [name, params.get(name) ?? ""]));
@@ -75,18 +75,20 @@ export function RolloutBrowser({ run, params, revision }) {
     onInput=${(event) => set({ [name]: event.target.value })} /></label>`;
   const rows = data?.rows ?? [];
   listed.run = run;
+  listed.of = params.get("of");
   listed.rows = rows;
   const sort = params.get("sort") || "newest";
-  const filtered = FILTERS.some((name) => !["sort", "rising"].includes(name) && params.get(name));
+  const filtered = FILTERS.some((name) => !["of", "sort", "rising"].includes(name) && params.get(name));
   return html`
     <div class="bar-of-controls">
       <input type="search" data-search placeholder="Search in prompts, responses, tasks" aria-label="Search" value=${params.get("text") ?? ""} onInput=${(event) => set({ text: event.target.value })} />
+      <label>Of <select value=${params.get("of") ?? ""} onChange=${(event) => set({ of: event.target.value })}><option value="">training</option><option value="evaluations">evaluations</option></select></label>
       ${field("task", "Task")} ${field("step", "Step", "number", "short")} ${field("at_least", "Reward from", "number", "short")} ${field("at_most", "to", "number", "short")}
       <label>Kind <select value=${params.get("source") ?? ""} onChange=${(event) => set({ source: event.target.value })}><option value="">all</option><option value="usual">rollout</option><option value="expert">demonstration</option><option value="preference">preference</option></select></label>
       <label>Ended by <select value=${params.get("stop") ?? ""} onChange=${(event) => set({ stop: event.target.value })}><option value="">all</option>${["eos", "stop", "length", "repetition", "aborted"].map((name) => html`<option>${name}</option>`)}</select></label>
       <label>Sort <select value=${sort} onChange=${(event) => set({ sort: event.target.value })}>${Object.entries(SORTS).map(([name, title]) => html`<option value=${name}>${title}</option>`)}</select></label>
       ${!["newest", "oldest"].includes(sort) && html`<button onClick=${() => set({ rising: params.get("rising") ? "" : "1" })}>${params.get("rising") ? "lowest first ↑" : "highest first ↓"}</button>`}
-      ${filtered && html`<button onClick=${() => go("run", { run, tab: "rollouts", sort })}>Clear</button>`}
+      ${filtered && html`<button onClick=${() => go("run", { run, tab: "rollouts", of: params.get("of"), sort })}>Clear</button>`}
     </div>
     <${Problem} text=${error} />
     ${data && html`<p class="hint" role="status">${data.total} completions${data.pending ? ` so far: ${data.pending} of ${data.pending + data.steps} steps are still being read` : ` in ${data.steps} steps`}</p>`}
@@ -99,12 +101,12 @@ export function RolloutBrowser({ run, params, revision }) {
         <td class="number" data-title="step">${row.step}</td><td><${Reward} value=${row.reward} /></td><td class="number" data-title="tokens">${count(row.length)}</td>
         <td class="number" data-title="stale">${row.staleness ?? "–"}</td><td class="number" data-title="turns">${row.turns}</td><td>${row.stop}${row.source !== "usual" ? html` <small>${row.source}</small>` : null}</td>
         <td class="text"><button class="task" title="This task over time" onClick=${() => set({ task: row.task })}>${shown(row.task)}</button>
-          <a href=${link("rollout", { run, step: row.step, offset: row.offset, id: row.id })}>${row.response ? shown(row.response) : html`<i>empty</i>`}</a></td></tr>`)}</tbody></table></div>
+          <a data-open href=${link("rollout", { run, of: params.get("of"), step: row.step, offset: row.offset, id: row.id })}>${row.response ? shown(row.response) : html`<i>empty</i>`}</a></td></tr>`)}</tbody></table></div>
       ${rows.length < Math.min(data.total, 1000) && html`<p><button onClick=${() => setPages(pages + 1)}>Show more</button></p>`}`}`;
 }
 
-export function neighbours(run, step, offset) {
-  if (listed.run !== run) return [null, null];
+export function neighbours(run, of, step, offset) {
+  if (listed.run !== run || listed.of !== of) return [null, null];
   const at = listed.rows.findIndex((row) => row.step === step && row.offset === offset);
   return at < 0 ? [null, null] : [listed.rows[at - 1] ?? null, listed.rows[at + 1] ?? null];
 }

@@ -35,7 +35,7 @@ function Events({ events }) {
   return html`<section><h2>Events <small>restarts, failures that the run got over, warnings</small></h2>
     ${events.length ? html`<ol class="events">${[...events].reverse().map((event) => html`<li class=${event.event}>
       <time>${clock(event.time)}</time> <b>${shown(event.event)}</b>${event.step !== undefined && html` <span class="step">step ${event.step}</span>`}
-      <span class="text">${Object.entries(event).filter(([name]) => !TOLD.includes(name)).map(([name, value]) => html`<span><small>${shown(name)}</small> ${shown(typeof value === "string" ? value : JSON.stringify(value))}</span> `)}</span></li>`)}</ol>`
+      <span class="text">${Object.entries(event).filter(([name]) => !TOLD.includes(name)).map(([name, value]) => html`<span>${["text", "reason"].includes(name) ? null : html`<small>${shown(name)}</small> `}${shown(typeof value === "string" ? value : JSON.stringify(value))}</span> `)}</span></li>`)}</ol>`
       : html`<${Empty}>Nothing out of the ordinary has happened.</${Empty}>`}</section>`;
 }
 

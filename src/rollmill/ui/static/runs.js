@@ -62,7 +62,7 @@ export function RunsPage({ runs, root }) {
       <tbody>${visible.map((run) => html`<tr key=${run.id} data-row class=${there.includes(run.id) ? "chosen" : ""}>
         <td class="check"><label class="hit"><input type="checkbox" aria-label=${`Choose ${run.id}`} checked=${there.includes(run.id)}
           onChange=${(event) => choose(run.id, event.target.checked)} /></label></td>
-        <td class="c-name"><a href=${link("run", { run: run.id })}>${run.id === "." ? run.name : run.id}</a>${run.name !== run.id && run.id !== "." && html`<small>${run.name}</small>`}</td>
+        <td class="c-name"><a data-open href=${link("run", { run: run.id })}>${run.id === "." ? run.name : run.id}</a>${run.name !== run.id && run.id !== "." && html`<small>${run.name}</small>`}</td>
         <td class="c-state"><${Badge} state=${run.state} />${run.restarts ? html` <small title="Restarts of the process that trains">↻${run.restarts}</small>` : null}</td>
         <td class="c-algorithm">${run.algorithms.join(" → ") || "–"}</td>
         <td class="c-model"><span title=${run.model}>${run.model.split("/").filter(Boolean).pop() || "–"}</span></td>

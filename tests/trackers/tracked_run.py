@@ -1,8 +1,13 @@
-"""Prints what the trackers' own packages read back of a run, as JSON; run by the interpreter that has them."""
+"""Runs FOLDER/run.yaml, repeats its last steps as after a kill, and prints as JSON what each tracker's package reads.
+
+It is for the interpreter that has these packages.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,8 +70,19 @@ def read_swanlab(run: Path) -> dict[str, Any]:
     return {"files": found, "texts": [path.read_text() for path in sorted(run.glob("swanlog/run-*/media/text/*.txt"))]}
 
 
+def run_and_resume(folder: Path) -> Path:
+    import rollmill
+
+    rollmill.run(folder / "run.yaml", out=folder / "run")
+    shutil.rmtree(folder / "run/checkpoints/step-000004")
+    rollmill.resume(folder / "run")
+    return folder / "run"
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    run = folder / "run"
-    found = {"wandb": read_wandb(run), "mlflow": read_mlflow(folder), "trackio": read_trackio()}
-    print(json.dumps(found | {"swanlab": read_swanlab(run)}))
+    with contextlib.redirect_stdout(sys.stderr):
+        run = run_and_resume(folder)
+        found = {"wandb": read_wandb(run), "mlflow": read_mlflow(folder), "trackio": read_trackio()}
+        found["swanlab"] = read_swanlab(run)
+    print(json.dumps(found))
