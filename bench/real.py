@@ -1,9 +1,9 @@
 """A pretrained model of 135M parameters learns to write bookings: what it reaches, and the cost of a step beside TRL.
 
 Per seed, examples/real.yaml runs as with `rollmill run`; right bookings of its 200 held-out requests are counted before
-and after (greedy). Then ours and TRL make GRPO steps on the same model, requests, reward, batch and learning rate, in
-turn on one core. TRL runs with several settings; the fastest counts. The unit is seconds of the processor, which other
-programs on the machine change less than the time on the wall.
+it and after each stage (greedy). Then ours and TRL make steps of its GRPO stage on the model as it comes, with the same
+requests, reward, batch and learning rate, in turn on one core. TRL runs with several settings; the fastest counts. The
+unit is seconds of the processor, which other programs on the machine change less than the time on the wall.
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ def learn(seed: int, runs: Path, settings: list[str]) -> dict[str, Any]:
     return {
         "seed": seed,
         "steps": summary["steps"],
-        "accuracy_before": summary["accuracy_before"],
-        "accuracy_after": summary["accuracy_after"],
         "accuracy": {record["step"]: record["eval/greedy"] for record in summary["evaluations"]},
         **json.loads(costs.read_text()),
         "threads": machine["threads"],

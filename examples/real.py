@@ -1,6 +1,7 @@
 """Trains examples/real.yaml and shows what the model has learned: `python examples/real.py`, or `make quickstart-real`.
 
-Ends with a table of the held-out requests, before and after: the share of right bookings, and of right values by key.
+Ends with a table of the held-out requests, before the run and after each of its stages: the share of right bookings,
+and of right values by key.
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ def main() -> None:
 
 
 def describe(out: Path) -> str:
-    """Returns the table of a finished run, and some requests with the bookings before and after."""
+    """Returns the table of a finished run, and some requests with the bookings before it and after each stage."""
     summary = json.loads((out / "summary.json").read_text())
-    before, after = (evaluation(out, summary["evaluations"][at]["step"]) for at in (0, -1))
-    held_out = list(requests(len(before), seed=2, held_out=True))
-    tasks = [(row["prompt"][-1]["content"], row["answer"]) for row in held_out]
-    lines = [f"{len(tasks)} held-out requests, greedy{'before':>16}{'after':>9}"]
-    for name, part in (("right bookings", None), *((f"  right {key}", key) for key in json.loads(tasks[0][1]))):
-        shares = [sum(right(answer, text, part) for (_, answer), text in zip(tasks, found, strict=True)) / len(tasks)
-                  for found in (before, after)]  # fmt: skip
-        lines.append(f"{name:<34}{shares[0]:>9.1%}{shares[1]:>9.1%}")
-    wrong = [at for at, (_, answer) in enumerate(tasks) if not right(answer, before[at])]
+    steps = {each["stage"] if each["step"] else "before": each["step"] for each in summary["evaluations"]}
+    columns = {name: evaluation(out, step) for name, step in steps.items()}
+    first = next(iter(columns.values()))
+    tasks = [(row["prompt"][-1]["content"], row["answer"]) for row in requests(len(first), seed=2, held_out=True)]
+    lines = [f"{f'{len(tasks)} held-out requests, greedy':<34}" + "".join(f"{name:>11}" for name in columns)]
+    for title, key in (("right bookings", None), *((f"  right {key}", key) for key in json.loads(tasks[0][1]))):
+        cells = ""
+        for texts in columns.values():
+            count = sum(right(task[1], text, key) for task, text in zip(tasks, texts, strict=True))
+            cells += f"{count / len(tasks):>11.1%}"
+        lines.append(f"{title:<34}{cells}")
+    wrong = [at for at, (_, answer) in enumerate(tasks) if not right(answer, first[at])]
     for at in wrong[:SHOWN]:
         lines += ["", f"  {tasks[at][0]}"]
-        for when, text in (("before", before[at]), ("after", after[at])):
-            mark = "right" if right(tasks[at][1], text) else "wrong"
-            lines.append(f"    {when:6}  {' '.join(text.split())}   {mark}")
+        for name, texts in columns.items():
+            mark = "right" if right(tasks[at][1], texts[at]) else "wrong"
+            lines.append(f"    {name:10} {' '.join(texts[at].split())}   {mark}")
     return "\n".join([*lines, "", f"{summary['steps']} steps in {summary['seconds']:.0f} s; curves: {out}/report.html"])
 
 

@@ -55,7 +55,10 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 
 
 def requests(size: int, seed: int = 0, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yields rows with prompt (messages) and answer (the booking); held-out ones have other names and restaurants."""
+    """Yields rows with prompt (messages), answer and response (the booking).
+
+    Held-out rows have other names and restaurants.
+    """
     generator = random.Random(seed)
     for _ in range(size):
         people, hour = generator.randint(3, 9), generator.randint(6, 10)
@@ -67,7 +70,8 @@ def requests(size: int, seed: int = 0, held_out: bool = False) -> Iterator[dict[
             "people": people,
         }
         request = generator.choice(REQUESTS).format(**booking, hour=hour, friends=people - 1)
-        yield {"prompt": [*EXAMPLE, {"role": "user", "content": request}], "answer": json.dumps(booking)}
+        prompt, text = [*EXAMPLE, {"role": "user", "content": request}], json.dumps(booking)
+        yield {"prompt": prompt, "answer": text, "response": text}
 
 
 def booking(task: Task, completion: Completion) -> dict[str, float]:

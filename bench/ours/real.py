@@ -13,7 +13,7 @@ from bench.worker import Channel, versions
 
 
 async def serve_steps(channel: Channel, settings: list[str]) -> None:
-    """Build the stage of the run file and run one step per command."""
+    """Build the last stage of the run file, on the model as it comes, and run one step per command."""
     from rollmill.config.loader import load_run
     from rollmill.orchestrator.loop import TrainingLoop
     from rollmill.orchestrator.setup import prepare_first_stage
@@ -22,7 +22,7 @@ async def serve_steps(channel: Channel, settings: list[str]) -> None:
     loaded = load_run(ROOT / "examples" / "real.yaml", [*settings, "threads=1"])
     with tempfile.TemporaryDirectory() as folder:
         policy, tasks, context = prepare_first_stage(loaded, Path(folder))
-        loop = TrainingLoop(Stage(loaded.stages[0], policy, tasks[0], context, index=0, first_version=0))
+        loop = TrainingLoop(Stage(loaded.stages[-1], policy, tasks[-1], context, index=0, first_version=0))
         channel.say(dtype=context.precision, versions=versions("torch", "transformers", "gguf"))
         for _ in channel.commands():
             started, cpu = time.perf_counter(), time.process_time()

@@ -29,9 +29,10 @@ def main() -> None:
     from rollmill.user_code import import_object
 
     torch.set_num_threads(1)
-    stage, model_config = (loaded := load_run(ROOT / "examples" / "real.yaml", args.set)).stages[0], loaded.config.model
+    loaded = load_run(ROOT / "examples" / "real.yaml", args.set)
+    stage = loaded.stages[-1]
     score, requests = (import_object(f"{ROOT / 'examples' / 'restaurant.py'}:{name}") for name in ("score", "requests"))
-    folder, options = pretrained_source(model_config.path)  # type: ignore[arg-type]
+    folder, options = pretrained_source(loaded.config.model.path)  # type: ignore[arg-type]
     dtype = torch.bfloat16 if args.weights == "bf16" else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     forget_quantization(model)

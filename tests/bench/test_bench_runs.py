@@ -59,8 +59,9 @@ def test_bookings_of_a_toy_in_place_of_the_pretrained_model(tmp_path: Path) -> N
     model = toy_model("llama", len(tokenizer), max_position_embeddings=1024, **ids)
     small = {
         "model.path": write_gguf(tmp_path / "toy.gguf", model, tokenizer),
-        **{"steps": 1, "rollout.batch": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 4},
-        **{"evaluation.limit": 5, "evaluation.every": 1, "trainer.precision": "bf16"},
+        **{"stages.0.steps": 1, "stages.1.steps": 1, "stages.0.algorithm.batch": 2, "evaluation.limit": 5},
+        **{"rollout.batch": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 4},
+        **{f"stages.{stage}.trainer.precision": "bf16" for stage in (0, 1)},
     }
     settings = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
     trl = ("--trl", "bf16, 64 a pass", "bf16 weights, 16 a pass")
@@ -71,7 +72,12 @@ def test_bookings_of_a_toy_in_place_of_the_pretrained_model(tmp_path: Path) -> N
     assert list(case["steps"]) == ["ours", "trl bf16, 64 a pass", "trl bf16 weights, 16 a pass"]
     assert all(0 < each["tokens"][0] <= 16 for each in case["steps"].values())
     [run] = case["learned"]
-    assert (run["seed"], run["steps"], run["accuracy"], run["precision"]) == (4, 1, {"0": 0.0, "1": 0.0}, "bf16")
+    assert (run["seed"], run["steps"], run["accuracy"], run["precision"]) == (
+        4,
+        2,
+        {"0": 0.0, "1": 0.0, "2": 0.0},
+        "bf16",
+    )
     assert run["cpu_s"] > 0
 
 

@@ -26,6 +26,7 @@ def test_requests_hold_what_the_booking_needs() -> None:
     made = list(REQUESTS(300, seed=3))
     for row in made:
         request, booking = row["prompt"][-1]["content"], json.loads(row["answer"])
+        assert SCORE(row["answer"], row["response"]) == {"keys": 0.5, "exact": 0.5}
         hour = int(booking["time"].removesuffix(":00")) - 12
         guests = booking["people"] - 1 if "friends" in request else booking["people"]
         assert all(
@@ -71,18 +72,19 @@ def test_the_script_trains_and_ends_with_the_table(tmp_path: Path) -> None:
     model = toy_model("llama", len(tokenizer), max_position_embeddings=1024, **ids)
     small = {
         "model.path": write_gguf(tmp_path / "toy.gguf", model, tokenizer),
-        **{"steps": 1, "rollout.batch": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 4, "evaluation.limit": 5},
-        **{"evaluation.every": 1, "trainer.precision": "fp32", "threads": 1},
+        **{"stages.0.steps": 1, "stages.1.steps": 1, "stages.0.algorithm.batch": 2, "evaluation.limit": 5},
+        **{"rollout.batch": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 4, "threads": 1},
     }
     command = [sys.executable, str(EXAMPLES / "real.py"), "--out", str(tmp_path / "run")]
     settings = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
     shown = subprocess.run([*command, *settings], capture_output=True, text=True, check=True).stdout
     table = shown[shown.index("5 held-out requests") :]
-    assert [line.split() for line in table.splitlines()[1:3]] == [
-        ["right", "bookings", "0.0%", "0.0%"],
-        ["right", "restaurant", "0.0%", "0.0%"],
+    assert [line.split() for line in table.splitlines()[:3]] == [
+        ["5", "held-out", "requests,", "greedy", "before", "imitate", "reinforce"],
+        ["right", "bookings", "0.0%", "0.0%", "0.0%"],
+        ["right", "restaurant", "0.0%", "0.0%", "0.0%"],
     ]
-    assert table.count("wrong") == 6  # three requests, before and after
+    assert table.count("wrong") == 9  # three requests, before and after each stage
     again = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert again == table
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")]) == 0
