@@ -33,6 +33,7 @@ from rollmill.progress import ends_for_restart, uncounted_work
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.remote.rollout_backend import ExplorerFleet
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
+from rollmill.rewards.resources import close_set_aside
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.event_log import EVENTS_FILE
@@ -166,6 +167,7 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: in
         return (await stage.evaluate(is_complete=True)).metrics
     finally:
         await stage.close()
+        close_set_aside()
 
 
 def execute(
@@ -260,6 +262,7 @@ def execute(
             raise
         finally:
             buffers.close()
+            close_set_aside()
         monitor.close(summary)
         return summary
 

@@ -129,6 +129,7 @@ def test_output_that_nobody_reads_does_not_keep_a_stopped_program(monkeypatch: p
     asyncio.run(stopped())
 
 
+@pytest.mark.slow
 def test_programs_use_every_protocol_and_formats_and_each_call_is_trained_on(tmp_path: Path) -> None:
     """Clients of Anthropic, of responses, and one with a format: one step learns from all of their tokens."""
     code = """

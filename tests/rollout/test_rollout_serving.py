@@ -225,7 +225,6 @@ def test_greedy_replies_are_not_learned_from_and_other_temperatures_are_noted(si
         ({"messages": HI, "response_format": {"type": "json_schema"}}, "invalid_value", "json_schema"),
         ({"messages": HI, "response_format": WRONG_SCHEMA}, "invalid_value", "not supported"),
         ({"messages": HI, "tool_choice": "required"}, "invalid_value", "of one of `tools`"),
-        ({"messages": HI, "tools": TOOLS, "parallel_tool_calls": False}, "unsupported_parameter", "asks for calls"),
         ({"messages": HI, "made_up": 1}, "unsupported_parameter", "`made_up` is not a field"),
         ({"messages": HI, "top_logprobs": 2}, "invalid_value", "needs `logprobs`"),
         ({"messages": HI, "stream_options": {"include_usage": True}}, "invalid_value", "needs `stream`"),

@@ -128,6 +128,22 @@ def test_a_stream_has_the_events_of_the_protocol() -> None:
         assert found.count("content_block_stop") == 2
 
 
+def test_the_clients_own_loop_over_tools_runs() -> None:
+    """It asks for threads first, which the server would hold, and goes on without."""
+    import anthropic
+
+    @anthropic.beta_tool
+    def add(a: int, b: list[Any]) -> str:
+        """Adds."""
+        return f"{a} and {len(b)}"
+
+    with running([f"Ok. {CALL}", "It is 3."], max_new_tokens=250, max_position_embeddings=2048) as site:
+        runner = client(site, "loop").beta.messages.tool_runner(model="", max_tokens=250, tools=[add], messages=HI)
+        assert [block.text for block in runner.until_done().content if block.type == "text"] == ["It is 3."]
+        [one] = committed(site, "loop")
+        assert "1 and 2" in one.turns[2].text
+
+
 def test_stop_sequences_are_named() -> None:
     with running(["one two three", "one"], max_new_tokens=60) as site:
         for expected in (("stop_sequence", " two", "one"), ("end_turn", None, "one")):

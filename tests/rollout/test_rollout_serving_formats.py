@@ -126,6 +126,35 @@ def test_a_call_that_is_asked_for_comes(site: Running, choice: Any, names: set[s
         assert arguments.get("city") in ("Rome", "Oslo") if call["name"] == "weather" else arguments == {}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_an_answer_ends_after_the_first(stream: bool) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    listed = json.dumps([{"name": "weather", "arguments": {"city": city}} for city in ("Rome", "Oslo")])
+    says = [f"I see. {call}\n{call}", "Sunny.", listed, "Never mind."]
+    with running(says, max_new_tokens=300, max_position_embeddings=2048) as site:
+        messages, found = list(HI), []
+        ask = client(site, "single").chat.completions
+        for _ in says:
+            options: Any = {"model": "", "messages": messages, "tools": TOOLS, "parallel_tool_calls": False}
+            if stream:
+                with ask.stream(**options) as events:
+                    choice: Any = events.get_final_completion().choices[0]
+            else:
+                choice = ask.create(**options).choices[0]
+            calls = choice.message.tool_calls or []
+            found.append((choice.message.content or "", len(calls), choice.finish_reason))
+            messages.append(choice.message.model_dump(exclude_none=True, exclude={"parsed"}))
+            messages += [{"role": "tool", "tool_call_id": each.id, "content": "It is sunny."} for each in calls]
+            if not calls:
+                messages.append({"role": "user", "content": "And?"})
+        first, third = ("I see.", 1, "tool_calls"), ("", 1, "tool_calls")
+        assert found == [first, ("Sunny.", 0, "stop"), third, ("Never mind.", 0, "stop")]
+        session = site.session("single")
+        assert len(session.recorder.calls) == 4
+        assert post(site, "/feedback", {"session": "single", "reward": 1, "commit": True}).status_code == 200
+        assert len(site.kept.finished[-1].experiences) == 1, "it is one trajectory"
+
+
 def test_calls_are_asked_for_in_the_other_protocols(site: Running) -> None:
     tools = [{"type": "function", **TOOLS[0]["function"]}]
     for choice in ("required", {"type": "function", "name": "weather"}):

@@ -46,7 +46,7 @@ def still_answers(site: Running) -> None:
 @pytest.mark.slow
 def test_many_requests_of_every_kind() -> None:
     with running(max_new_tokens=4) as site:
-        statuses = fuzz(described(site, HEADERS), site.address, HEADERS, 50, checks=CHECKS, secrets=[KEY])
+        statuses = fuzz(described(site, HEADERS), site.address, HEADERS, 30, checks=CHECKS, secrets=[KEY])
         assert sum(statuses.values()) > 400
         assert statuses[200] > 10
         still_answers(site)
@@ -64,7 +64,7 @@ def test_other_clients_see_and_change_nothing() -> None:
         for key in (OTHER_KEY, "sk-wrong", ""):
             secrets = [own, made.json()["id"], KEY, OTHER_KEY]
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            statuses = fuzz(schema, site.address, headers, 15, secrets=secrets)
+            statuses = fuzz(schema, site.address, headers, 10 if key == OTHER_KEY else 3, secrets=secrets)
             assert key == OTHER_KEY or set(statuses) <= {200, 401, 405}, statuses  # 200: /health
         assert site.session(own, "ann") is session
         assert (session.parts, len(session.recorder.calls)) == ({}, 1)

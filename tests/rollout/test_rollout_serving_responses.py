@@ -113,8 +113,7 @@ def test_without_recording_responses_are_held_within_the_limits() -> None:
         assert len(site.service.sessions) == 2
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("held", "stream"), [(False, True), (True, False)])
 def test_functions_are_called_and_answered_in_one_trajectory(held: bool, stream: bool) -> None:
     """With the conversation held by the server, or by the client."""
     says = [f"Let me see.\n{CALL}", f"{CALL}\n{CALL}", "It is 3."]

@@ -19,6 +19,7 @@ from rollmill.config.checks.offload import engines_on_device
 from rollmill.config.describe import evaluation_key
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
+from rollmill.config.placement import RayPlacement
 from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig
@@ -42,6 +43,7 @@ from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
+from rollmill.rewards.resources import close_set_aside
 from rollmill.trainer import StepSize, choose_precision, choose_threads
 from rollmill.trainer.batch import CPU_ROW
 from rollmill.trainer.model_setup import narrow_weights
@@ -105,15 +107,27 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
         step: of the run's checkpoint; call it inside `verifying`, which finds damage.
         joined: another process of the run writes the run's own files.
     """
+    try:
+        return _set_up(loaded, run_dir, step, joined=joined)
+    except BaseException:
+        close_set_aside()
+        raise
+
+
+def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool) -> RunSetup:
     config = loaded.config
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     device = choose_device(config.device)
     # errors in the last stage's rewards show before the first stage runs
-    wanted = [each for stage in loaded.stages for each in _rewards(stage)]
-    judges = [build_reward_manager(rewards, judging, device=str(device)) for rewards, judging in wanted]
-    for judge in judges:
-        judge.close()
+    wanted = [(number, each) for number, stage in enumerate(loaded.stages) for each in _rewards(stage)]
+    judges = [build_reward_manager(rewards, judging, device=str(device)) for _, (rewards, judging) in wanted]
+    scores = joined or (config.mode == "both" and not isinstance(config.placement, RayPlacement))
+    for (number, _), judge in zip(wanted, judges, strict=True):
+        if scores and number == 0:
+            judge.set_aside()  # its processes start while the model is loaded
+        else:
+            judge.close()
     tasksets = _load_tasksets(loaded.stages)
     adapted = config.model.lora is not None
     stored = None if step is None else Checkpoints(run_dir).path(step)

@@ -30,6 +30,7 @@ from rollmill.orchestrator.setup import prepare_first_stage
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.planning.measurement import MIN_STEPS, StepMeasurement, measure_steps
 from rollmill.remote.stage_worker import trainable_parameters
+from rollmill.rewards.resources import close_set_aside
 from rollmill.trackers.host_memory import trim_heap
 from rollmill.weights import SharedMemoryReceiver, SharedMemorySender, shared_memory_folder
 
@@ -105,10 +106,13 @@ def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calib
         _check_stage(stage)
     _check_placement(loaded.config.placement)
     policy, tasks, context = prepare_first_stage(loaded, folder)
-    return [
-        asyncio.run(_calibrate_stage(stage, policy, tasks[index], context, index, max_tokens))
-        for index, stage in enumerate(loaded.stages)
-    ]
+    try:
+        return [
+            asyncio.run(_calibrate_stage(stage, policy, tasks[index], context, index, max_tokens))
+            for index, stage in enumerate(loaded.stages)
+        ]
+    finally:
+        close_set_aside()
 
 
 def _check_stage(stage: StageConfig) -> None:

@@ -67,9 +67,6 @@ def answer_grammar(body: ChatCompletionRequest) -> str | None:
     """
     schema, tools = _schema(body.response_format), requested_tools(body) or []
     chosen = _chosen(body.tool_choice, [tool["function"]["name"] for tool in tools])
-    if chosen is None and body.parallel_tool_calls is False and tools and schema is None:
-        text = "`parallel_tool_calls` may be false where `tool_choice` asks for calls; else take the answer's first one"
-        raise ApiError(text, code="unsupported_parameter", param="parallel_tool_calls")
     if chosen is None and schema is None:
         return None
     lines = []

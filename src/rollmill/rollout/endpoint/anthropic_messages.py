@@ -98,7 +98,7 @@ class MessagesHandler(ChatCompletionHandler):
         if completion.stop_reason is not StopReason.STOP:
             return None
         text = self.service.chat.decode(completion.token_ids.tolist())
-        found = [(text.find(stop), stop) for stop in self.sampling.stop if stop in text]
+        found = [(text.find(stop), stop) for stop in self.body.stop or () if stop in text]
         return min(found)[1] if found else None
 
 

@@ -14,6 +14,7 @@ from rollmill.rollout.endpoint.protocol import (
     ChatCompletionRequest,
     RequestBody,
     StopText,
+    TextContentPart,
     TokenId,
 )
 
@@ -27,7 +28,7 @@ class ContentBlockParam(BaseModel):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[ContentBlockParam], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[TextContentPart], Field(fail_fast=True)] | None = None
     """The result of a tool."""
 
 
@@ -78,9 +79,14 @@ class TokenCountRequest(RequestBody):
     tools: Annotated[list[AnthropicToolParam], Field(fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     output_config: AnthropicOutputConfig | None = None
+    thread: dict[str, Any] | None = None
+    """Not supported; Anthropic's clients then send the whole conversation."""
 
     def as_chat(self) -> dict[str, Any]:
         """The conversation and its tools as fields of a chat request. Raises ApiError for a block that is not text."""
+        if self.thread is not None:
+            text = "conversations are not held here for `thread`; send all messages"
+            raise ApiError(text, code="thread_unsupported_request", param="thread")
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": _text(self.system, "system")})
@@ -184,7 +190,7 @@ def _chat_messages(message: AnthropicMessageParam, at: str) -> list[dict[str, An
     return found
 
 
-def _text(content: str | Sequence[ContentBlockParam], at: str) -> str:
+def _text(content: str | Sequence[ContentBlockParam | TextContentPart], at: str) -> str:
     if isinstance(content, str):
         return content
     for block in content:

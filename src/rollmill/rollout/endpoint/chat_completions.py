@@ -24,6 +24,7 @@ from rollmill.rollout.endpoint.protocol import (
 )
 from rollmill.rollout.endpoint.service import EndpointService, token_logprobs
 from rollmill.rollout.endpoint.session import requested_tools
+from rollmill.rollout.tools.formats import TOOL_CALL_END
 from rollmill.types import Completion
 
 
@@ -60,6 +61,8 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
             self.prompt = await service.tokenized(self.size, lambda: session.chat_prompt(body, service.check_text))
             limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             self.sampling, self.penalties = session.settings(body, limit), session.penalties(body)
+            if body.parallel_tool_calls is False and requested_tools(body) is not None:
+                self.sampling = self.sampling.model_copy(update={"stop": [*self.sampling.stop, TOOL_CALL_END]})
             if self._format is not None:
                 service.check_processors()
                 self.grammar = await service.grammars.get(self._format)
@@ -96,6 +99,8 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         body, session = self.body, self.session
         salt = f"{session.id}/{self._number}/{choice.index}"
         choice.content, choice.calls = session.read(body, completion.text, salt)
+        if body.parallel_tool_calls is False:
+            choice.calls = choice.calls[:1]  # in JSON there may be a list of them
         rest = ""
         if body.stream:
             rest = choice.text.finish(choice.content)

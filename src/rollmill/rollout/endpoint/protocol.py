@@ -126,7 +126,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
     tool_choice: Any = None
     """`auto`, `none`, `required`, or the function that is to be called."""
     parallel_tool_calls: bool | None = None
-    """False: one call at most; only where `tool_choice` asks for calls."""
+    """False: one call at most."""
     response_format: dict[str, Any] | None = None
     """`text`, `json_object`, or `json_schema` with a schema, which the answer follows."""
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
@@ -324,6 +324,8 @@ class AnthropicErrorInfo(BaseModel):
 
     type: str
     message: str
+    details: dict[str, str | None] = {}
+    """`error_code` identifies the error for programs."""
 
 
 class AnthropicErrorResponse(BaseModel):
@@ -345,7 +347,8 @@ class ApiError(RequestRefusedError):
         """The response body as JSON, in the format of the protocol that `path` belongs to."""
         if path.startswith(MESSAGES_PATH):
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-            return AnthropicErrorResponse(error=AnthropicErrorInfo(type=kind, message=str(self))).model_dump()
+            named = AnthropicErrorInfo(type=kind, message=str(self), details={"error_code": self.code})
+            return AnthropicErrorResponse(error=named).model_dump()
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         details = ErrorInfo(message=str(self), type=kind, param=self.param, code=self.code)
         return ErrorResponse(error=details).model_dump()

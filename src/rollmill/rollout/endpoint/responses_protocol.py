@@ -70,7 +70,7 @@ class ResponseRequest(RequestBody):
     tool_choice: Any = None
     """`auto`, `none`, `required`, or the function that is to be called."""
     parallel_tool_calls: bool | None = None
-    """False: one call at most; only where `tool_choice` asks for calls."""
+    """False: one call at most."""
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
