@@ -7,6 +7,7 @@ logging and no saving.
 from __future__ import annotations
 
 import argparse
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -93,7 +94,7 @@ def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Calla
     if made is None:
         folder = model_dir(args.model)
         words = [" ".join(f"w{token}" for token in ids) for ids in prompts(args.model, 256, 20)]
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.weights))
         processor = AutoTokenizer.from_pretrained(folder, padding_side="left")
         rows = Dataset.from_dict({"prompt": words})
     else:
@@ -115,6 +116,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
+    parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -126,7 +128,11 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     args, reward = arguments().parse_args(), Reward()
-    train(args, Channel(), reward, lambda began, seconds: {"tokens": reward.tokens})
+
+    def report(began: float, seconds: float) -> dict[str, Any]:
+        return {"tokens": reward.tokens, "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+    train(args, Channel(), reward, report)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rollmill.errors import CheckpointError, ConfigError, UserExitError
 from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.extension import change_settings
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.monitor import Monitor
@@ -32,6 +33,7 @@ from rollmill.progress import ends_for_restart, uncounted_work
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.remote.rollout_backend import ExplorerFleet
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
+from rollmill.rewards.resources import close_set_aside
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.event_log import EVENTS_FILE
@@ -99,9 +101,16 @@ def resume(
     attempt: RunAttempt | None = None,
     interrupts: Interrupts | None = None,
     callbacks: Sequence[Callback] = (),
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`."""
+    """Resume an interrupted or killed run from its newest checkpoint; see `run` and `start`.
+
+    Args:
+        overrides: settings to change before, such as `steps=200`; see `change_settings`.
+    """
     folder = Path(run_dir)
+    if overrides:
+        change_settings(folder, overrides)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
     if attempt is None:
@@ -129,9 +138,10 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
     if not indices:
         raise ConfigError(f"{folder / CONFIG} has no evaluation section; add evaluation.taskset to evaluate")
     loaded = load_run(folder / CONFIG, stage_overrides(loaded, indices[-1], overrides), out=folder)
-    fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in ("precision", "threads")]
+    names = ("precision", "param_dtype", "threads")
+    fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in names]
     if fixed:
-        raise ConfigError(f"--set {fixed[0]}: precision and threads are fixed for a run, and stored in its {MACHINE}")
+        raise ConfigError(f"--set {fixed[0]}: precision, param_dtype and threads are fixed for a run")
     steps = Checkpoints(folder).steps()
     if not steps or (step is not None and step not in steps):
         have = ", ".join(map(str, steps)) or "none"
@@ -157,6 +167,7 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: in
         return (await stage.evaluate(is_complete=True)).metrics
     finally:
         await stage.close()
+        close_set_aside()
 
 
 def execute(
@@ -195,6 +206,7 @@ def execute(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
+    loaded.config.monitor.require_packages(loaded.path)
     with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
         checkpoints = Checkpoints(run_dir)
         with uncounted_work():
@@ -230,6 +242,8 @@ def execute(
                 monitor.message(message)
             if resumed:
                 monitor.resume_at(point.step)
+            else:
+                monitor.open_trackers()
             summary = asyncio.run(orchestrator.run(start))
         except Interrupted:
             if ends_for_restart():
@@ -248,6 +262,7 @@ def execute(
             raise
         finally:
             buffers.close()
+            close_set_aside()
         monitor.close(summary)
         return summary
 

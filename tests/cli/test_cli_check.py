@@ -229,6 +229,7 @@ def test_program_exits_with_the_code() -> None:
 def test_no_command_is_missing() -> None:
     assert set(COMMANDS) == {
         "eval",
+        "import-config",
         "run",
         "resume",
         "check",
@@ -242,6 +243,8 @@ def test_no_command_is_missing() -> None:
         "export",
         "plan",
         "status",
+        "ui",
+        "report",
         "scale",
         "algorithms",
         "explain",

@@ -78,4 +78,4 @@ def test_a_missing_reward_model_is_named(capsys: pytest.CaptureFixture[str]) -> 
     Path("pairs.jsonl").touch()
     found = refused(BASE + "rewards: [{name: model, path: judge}]\n", capsys)
     assert "run.yaml:3: rewards.0.path: judge does not exist (looked in" in found
-    assert "give the folder of a reward model on this machine; rollmill downloads nothing" in found
+    assert "give the folder of a reward model on this machine, or `hf://ORG/NAME` for one of the hub" in found

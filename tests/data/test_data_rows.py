@@ -68,8 +68,8 @@ def test_preference_sets_have_a_chosen_and_a_rejected_solution(
         ({"text": "it", "liked": True}, {"response": "text", "label": "liked"}, ("it", None, {})),
         ({"response": "it", "liked": False}, {"label": "liked"}, (None, "it", {})),
         ({"completion": "it", "liked": False}, {"label": "liked"}, (None, "it", {})),
+        ({"completion": "it"}, {}, ("it", None, {})),
         # no labels: columns that are called so for another reason
-        ({"completion": "it"}, {}, (None, None, {"completion": "it"})),
         ({"label": 3}, {}, (None, None, {"label": 3})),
         ({"completion": "x", "label": "y", "response": "it"}, {}, ("it", None, {"completion": "x", "label": "y"})),
         (

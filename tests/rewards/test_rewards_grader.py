@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,13 +11,18 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
+from reward_helpers import completion
 from waiting import wait_until
 
+from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import RewardError
+from rollmill.rewards import build_reward_manager, resources
 from rollmill.rewards.grader_pool import GraderPool
+from rollmill.types import Task
 
 EASY = {"gold": "2\\sqrt{3}", "answer": "\\sqrt{12}"}
 ENDLESS = {"gold": "\\sqrt{2}", "answer": "9^{9^{9^{9}}}"}
@@ -157,3 +163,25 @@ def test_what_a_grader_imports_has_no_sections_of_run_files() -> None:
         "assert not {'pydantic', 'torch', 'rollmill.config', 'rollmill.registry'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_processes_that_were_started_in_advance_are_taken_over(tmp_path: Path) -> None:
+    """A manager that is set aside leaves its processes to the next one, which asks them."""
+    (tmp_path / "mine.py").write_text("import os\n\ndef pid(task, completion):\n    return os.getpid()\n")
+    config = PythonReward.model_validate({"name": "python", "function": f"{tmp_path}/mine.py:pid", "processes": 2})
+    build_reward_manager([config]).set_aside()
+    [pool] = resources._set_aside.values()
+    wait_until(lambda: len(pool.pids()) == 2)
+    started = set(pool.pids())
+    with build_reward_manager([config]) as manager:
+        assert not resources._set_aside
+        found = asyncio.run(manager.score(Task("t", "p"), completion("text")))
+        assert found.reward in started
+        assert set(pool.pids()) == started
+    build_reward_manager([config]).set_aside()
+    [pool] = resources._set_aside.values()
+    wait_until(lambda: len(pool.pids()) == 2)
+    left = pool.pids()
+    resources.close_set_aside()
+    assert not resources._set_aside
+    assert not any(psutil.pid_exists(pid) for pid in left)

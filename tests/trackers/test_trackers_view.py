@@ -58,8 +58,20 @@ def test_plain_lines_are_stable_and_easy_to_grep() -> None:
     view.close()
     assert stream.getvalue().splitlines() == [
         "run demo: rl (30 steps)",
-        "step 12/30 stage=rl reward=0.531 loss=0.0123 kl=nan eval/greedy=0.750 812 tok/s 0.62 s",
+        "step 12/30 stage=rl reward=0.531 eval/greedy=0.750 kl=nan loss=0.0123 812 tok/s 0.62 s",
         "eval 12/30 stage=rl eval/greedy=0.750 eval/sampled=0.688",
+    ]
+
+
+def test_the_loss_leads_where_nothing_else_says_how_well_a_step_went() -> None:
+    stream = io.StringIO()
+    view = PlainView(stream)
+    view.start("demo", [("sft", 1), ("dpo", 3)])
+    view.step({"step": 1, "stage": "sft", "loss": 1.25, "grad_norm": 0.5}, [])
+    view.step({"step": 2, "stage": "dpo", "loss": 0.5, "pairs/accuracy": 0.75}, [])
+    assert stream.getvalue().splitlines()[1:] == [
+        "step 1/4 stage=sft loss=1.250 grad_norm=0.500",
+        "step 2/4 stage=dpo accuracy=0.750 loss=0.500",
     ]
 
 

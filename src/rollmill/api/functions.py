@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 _CONFIG = "config.yaml"
 
 
-def resume(run: str | Path | TrainingRun, callbacks: Sequence[Callback] = ()) -> TrainingRun:
+def resume(run: str | Path | TrainingRun, callbacks: Sequence[Callback] = (), **settings: Any) -> TrainingRun:
     """Go on with an interrupted run from its newest checkpoint, and return it; see `TrainingRun.resume`.
 
     Args:
         callbacks: as at its start; default: those of the object, if it is one.
+        settings: to change before: `steps=200` extends a finished run.
     """
     opened = run if isinstance(run, TrainingRun) else TrainingRun.open(run)
     opened.callbacks = callbacks or opened.callbacks
-    return opened.resume()
+    return opened.resume(**settings)
 
 
 def evaluate(

@@ -15,12 +15,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from rollmill.config.hub import fetch_named, parse_reference
 from rollmill.config.section import Section
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write
 from rollmill.user_code import store_object
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _MARK = ".complete"
 
 
@@ -195,18 +195,13 @@ def find_model(source: str | Path) -> str:
     Raises ConfigError if it is neither a folder nor an id, or the hub cannot be reached.
     """
     text = str(source)
-    if text == "new" or Path(text).expanduser().exists() or _HUB_ID.fullmatch(text) is None:
+    reference = None if text == "new" or Path(text).expanduser().exists() else parse_reference(text, [Path.cwd()])
+    if reference is None:
         return text
-    from huggingface_hub import snapshot_download
-
     try:
-        return str(snapshot_download(text))
-    except Exception as error:  # of the network, the hub and its cache: of many libraries
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ConfigError(
-            f"model: `{text}` is no folder here, and the Hugging Face hub gives no such model ({reason:.200}); give a "
-            "folder, or load it where there is a network"
-        ) from error
+        return str(fetch_named(text, reference, "model"))
+    except ConfigError as error:
+        raise ConfigError(f"model: {error}") from error
 
 
 def _importable(target: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -137,9 +138,20 @@ class TrainingRun:
 
         return self._run(work)
 
-    def resume(self) -> Self:
-        """Go on from the newest checkpoint, as if the run had not stopped. Raises like `train`."""
+    def resume(self, **settings: Any) -> Self:
+        """Go on from the newest checkpoint, as if the run had not stopped. Raises like `train`.
+
+        Args:
+            settings: to change before, as keyword arguments of the class: `steps=200` extends a finished run. Raises
+                ConfigError for a setting that a run keeps.
+        """
         from rollmill.launch import resume
+        from rollmill.orchestrator.extension import change_settings, iter_settings
+
+        if settings:
+            found = _sorted_settings(self.config.algorithm.name, settings)
+            change_settings(self.folder, [f"{key}={json.dumps(value)}" for key, value in iter_settings(found)])
+            self._loaded, self._text = None, (self.folder / _CONFIG).read_text(encoding="utf-8")
 
         def work(view: RunView, interrupts: Interrupts) -> dict[str, Any]:
             return resume(self.folder, view, interrupts=interrupts, callbacks=self.callbacks)

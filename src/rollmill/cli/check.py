@@ -11,6 +11,7 @@ import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.config.checks.doubts import find_doubts
+from rollmill.config.checks.extras import find_missing_extras
 from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
 from rollmill.config.checks.pictures import vision_model_name
 from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
@@ -31,7 +32,9 @@ def command(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value (repeatable).")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Run directory. Default: runs/NAME.")] = None,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="Load tasksets and reward functions.")] = True,
+    data: Annotated[
+        bool, typer.Option("--data/--no-data", help="Load tasksets, reward functions and trackers.")
+    ] = True,
     model: Annotated[
         Path | None,
         typer.Option("--model", help="Only compare engine and trainer with transformers for this checkpoint folder."),
@@ -55,9 +58,14 @@ def command(
         return
     assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
+    if data:
+        run.config.monitor.require_packages(run.path)
+    missing = find_missing_extras(run)
+    if missing and data:
+        raise ConfigError("\n".join(f"{config}: {each}" for each in missing))
     tasksets = load_tasksets(run) if data else {}
     counts = {key: (len(each.tasks), len(each.rejected)) for key, each in tasksets.items()}
-    doubts = find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})
+    doubts = [*missing, *find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})]
     if as_json:
         print(json.dumps(_answer(run, counts) | {"warnings": doubts}, indent=2, ensure_ascii=False))
         return

@@ -1,4 +1,4 @@
-"""`rollmill plan CONFIG`: predict the cost of a run from a short measurement, and how to split it over cores."""
+"""`rollmill plan CONFIG`: predict the cost of a run from a short measurement or an estimate, and how to split it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rollmill.cli.printing import print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from rollmill.planning.cluster import ClusterPlan
+    from rollmill.planning.estimate import StageEstimate
     from rollmill.planning.memory import PhaseMemory
     from rollmill.planning.planner import StagePlan
 
@@ -29,27 +30,66 @@ def command(
     cluster: Annotated[
         str | None, typer.Option(metavar="KIND", help="Estimate for GPUs of this kind, such as h100; measures nothing.")
     ] = None,
-    gpus: Annotated[str, typer.Option(help="With --cluster: numbers of GPUs, separated by commas.")] = "8,64,512",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="With --cluster: tokens of a prompt.")] = 256,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="Estimate for GPUs that are not here, such as 8xH200, or 8,64,512 with --cluster KIND."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Estimate for this model: qwen3-8b, or a checkpoint's folder.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="For estimates: tokens of a prompt.")] = 256,
     mean_tokens: Annotated[
-        float | None, typer.Option(min=1, help="With --cluster: mean tokens of a completion. Default: half the limit.")
+        float | None, typer.Option(min=1, help="For estimates: mean tokens of a completion. Default: half the limit.")
+    ] = None,
+    measure: Annotated[
+        bool | None,
+        typer.Option("--measure/--estimate", help="Measure, or estimate. Default: measure what fits and is quick."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a run file briefly and predict memory, tokens per second, step time and the best split over processes;
-    or estimate them for a cluster of GPUs."""
-    if cluster is not None:
+    or estimate them, for a model that is large or not here, or for a cluster of GPUs."""
+    if cluster is not None or gpus is not None:
         from rollmill.planning.cluster import plan_cluster
 
-        counts = _gpu_counts(gpus)
+        kind, counts = _wanted_gpus(cluster, gpus)
         found = plan_cluster(
-            config, overrides or [], kind=cluster, counts=counts, prompt_tokens=prompt_tokens, mean_tokens=mean_tokens
+            config,
+            overrides or [],
+            kind=kind,
+            counts=counts,
+            prompt_tokens=prompt_tokens,
+            mean_tokens=mean_tokens,
+            model=model,
         )
         if as_json:
-            print_json({"config": str(config), "cluster": cluster, "plans": [plan.to_json() for plan in found]})
+            print_json({"config": str(config), "cluster": kind, "plans": [plan.to_json() for plan in found]})
         else:
-            print_clusters(cluster, found)
+            print_clusters(kind, found)
         return
+    if measure and model is not None:
+        raise typer.BadParameter("a preset has no weights to measure; set model.path", param_hint="--measure")
+    if not measure:
+        from rollmill.planning.estimate import estimate_run
+
+        estimates = estimate_run(
+            config,
+            overrides or [],
+            model=model,
+            memory_gb=memory_gb,
+            prompt_tokens=prompt_tokens,
+            mean_tokens=mean_tokens,
+        )
+        obstacle = next((each.obstacle for each in estimates if each.obstacle), None)
+        if obstacle or model is not None or measure is False:
+            if as_json:
+                print_json({"config": str(config), "estimates": [each.to_json() for each in estimates]})
+                return
+            if obstacle and model is None and measure is None:
+                print_line(f"not measured: {obstacle}")
+            for estimate in estimates:
+                print_estimate(estimate)
+            return
     from rollmill.planning.planner import plan_run
 
     print("measuring a few small steps of every stage ...", file=sys.stderr)
@@ -82,12 +122,48 @@ def print_plan(plan: StagePlan) -> None:
         print_line(f"does not fit: {problem}")
 
 
-def _gpu_counts(text: str) -> list[int]:
-    """Parse the numbers of --gpus. Raises typer.BadParameter."""
-    try:
-        return [int(each) for each in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text} is not a list of numbers, such as 8,64,512", param_hint="--gpus") from None
+def _wanted_gpus(cluster: str | None, gpus: str | None) -> tuple[str, list[int]]:
+    """Parse --cluster and --gpus: a kind and numbers of GPUs, as `8xH200`, `8xh200,64xh200`, or `8,64` with --cluster.
+
+    Raises typer.BadParameter.
+    """
+    if gpus is None:
+        assert cluster is not None
+        return cluster.lower(), [8, 64, 512]
+    kinds, counts = {cluster.lower()} if cluster else set(), []
+    for each in gpus.lower().split(","):
+        count, _, kind = each.partition("x")
+        if not count.strip().isdecimal():
+            message = f"{gpus} is neither numbers, such as 8,64,512, nor GPUs of a kind, such as 8xH200"
+            raise typer.BadParameter(message, param_hint="--gpus")
+        counts.append(int(count))
+        kinds |= {kind.strip()} - {""}
+    if len(kinds) != 1:
+        message = (
+            f"of several kinds: {', '.join(sorted(kinds))}; plan one after the other" if kinds else "of which kind?"
+        )
+        raise typer.BadParameter(f"{gpus}: {message} (for example 8xH200)", param_hint="--gpus")
+    return kinds.pop(), counts
+
+
+def print_estimate(found: StageEstimate) -> None:
+    """Print the estimate of a stage in one process."""
+    learns = "" if found.trained == found.parameters else f", of which {_count(found.trained)} learn"
+    print_line(
+        f"stage {found.stage}: {_count(found.parameters)} parameters{learns}; estimated for one process on "
+        f"{found.device} in {found.precision}, for prompts of {found.prompt_tokens} and completions of "
+        f"{found.mean_tokens:g} tokens; nothing was loaded"
+    )
+    rows = [[phase, *_row(memory), _gb(found.least[phase].total)] for phase, memory in found.memory.items()]
+    print_table("Memory in GB", ["phase", "takes", "of which", "with residency"], rows)
+    print_table("Seconds of a step", ["phase", "seconds"], [[name, each] for name, each in found.seconds.items()])
+    for problem in found.too_large:
+        print_line(f"does not fit: {problem}; or GPUs: plan --gpus 8xH200")
+
+
+def _count(parameters: int) -> str:
+    """A number of parameters in the usual unit."""
+    return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
 
 
 def print_clusters(kind: str, plans: list[ClusterPlan]) -> None:

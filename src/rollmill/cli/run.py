@@ -57,10 +57,20 @@ def run(
 
 def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting from here on, for example steps=200."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
-    """Resume an interrupted or killed run from its newest checkpoint."""
+    """Resume an interrupted or killed run from its newest checkpoint, or extend a finished one by --set steps=N."""
     from rollmill.config.loader import load_supervision
+
+    if overrides:
+        from rollmill.orchestrator.extension import change_settings
+
+        for change in change_settings(run_dir, overrides):
+            _say_on(sys.stderr if as_json else sys.stdout)(f"changed: {change}")
 
     def train(attempt: RunAttempt | None) -> dict[str, Any]:
         from rollmill import launch

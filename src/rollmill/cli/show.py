@@ -107,7 +107,7 @@ def _show_step(run: Path, step: int, as_json: bool) -> None:
 
 def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool, as_json: bool) -> None:
     from rollmill.data.images import image_refs_of
-    from rollmill.report.run_report import load_decoder, token_texts
+    from rollmill.report.tokens import load_decoder, token_texts
     from rollmill.trackers.rollout_log import encode_experience
 
     step, found = _find(run, step, task)
@@ -152,7 +152,7 @@ def _coloured(experience: Experience, texts: Sequence[str], colour: str) -> Text
     from rich.console import Console
     from rich.text import Text
 
-    from rollmill.report.run_report import advantage_levels, surprise_levels
+    from rollmill.report.tokens import advantage_levels, surprise_levels
     from rollmill.trackers.console import printable
 
     by_advantage = colour == "advantage"

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from rollmill.config.checks.capability import check_capabilities, find_unused_keys, unused_run_keys
 from rollmill.config.checks.pictures import require_picture_support
+from rollmill.config.hub import with_references
 from rollmill.config.model import AuxiliaryModelConfig
 from rollmill.config.paths import resolve_paths
 from rollmill.config.resolve import RUN_KEYS, STAGE_KEYS, resolve
@@ -124,7 +125,7 @@ class LoadedRun:
         """Returns the whole run as one JSON-able mapping, defaults included. As YAML it is a run file that loads to
         this run.
 
-        Keys without effect in this run are left out.
+        Keys without effect in this run are left out. What comes from the hub is named with its commit.
         """
         wide = self.config.model_dump(mode="json", include=set(RUN_KEYS - {"stages"}))
         stages = [_stage_dump(stage) for stage in self.stages]
@@ -132,7 +133,8 @@ class LoadedRun:
         whole = wide | ({"stages": stages} if self.config.stages else single)
         for path in unused_run_keys(self.config, self.stages):
             _drop(whole, path)
-        return whole
+        references: dict[str, Any] = with_references(whole)
+        return references
 
     def to_yaml(self) -> str:
         """Returns `resolved()` as YAML."""

@@ -6,7 +6,9 @@ import os
 import re
 from pathlib import Path
 
+from rollmill.config.hub import HubKind, HubReference, fetch_named, parse_reference
 from rollmill.config.tree import ConfigProblem, Node, edit, format_key_path, truncate_text
+from rollmill.errors import ConfigError
 from rollmill.user_code import STORED
 
 _HELD_OUT_SETS = [["evaluation"], ["evaluation", "sets", "*"]]
@@ -47,6 +49,8 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
         new_model = node.path == ("model", "path") and node.value == "new"
         if not isinstance(node.value, str) or new_model:
             return node
+        if (reference := _hub_reference(node)) is not None:
+            return _fetched(node, reference, problems) if required else node
         return _changed(node, _lookup(node, node.value, problems, required))
 
     def settle_code(node: Node) -> Node:
@@ -102,6 +106,24 @@ def _settle_url(node: Node) -> Node:
     return node if match is None else _changed(node, match[1] + os.path.abspath(match[2]))
 
 
+def _hub_reference(node: Node) -> HubReference | None:
+    """Returns the repository that a value names, unless it is a path here."""
+    text, folders = str(node.value), [Path.cwd(), node.origin.folder.absolute()]
+    if any(os.path.exists(folder / os.path.expanduser(text)) for folder in folders):
+        return None
+    named = "taskset" in node.path or node.path == ("model", "path")
+    return parse_reference(text, folders) if named or text.startswith("hf:") else None
+
+
+def _fetched(node: Node, reference: HubReference, problems: list[ConfigProblem]) -> Node:
+    try:
+        kind: HubKind = "dataset" if "taskset" in node.path else "model"
+        return _changed(node, str(fetch_named(str(node.value), reference, kind)))
+    except ConfigError as error:
+        problems.append(ConfigProblem(node.origin.place, format_key_path(node.path), str(error)))
+        return node
+
+
 def _changed(node: Node, value: str) -> Node:
     return Node(value, node.origin, node.path)
 
@@ -126,9 +148,12 @@ def _lookup(node: Node, text: str, problems: list[ConfigProblem], required: bool
 
 def _advice(node: Node) -> str:
     if node.path[0] == "model":
-        return "give the folder of a checkpoint on this machine, or `new`; rollmill downloads nothing"
+        advice = (
+            "give the folder of a checkpoint or a GGUF file on this machine, `hf://ORG/NAME` for one of the hub, or"
+        )
+        return f"{advice} `new`"
     if "rewards" in node.path and node.path[-1] == "path":
-        return "give the folder of a reward model on this machine; rollmill downloads nothing"
+        return "give the folder of a reward model on this machine, or `hf://ORG/NAME` for one of the hub"
     if "sources" in node.path:
         return "give `taskset`, `run`, the directory of a run, or a Parquet file"
     return "correct the path"

@@ -47,6 +47,9 @@ class FieldsConfig(Section):
     workflow: str | None = None
     """Column with the name of the workflow that rolls the row out: the stage's, with its options, or another one, with
     its defaults. A row without a name, and all rows by default, have the stage's workflow."""
+    tools: str | None = None
+    """Column with JSON schemas of tools, which the chat template shows in the prompt. Default: `tools`, if it holds
+    such schemas; empty: none."""
     images: str | None = None
     """Column with an image or a list of images (extra `vision`): paths, relative to the taskset's file; bytes, as in
     Parquet; images of `datasets`; data URLs. Default: `images` or `image`, if it holds these; empty: none."""
@@ -56,9 +59,12 @@ class RowsSection(Section):
     """Rows of one data source, mapped to tasks."""
 
     path: Path | None = None
-    """A .jsonl, .json, .parquet or .csv file, or a folder written by `datasets.save_to_disk`."""
+    """A .jsonl, .json, .parquet or .csv file, a folder written by `datasets.save_to_disk`, or a data set of the Hugging
+    Face hub (`hf://ORG/NAME[@REVISION]`)."""
     split: str | None = None
-    """Split of a `datasets` folder that holds several. Only with a folder."""
+    """Split of a `datasets` folder, or of a data set of the hub, that holds several. Only with a folder or an id."""
+    subset: str | None = None
+    """Subset (configuration) of a data set of the hub that has several. Only with an id."""
     generator: GeneratorConfig | None = None
     function: str | None = None
     """`FILE.py:NAME` (or `package.module:NAME`) of a Python function that returns or yields rows (mappings)."""
@@ -100,8 +106,9 @@ class RowsSection(Section):
         if len(given) != 1:
             found = "none of them" if not given else " and ".join(given)
             raise ValueError(f"give exactly one of {self._choices()} (found {found})")
-        if self.split is not None and self.path is None:
-            raise ValueError("split is honoured only with path")
+        for key in ("split", "subset"):
+            if getattr(self, key) is not None and self.path is None:
+                raise ValueError(f"{key} is honoured only with path")
         if self.options and self.function is None:
             raise ValueError("options are honoured only with function (generator has options of its own)")
         if self.system is not None and not self.chat:

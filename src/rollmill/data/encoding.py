@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollmill.data.images import ImageRef, image_refs_of, read_image
+from rollmill.data.layouts import CALLS, TOOLS
 from rollmill.data.template import PromptTemplate
 from rollmill.errors import TasksetError
 from rollmill.types import Experience, ExperienceSource, Message, Task, Turn, experience_from_demonstration
@@ -33,10 +34,47 @@ def render_prompt(task: Task, tokenizer: Any) -> str:
             places = [(each.message, each.offset) for each in seen]
             shown: str = tokenizer.picture_processor.render(task.prompt, tokenizer, places)
             return shown
-        text: str = tokenizer.apply_chat_template(task.prompt, add_generation_prompt=True, tokenize=False)
+        text = _rendered(task, tokenizer, list(task.prompt), add_generation_prompt=True)
+    except TasksetError:
+        raise
     except Exception as error:  # templates are programs: they raise Jinja and Python errors
         raise TasksetError(f"task {task.id}: the tokenizer's chat template refuses its messages: {error}") from error
     return text
+
+
+def _rendered(task: Task, tokenizer: Any, messages: list[Any], *, add_generation_prompt: bool) -> str:
+    """Messages as text, with the tools of the task. Raises TasksetError if the template does not show the tools."""
+    tools = task.metadata.get(TOOLS)
+    options: dict[str, Any] = {} if tools is None else {"tools": tools}
+    text: str = tokenizer.apply_chat_template(
+        [dict(each) for each in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **options
+    )
+    names = [each.get("function", each)["name"] for each in tools or []]
+    if missing := [name for name in names if name not in text]:
+        raise TasksetError(
+            f"task {task.id} has the tool `{missing[0]}`, which the tokenizer's chat template does not show; use a "
+            'checkpoint whose template knows tools, or leave them out by taskset.fields.tools: ""'
+        )
+    return text
+
+
+def _called(task: Task, tokenizer: Any) -> str:
+    """Text of a response that calls tools, as the chat template writes it, without what ends the turn.
+
+    Raises TasksetError if the template does not continue its own prompt with the calls.
+    """
+    message = task.metadata[CALLS]
+    assert not isinstance(task.prompt, str)
+    before = _rendered(task, tokenizer, list(task.prompt), add_generation_prompt=True)
+    whole = _rendered(task, tokenizer, [*task.prompt, message], add_generation_prompt=False)
+    names = [each["function"]["name"] for each in message["tool_calls"]]
+    text = whole.removeprefix(before)
+    if not whole.startswith(before) or any(name not in text for name in names):
+        raise TasksetError(
+            f"task {task.id}: its response calls the tool `{names[0]}`, which the tokenizer's chat template does not "
+            "write after a prompt; use a checkpoint whose template knows tool calls"
+        )
+    return text.rstrip().removesuffix(str(tokenizer.eos_token))
 
 
 def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
@@ -110,6 +148,8 @@ def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str 
             "taskset.response_template"
         )
     prompt = encode_prompt(task, tokenizer)
+    if CALLS in task.metadata and solution == task.response and not isinstance(task.prompt, str):
+        solution = _called(task, tokenizer)
     response: list[int] = tokenizer.encode(solution, add_special_tokens=False)
     return [*prompt, *response, eos_id], len(prompt)
 

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rollmill.config.hub import reference_of
 from rollmill.errors import TasksetError
 from rollmill.files import (
     MAX_JSONL_LINE_BYTES,
@@ -79,12 +80,16 @@ SourceRows: TypeAlias = Iterator[SourceRow]
 _INSTALL = "pip install 'rollmill[data]'"
 
 
-def read_path(path: Path, split: str | None) -> SourceRows:
+def read_path(path: Path, split: str | None, subset: str | None = None) -> SourceRows:
     """Rows of a file or a `datasets` folder, read lazily.
 
     Raises:
         TasksetError: the path does not exist, has an unsupported type or cannot be read.
     """
+    if reference_of(path) is not None:
+        return read_hub_folder(path, split, subset)
+    if subset is not None:
+        raise TasksetError(f"taskset.subset: only a data set of the hub has subsets, and {path} is none; remove it")
     if path.is_dir():
         return read_folder(path, split)
     if what := describe_non_file(path):
@@ -282,6 +287,26 @@ def _undecoded(rows: Any) -> Any:
 
     found = datasets.Features({name: plain(feature) for name, feature in rows.features.items()})
     return rows if found == rows.features else rows.cast(found)
+
+
+def read_hub_folder(path: Path, split: str | None, subset: str | None) -> SourceRows:
+    """Rows of a data set in the hub's cache, as `datasets.load_dataset` reads it (extra `data`)."""
+    name = reference_of(path)
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise TasksetError(f"taskset.path: reading {name} needs datasets: {_INSTALL}") from error
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        loaded = datasets.load_dataset(str(path), name=subset)
+    except Exception as error:  # datasets and pyarrow raise many kinds
+        reason = str(error).partition("\n")[0]
+        raise TasksetError(f"taskset.path: {name} cannot be read by `datasets`: {reason:.400}") from error
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+    return _rows_of(_one_split(path, loaded, split), path)
 
 
 def _one_split(path: Path, loaded: Any, split: str | None) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rollmill.config.rows import FieldsConfig, RowsSection
 from rollmill.config.workflows import workflow_by_name
 from rollmill.data.images import ImagePart, metadata_with_images
+from rollmill.data.layouts import CALLS, TOOLS, message_of, recognised, text_of_calls, tool_schemas
 from rollmill.data.presets import PRESETS
 from rollmill.data.readers import BadRowError, Row, SourceRow, check_finite
 from rollmill.data.template import PromptTemplate, describe_type
@@ -33,6 +34,9 @@ class TaskBuilder:
         worked = config.response_template
         self._response = PromptTemplate(worked, "taskset.response_template") if worked is not None else None
         self._preset = PRESETS[config.preset] if config.preset is not None else None
+        default = FieldsConfig()
+        same = all(getattr(config.fields, key) == getattr(default, key) for key in ("prompt", "response", "rejected"))
+        self._recognises = self._preset is None and self._template is self._response is None and same
         if self._template is not None and config.fields.prompt != FieldsConfig().prompt:
             raise TasksetError("taskset.fields.prompt and taskset.template both define the prompt; give one of them")
         if self._response is not None and config.fields.response is not None:
@@ -45,6 +49,8 @@ class TaskBuilder:
         if record.problem is not None:
             raise BadRowError(record.problem)
         row = self._preset(record.row) if self._preset is not None else record.row
+        if self._recognises:
+            row = recognised(row)
         fields = self._config.fields
         answer = _optional(row, fields.answer, "answer")
         response, rejected = self._solutions(row)
@@ -59,6 +65,7 @@ class TaskBuilder:
         rest = {column: value for column, value in row.items() if column not in parts}
         prompt, shown = self._prompt(row)
         metadata = self._with_images(rest, shown) if record.metadata is None else record.metadata
+        metadata = metadata | self._tools(row)
         return Task(
             id=self._id(row, number),
             prompt=prompt,
@@ -96,6 +103,19 @@ class TaskBuilder:
         if not section.uses_tasks:
             raise BadRowError(f"the workflow (column {column}) is {name!r}, which has no tasks; name another")
         return name
+
+    def _tools(self, row: Row) -> dict[str, Any]:
+        """Metadata of the tools that the prompt shows, and of a response that calls them."""
+        column = self._config.fields.tools
+        value = row.get("tools") if column is None else _column(row, column, "taskset.fields.tools") if column else None
+        schemas = tool_schemas(value)
+        if column and value is not None and schemas is None:
+            raise BadRowError(f"the tools (column {column}) are no list of JSON schemas of functions")
+        found: dict[str, Any] = {} if schemas is None else {TOOLS: schemas}
+        match row.get(self._config.fields.response or self._usual_response(row)):
+            case [{"role": "assistant", "tool_calls": [_, *_]} as message]:
+                found[CALLS] = message_of(message, 0)
+        return found
 
     def _with_images(self, rest: Row, parts: list[ImagePart]) -> Row:
         column = self._config.fields.images
@@ -184,8 +204,10 @@ class TaskBuilder:
     @staticmethod
     def _solution(row: Row, column: str | None, default: str) -> str | None:
         value = _optional(row, column, default)
-        match value:
-            case [{"role": "assistant", "content": str(text)}]:  # as in chat data sets
+        match value:  # a message of the assistant, as in chat data sets
+            case [{"role": "assistant", "tool_calls": [_, *_]} as message]:
+                value = text_of_calls(message_of(message, 0))
+            case [{"role": "assistant", "content": str(text)}] | {"role": "assistant", "content": str(text)}:
                 value = text
         if value is not None and not isinstance(value, str):
             raise BadRowError(f"the {default} is {describe_type(value)}, not text or one message of the assistant")
@@ -227,19 +249,17 @@ def _messages(value: list[Any]) -> tuple[list[Message], list[ImagePart]]:
     messages: list[Message] = []
     parts: list[ImagePart] = []
     for index, message in enumerate(value):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | {
+            "content" if message.get("tool_calls") else ""
+        }:
             raise BadRowError(f"message {index} of the prompt is not an object with role and content")
-        role, content = message["role"], message["content"]
-        if isinstance(content, list):
-            content, own = _joined(content, index)
+        text = message.get("content")
+        if isinstance(text, list):
+            text, own = _joined(text, index)
             parts += own
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise BadRowError(f"role or content of message {index} of the prompt is not text")
-        unused = [key for key, part in message.items() if key not in ("role", "content") and part is not None]
-        if unused:
-            raise BadRowError(f"message {index} of the prompt has {', '.join(unused)}; only role and content are used")
-        _check_unicode(content)
-        messages.append(Message(role=role, content=content))
+        found = message_of({**message, "content": text}, index)
+        _check_unicode(found["content"])
+        messages.append(cast(Message, found))
     if messages[-1]["role"] == "assistant":
         raise BadRowError("the prompt ends with the assistant's message, so nothing is left to answer")
     if not messages[-1]["content"].strip() and all(part.message < len(messages) - 1 for part in parts):

@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rollmill.config.hub import reference_of
 from rollmill.config.orders import OrderSection
 from rollmill.config.rows import RowsSection
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
@@ -149,7 +150,7 @@ def _unique(task: Task, record: SourceRow, places: dict[str, str]) -> Task:
 
 def _records(config: RowsSection) -> SourceRows:
     if config.path is not None:
-        return read_path(config.path, config.split)
+        return read_path(config.path, config.split, config.subset)
     if config.generator is not None:
         return generate_rows(config.generator)
     assert config.function is not None
@@ -158,7 +159,9 @@ def _records(config: RowsSection) -> SourceRows:
 
 def _name(config: RowsSection) -> str:
     if config.path is not None:
+        reference = reference_of(config.path)
         stem = config.path.name if config.path.is_dir() else config.path.stem
+        stem = stem if reference is None else reference.id.rpartition("/")[2]
         return f"{stem}/{config.split}" if config.split else stem
     if config.generator is not None:
         return config.generator.name

@@ -19,11 +19,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
 from rollmill.errors import RollmillError
-from rollmill.feedback.guard import CLIENT, TOKEN_CLIENT, RequestGuard
 from rollmill.feedback.rendering import CompletionCard, cards, escape_text
 from rollmill.feedback.requests import FeedbackError, parse_author, parse_request
 from rollmill.feedback.rollout_index import RolloutIndex, StoredGroup
 from rollmill.feedback.service import FeedbackService
+from rollmill.web import RequestRefusedError
+from rollmill.web.guard import CLIENT, TOKEN_CLIENT, RequestGuard
 from rollmill.web.keys import ANYONE
 
 # Lists of groups: filters, order and neighbours
@@ -237,7 +238,7 @@ class FeedbackPages:
                 self._guard.check_form(form)
                 return act(request, form)
             except RollmillError as error:
-                status = error.status if isinstance(error, FeedbackError) else 500
+                status = error.status if isinstance(error, RequestRefusedError) else 500
                 return self.error(request, str(error), status, form.get("text"))
 
         return handle

@@ -35,7 +35,7 @@ from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rollout.auxiliary_models import connect_endpoint
 from rollmill.rollout.served_model import ServedExplorers, ServedModel, check_endpoint_support
-from rollmill.trainer import choose_precision
+from rollmill.trainer import StepSize, choose_precision
 from rollmill.types import Task
 
 CELLS = "cells"
@@ -120,7 +120,7 @@ def bench(
             else:
                 policy = subject.load(loaded.config.seed, choose_device(loaded.config.device))
                 if precision is None:  # one for all, since choosing again may give another result
-                    precision = choose_precision(policy.model, policy.device)
+                    precision = choose_precision(policy.model, policy.device, StepSize.of_generation())
                 found = _evaluate(loaded, todo_stage, subject, policy, precision, missing, examples, out, marks)
                 evaluated = asyncio.run(found)
                 del policy, found

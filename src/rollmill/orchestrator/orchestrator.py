@@ -17,6 +17,7 @@ from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import EvaluationResult
+from rollmill.orchestrator.extension import FINISHED, finished_entry, reopened_stage
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.loop import TrainingLoop, TrainingStepResult
 from rollmill.orchestrator.missing_verdicts import MissingVerdicts
@@ -80,6 +81,7 @@ class Orchestrator:
         trainer: dict[str, Any] = {}
         if resumed is not None:
             self.state, trainer = resumed
+            trainer = self._reopen(trainer)
             reach_step(self.state.step)
             self._prune()
         self._evaluations.drop_after(self.state.step)
@@ -90,6 +92,17 @@ class Orchestrator:
                     await self._stage(self._stages[self.state.stage], trainer)
                     trainer = {}
         return summarise(self.state, [stage.name for stage in self._stages], self._checkpoints)
+
+    def _reopen(self, trainer: dict[str, Any]) -> dict[str, Any]:
+        """Go back into the last stage of a finished run that has got more steps. Returns the trainer state of the
+        stage that goes on."""
+        if self.state.stage < len(self._stages):
+            return trainer
+        stage = reopened_stage(trainer, self._stages)
+        if stage is None:
+            return {}
+        self.state.stage, self.state.current = len(self._stages) - 1, stage
+        return {key: value for key, value in trainer.items() if key != FINISHED}
 
     async def _stage(self, config: StageConfig, trainer: dict[str, Any]) -> None:
         stage = Stage(
@@ -133,9 +146,13 @@ class Orchestrator:
                 self._clock(config.name, started)
                 await self._save_last_step(stage, error)
             raise
+        kept: dict[str, Any] = {}  # the next stage starts from these weights, with a fresh optimizer
+        if config is self._stages[-1]:  # `rollmill resume --set steps=N` goes on from here
+            await stage.snapshot()
+            kept = stage.trainer_state() | finished_entry(state, config)
         self.state.stage += 1
         self.state.current = StageState(stores=state.stores)
-        self._write({}, stage)  # the next stage starts from these weights, with a fresh optimizer
+        self._write(kept, stage)
 
     async def _save_last_step(self, stage: Stage, error: Exception) -> None:
         """Write the checkpoint of the last step, if it has none: after a failure only if that is possible."""

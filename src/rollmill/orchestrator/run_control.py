@@ -112,7 +112,7 @@ class RunControl:
         self._current, self._boundary = stage, stage.version + 1
         for change in self._changes:
             if stage.first_version < change.step <= stage.version:
-                self._apply(change)
+                self._apply(change)  # but for a stop: a checkpoint says itself whether its stage has ended
 
     def after_step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
         """Call the callbacks of a finished step, then make the changes that are due.
@@ -125,6 +125,7 @@ class RunControl:
         for change in self._changes:
             if change.step == step:
                 self._apply(change)
+                self._stage.state.stopped |= change.stop
         self._boundary = step + 1
 
     def evaluated(self, metrics: Metrics) -> None:
@@ -180,7 +181,6 @@ class RunControl:
             ahead = 1 if stage.config.max_staleness else 0  # others of this version may have been scored already
             for name, weight in change.rewards.items():
                 stage.rewards.set_weight(name, weight, change.step + ahead)
-        stage.state.stopped = stage.state.stopped or change.stop
 
 
 def _reward_names(stage: Stage) -> list[str]:

@@ -19,6 +19,7 @@ from rollmill.config.checks.offload import engines_on_device
 from rollmill.config.describe import evaluation_key
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
+from rollmill.config.placement import RayPlacement
 from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig
@@ -42,7 +43,10 @@ from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
-from rollmill.trainer import choose_precision, choose_threads
+from rollmill.rewards.resources import close_set_aside
+from rollmill.trainer import StepSize, choose_precision, choose_threads
+from rollmill.trainer.batch import CPU_ROW
+from rollmill.trainer.model_setup import narrow_weights
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task
 
@@ -103,15 +107,27 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
         step: of the run's checkpoint; call it inside `verifying`, which finds damage.
         joined: another process of the run writes the run's own files.
     """
+    try:
+        return _set_up(loaded, run_dir, step, joined=joined)
+    except BaseException:
+        close_set_aside()
+        raise
+
+
+def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool) -> RunSetup:
     config = loaded.config
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     device = choose_device(config.device)
     # errors in the last stage's rewards show before the first stage runs
-    wanted = [each for stage in loaded.stages for each in _rewards(stage)]
-    judges = [build_reward_manager(rewards, judging, device=str(device)) for rewards, judging in wanted]
-    for judge in judges:
-        judge.close()
+    wanted = [(number, each) for number, stage in enumerate(loaded.stages) for each in _rewards(stage)]
+    judges = [build_reward_manager(rewards, judging, device=str(device)) for _, (rewards, judging) in wanted]
+    scores = joined or (config.mode == "both" and not isinstance(config.placement, RayPlacement))
+    for (number, _), judge in zip(wanted, judges, strict=True):
+        if scores and number == 0:
+            judge.set_aside()  # its processes start while the model is loaded
+        else:
+            judge.close()
     tasksets = _load_tasksets(loaded.stages)
     adapted = config.model.lora is not None
     stored = None if step is None else Checkpoints(run_dir).path(step)
@@ -131,6 +147,8 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
             if stored is None:
                 raise
             raise unreadable(stored, error) from error
+    if _param_dtype(loaded) == "bf16":
+        narrow_weights(policy.model)
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier_support(policy.model)
     for stage in loaded.stages:
@@ -149,6 +167,14 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return RunSetup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+
+
+def _param_dtype(loaded: LoadedRun) -> str:
+    """The type of the weights. Raises ConfigError if the stages disagree: they train one model after the other."""
+    wanted = {stage.trainer.param_dtype for stage in loaded.stages}
+    if len(wanted) > 1:
+        raise ConfigError("trainer.param_dtype must be the same in all stages, found bf16, fp32")
+    return wanted.pop()
 
 
 def _refuse_drafts(stage: StageConfig, model: str) -> None:
@@ -205,14 +231,28 @@ def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> 
     if len(wanted) > 1:
         raise ConfigError(f"trainer.precision must be the same in all stages, found {', '.join(sorted(wanted))}")
     threads = loaded.config.threads
-    chosen = choose_threads(policy.model) if threads == "auto" else threads
+    size = _step_size(loaded.stages[-1])
+    chosen = choose_threads(policy.model, size) if threads == "auto" else threads
     torch.set_num_threads(chosen)
     precision = wanted.pop()
+    if precision == "auto" and _param_dtype(loaded) == "bf16":
+        precision = "bf16"
     if precision == "auto":
-        precision = choose_precision(policy.model, policy.device)
+        precision = choose_precision(policy.model, policy.device, size)
     machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
     store_machine(run_dir, machine)
     return machine
+
+
+def _step_size(stage: StageConfig) -> StepSize:
+    """Rows that the stage's step passes through the model. Prompts, whose lengths vary, are not counted."""
+    rollout, row = stage.rollout, min(CPU_ROW, stage.trainer.micro_batch_tokens)
+    if not stage.algorithm.uses_rollouts:
+        return StepSize.of_training(stage.trainer.micro_batch_tokens)
+    completions = rollout.batch * rollout.group_size
+    sequences = min(completions, rollout.max_sequences)
+    rows = completions * rollout.max_new_tokens
+    return StepSize(sequences, decoded=rows // sequences, learned=rows, row=row)
 
 
 def _stored_settings(run_dir: Path) -> dict[str, Any] | None:

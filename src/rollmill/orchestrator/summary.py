@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from rollmill.config.run import StageConfig
 from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.extension import reopened_stage
 from rollmill.orchestrator.state import RunState
 from rollmill.trackers.event_log import RESTART, read_events
 from rollmill.trackers.metrics_log import peak_rss_mb
@@ -39,13 +42,15 @@ def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, stat
     }
 
 
-def summarise_complete_run(checkpoints: Checkpoints, stages: list[str]) -> dict[str, Any] | None:
+def summarise_complete_run(checkpoints: Checkpoints, stages: Sequence[StageConfig]) -> dict[str, Any] | None:
     """Build the summary from the newest checkpoint, if all stages were done then; else None."""
     steps = checkpoints.steps()
     if not steps:
         return None
-    state, _ = checkpoints.read(steps[-1])
-    return summarise(state, stages, checkpoints) if state.stage >= len(stages) else None
+    state, trainer = checkpoints.read(steps[-1])
+    if state.stage < len(stages) or reopened_stage(trainer, stages) is not None:
+        return None
+    return summarise(state, [stage.name for stage in stages], checkpoints)
 
 
 def _accuracies(records: list[dict[str, Any]]) -> list[float]:

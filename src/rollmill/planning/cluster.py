@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.loader import load_run
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
 from rollmill.orchestrator.pacing import Pacing
@@ -26,6 +25,7 @@ from rollmill.planning.cluster_costs import (
     trainer_memory,
 )
 from rollmill.planning.gpus import MEMORY_USABLE, GPUKind, gpu_kind
+from rollmill.planning.presets import load_planned_run, planned_model
 from rollmill.planning.simulation import simulate_stage
 from rollmill.simulation.engine import SimulationCosts
 from rollmill.simulation.steps import simulate_steps
@@ -70,6 +70,7 @@ def plan_cluster(
     counts: Sequence[int] = GPU_COUNTS,
     prompt_tokens: int = PROMPT_TOKENS,
     mean_tokens: float | None = None,
+    model: str | None = None,
 ) -> list[ClusterPlan]:
     """Plan every stage of a run that rolls out, for each number of GPUs. Nothing is measured or loaded.
 
@@ -80,22 +81,21 @@ def plan_cluster(
         counts: numbers of GPUs, at least 2 each.
         prompt_tokens: tokens of a prompt.
         mean_tokens: mean tokens of a completion; None: half of rollout.max_new_tokens.
+        model: a preset or a folder instead of the run file's model; then the run's files need not be here yet.
 
     Raises:
         ConfigError: the run file is wrong, the kind is unknown, no stage rolls out, or the model fits no node.
         ModelError: the model's folder holds no causal language model.
     """
-    gpu, loaded = gpu_kind(kind), load_run(path, overrides)
+    gpu, loaded = gpu_kind(kind), load_planned_run(path, overrides, model)
     stages = [stage for stage in loaded.stages if stage.algorithm.uses_rollouts and stage.workflow.uses_tasks]
     if not stages:
         raise ConfigError(f"{path}: no stage rolls out tasks, so there is nothing to split; plan it without --cluster")
     if wrong := [count for count in counts if count < 2]:
         raise ConfigError(f"--gpus {wrong[0]}: a trainer and an explorer need 2 GPUs at least")
-    plans = []
-    for stage in stages:
-        model = read_cluster_model(loaded.config.model, stage, prompt_tokens, mean_tokens)
-        plans += [plan_stage_on(model, gpu, count) for count in counts]
-    return plans
+    first = read_cluster_model(planned_model(model, loaded.config.model), stages[0], prompt_tokens, mean_tokens)
+    sizes = [first, *(ClusterModel.like(first, stage, mean_tokens) for stage in stages[1:])]
+    return [plan_stage_on(each, gpu, count) for each in sizes for count in counts]
 
 
 def plan_stage_on(model: ClusterModel, kind: GPUKind, gpus: int) -> ClusterPlan:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from rollmill.config.hub import fetch_config, parse_reference
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
 from rollmill.models.from_scratch import build_new_meta_model
 from rollmill.models.load import PolicyModel, build_meta_model
+from rollmill.models.lora import add_lora
 from rollmill.offload.plan import estimate_component_sizes
 from rollmill.planning.gpus import (
     BANDWIDTH_REACHED,
@@ -48,7 +51,12 @@ class ClusterModel:
     prompt: int
     mean: float
 
-    @property
+    @classmethod
+    def like(cls, other: ClusterModel, stage: StageConfig, mean: float | None) -> ClusterModel:
+        """The same policy and prompts in another stage of the run."""
+        return cls(stage, other.model, other.prompt, stage.rollout.max_new_tokens / 2 if mean is None else mean)
+
+    @cached_property
     def parameters(self) -> int:
         """Number of weights."""
         return sum(each.numel() for each in self.model.parameters())
@@ -57,6 +65,12 @@ class ClusterModel:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return self.prompt + self.stage.rollout.max_new_tokens
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a step in the trainer's rows; a prompt counts once per group."""
+        rollout = self.stage.rollout
+        return rollout.batch * (self.prompt + rollout.group_size * self.mean)
 
     @property
     def cache_bytes(self) -> int:
@@ -80,11 +94,17 @@ class ClusterModel:
 
 
 def read_cluster_model(config: ModelConfig, stage: StageConfig, prompt: int, mean: float | None) -> ClusterModel:
-    """Build the policy without weights. Raises ModelError if its folder holds no causal language model."""
+    """Build the policy without weights, with its adapters. Raises ModelError if its folder holds no causal language
+    model."""
     if config.path == "new":
         model = build_new_meta_model(config.new or NewModelConfig())
     else:
-        model = build_meta_model(config.path)
+        reference = parse_reference(str(config.path))
+        folder = config.path if reference is None else fetch_config(reference)
+        model = build_meta_model(folder, trust=config.trust_remote_code, weights=reference is None)
+    if config.lora is not None:
+        with torch.device("meta"):
+            add_lora(model, config.lora, seed=0)
     return ClusterModel(stage, model, prompt, stage.rollout.max_new_tokens / 2 if mean is None else mean)
 
 
@@ -125,13 +145,17 @@ def trainer_memory(model: ClusterModel, ranks: int) -> float:
     policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, torch.device("cpu"))
     sizes = estimate_component_sizes(model.stage, policy, "bf16")
     sharded = sum(size for name, size in sizes.items() if name not in ("cast", "cache", "rewards"))
+    tokens = min(model.stage.trainer.micro_batch_tokens, model.step_tokens / ranks)
+    gathered = 2 * _BF16 * model.parameters / model.model.config.num_hidden_layers
+    return float(sharded / ranks + activation_bytes(model, tokens) + gathered)
+
+
+def activation_bytes(model: ClusterModel, tokens: float) -> float:
+    """Bytes of the activations and logits of a micro-batch in bf16."""
     config, trainer = model.model.config, model.stage.trainer
-    tokens = min(trainer.micro_batch_tokens, _step_tokens(model) / ranks)
     layers = 1 if trainer.gradient_checkpointing else config.num_hidden_layers
     kept = _BF16 * config.num_hidden_layers if trainer.gradient_checkpointing else 0
-    activations = tokens * config.hidden_size * (_ACTIVATIONS * layers + kept)
-    gathered = 2 * _BF16 * model.parameters / config.num_hidden_layers
-    return float(sharded / ranks + activations + gathered + _LOGITS)
+    return float(tokens * config.hidden_size * (_ACTIVATIONS * layers + kept) + _LOGITS)
 
 
 def cluster_costs(
@@ -158,13 +182,11 @@ def cluster_costs(
 
 def training_s(model: ClusterModel, kind: GPUKind, ranks: int) -> float:
     """Seconds of a training step: products or transfers of weights and gradients, whichever takes longer."""
-    trainer, tokens = model.stage.trainer, _step_tokens(model)
+    trainer, tokens = model.stage.trainer, model.step_tokens
     policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, torch.device("cpu"))
     sizes = estimate_component_sizes(model.stage, policy, "bf16")
-    passes = (8 if trainer.gradient_checkpointing else 6) * trainer.epochs_per_batch
-    forward = 2 * sum(name in sizes for name in ("reference", "critic", "teacher"))
-    learned = passes * (2 if "critic" in sizes else 1)
-    products = (learned + forward) * model.parameters * tokens / (ranks * FLOPS_REACHED * kind.flops)
+    passes = trained_passes(model.stage, sizes)
+    products = passes * model.parameters * tokens / (ranks * FLOPS_REACHED * kind.flops)
     micro_batches = trainer.epochs_per_batch * math.ceil(tokens / (ranks * trainer.micro_batch_tokens))
     link = NETWORK_REACHED * (kind.node_link if ranks <= GPUS_PER_NODE else kind.network)
     transfers = 3 * _BF16 * model.parameters * micro_batches / link * (ranks - 1) / ranks
@@ -172,7 +194,12 @@ def training_s(model: ClusterModel, kind: GPUKind, ranks: int) -> float:
     return max(products, transfers) + optimizer * trainer.epochs_per_batch * trainer.updates_per_batch
 
 
-def _step_tokens(model: ClusterModel) -> float:
-    """Tokens of a step in the trainer's rows; a prompt counts once per group."""
-    rollout = model.stage.rollout
-    return rollout.batch * (model.prompt + rollout.group_size * model.mean)
+def trained_passes(stage: StageConfig, sizes: dict[str, int]) -> int:
+    """Products per weight and token of a training step: of the policy, a critic, a reference and a teacher.
+
+    Args:
+        sizes: bytes of the stage's components by name.
+    """
+    passes = (8 if stage.trainer.gradient_checkpointing else 6) * stage.trainer.epochs_per_batch
+    forward = 2 * sum(name in sizes for name in ("reference", "critic", "teacher"))
+    return passes * (2 if "critic" in sizes else 1) + forward

@@ -204,7 +204,7 @@ class Supervisor:
         Raises TrainingError if something is left to do.
         """
         stages = self._loaded.stages
-        summary = summarise_complete_run(Checkpoints(self._run_dir), [stage.name for stage in stages])
+        summary = summarise_complete_run(Checkpoints(self._run_dir), stages)
         if summary is None:
             total = sum(stage.steps for stage in stages)
             reached = f"Ray has died after step {self._budget.furthest} of {total}"

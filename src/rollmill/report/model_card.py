@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 import rollmill
+from rollmill.config.hub import fetch, parse_reference
 from rollmill.config.yaml_file import write_yaml
 from rollmill.report.charts import is_plottable
 from rollmill.trackers.eval_metrics import EVAL_PREFIX, eval_sets_in, first_accuracy
@@ -50,13 +51,17 @@ class StartingModel:
 
 
 def find_starting_model(settings: Mapping[str, Any]) -> StartingModel:
-    """Describe the model of a resolved run file, with what its folder says about its origin and licence."""
+    """Describe the model of a resolved run file, with what its folder says about its origin and licence.
+
+    Raises ConfigError if it is of the hub and no longer in the cache.
+    """
     model = settings.get("model") or {}
     path = str(model.get("path", "new"))
     if path == "new":
         new = model.get("new") or {}
         return StartingModel(f"A new {new.get('architecture', 'qwen3')} model with random weights")
-    folder = Path(path)
+    reference = parse_reference(path) if path.startswith("hf:") else None
+    folder = Path(path) if reference is None else fetch(reference, "model")
     cached = _CACHED.search(folder.resolve().as_posix()) or _CACHED.search(folder.as_posix())
     hub_id, revision = (f"{cached[1]}/{cached[2]}", cached[3]) if cached else (None, None)
     found = sorted({file for pattern in _LICENCES for file in folder.glob(pattern)})

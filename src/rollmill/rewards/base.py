@@ -63,7 +63,8 @@ class RewardResult:
     name/part for a reward with several parts. `outcomes` has an entry per reward: ok, timeout, late, not_applicable,
     gated, or an outcome specific to the reward. `seconds` is wall time, including the wait for a free worker; `spans`
     are the times of each reward. `failed_gate` names the gate that was not passed. `details` are numbers that rewards
-    log but do not count, as name/key. `boxes` are those of all rewards.
+    log but do not count, as name/key. `role` is the role of the policy that the completion was generated in, if any.
+    `boxes` are those of all rewards.
     """
 
     reward: float | None
@@ -73,6 +74,7 @@ class RewardResult:
     spans: dict[str, RewardTiming] = field(default_factory=dict)
     failed_gate: str | None = None
     details: dict[str, float] = field(default_factory=dict)
+    role: str | None = None
     boxes: tuple[Box, ...] = ()
 
 
@@ -190,6 +192,7 @@ def require_verdicts(
         for name, each in zip(names, rewards, strict=True)
         if each.decides and each.weight and not each.gate
     ]
+    roles = {each.role for _, each in deciding}
     for task in tasks:
         unknown = [] if task.rewards is None else [name for name in task.rewards if name not in names]
         if unknown:
@@ -199,7 +202,9 @@ def require_verdicts(
             )
         if judging.verdicts == "several" or len(deciding) < 2:
             continue
-        both = [name for name, each in deciding if _applies(each, task) and name in (task.rewards or names)]
+        scoring = [(name, each) for name, each in deciding if _applies(each, task) and name in (task.rewards or names)]
+        by_role = [[name for name, each in scoring if each.role in (None, role)] for role in roles]
+        both = max(by_role, key=len)
         if len(both) > 1:
             raise ConfigError(
                 f"{where}: the rewards `{both[0]}` and `{both[1]}` both say whether the answer of task `{task.id}` is "

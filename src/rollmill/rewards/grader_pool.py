@@ -158,6 +158,8 @@ MEMORY_BYTES = 2 << 30
 """Address space of one grader process that evaluates a model's text."""
 START_TIMEOUT_S = 120.0
 """Longest wait for a fresh process to import its grading library."""
+_LOAD_ONLY = object()
+"""Payload of a job that only loads."""
 _WORKER = Path(__file__).with_name("grader_worker.py")
 
 
@@ -197,6 +199,7 @@ class GraderPool:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[_GraderThread] = []
+        self.loads: list[tuple[str, str]] = []  #: handlers, and what they need, that a new process loads at once
         self._waiting = 0
         self._closed = False
 
@@ -220,6 +223,14 @@ class GraderPool:
                 self._threads.append(_GraderThread(self))
             self._jobs.put(job)
         return job.reply
+
+    def warm(self, kind: str, setup: str = "") -> None:
+        """Start all processes in the background; each loads what its first answer would wait for. A failure shows again
+        with that answer."""
+        with self._lock:
+            if not self._closed:
+                self.loads.append((kind, setup))
+                self._threads += [_GraderThread(self) for _ in range(self._workers - len(self._threads))]
 
     def pids(self) -> list[int]:
         """Process ids of the live grader processes."""
@@ -268,12 +279,21 @@ class _GraderThread:
 
     def _serve(self) -> None:
         try:
+            self._load()
             while (job := self._pool.take(self)) is not None:
                 if job.reply.set_running_or_notify_cancel():
                     self._serve_one(job)
                 self.idle = True
         finally:
             self._end_process()
+
+    def _load(self) -> None:
+        """Start the process with what the pool says in advance."""
+        for kind, setup in self._pool.loads:
+            self.idle = False
+            with contextlib.suppress(Exception):  # it shows again with the first answer
+                self._grade(_Job(kind, _LOAD_ONLY, START_TIMEOUT_S, setup))
+        self.idle = True
 
     def _serve_one(self, job: _Job) -> None:
         started = time.perf_counter()
@@ -311,6 +331,8 @@ class _GraderThread:
                 why = found["error"] if found else f"it took longer than {START_TIMEOUT_S:g} s"
                 raise RewardError(f"the {job.kind} grader cannot start: {why}")
             self.process.loaded.add((job.kind, job.setup))
+        if job.payload is _LOAD_ONLY:
+            return GraderResult("ok")
         found = self.process.ask(job.kind, (job.setup, job.payload), job.time_limit_s)
         if found is None or "outcome" in found:
             self._end_process()

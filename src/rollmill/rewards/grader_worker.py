@@ -97,6 +97,8 @@ def _load_reasoning_gym(setup: str) -> None:
 
 
 def _load_python(setup: str) -> None:
+    import rollmill.rewards.values
+    import rollmill.types  # noqa: F401 - what the arguments are made of
     from rollmill.user_code import import_object
 
     functions[setup] = import_object(setup)

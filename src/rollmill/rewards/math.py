@@ -45,7 +45,7 @@ class MathScorer:
     """
 
     def __init__(self, config: MathReward, resources: RewardResources) -> None:
-        self._config, self._graders = config, resources.graders
+        self._config, self._graders = config, resources.graders_for("math")
 
     async def score(self, task: Task, completion: Completion) -> Score:
         if task.answer is None:

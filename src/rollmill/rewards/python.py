@@ -35,7 +35,12 @@ def build_python_reward(config: PythonReward, resources: RewardResources) -> Pyt
             _in_thread, config, function, resources.threads
         )
     else:
-        pool = resources.shared(f"function {source}", lambda: GraderPool(config.processes, memory_bytes=0, quiet=False))
+        pool = resources.pool(
+            f"function {source} {config.processes}",
+            lambda: GraderPool(config.processes, memory_bytes=0, quiet=False),
+            "python",
+            source,
+        )
         caller = partial(_in_process, config, source, pool)
     if getattr(function, "group", False):
         return PythonGroupScorer(config, caller, wants_judged="judged" in _parameters(function))

@@ -20,6 +20,15 @@ class SupportsClose(Protocol):
 
 Shared = TypeVar("Shared", bound=SupportsClose)
 
+_set_aside: dict[str, GraderPool] = {}
+"""Pools whose processes were started before they were needed."""
+
+
+def close_set_aside() -> None:
+    """Close the pools that nobody has taken."""
+    while _set_aside:
+        _set_aside.popitem()[1].close()
+
 
 @dataclass(slots=True, eq=False)
 class RewardResources:
@@ -34,11 +43,44 @@ class RewardResources:
     device: str | None = None
     _made: dict[str, SupportsClose] = field(default_factory=dict)
     _making: threading.RLock = field(default_factory=threading.RLock)
+    _loads: list[tuple[GraderPool, str, str]] = field(default_factory=list)
 
     @property
     def graders(self) -> GraderPool:
         """Processes that evaluate text under a time limit."""
-        return self.shared("graders", lambda: GraderPool(self.workers))
+        return self.pool(f"graders {self.workers}", lambda: GraderPool(self.workers))
+
+    def graders_for(self, kind: str) -> GraderPool:
+        """`graders` for a reward that will load this handler of grader_worker.py."""
+        self._loads.append((self.graders, kind, ""))
+        return self.graders
+
+    def pool(self, key: str, make: Callable[[], GraderPool], kind: str = "", setup: str = "") -> GraderPool:
+        """Return the pool stored under `key`, as `shared`: one that was set aside with started processes, if there is
+        one.
+
+        Args:
+            kind, setup: what its processes will load, if known.
+        """
+        found = self.shared(key, lambda: _set_aside.pop(key, None) or make())
+        if kind:
+            self._loads.append((found, kind, setup))
+        return found
+
+    def set_aside(self) -> None:
+        """Start the pools' processes and keep them for the next resources of this process that want such a pool; close
+        everything else."""
+        for pool, kind, setup in self._loads:
+            pool.warm(kind, setup)
+        warm = {id(pool) for pool, _, _ in self._loads}
+        with self._making:
+            for key in [key for key, each in self._made.items() if id(each) in warm]:
+                made = self._made.pop(key)
+                assert isinstance(made, GraderPool)
+                if (other := _set_aside.pop(key, None)) is not None:
+                    other.close()
+                _set_aside[key] = made
+        self.close()
 
     @property
     def threads(self) -> FunctionThreads:

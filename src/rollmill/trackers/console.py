@@ -89,15 +89,19 @@ class RunProgress:
         return step > self.begun_at + steps or (stage != name and stage in later)
 
 
-_SHOWN = {
-    "reward/mean": "reward",
-    "loss": "loss",
-    "pairs/accuracy": "accuracy",
-    "kl": "kl",
-    "entropy": "entropy",
-    "grad_norm": "grad_norm",
-    "length/mean": "length",
-}
+_LEADING = {"reward/mean": "reward", "pairs/accuracy": "accuracy"}
+_FURTHER = {"length/mean": "length", "entropy": "entropy", "kl": "kl", "grad_norm": "grad_norm"}
+
+
+def shown_metrics(metrics: Metrics) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the metrics of a step's line with their short names: those that lead it, and the others.
+
+    The loss leads only where there is neither a reward nor an accuracy: in policy-gradient training it says little.
+    """
+    leading = {key: name for key, name in _LEADING.items() if key in metrics}
+    others = {key: name for key, name in _FURTHER.items() if key in metrics}
+    loss = {"loss": "loss"} if "loss" in metrics else {}
+    return (leading, others | loss) if leading else (loss, others)
 
 
 class RunView(Protocol):
@@ -236,8 +240,10 @@ class PlainView:
         words = [what, f"{metrics['step']}/{self._progress.total}"]
         if "stage" in metrics:
             words.append(f"stage={one_line(str(metrics['stage']), 40)}")
-        words += [f"{short}={format_metric(metrics[key])}" for key, short in _SHOWN.items() if key in metrics]
+        leading, others = shown_metrics(metrics)
+        words += [f"{short}={format_metric(metrics[key])}" for key, short in leading.items()]
         words += [f"eval/{name}={format_metric(value)}" for name, value in accuracies(metrics).items()]
+        words += [f"{short}={format_metric(metrics[key])}" for key, short in others.items()]
         if metrics.get("tokens_per_second") is not None:
             words.append(f"{float(metrics['tokens_per_second'] or 0):.0f} tok/s")
         if metrics.get("seconds/total") is not None:

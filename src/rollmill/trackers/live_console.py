@@ -23,6 +23,7 @@ from rollmill.trackers.console import (
     format_metric,
     one_line,
     printable,
+    shown_metrics,
 )
 from rollmill.trackers.domains import DomainProgress
 from rollmill.trackers.eval_metrics import accuracies, first_accuracy, has_evaluation
@@ -31,10 +32,8 @@ from rollmill.types import Experience
 
 PHASE_COLOURS = {"rollout": "blue", "reward": "yellow", "train": "magenta", "eval": "green", "checkpoint": "cyan"}
 _TICKS = "▁▂▃▄▅▆▇█"
-_NUMBERS = (
-    *("loss", "kl", "entropy", "grad_norm", "length/mean", "staleness/max"),
-    *("logprob_gap/max", "policy_drift/mean", "lr"),
-)
+_NUMBERS = ("staleness/max", "logprob_gap/max", "policy_drift/mean", "lr")
+"""Shown after the metrics of the step's line."""
 _SAMPLE_LINES = 6
 
 
@@ -166,7 +165,8 @@ class LiveView:
 
     def _numbers(self) -> RenderableType:
         line = Text()
-        for key in _NUMBERS:
+        leading, others = shown_metrics(self._metrics)
+        for key in (*leading, *others, *_NUMBERS):
             if key in self._metrics:
                 line.append(f"{key.removesuffix('/mean')} ", style="dim")
                 line.append(f"{format_metric(self._metrics[key])}  ")

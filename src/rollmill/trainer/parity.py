@@ -250,7 +250,8 @@ def _digest(model: Any, folder: Path) -> str:
     model, including the folder's own.
     """
     found = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    found.update((folder / "config.json").read_bytes())
+    config = folder / "config.json"
+    found.update(config.read_bytes() if config.is_file() else model.config.to_json_string().encode())
     for name, parameter in model.named_parameters():
         found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
     root = Path(rollmill.__file__).parent

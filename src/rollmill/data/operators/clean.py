@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import unicodedata
 from collections.abc import Callable
+from typing import cast
 
 import regex
 
@@ -69,7 +70,7 @@ def _apply(task: Task, options: CleanTasks, change: Callable[[str], str]) -> boo
         if isinstance(value, str):
             setattr(task, name, change(value))
         elif name == "prompt":
-            task.prompt = [Message(role=each["role"], content=change(each["content"])) for each in value]
+            task.prompt = [cast(Message, each | {"content": change(each["content"])}) for each in value]
     return before != [getattr(task, name) for name in options.fields]
 
 

@@ -55,7 +55,7 @@ class K12Scorer:
     """
 
     def __init__(self, config: K12Reward, resources: RewardResources) -> None:
-        self._config, self._graders = config, resources.graders
+        self._config, self._graders = config, resources.graders_for("math")
         self._judge_model: RubricJudge | None = None
         if config.judge is not None:
             from rollmill.rewards.judges.generative import RubricJudge

@@ -108,7 +108,7 @@ def build_format_scorer(config: FormatReward, resources: RewardResources) -> Rew
     if config.mode in ("tags", "sections"):
         return StructureScorer(config)
     check_schema(schema_text(config.json_schema or {}), config.name)
-    return JSONSchemaScorer(config, resources.graders)
+    return JSONSchemaScorer(config, resources.graders_for("schema"))
 
 
 _AT_ONCE_S = 0.01

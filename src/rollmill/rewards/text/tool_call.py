@@ -40,7 +40,7 @@ class ToolCallScorer:
 
     def __init__(self, config: ToolCallReward, resources: RewardResources) -> None:
         check_schema("{}", config.name)  # schemas come with the tasks, but jsonschema must be installed
-        self._config, self._graders = config, resources.graders
+        self._config, self._graders = config, resources.graders_for("schema")
 
     async def score(self, task: Task, completion: Completion) -> Score:
         if task.metadata.get("tools") is None:

@@ -1,0 +1,188 @@
+"""Recognises the rows of other frameworks, and adds the columns prompt, answer, response and rejected to them.
+
+Layouts, as their documentation describes them: TRL (`messages`; `prompt` and `completion`; `chosen` and `rejected`,
+with the prompt in both of them; `tools`), verl (`reward_model.ground_truth`), verifiers and prime-rl (`question`,
+`info`, `verification_info`), Trinity-RFT (columns named by its `format`, of which the usual ones are known here).
+A row that has a column of ours keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from rollmill.data.presets import gsm8k
+from rollmill.data.readers import BadRowError, Row
+from rollmill.files import parse_strict_json
+
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Keys of a message that chat templates know."""
+CALLS = "response_calls"
+"""Metadata of a task whose response is a message that calls tools: that message."""
+TOOLS = "prompt_tools"
+"""Metadata of a task whose prompt shows tools: their schemas."""
+_QUESTIONS = ("question", "problem")
+
+
+def recognised(row: Row) -> Row:
+    """Returns the row with the columns that its layout stands for.
+
+    Raises:
+        BadRowError: the row has a known layout, but not its contents.
+    """
+    found = _with_solution(_with_prompt(row))
+    found = _with_answer(found)
+    if isinstance(found.get("info"), str) and (info := _parsed(found["info"])) is not None:
+        found = found | {"info": info}
+    return found
+
+
+def _with_prompt(row: Row) -> Row:
+    """Finds the prompt in a conversation, in both solutions of a pair, or in a question."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if is_chat(chosen) and is_chat(rejected) and len(chosen) > 1 and not is_chat(row.get("prompt")):
+        return row | _split_pair(chosen, rejected)
+    if "prompt" in row:
+        return row
+    if is_chat(messages := row.get("messages")):
+        rest = {column: value for column, value in row.items() if column != "messages"}
+        if messages[-1]["role"] != "assistant":
+            return rest | {"prompt": messages}
+        return {"response": messages[-1:]} | rest | {"prompt": messages[:-1]}
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return row | _split_texts(chosen, rejected)
+    question = next((column for column in _QUESTIONS if isinstance(row.get(column), str)), None)
+    if question is None:
+        return row
+    if question == "question" and isinstance(answer := row.get("answer"), str) and "####" in answer:
+        return gsm8k(row)
+    return row | {"prompt": row[question]}
+
+
+def _with_solution(row: Row) -> Row:
+    """Takes the completion of a row without a label, or the worked solution of a problem, as response."""
+    if {"response", "chosen"} & row.keys():
+        return row
+    if "completion" in row and "label" not in row:
+        rest = {column: value for column, value in row.items() if column != "completion"}
+        return rest | {"response": row["completion"]}
+    if "problem" in row and isinstance(row.get("solution"), str):
+        return row | {"response": row["solution"]}
+    return row
+
+
+def _with_answer(row: Row) -> Row:
+    """Takes the ground truth of verl and of prime-rl's data sets as answer."""
+    if "answer" in row:
+        return row
+    for column in ("reward_model", "verification_info"):
+        value = row.get(column)
+        found = _parsed(value) if isinstance(value, str) else value
+        if isinstance(found, Mapping) and "ground_truth" in found:
+            return row | {"answer": found["ground_truth"]}
+    return row
+
+
+def _split_pair(chosen: list[Any], rejected: list[Any]) -> Row:
+    """Splits two conversations into the messages that both begin with, and what each continues with."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    shared = min(shared, len(chosen) - 1, len(rejected) - 1)
+    ends = chosen[shared:], rejected[shared:]
+    if any(len(each) != 1 or each[0]["role"] != "assistant" for each in ends):
+        raise BadRowError(
+            f"chosen and rejected differ from message {shared} on, and one message of the assistant is compared; "
+            "let the conversations before it be equal"
+        )
+    return {"prompt": chosen[:shared], "chosen": ends[0], "rejected": ends[1]}
+
+
+def _split_texts(chosen: str, rejected: str) -> Row:
+    """Splits two texts after their common beginning; a space before the difference belongs to the completions."""
+    shared = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    shared = min(len(chosen), len(rejected)) if shared is None else shared
+    if shared and chosen[shared - 1] == " ":
+        shared -= 1
+    return {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
+def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """True for a list of chat messages that is not empty."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in value)
+    )
+
+
+def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
+    """Returns the JSON schemas of a column `tools`, which may be JSON text; None if it holds something else."""
+    found = _parsed(value) if isinstance(value, str) else value
+    if not isinstance(found, list) or not found:
+        return None
+    schemas = [_parsed(each) if isinstance(each, str) else each for each in found]
+    if not all(isinstance(each, Mapping) and isinstance(_function(each).get("name"), str) for each in schemas):
+        return None
+    return [_without_gaps(each) for each in schemas]
+
+
+def message_of(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Returns a message with the keys that chat templates know; arguments of its calls are objects.
+
+    Raises BadRowError for anything else that it holds.
+    """
+    given = {key: part for key, part in message.items() if part is not None}
+    if unused := [key for key in given if key not in MESSAGE_KEYS]:
+        raise BadRowError(
+            f"message {number} of the prompt has {', '.join(unused)}; only {', '.join(MESSAGE_KEYS)} are used"
+        )
+    found = {"role": given.get("role"), "content": given.get("content", "" if "tool_calls" in given else None)} | given
+    if "tool_calls" in given:
+        found["tool_calls"] = [_call(each, number) for each in given["tool_calls"]]
+    if not all(isinstance(found[key], str) for key in found if key != "tool_calls"):
+        raise BadRowError(f"role or content of message {number} of the prompt is not text")
+    return found
+
+
+def text_of_calls(message: Mapping[str, Any]) -> str:
+    """Describes a message that calls tools as text, for reports; a chat template writes it in the model's own form."""
+    calls = [json.dumps(_function(each), ensure_ascii=False) for each in message["tool_calls"]]
+    return "\n".join([*([message["content"]] if message["content"] else []), *calls])
+
+
+def _call(entry: Any, number: int) -> dict[str, Any]:
+    function = _function(entry) if isinstance(entry, Mapping) else {}
+    if not isinstance(function.get("name"), str):
+        raise BadRowError(f"a tool call of message {number} of the prompt names no function")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments or "{}")
+    if not isinstance(arguments, Mapping):
+        raise BadRowError(f"the arguments of a tool call of message {number} of the prompt are no JSON object")
+    plain = {key: value for key, value in arguments.items() if value is not None}  # parquet fills missing keys in
+    called = {"type": "function", "function": {"name": function["name"], "arguments": plain}}
+    return called | ({"id": entry["id"]} if isinstance(entry.get("id"), str) else {})
+
+
+def _function(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = entry.get("function")
+    return inner if isinstance(inner, Mapping) else entry
+
+
+def _parsed(text: str) -> Any:
+    """Parses JSON; None for any other text."""
+    try:
+        return parse_strict_json(text, unique_keys=True)
+    except ValueError:
+        return None
+
+
+def _without_gaps(value: Any) -> Any:
+    """Removes the nulls by which Parquet and `datasets` fill in keys that other rows have."""
+    if isinstance(value, Mapping):
+        return {key: _without_gaps(each) for key, each in value.items() if each is not None}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_without_gaps(each) for each in value]
+    return value

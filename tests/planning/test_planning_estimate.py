@@ -1,0 +1,133 @@
+"""`rollmill plan` without building the model: estimates on the meta device, presets, and numbers of GPUs of a kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_run
+
+from rollmill.cli import main
+from rollmill.config.model import LoRAConfig, ModelConfig
+from rollmill.config.run import StageConfig
+from rollmill.errors import ConfigError
+from rollmill.planning.cluster_costs import read_cluster_model
+from rollmill.planning.estimate import estimate_run, estimate_stage
+from rollmill.planning.presets import MODEL_SHAPES, planned_model
+from rollmill.trackers.host_memory import peak_rss, reset_peak_rss
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "minimal.yaml"
+SIX_BILLION = (
+    "model={new: {hidden_size: 4096, layers: 26, heads: 32, kv_heads: 8, head_dim: 128, intermediate_size: 12288, "
+    "tie_embeddings: false, tokenizer: {kind: bpe, vocab_size: 151936}}}"
+)
+
+
+def words_of(captured: str) -> str:
+    return " ".join(captured.split())
+
+
+def test_a_model_that_does_not_fit_is_estimated_and_never_allocated(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", str(EXAMPLE), "--estimate"])  # imports what a plan needs
+    capsys.readouterr()
+    reset_peak_rss()
+    before = peak_rss()
+    # nothing under a terabyte of memory fits 6.3 billion weights with such a batch
+    words = ["--set", SIX_BILLION, "--set", "rollout.max_sequences=100000", "--set", "rollout.batch=4096"]
+    assert main(["plan", str(EXAMPLE), *words, "--memory-gb", "64"]) == 0
+    said = words_of(capsys.readouterr().out)
+    assert peak_rss() - before < 1e9 < 4 * 6.26e9
+    assert said.startswith("not measured: ")
+    assert "6.26B parameters" in said
+    assert "does not fit: stage train: phase `train` takes" in said
+    assert "plan --gpus 8xH200" in said
+
+
+def test_an_estimate_has_the_sizes_of_the_components(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, stages=None, algorithm={"name": "grpo", "kl": 0.1}, steps=4, evaluation=None)
+    [found] = estimate_run(run, model="qwen2.5-7b", memory_gb=80, prompt_tokens=100, mean_tokens=50)
+    assert found.parameters == found.trained == pytest.approx(7.62e9, rel=0.01)
+    train = found.memory["train"].parts
+    weights = 4 * found.parameters
+    assert train["policy"] == train["reference"] == train["gradients"] == weights
+    assert train["optimizer"] == pytest.approx(2 * weights, rel=1e-6)
+    assert found.least["rollout"].total < found.memory["rollout"].total
+    assert len(found.too_large) == len(found.memory)
+    assert found.seconds["total"] == found.seconds["rollout"] + found.seconds["train"] > 0
+    assert "GB of cpu are free" in (found.obstacle or "")
+    json.dumps(found.to_json())
+
+
+def test_adapters_take_less(tmp_path: Path) -> None:
+    stage = StageConfig.model_validate({"taskset": {"path": "tasks.jsonl"}, "algorithm": {"name": "grpo"}})
+    own = ModelConfig(path=tmp_path, lora=LoRAConfig(rank=8))
+    cpu = torch.device("cpu")
+    alone, adapted = (
+        estimate_stage(read_cluster_model(planned_model("llama-3.2-1b", each), stage, 64, None), cpu)
+        for each in (ModelConfig(), own)
+    )
+    assert alone.parameters == pytest.approx(1.236e9, rel=0.01)
+    assert adapted.trained < 0.01 * adapted.parameters
+    assert adapted.memory["train"].parts["optimizer"] < 0.01 * alone.memory["train"].parts["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.19),
+        ("llama-3.1-8b", 8.03),
+        ("qwen2.5-72b", 72.7),
+        ("smollm2-135m", 0.1345),
+    ],
+)
+def test_presets_have_the_published_sizes(name: str, billions: float) -> None:
+    stage = StageConfig.model_validate({"taskset": {"path": "tasks.jsonl"}})
+    model = read_cluster_model(planned_model(name, ModelConfig()), stage, 64, None)
+    assert model.parameters == pytest.approx(1e9 * billions, rel=0.005)
+
+
+def test_unknown_models_are_refused() -> None:
+    assert "qwen3-8b" in MODEL_SHAPES
+    with pytest.raises(
+        ConfigError, match="--model qwen9-8b: neither a checkpoint's folder, hf://ORG/NAME nor a known model; known"
+    ):
+        planned_model("qwen9-8b", ModelConfig())
+
+
+def test_gpus_name_their_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "plan",
+        str(EXAMPLE),
+        "--model",
+        "qwen3-8b",
+        "--set",
+        "rollout.max_new_tokens=64",
+        "--set",
+        "rollout.batch=2",
+        "--json",
+    ]
+    assert main([*words, "--gpus", "8xH200"]) == 0
+    done: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert done["cluster"] == "h200"
+    [plan] = done["plans"]
+    assert plan["gpus"] == 8
+    assert 8e9 * 16 / plan["trainer_ranks"] < plan["trainer_memory"] < 141e9
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "8xH200,8xA100"], "of several kinds: a100, h200; plan one after the other"),
+        (["--gpus", "8"], "of which kind?"),
+        (["--gpus", "H200"], "nor GPUs of a kind, such as 8xH200"),
+        (["--gpus", "8xH200", "--cluster", "h100"], "of several kinds"),
+        (["--measure", "--model", "qwen3-8b"], "a preset has no weights to measure"),
+    ],
+)
+def test_wrong_numbers_of_gpus_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(EXAMPLE), *words]) == 2
+    assert said in words_of(capsys.readouterr().err.replace("│", " "))
