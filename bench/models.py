@@ -72,17 +72,91 @@ def _write_model(folder: Path, shape: Shape) -> None:
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    _tokenizer(vocab_size, {}).save_pretrained(folder)
+
+
+def _tokenizer(vocab_size: int, special: dict[str, int]) -> Any:
+    """One token per word; `special` tokens are the last ones of the vocabulary."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<pad>": 0, **{f"w{index}": index for index in range(1, vocab_size)}, "<eos>": vocab_size}
+    words = {f"w{index}": index for index in range(1, vocab_size - len(special))}
+    words = {"<pad>": 0, **words, **special, "<eos>": vocab_size}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
-    ).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+
+
+PICTURE = 112
+"""Width and height of a benchmark picture in pixels: 64 tokens."""
+_TEMPLATE = (
+    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %} {{ p.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def vision_dir(name: str) -> Path:
+    """Folder of a LLaVA whose language part has the shape `name` and whose tower is as wide; created if absent.
+
+    The last word is the picture token. As in `model_dir`, no completion ends early.
+    """
+    shape = SHAPES[name]
+    folder = cache_dir() / f"llava-{name}-{'-'.join(str(value) for value in shape)}"
+    if not folder.exists():
+        draft = folder.with_name(folder.name + f".{os.getpid()}")
+        _write_vision_model(draft, shape)
+        try:
+            draft.rename(folder)
+        except OSError:  # another process finished first
+            shutil.rmtree(draft)
+    return folder
+
+
+def _write_vision_model(folder: Path, shape: Shape) -> None:
+    import torch
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+    from transformers.models.llava.processing_llava import LlavaProcessor
+
+    text = LlamaConfig(
+        **shape._asdict(), tie_word_embeddings=False, max_position_embeddings=2048, pad_token_id=0, bos_token_id=None,
+        eos_token_id=shape.vocab_size,
+    )  # fmt: skip
+    vision = CLIPVisionConfig(
+        hidden_size=shape.hidden_size, intermediate_size=2 * shape.hidden_size, num_attention_heads=4,
+        num_hidden_layers=shape.num_hidden_layers, image_size=PICTURE, patch_size=14,
+    )  # fmt: skip
+    config = LlavaConfig(
+        text_config=text, vision_config=vision, image_token_id=shape.vocab_size - 1, vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer = _tokenizer(shape.vocab_size, {"<image>": shape.vocab_size - 1})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    size = {"height": PICTURE, "width": PICTURE}
+    LlavaProcessor(
+        LlavaImageProcessorPil(size=size, crop_size=size), tokenizer, patch_size=14, image_token="<image>",
+        vision_feature_select_strategy="default", num_additional_image_tokens=1, chat_template=_TEMPLATE,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def pictures(count: int) -> list[bytes]:
+    """`count` pictures of noise as PNG, the same on every side."""
+    import io
+    import random
+
+    from PIL import Image
+
+    source = random.Random(0)
+    found = []
+    for _ in range(count):
+        content = io.BytesIO()
+        Image.frombytes("RGB", (PICTURE, PICTURE), source.randbytes(3 * PICTURE**2)).save(content, "PNG")
+        found.append(content.getvalue())
+    return found
 
 
 PROMPT = 20

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("orchestrator", "remote", "supervision"),
     ("simulation",),
     ("launch", "planning"),
-    ("quickstart", "serving"),
+    ("quickstart", "serving", "ui"),
     ("api",),
     ("cli",),
 )

@@ -48,7 +48,7 @@ PAGES = {
     ),
     "task-operators": ("taskset.pipeline", "taskset.pipeline.against"),
     "task-order": ("taskset.order",),
-    "workflow": ("workflow", "workflow.examples"),
+    "workflow": ("workflow", "workflow.examples", "roles.NAME"),
     "environment": ("environment",),
     "tools": ("tools",),
     "rollout": ("rollout", "rollout.repetition", "rollout.ngram_draft", "rollout.reuse", "rollout.partial"),

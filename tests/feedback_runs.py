@@ -15,13 +15,13 @@ import numpy as np
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.config.model import TokenizerConfig
 from rollmill.feedback import FeedbackService, open_feedback
-from rollmill.feedback.guard import TOKEN_CLIENT, RequestGuard
 from rollmill.feedback.server import build_server
 from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Experience, StopReason, Turn
 from rollmill.web import ConnectionLimits, open_listener
+from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
 from rollmill.web.keys import KeyRing, make_key
 
 TEXTS = ["".join(map(chr, range(32, 127))), "How many apples are 12 and 3? The answer is 15.\n" * 4]

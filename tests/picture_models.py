@@ -1,24 +1,35 @@
-"""Tiny vision-language checkpoints of every supported family, made from configs, with processors on Pillow."""
+"""Tiny vision-language checkpoints of every supported family, made from configs, with processors on Pillow, and runs
+that train them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from rollmill.models.vision import picture_only
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava", "internvl", "mistral3"]
+FAMILIES = [
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava", "llava_next", "llava_onevision", "internvl",
+    "mistral3",
+]  # fmt: skip
 
 _SPECIAL = [
     "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<image>", "<fake_token_around_image>",
@@ -30,6 +41,8 @@ _PLACES = {
     "idefics3": "<image>",
     "smolvlm": "<image>",
     "llava": "<image>",
+    "llava_next": "<image>",
+    "llava_onevision": "<image>",
     "internvl": "<IMG_CONTEXT>",
     "mistral3": "[IMG]",
 }
@@ -107,6 +120,19 @@ def _config(family: str, tokenizer: Any, text: dict[str, Any]) -> Any:
             "llava", text_config=own | {"model_type": "llama"}, vision_config=vision,
             image_token_id=ids("<image>"), vision_feature_layer=-1, **common,
         )  # fmt: skip
+    if family in ("llava_next", "llava_onevision"):
+        clip = family == "llava_next"
+        vision = {
+            "model_type": "clip_vision_model" if clip else "siglip_vision_model",
+            "image_size": 28,
+            "patch_size": 7,
+        }
+        vision |= tower | ({"projection_dim": 16} if clip else {"vision_use_head": False})
+        return AutoConfig.for_model(
+            family, text_config=own | {"model_type": "llama" if clip else "qwen2"}, vision_config=vision,
+            image_token_id=ids("<image>"), image_token_index=ids("<image>"), vision_feature_layer=-1,
+            image_grid_pinpoints=_GRID, **common,
+        )  # fmt: skip
     if family == "internvl":
         vision = {"model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [7, 7], **tower}
         return AutoConfig.for_model(
@@ -118,6 +144,9 @@ def _config(family: str, tokenizer: Any, text: dict[str, Any]) -> Any:
         "mistral3", text_config=own | {"model_type": "mistral"}, vision_config=vision,
         image_token_id=ids("[IMG]"), spatial_merge_size=2, **common,
     )  # fmt: skip
+
+
+_GRID = [[28, 56], [56, 28], [56, 56]]
 
 
 def _processor(family: str, tokenizer: Any) -> Any:
@@ -136,6 +165,19 @@ def _processor(family: str, tokenizer: Any) -> Any:
             images, tokenizer, patch_size=14, vision_feature_select_strategy="full", image_token="[IMG]",
             num_additional_image_tokens=0, chat_template=template,
         )  # fmt: skip
+    if family == "llava_next":
+        images = LlavaNextImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=_GRID
+        )
+        return LlavaNextProcessor(
+            images, tokenizer, patch_size=7, vision_feature_select_strategy="default", image_token="<image>",
+            num_additional_image_tokens=1, chat_template=template,
+        )  # fmt: skip
+    if family == "llava_onevision":
+        images = LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, image_grid_pinpoints=_GRID)
+        return picture_only(LlavaOnevisionProcessor)(
+            images, tokenizer, None, num_image_tokens=16, vision_feature_select_strategy="full", chat_template=template
+        )
     images = LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     token = "<image>" if family == "llava" else "<IMG_CONTEXT>"
     extra = 1 if family == "llava" else 0
@@ -152,3 +194,41 @@ def _processor(family: str, tokenizer: Any) -> Any:
 
 def _qwen(images: Any, tokenizer: Any, template: str) -> Any:
     return picture_only(Qwen2VLProcessor)(images, tokenizer, None, chat_template=template)
+
+
+COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (250, 250, 250)]
+
+
+def picture_rows(folder: Path, count: int = 8) -> Path:
+    """Rows with pictures of one colour and of different sizes; their answer is the number of the colour."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i in range(count):
+        name = f"{i}.png"
+        Image.new("RGB", (28 + 14 * (i % 3), 28), COLOURS[i % 4]).save(folder / name)
+        row = {"prompt": f"q{i}", "answer": str(i % 4), "response": str(i % 4), "images": [name] * (1 + i % 2)}
+        lines.append(json.dumps(row))
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    return folder / "rows.jsonl"
+
+
+def picture_run(folder: Path, family: str = "qwen2_vl", **changes: Any) -> Path:
+    """Write a run file of two stages that trains a tiny policy on pictures."""
+    rows = picture_rows(folder / "data")
+    run: dict[str, Any] = {
+        "name": "see",
+        "model": {"path": str(picture_checkpoint(folder / "model", family))},
+        "taskset": {"path": str(rows), "chat": True},
+        "rewards": [{"name": "format", "pattern": "[0-9]"}],
+        "rollout": {"batch": 2, "group_size": 4, "max_new_tokens": 4},
+        "trainer": {"lr": 1e-3},
+        "checkpoint": {"every": 1, "keep_last": 9},
+        "stages": [
+            {"name": "warm", "algorithm": {"name": "sft", "batch": 4}, "steps": 2},
+            {"name": "see", "algorithm": {"name": "grpo", "kl": {"coefficient": 0.01}}, "steps": 2},
+        ],
+    }
+    run = {key: value for key, value in (run | changes).items() if value is not None}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path

@@ -28,7 +28,7 @@ def main() -> None:
     from rollmill.config.rollout import SamplingConfig
     from rollmill.engines.base import GenerationRequest
     from rollmill.engines.native import NativeEngine
-    from rollmill.trainer import choose_precision
+    from rollmill.trainer import StepSize, choose_precision
     from rollmill.types import Completion
 
     if args.device == "cpu":
@@ -36,7 +36,9 @@ def main() -> None:
     began = time.perf_counter()
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(args.device).eval()
     loaded = time.perf_counter()
-    precision = choose_precision(model.float(), args.device) if args.dtype == "auto" else args.dtype
+    precision = args.dtype
+    if precision == "auto":
+        precision = choose_precision(model.float(), args.device, StepSize.of_generation())
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model.to(dtype)
     prompts: list[list[int]] = json.loads(args.prompts)

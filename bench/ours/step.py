@@ -32,9 +32,14 @@ def build_stage(
     engine: Any = None,
     explorers: Any = None,
     run_dir: Path = Path(),
+    policy: Any = None,
+    taskset: Any = None,
     **rollout: Any,
 ) -> Any:
-    """Build the stage of a run with this reward function; returns it and its precision."""
+    """Build the stage of a run with this reward function; returns it and its precision.
+
+    `policy` and `taskset` take the place of the model `args.model` and its prompts.
+    """
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -57,21 +62,22 @@ def build_stage(
     device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    folder = model_dir(args.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
-    precision = choose_precision(model, device) if args.dtype == "auto" else args.dtype
+    if policy is None:
+        folder = model_dir(args.model)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        policy = PolicyModel(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
+    precision = choose_precision(policy.model, device) if args.dtype == "auto" else args.dtype
     config = StageConfig(
         steps=1000,
         max_staleness=max_staleness,
         engine=engine or NativeEngineConfig(),
-        taskset=TasksetConfig(function="bench.ours.step:rows", options={"model": args.model}),
+        taskset=taskset or TasksetConfig(function="bench.ours.step:rows", options={"model": args.model}),
         rollout=RolloutConfig(batch=args.prompts, group_size=args.group, max_new_tokens=args.new_tokens, **rollout),
         rewards=[PythonReward(name="python", function=reward, processes=1)],
         algorithm=GRPO(),
         trainer=TrainerConfig(lr=lr),
     )
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    policy = PolicyModel(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
     tasks = StageTasks(load_taskset(config.required_taskset), experts=None, held_out={}, notes=[])
     buffers = Buffers(run_dir, "", read_only=True)
     context = RunContext(run_dir, uuid.uuid4().hex, 0, precision, 1, buffers, explorers=explorers)

@@ -7,6 +7,7 @@ logging and no saving.
 from __future__ import annotations
 
 import argparse
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -57,8 +58,11 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Callable[[float, float], dict[str, Any]],
-          **more: Any) -> None:  # fmt: skip
-    """Run one step per command and send `report(began, seconds)`; `more` are arguments of GRPOConfig."""
+          made: Callable[[], tuple[Any, Any, Any]] | None = None, **more: Any) -> None:  # fmt: skip
+    """Run one step per command and send `report(began, seconds)`; `more` are arguments of GRPOConfig.
+
+    `made` returns model, tokenizer or processor, and dataset, in place of `args.model` and its prompts.
+    """
     began = time.perf_counter()
 
     import torch
@@ -68,7 +72,6 @@ def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Calla
 
     if args.device == "cpu":
         torch.set_num_threads(1)
-    folder = model_dir(args.model)
 
     class Pace(TrainerCallback):  # type: ignore[misc]
         """Runs a step when the parent requests it."""
@@ -88,13 +91,20 @@ def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Calla
             seconds, cpu_s = time.perf_counter() - self.started, time.process_time() - self.cpu
             channel.say(seconds=seconds, cpu_s=cpu_s, **report(self.started, seconds))
 
-    words = [" ".join(f"w{token}" for token in ids) for ids in prompts(args.model, 256, 20)]
+    if made is None:
+        folder = model_dir(args.model)
+        words = [" ".join(f"w{token}" for token in ids) for ids in prompts(args.model, 256, 20)]
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.weights))
+        processor = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        rows = Dataset.from_dict({"prompt": words})
+    else:
+        model, processor, rows = made()
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        model=model,
+        processing_class=processor,
         reward_funcs=reward,
         args=GRPOConfig(**settings(args) | more),
-        train_dataset=Dataset.from_dict({"prompt": words}),
+        train_dataset=rows,
         callbacks=[Pace()],
     )
     channel.say(startup_s=time.perf_counter() - began, versions=versions("trl", "torch", "transformers"))
@@ -106,6 +116,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
+    parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -117,7 +128,11 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     args, reward = arguments().parse_args(), Reward()
-    train(args, Channel(), reward, lambda began, seconds: {"tokens": reward.tokens})
+
+    def report(began: float, seconds: float) -> dict[str, Any]:
+        return {"tokens": reward.tokens, "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+    train(args, Channel(), reward, report)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,10 @@ class EngineError(RollmillError):
     """A rollout request cannot be served, for example a prompt longer than the context."""
 
 
+class UnsupportedRequestError(EngineError):
+    """A rollout request asks for what the engine does not do, such as truncation."""
+
+
 class EngineLostError(EngineError):
     """A process that generates completions has ended, or cannot be restarted."""
 
@@ -219,8 +223,13 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def count_oom_kills() -> int:
-    """Processes that the kernel has killed because memory ran out: in this control group, and on this host."""
-    return _oom_kills_in(_VMSTAT) + sum(map(_oom_kills_in, _event_files()))
+    """Processes of this control group that the kernel has killed because memory ran out.
+
+    The whole host is counted only where the group has no counter: a foreign process, or a judged program in a group of
+    its own, may run out of memory without any harm to this run.
+    """
+    counters = [path for path in _event_files() if path.exists()]
+    return sum(map(_oom_kills_in, counters or [_VMSTAT]))
 
 
 def _event_files() -> list[Path]:
@@ -231,7 +240,7 @@ def _event_files() -> list[Path]:
     found = []
     for _, kinds, path in groups:
         if not kinds:
-            found.append(_CGROUPS / path.lstrip("/") / "memory.events")
+            found.append(_CGROUPS / path.lstrip("/") / "memory.events.local")
         elif "memory" in kinds.split(","):
             found.append(_CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
     return found

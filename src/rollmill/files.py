@@ -110,6 +110,12 @@ _LEFT_S = 3600.0
 """Age from which a temporary file is a leftover of a process that cannot be looked up, or whose number is reused."""
 
 
+def cache_folder(name: str) -> Path:
+    """A folder for what may be lost: `name` in ROLLMILL_CACHE, or in rollmill's part of the user's cache folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rollmill")
+    return Path(os.environ.get("ROLLMILL_CACHE", cache)) / name
+
+
 def temporary_path(path: Path) -> Path:
     """The path beside `path` under which this process writes it before it is renamed."""
     return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")

@@ -138,9 +138,10 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
     if not indices:
         raise ConfigError(f"{folder / CONFIG} has no evaluation section; add evaluation.taskset to evaluate")
     loaded = load_run(folder / CONFIG, stage_overrides(loaded, indices[-1], overrides), out=folder)
-    fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in ("precision", "threads")]
+    names = ("precision", "param_dtype", "threads")
+    fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in names]
     if fixed:
-        raise ConfigError(f"--set {fixed[0]}: precision and threads are fixed for a run, and stored in its {MACHINE}")
+        raise ConfigError(f"--set {fixed[0]}: precision, param_dtype and threads are fixed for a run")
     steps = Checkpoints(folder).steps()
     if not steps or (step is not None and step not in steps):
         have = ", ".join(map(str, steps)) or "none"
@@ -205,6 +206,7 @@ def execute(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
+    loaded.config.monitor.require_packages(loaded.path)
     with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
         checkpoints = Checkpoints(run_dir)
         with uncounted_work():
@@ -240,6 +242,8 @@ def execute(
                 monitor.message(message)
             if resumed:
                 monitor.resume_at(point.step)
+            else:
+                monitor.open_trackers()
             summary = asyncio.run(orchestrator.run(start))
         except Interrupted:
             if ends_for_restart():

@@ -38,7 +38,7 @@ from rollmill.rollout.endpoint.session_journal import SESSIONS_FILE, SessionJour
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
-from rollmill.trainer import choose_precision
+from rollmill.trainer import StepSize, choose_precision
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.web import open_listener, server_url
 
@@ -92,7 +92,8 @@ def serve_checkpoint(
     where = choose_device(device)
     with verifying(folder, model_files):
         policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
-    engine = build_native_engine(policy, RolloutConfig(), choose_precision(policy.model, where))
+    precision = choose_precision(policy.model, where, StepSize.of_generation())
+    engine = build_native_engine(policy, RolloutConfig(), precision)
     sampling = SamplingConfig(max_new_tokens=policy.context)
     asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFileSink(record)))
 
@@ -124,7 +125,8 @@ class ModelServer:
         folder, where = find_checkpoint(source, step), choose_device(device)
         with verifying(folder, model_files):
             self._policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
-        self._engine = build_native_engine(self._policy, RolloutConfig(), choose_precision(self._policy.model, where))
+        precision = choose_precision(self._policy.model, where, StepSize.of_generation())
+        self._engine = build_native_engine(self._policy, RolloutConfig(), precision)
         self._sink = None if record is None else SessionFileSink(record)
         self._listens, self._ended = threading.Event(), asyncio.Event()
         listener = open_listener(rules.host, port)

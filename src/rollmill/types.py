@@ -5,7 +5,7 @@ No I/O and no torch: arrays are numpy, so any process can hold them cheaply.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NotRequired, TypedDict
@@ -80,9 +80,10 @@ class Completion:
 
     Shapes: token_ids, logprobs, versions and kept_logmass all have one entry per generated token, stop tokens
     included.
-    `logprobs` are of the sampled distribution (after temperature and top-k/top-p/min-p truncation). `kept_logmass` is
-    the log of the probability mass that truncation kept, so `logprobs + kept_logmass` is the log-prob under the
-    untruncated distribution at the same temperature, which the trainer recomputes.
+    `logprobs` are of the sampled distribution (after penalties, a grammar, temperature and top-k/top-p/min-p
+    truncation). `kept_logmass` is the log of the probability mass that truncation and the grammar kept, so
+    `logprobs + kept_logmass` is the log-prob under the model's own distribution at the same temperature, which the
+    trainer recomputes. With penalties or biases it is the difference of these two log-probs, and may be positive.
     `text` ends before a stop string; the tokens keep it. Times are `time.perf_counter()` seconds of the engine's
     process.
     """
@@ -149,6 +150,10 @@ class Experience:
     """Teacher's prompt, in place of the tokens before the first action; set before the training step."""
     routing: RoutingArray | None = field(default=None, metadata={"stored": False})
     """[R, L, k] with R <= T: the experts that the rollout chose for the first R tokens; None if unknown."""
+    trainer_logprobs: FloatArray | None = field(default=None, metadata={"stored": False})
+    """[T], set by the trainer: log-probs in its first pass over the batch; 0 where `action_mask` is False."""
+    entropy: FloatArray | None = field(default=None, metadata={"stored": False})
+    """[T], set by the trainer: entropy of the next-token distribution in the same pass, in nats."""
 
     @property
     def oldest_version(self) -> int:
@@ -179,6 +184,35 @@ ROLE_KEY = "role"
 
 STORED_FIELDS = tuple(each.name for each in fields(Experience) if each.metadata.get("stored", True))
 """Names of the fields of an experience that buffers and rollout files keep."""
+
+
+def rollout_id(experience: Experience) -> str:
+    """The id of the rollout that an experience of a workflow belongs to; several may belong to one."""
+    group, slash, number = experience.id.rpartition("/")
+    return group + slash + number.partition(".")[0]
+
+
+def split_by_role(experiences: Iterable[Experience]) -> list[list[Experience]]:
+    """The experiences of each role of a group, in the order of their first ones; one list without roles.
+
+    Only rewards of one role are compared: if two players' rewards differ in every game, no one can learn from that.
+    """
+    found: dict[object, list[Experience]] = {}
+    for experience in experiences:
+        found.setdefault(experience.info.get(ROLE_KEY), []).append(experience)
+    return list(found.values())
+
+
+def telling_rewards(experiences: Iterable[Experience]) -> list[float]:
+    """The rewards of a group's rollouts, one each; of several roles those whose range is widest, first of equals.
+
+    So a group teaches something if these differ. Missing rewards are left out.
+    """
+    rewards = [
+        [each.reward for each in first_per_rollout(own) if each.reward is not None]
+        for own in split_by_role(experiences)
+    ]
+    return max(rewards, key=lambda own: max(own) - min(own) if own else -1.0, default=[])
 
 
 def first_per_rollout(experiences: Sequence[Experience]) -> list[Experience]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_files import write_gguf
+from toys import toy_model, toy_tokenizer
 
 from bench import machine
 from bench.packing import lengths
@@ -50,6 +52,31 @@ def test_step_against_trl(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+def test_bookings_of_a_toy_in_place_of_the_pretrained_model(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    tokenizer = toy_tokenizer()
+    ids: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = toy_model("llama", len(tokenizer), max_position_embeddings=1024, **ids)
+    small = {
+        "model.path": write_gguf(tmp_path / "toy.gguf", model, tokenizer),
+        **{"steps": 1, "rollout.batch": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 4},
+        **{"evaluation.limit": 5, "evaluation.every": 1, "trainer.precision": "bf16"},
+    }
+    settings = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
+    trl = ("--trl", "bf16, 64 a pass", "bf16 weights, 16 a pass")
+    rounds = ("--rounds", "1", "--warmups", "0")
+    line = bench(str(tmp_path), "real", "--seeds", "4", "--runs", str(tmp_path), *rounds, *trl, *settings)
+    assert line["peer_name"].startswith("trl bf16")
+    [case] = json.loads((tmp_path / "real.json").read_text())["cases"]
+    assert list(case["steps"]) == ["ours", "trl bf16, 64 a pass", "trl bf16 weights, 16 a pass"]
+    assert all(0 < each["tokens"][0] <= 16 for each in case["steps"].values())
+    [run] = case["learned"]
+    assert (run["seed"], run["steps"], run["accuracy"], run["precision"]) == (4, 1, {"0": 0.0, "1": 0.0}, "bf16")
+    assert run["cpu_s"] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_curriculum_against_the_uniform_order(tmp_path: Path) -> None:
     options = ("--seeds", "0", "--orders", "posterior", "--tasks", "60", "--held-out", "30", "--target", "0")
     line = bench(str(tmp_path), "curriculum", *options, "--svg", str(tmp_path / "curves.svg"))
@@ -72,6 +99,18 @@ def test_a_reward_that_is_wrong_in_a_fifth_of_all_cases(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "verify", *options, "--svg", str(tmp_path / "curves.svg"))
     assert (line["peer_name"], line["unit"]) == ("not verified", "share")
     assert (tmp_path / "curves.svg").read_text().count("<path") > 3
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.service
+def test_a_long_run_is_opened_in_a_browser(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    line = bench(str(tmp_path), "ui", "--rounds", "1", "--steps", "120", "--tokens", "12000")
+    assert (line["peer_name"], line["unit"]) == ("TensorBoard", "s")
+    case = json.loads((tmp_path / "ui.json").read_text())["cases"][0]
+    assert (case["steps"], case["tokens"]) == (120, 12_000)
+    assert len(case["one_completion_s"]) == 1
 
 
 @pytest.mark.thorough
@@ -119,6 +158,17 @@ def test_sandbox_against_bubblewrap(tmp_path: Path) -> None:
     cases = json.loads((tmp_path / "sandbox.json").read_text())["cases"]
     assert len(cases) == 8
     assert all(case["execute_ms"] > 0 for case in cases)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_see_against_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    line = bench(str(tmp_path), "see", "--models", "tiny", "--rounds", "1", "--trl", "fp32")
+    assert line["peer_name"] == "trl fp32"
+    cases = json.loads((tmp_path / "see.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["tiny", "tiny tower"]
+    assert all(case["ratio"] == pytest.approx(case["peer"] / case["ours"], rel=1e-2) for case in cases)
 
 
 @pytest.mark.thorough

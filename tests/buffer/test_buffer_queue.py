@@ -187,6 +187,18 @@ def test_of_more_groups_than_needed_those_that_arrive_first_are_chosen() -> None
     run(test)
 
 
+def test_a_group_that_has_ended_this_moment_arrives_last() -> None:
+    """Without a report of its tokens, as of workflows, it arrives by a callback, which runs later."""
+
+    async def test(queue: GroupQueue, futures: Futures) -> None:
+        queue.generated(2, group("g2"))
+        queue.generated(1, group("g1"))
+        futures[0].set_result(group("g0"))
+        assert await queue.wait_first_generated([0, 1, 2, 3], 2) == [1, 2]
+
+    run(test)
+
+
 def test_groups_that_are_needed_are_waited_for_and_chosen_before_others() -> None:
     async def test(queue: GroupQueue, futures: Futures) -> None:
         choosing = await waits(queue.wait_first_generated([0, 1, 2, 3], 2, needed=[2]))

@@ -243,6 +243,8 @@ def test_no_command_is_missing() -> None:
         "export",
         "plan",
         "status",
+        "ui",
+        "report",
         "scale",
         "algorithms",
         "explain",

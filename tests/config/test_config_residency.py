@@ -54,8 +54,8 @@ def test_a_resolved_run_is_a_run_file_again(tmp_path: Path) -> None:
             SPLIT | {"residency": {"engine": "destroyed"}, "max_staleness": 2},
             "residency.engine: explorers roll out while the trainer works (max_staleness 2)",
         ),
-        ({"residency": {"cast": "destroyed"}}, "residency.cast: in fp32 rollouts run on the policy's own weights"),
-        ({"residency": {"policy": "disk"}}, "residency.policy: in fp32 rollouts need the policy's own weights"),
+        ({"residency": {"cast": "destroyed"}}, "residency.cast: rollouts run on the policy's own weights"),
+        ({"residency": {"policy": "disk"}}, "residency.policy: rollouts need the policy's own weights"),
         (
             {
                 "residency": {"reference": "disk"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -101,8 +102,10 @@ def test_the_fingerprint_of_a_taskset_sees_its_pictures(folder: Path) -> None:
             {},
             "downloads nothing, so give the path of a file; taskset.fields.images names another column, or '' for none",
         ),
-        ({"image": "data:image/png;base64,AAAA"}, {}, "rollmill downloads nothing"),
-        ({"scan": 3}, {"fields": {"images": "scan"}}, "column scan holds int, not the path of an image"),
+        ({"image": "data:image/png;base64,AAAA"}, {}, "the image of column image is not an image that can be opened"),
+        ({"image": "data:image/png;base64,A"}, {}, "column image has a data URL that is not valid base64"),
+        ({"image": "data:text/plain,hello"}, {}, "column image has data:text/plain, not an image as data:image"),
+        ({"scan": 3}, {"fields": {"images": "scan"}}, "column scan holds int, not the path of an image, an image"),
         ({}, {"fields": {"images": "scan"}}, r"no column scan .*name another in taskset.fields.images"),
     ],
 )
@@ -113,15 +116,97 @@ def test_wrong_pictures_are_bad_rows(folder: Path, row: dict[str, Any], keys: di
         load(folder, row, on_bad_row="skip", **keys)
 
 
-def test_pictures_inside_the_taskset_are_refused(folder: Path) -> None:
-    """As `datasets` saves them: a taskset keeps references only, and a judge would otherwise see no picture."""
+def test_pictures_inside_the_taskset_are_kept_by_hash(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Parquet and `datasets` hold them, decoded or not, and as data URLs."""
+    monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path / "cache"))
     content = (folder / "pictures/red.png").read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     image = Image.open(folder / "pictures/red.png")
-    for cell in ({"bytes": content, "path": "red.png"}, [{"bytes": content, "path": None}], image):
-        message = "column image holds images, not their paths; save them as files"
-        with pytest.raises(ValueError, match=message):
-            metadata_with_images({"image": cell}, None, folder)
+    cells: list[Any] = [{"bytes": content, "path": "red.png"}, [{"bytes": content, "path": None}], content, url, image]
+    for cell in cells:
+        [ref] = image_refs_of(metadata_with_images({"image": cell, "other": 1}, None, folder))
+        assert (ref.width, ref.height, ref.media_type) == (40, 20, "image/png")
+        with Image.open(io.BytesIO(read_image(ref))) as read:
+            assert read.convert("RGB").tobytes() == image.convert("RGB").tobytes()
         assert metadata_with_images({"image": cell}, "", folder) == {"image": cell}
+    [found] = (tmp_path / "cache/images").glob(hashlib.sha256(content).hexdigest())
+    assert found.read_bytes() == content
+
+
+def test_parquet_and_folders_of_datasets_hold_pictures(folder: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    content = (folder / "pictures/red.png").read_bytes()
+    rows = {"prompt": ["a", "b"], "images": [[content], [content, content]], "answer": ["1", "2"]}
+    features = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "images": datasets.List(datasets.Image()),
+            "answer": datasets.Value("string"),
+        }
+    )
+    made = datasets.Dataset.from_dict(rows, features=features)
+    made.save_to_disk(tmp_path / "folder")
+    made.to_parquet(tmp_path / "rows.parquet")
+    for path in (tmp_path / "folder", tmp_path / "rows.parquet"):
+        tasks = load_taskset(TasksetConfig(path=path, chat=True)).tasks
+        assert [len(image_refs_of(task.metadata)) for task in tasks] == [1, 2]
+        assert {ref.sha256 for task in tasks for ref in image_refs_of(task.metadata)} == {
+            hashlib.sha256(content).hexdigest()
+        }
+
+
+def test_messages_have_image_parts(folder: Path) -> None:
+    content = (folder / "pictures/red.png").read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    openai = [
+        {"type": "text", "text": "first "},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "then "},
+        {"type": "image_url", "image_url": {"url": "pictures/grey.jpg"}},
+    ]
+    task = load(folder, {"prompt": [{"role": "user", "content": openai}]}).tasks[0]
+    assert task.prompt == [{"role": "user", "content": "first then "}]
+    refs = image_refs_of(task.metadata)
+    assert [(ref.message, ref.offset, ref.width) for ref in refs] == [(0, 6, 40), (0, 11, 7)]
+    parts = [{"type": "image"}, {"type": "text", "text": "?"}, {"type": "image", "text": None}]
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    row = {"prompt": chat, "images": ["pictures/red.png", "pictures/grey.jpg"]}
+    refs = image_refs_of(load(folder, row, max_pixels=100).tasks[0].metadata)
+    assert [(ref.message, ref.offset, ref.width, ref.max_pixels) for ref in refs] == [(1, 0, 40, 100), (1, 1, 7, 100)]
+    named = [{"role": "user", "content": [{"type": "image", "path": "pictures/red.png"}]}]
+    [ref] = image_refs_of(load(folder, {"prompt": named}, chat=True, system="s").tasks[0].metadata)
+    assert (ref.message, ref.offset) == (1, 0)  # after the system message
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([{"type": "input_audio", "input_audio": {}}], "has a part of type 'input_audio'; text, image and image_url"),
+        ([{"type": "video", "video": "a.mp4"}], "has a part of type 'video'"),
+        ([{"type": "image"}], "places for 1 images, and no column holds any"),
+        ([{"type": "image", "path": "pictures/none.png"}], "none.png cannot be read"),
+        ([{"type": "image", "path": "a.png", "url": "b.png"}], "with path and url; give one of them"),
+        ([{"type": "image_url", "image_url": {"detail": "low"}}], "image_url without url"),
+        ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], "rollmill downloads nothing"),
+        ([{"type": "text"}], "has a part of type text without text"),
+        ([{"text": "?"}], "has a part without a type"),
+        ([{"type": "text", "text": "?", "cache": 1}], "type text with cache, which is not known"),
+    ],
+)
+def test_wrong_parts_are_bad_rows(folder: Path, parts: list[Any], message: str) -> None:
+    with pytest.raises(TasksetError, match=message):
+        load(folder, {"prompt": [{"role": "user", "content": parts}]})
+
+
+def test_an_oversized_picture_is_a_bad_row(folder: Path) -> None:
+    with (folder / "big.png").open("wb") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(TasksetError, match=r"rows\.jsonl:1: .*big\.png has 65 MiB, and 64 MiB are read at most"):
+        load(folder, {"image": "big.png"})
+    with pytest.raises(ValueError, match="the image of column image has 65 MiB"):
+        metadata_with_images({"image": bytes(65 << 20)}, None, folder)
 
 
 def test_the_column_may_have_another_name_or_be_left_alone(folder: Path) -> None:

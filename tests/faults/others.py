@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
+
 from faults.board import fault
 from faults.scene import CannotRunError, Scene
 
@@ -78,7 +80,8 @@ def _(scene: Scene) -> None:
 
 
 def _limited(scene: Scene, pid: int, more: int) -> Path:
-    """Move a process into a control group that allows it `more` bytes. Raises CannotRunError."""
+    """Move a process, and its parent that counts kills, into a control group that allows `more` bytes. Raises
+    CannotRunError."""
     for root, limit in (
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
         (Path("/sys/fs/cgroup"), "memory.max"),
@@ -87,7 +90,8 @@ def _limited(scene: Scene, pid: int, more: int) -> Path:
         try:
             group.mkdir()
             (group / limit).write_text(str(more))
-            (group / "cgroup.procs").write_text(str(pid))
+            for each in (psutil.Process(pid).ppid(), pid):
+                (group / "cgroup.procs").write_text(str(each))
         except OSError:
             if group.is_dir():
                 group.rmdir()

@@ -16,8 +16,9 @@ from feedback_runs import Served, everything, make_run, served, shelf
 
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.feedback import open_feedback
-from rollmill.feedback.guard import MAX_BODY, RequestGuard
+from rollmill.feedback.app import MAX_BODY
 from rollmill.web import ConnectionLimits
+from rollmill.web.guard import RequestGuard
 from rollmill.web.keys import KeyRing, make_key
 
 RATE = {"author": "env", "completion": "main-000005/1", "rating": 0.5}

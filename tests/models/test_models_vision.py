@@ -10,6 +10,7 @@ import pytest
 import torch
 from picture_models import FAMILIES, picture_checkpoint
 from PIL import Image
+from transformers import AutoConfig
 
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
@@ -43,7 +44,7 @@ def picture(width: int, height: int, seed: int) -> bytes:
 
 def prompt(policy: PolicyModel, question: str, *pictures: bytes) -> PicturePrompt:
     processor = policy.model.picture_processor
-    text = processor.render([{"role": "user", "content": question}], policy.tokenizer, len(pictures))
+    text = processor.render([{"role": "user", "content": question}], policy.tokenizer, [(None, 0)] * len(pictures))
     return processor.encode(text, pictures, "task 1")
 
 
@@ -135,6 +136,16 @@ def test_what_cannot_be_encoded_names_the_task(tmp_path: Path) -> None:
     processor = policy.model.picture_processor
     with pytest.raises(TasksetError, match="task 1"):
         processor.encode("u:no place\na:", [picture(28, 28, 0)], "task 1")
+
+
+@pytest.mark.parametrize("family", ["gemma3", "paligemma", "idefics2"])
+def test_families_that_see_otherwise_are_refused(family: str, tmp_path: Path) -> None:
+    """Gemma 3 and PaliGemma attend in both directions within a picture, Idefics 2 resamples its features."""
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=f"is .*{family}.*, which sees pictures; of those models, rollmill trains"):
+        load_policy(ModelConfig(path=tmp_path), texts=[], seed=0, device=CPU, pictures=True)
 
 
 def test_a_folder_without_processor_is_refused(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from buffer_groups import experience
 from forks import Forks, ended, forks, send
 from paced import CUT, begun, forget_begun, hold, release, write_paced
+from picture_models import picture_run
 from tiny import merged, require_log_probs, tiny_run
 from vllm_service import PYTHON, needs_vllm
 
@@ -49,6 +51,23 @@ def mark(batch) -> None:
 async def slow(task, completion):
     await asyncio.sleep(0.05)
     return float(sum(map(completion.text.count, "01234")))
+
+
+async def high(task, completion):
+    return float(sum(map(completion.text.count, "56789")))
+
+
+@rollmill.workflow
+async def pair(task, policy, judge):
+    first = await policy.role("first").complete(task.prompt, max_new_tokens=12)
+    second = await policy.role("second").complete(task.prompt + first.text, max_new_tokens=12)
+    return {"second": await judge(second), "first": await judge(first)}
+
+
+@rollmill.workflow
+async def duel(task, policy, opponent):
+    mine, theirs = await policy.complete(task.prompt), await opponent.complete(task.prompt, max_new_tokens=4)
+    return {"won": float(mine.text > theirs.text), "at": 0.0 if opponent.copied_at is None else 1.0}
 """
 REPETITION = {"period": 1, "times": 3, "tokens": 3, "penalty": 0.25}
 EVERYTHING: dict[str, Any] = {
@@ -84,6 +103,14 @@ ADAPTERS: dict[str, Any] = {
     "evaluation": None,
     "checkpoint": {"every": 99},
     "trainer_away_s": 120,
+}
+ROLES: dict[str, Any] = {
+    "workflow": "pair",
+    "roles": {"first": {}, "second": {}},
+    "rewards": [
+        {"name": "python", "function": "plugin.py:slow", "role": "first"},
+        {"name": "python", "function": "plugin.py:high", "role": "second"},
+    ],
 }
 DRAFTS = {"rollout": {"ngram_draft": {"length": 1, "tokens": 3}, "top_p": 0.95}}
 
@@ -168,9 +195,9 @@ class Runs:
         return out
 
     def _adapters(self, column: Column) -> Path:
-        """Adapters on the run's last checkpoint, with over-sampling, and drafts where the engine has them."""
+        """Adapters on the run's last checkpoint, with roles, over-sampling, and drafts where the engine has them."""
         model = {"path": str(self.everything(column) / f"checkpoints/step-{STEPS:06d}"), "new": None}
-        changes = merged(ADAPTERS, DRAFTS if column.engine == "native" else {})
+        changes = merged(ADAPTERS | ROLES, DRAFTS if column.engine == "native" else {})
         if publishes(column):
             changes |= {"max_staleness": 1, "sync_interval": 2}
         folder = self._written(column, "adapters", changes | {"model": model | {"lora": {"rank": 4}}})
@@ -199,6 +226,15 @@ class Runs:
         self._finish(column)
         return folder / "out"
 
+    def duels(self, column: Column) -> Path:
+        """A run against the policy and its past copies."""
+        models = {"opponent": {"policy": "past", "every": 1, "keep": 2}}
+        changes = merged(ADAPTERS, {"workflow": "duel", "models": models}) | {"rewards": None}
+        folder = self._written(column, "duels", changes)
+        self._begin(column, folder)
+        self._finish(column)
+        return folder / "out"
+
     def refused(self, column: Column, settings: dict[str, Any]) -> str:
         """The error of a run that cannot start."""
         folder = self._written(column, "refused", merged(ADAPTERS, settings))
@@ -212,6 +248,16 @@ class Runs:
         rollout = {"reuse": {}, "oversample": None}
         changes = merged(ADAPTERS, {"rollout": rollout, "taskset": {"options": {"size": 4}}})
         folder = self._written(column, "reuse", changes)
+        self._begin(column, folder)
+        self._finish(column)
+        return folder / "out"
+
+    def sees(self, column: Column) -> Path:
+        """A run of a vision-language model on pictures."""
+        folder = self._folder / column.id / "sees"
+        more: dict[str, Any] = {"trainer": {"lr": 1e-3}, "stages": None, "algorithm": {"name": "grpo"}, "steps": 3}
+        more |= {"trainer_away_s": 120} if column.place is Place.PROCESSES else {}
+        picture_run(folder, **merged(more, column.settings()))
         self._begin(column, folder)
         self._finish(column)
         return folder / "out"
@@ -307,6 +353,15 @@ def test_completions_end_at_stop_strings(runs: Runs, column: Column) -> None:
     assert not any(STOP in each.response for each in experiences)
 
 
+@with_native
+def test_a_policy_sees(runs: Runs, column: Column) -> None:
+    """Engine and trainer agree on every token; without its picture, log-probs of this model differ by whole nats."""
+    out = runs.sees(column)
+    assert len(steps(out)) == 3
+    assert max(row["logprob_gap/max"] for row in steps(out)) < 1e-4
+    assert all(each.info["images"] for each in learned(out))
+
+
 @in_every_column
 def test_held_out_tasks_are_evaluated(runs: Runs, column: Column) -> None:
     summary = json.loads((runs.everything(column) / "summary.json").read_text())
@@ -400,6 +455,28 @@ def test_weights_are_published_every_other_step(runs: Runs, column: Column) -> N
     """The second step's rollouts are by the weights of the first."""
     assert versions_of(runs.adapters(column)) == {0, 2}
     assert [row["staleness/max"] for row in steps(runs.adapters(column))] == [0, 1, 0]
+
+
+@in_columns_of_its_own
+def test_each_role_has_its_own_rewards(runs: Runs, column: Column) -> None:
+    out = runs.adapters(column)
+    for row in steps(out):
+        assert row["role/first/completions"] == row["role/second/completions"] == 16
+    by_role: dict[str, list[Experience]] = {"first": [], "second": []}
+    for each in learned(out):
+        by_role[each.info["role"]].append(each)
+    for role, name, digits in (("first", "slow", "01234"), ("second", "high", "56789")):
+        for each in by_role[role]:
+            assert each.reward_parts == {name: float(sum(map(each.response.count, digits)))}
+
+
+@pytest.mark.parametrize("column", column_params(only=lambda column: column == Column(Place.ONE_PROCESS, "native")))
+def test_opponents_are_past_copies(runs: Runs, column: Column) -> None:
+    """Of the steps before; in the first step the policy is the only copy."""
+    out = runs.duels(column)
+    assert {each.reward_parts["at"] for each in learned(out)} == {0.0, 1.0}
+    last = out / "checkpoints/step-000003/trainer.pt"
+    assert list(torch.load(last, weights_only=True)["frozen"]["past"]["opponent"]) == [2, 3]
 
 
 @with_native

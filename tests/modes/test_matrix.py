@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -20,6 +21,18 @@ from rollmill.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 BASE = {"model": {"new": {"hidden_size": 64}}, "taskset": {"path": "tasks.jsonl"}, "rewards": [{"name": "math"}]}
 CELLS = list(iter_cells())
+PLAY = """
+import rollmill
+
+@rollmill.workflow
+async def play(task, policy, judge):
+    return await judge(await policy.role("first").complete(task.prompt))
+
+
+@rollmill.workflow
+async def duel(task, policy, judge, opponent):
+    return await judge(await policy.complete(task.prompt))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +40,9 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     Path("model").mkdir()
+    Path("play.py").write_text(PLAY)
+    Path("seeing").mkdir()
+    Path("seeing/config.json").write_text('{"model_type": "llava"}')
 
 
 def check(cell: MatrixCell) -> None:
@@ -79,8 +95,9 @@ def test_the_page_is_current() -> None:
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--matrix"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split("\t")[1:3] == ["one process, native", "processes, native"]
-    assert "token budget, partial rollouts" + "\tworks" * 8 in lines
+    table = [re.split(" {2,}", line) for line in lines]
+    assert table[1][1:3] == ["one process, native", "processes, native"]
+    assert ["token budget, partial rollouts", *["works"] * 8] in table
     assert any(line.startswith("a: drafts belong to checkpoints") for line in lines)
     assert main(["check", "--matrix", "--json"]) == 0
     cells = json.loads(capsys.readouterr().out)

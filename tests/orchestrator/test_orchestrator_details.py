@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rollmill.cli import main
-from rollmill.orchestrator.metrics import batch_metrics
+from rollmill.orchestrator.metrics import batch_metrics, domain_metrics, role_metrics
 from rollmill.trackers import read_metrics
 from rollmill.types import Experience
 
@@ -55,6 +55,17 @@ def test_what_came_late_is_a_time_out_too() -> None:
     for each, outcome in zip(batch, ("timeout", "late", "ok"), strict=True):
         each.info["outcomes"] = {"math": outcome}
     assert batch_metrics(batch, version=0)["reward/timeouts"] == 2.0
+
+
+def test_a_group_is_informative_by_the_rewards_of_one_role() -> None:
+    batch = [experience(None) for _ in range(8)]
+    for index, (one, reward) in enumerate(zip(batch, (1, 0, 1, 0, 1, 0, 0, 0), strict=True)):
+        one.task_id, one.group, one.reward = "chess/1", f"g{index // 4}", float(reward)
+        one.info["role"] = ("white", "black")[index % 2]
+    assert domain_metrics(batch[:4], version=0)["domain/chess/informative"] == 0  # white always wins
+    assert domain_metrics(batch, version=0)["domain/chess/informative"] == 0.5
+    assert domain_metrics(batch, version=0)["domain/chess/reward"] == 0.375
+    assert role_metrics(batch)["role/white/reward"] == 0.75
 
 
 def test_a_run_logs_every_grade(tmp_path: Path) -> None:

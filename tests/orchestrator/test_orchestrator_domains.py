@@ -132,7 +132,7 @@ def test_status_and_report_show_the_domains(run: Path, capsys: pytest.CaptureFix
     assert sum(each["share"] for each in found.values()) == pytest.approx(1)
     assert not any(each["paused"] for each in found.values())
     assert main(["status", str(run)]) == 0
-    table = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    table = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines()]
     assert ["domain", "reward", "share of the batch", "accuracy", "state"] in table
     assert [(row[0], row[3:]) for row in table if row[0] == "words"] == [("words", ["-", "active"])]
     assert "Reward by domain" in (run / "report.html").read_text()

@@ -9,64 +9,27 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from picture_models import picture_checkpoint
-from PIL import Image
+from picture_models import picture_checkpoint, picture_rows, picture_run
 from safetensors.torch import load_file
 from toys import toy_checkpoint
 from transformers import AutoModelForImageTextToText
 
 import rollmill
+from rollmill.cli import main
 from rollmill.config.loader import load_run
-from rollmill.config.model import LoRAConfig, ModelConfig
+from rollmill.config.model import ModelConfig
 from rollmill.config.taskset import TasksetConfig
-from rollmill.data import encode_pictures, load_taskset
+from rollmill.data import encode_pictures, load_taskset, render_prompt
 from rollmill.errors import ConfigError, ModelError, TasksetError
 from rollmill.launch import resume
 from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.vision import read_processor
-from rollmill.orchestrator.picture_support import require_picture_support
 from rollmill.orchestrator.setup import set_up_run
 
 BASE: dict[str, Any] = {
     "rewards": [{"name": "format", "pattern": "[0-9]"}],
     "rollout": {"batch": 2, "group_size": 4, "max_new_tokens": 4},
 }
-COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (250, 250, 250)]
-
-
-def picture_rows(folder: Path, count: int = 8) -> Path:
-    """Rows with pictures of one colour and of different sizes; their answer is the number of the colour."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for i in range(count):
-        name = f"{i}.png"
-        Image.new("RGB", (28 + 14 * (i % 3), 28), COLOURS[i % 4]).save(folder / name)
-        row = {"prompt": f"q{i}", "answer": str(i % 4), "response": str(i % 4), "images": [name] * (1 + i % 2)}
-        lines.append(json.dumps(row))
-    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    return folder / "rows.jsonl"
-
-
-def picture_run(folder: Path, family: str = "qwen2_vl", **changes: Any) -> Path:
-    """Write a run file of two stages that trains a tiny policy on pictures."""
-    rows = picture_rows(folder / "data")
-    run: dict[str, Any] = {
-        "name": "see",
-        "model": {"path": str(picture_checkpoint(folder / "model", family))},
-        "taskset": {"path": str(rows), "chat": True},
-        "rewards": [{"name": "format", "pattern": "[0-9]"}],
-        "rollout": {"batch": 2, "group_size": 4, "max_new_tokens": 4},
-        "trainer": {"lr": 1e-3},
-        "checkpoint": {"every": 1, "keep_last": 9},
-        "stages": [
-            {"name": "warm", "algorithm": {"name": "sft", "batch": 4}, "steps": 2},
-            {"name": "see", "algorithm": {"name": "grpo", "kl": {"coefficient": 0.01}}, "steps": 2},
-        ],
-    }
-    run |= changes
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(run))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -120,46 +83,34 @@ def test_an_interrupted_run_resumes_bit_equal(tmp_path: Path) -> None:
     ("change", "named"),
     [
         ({"engine": "vllm"}, "engine: vllm"),
-        ({"trainer": {"precision": "bf16"}}, "trainer.precision: bf16"),
-        ({"trainer": {"ranks": 2}}, "trainer.ranks"),
-        ({"residency": "auto"}, "residency"),
-        ({"max_staleness": 1}, "max_staleness"),
-        ({"rollout": {"reuse": {}}}, "rollout.reuse"),
-        ({"rollout": {"ngram_draft": {}}}, "rollout.reuse"),
-        ({"rollout": {"token_budget": 50}, "max_staleness": 0}, "rollout.token_budget"),
-        ({"rollout": {"oversample": 0.5}}, "rollout.token_budget"),
-        ({"buffer": {"replay": {"groups": 1}}}, "buffer.replay"),
+        ({"trainer": {"ranks": 2, "sharding": "tensor"}}, "trainer.sharding: tensor"),
         ({"workflow": "reflection"}, "workflow"),
         ({"models": {"judge": {"policy": "initial"}}, "workflow": "reflection"}, "workflow"),
         ({"algorithm": {"name": "ppo"}}, "algorithm: ppo"),
-        ({"algorithm": {"name": "dpo"}, "rewards": None, "rollout": None}, "algorithm: dpo"),
-        ({"mode": "train"}, "mode"),
-        ({"placement": "ray"}, "placement"),
+        ({"model": {"lora": {}}, "trainer": {"freeze": []}}, "trainer.freeze"),
     ],
 )
-def test_what_does_not_see_yet_is_refused(change: dict[str, Any], named: str, seeing: Any, tmp_path: Path) -> None:
-    policy, folder = seeing
-    run = {key: value for key, value in (BASE | change).items() if value is not None}
-    run |= {
-        "model": {"path": str(folder / "model")},
-        "taskset": {"path": str(folder / "data/rows.jsonl"), "chat": True},
-    }
-    path = tmp_path / "run.yaml"
+def test_check_refuses_what_does_not_see_yet(
+    change: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = picture_run(tmp_path, stages=None, **BASE)
+    run = yaml.safe_load(path.read_text())
+    model = run["model"] | change.get("model", {})
+    run = {key: value for key, value in (run | change).items() if value is not None} | {"model": model}
     path.write_text(yaml.safe_dump(run))
-    with pytest.raises(ConfigError, match=named):
-        require_picture_support(load_run(path), policy)
+    assert main(["check", str(path)]) == 2
+    assert named in capsys.readouterr().err
 
 
-def test_lora_and_other_uses_of_a_model_that_sees_are_refused(seeing: Any) -> None:
+def test_other_uses_of_a_model_that_sees_are_refused(seeing: Any) -> None:
     _, folder = seeing
-    cpu = torch.device("cpu")
-    with pytest.raises(ModelError, match=r"model\.lora"):
-        load_policy(ModelConfig(path=folder / "model", lora=LoRAConfig()), texts=[], seed=0, device=cpu, pictures=True)
-    with pytest.raises(ModelError, match="only the policy"):  # judges, other models, serve, eval
-        load_policy(ModelConfig(path=folder / "model"), texts=[], seed=0, device=cpu)
+    with pytest.raises(ModelError, match="only the policy"):  # judges, other models, serve
+        load_policy(ModelConfig(path=folder / "model"), texts=[], seed=0, device=torch.device("cpu"))
 
 
-def test_a_text_model_is_refused_picture_tasks_unless_they_are_text(tmp_path: Path) -> None:
+def test_a_text_model_is_refused_picture_tasks_unless_they_are_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture_rows(tmp_path / "data")
     toy_checkpoint(tmp_path / "toy", "qwen3")
     run = BASE | {"model": {"path": str(tmp_path / "toy")}}
@@ -168,6 +119,8 @@ def test_a_text_model_is_refused_picture_tasks_unless_they_are_text(tmp_path: Pa
     path.write_text(yaml.safe_dump(run | {"taskset": rows}))
     with pytest.raises(ConfigError, match="images: text"):
         set_up_run(load_run(path), tmp_path, None)
+    assert main(["check", str(path)]) == 2
+    assert "images: text" in capsys.readouterr().err
     path.write_text(yaml.safe_dump(run | {"taskset": rows | {"images": "text"}}))
     assert len(set_up_run(load_run(path), tmp_path, None).tasks[0].training.tasks) == 8
 
@@ -180,6 +133,42 @@ def test_a_wrong_picture_names_its_task(seeing: Any, tmp_path: Path) -> None:
     (tmp_path / "data/1.png").write_bytes(b"no picture")
     with pytest.raises(TasksetError, match=f"task {tasks[1].id}: the image .* has changed"):
         encode_pictures(tasks[1], policy.tokenizer)
-    plain = load_taskset(TasksetConfig(path=rows.with_name("rows.jsonl"), chat=False, on_bad_row="skip")).tasks
+    plain = load_taskset(TasksetConfig(path=rows, chat=False, on_bad_row="skip")).tasks
     with pytest.raises(TasksetError, match=r"taskset\.chat: true"):
         encode_pictures(plain[0], policy.tokenizer)
+
+
+def test_pictures_stand_where_the_messages_show_them(seeing: Any, tmp_path: Path) -> None:
+    policy, _ = seeing
+    rows = picture_rows(tmp_path / "data")
+    shown = [{"type": "image"}, {"type": "text", "text": "one"}, {"type": "image"}, {"type": "text", "text": "two"}]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": shown},
+    ]
+    rows.write_text(json.dumps({"prompt": chat, "images": ["1.png", "2.png"]}) + "\n")
+    [task] = load_taskset(TasksetConfig(path=rows)).tasks
+    assert render_prompt(task, policy.tokenizer) == "u:hia:yesu:<image>one<image>twoa:"
+    pictures = encode_pictures(task, policy.tokenizer)
+    token = policy.model.picture_processor.image_token_id
+    assert pictures.token_ids.count(token) == 2 * 16  # 28 x 28 pixels in patches of 7
+    assert pictures.inputs["pixel_values"].shape[0] == 2
+    swapped = json.dumps({"prompt": chat, "images": ["2.png", "1.png"]})
+    rows.write_text(swapped + "\n")
+    other = encode_pictures(load_taskset(TasksetConfig(path=rows)).tasks[0], policy.tokenizer)
+    assert torch.equal(other.inputs["pixel_values"].flip(0), pictures.inputs["pixel_values"])
+
+
+def test_pixels_have_limits(tmp_path: Path) -> None:
+    rows = picture_rows(tmp_path / "data")  # the first picture has 28 x 28 pixels
+    config = ModelConfig(path=picture_checkpoint(tmp_path / "model", "qwen2_vl"))
+    policy = load_policy(config, texts=[], seed=0, device=torch.device("cpu"), pictures=True)
+    grids = {}
+    for name, limits in (("plain", {}), ("more", {"min_pixels": 56 * 56}), ("fewer", {"max_pixels": 14 * 14})):
+        [task, *_] = load_taskset(TasksetConfig(path=rows, chat=True, **limits)).tasks
+        pictures = encode_pictures(task, policy.tokenizer)
+        grids[name] = pictures.inputs["image_grid_thw"][0].tolist()
+    assert grids == {"plain": [1, 2, 2], "more": [1, 4, 4], "fewer": [1, 2, 2]}  # the processor has a least, too
+    with pytest.raises(ValueError, match="min_pixels is 9, more than max_pixels"):
+        TasksetConfig(path=rows, min_pixels=9, max_pixels=4)

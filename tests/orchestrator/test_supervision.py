@@ -166,7 +166,7 @@ def test_a_rank_that_runs_out_of_memory_starts_again_with_smaller_micro_batches(
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group with little memory, for processes that move into it."""
+    """A control group with little memory, for a process that moves into it, and the one that counts its kills."""
     for root, limit in (
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
         (Path("/sys/fs/cgroup"), "memory.max"),
@@ -189,7 +189,8 @@ def small_group() -> Iterator[Path]:
 def test_a_process_that_the_kernel_kills_for_its_memory_starts_again_with_smaller_micro_batches(
     server: Forks, tmp_path: Path, small_group: Path, process: str
 ) -> None:
-    fills = f"        pathlib.Path('{small_group}').write_text(str(os.getpid()))\n        bytearray(1 << 30)[::4096]\n"
+    moves = f"for pid in (os.getppid(), os.getpid()):\n            pathlib.Path('{small_group}').write_text(str(pid))"
+    fills = f"        {moves}\n        bytearray(1 << 30)[::4096]\n"
     end = learned_with(server, tmp_path, process, fills)
     assert end.code == 0, end.err
     assert process in end.out

@@ -115,3 +115,32 @@ def test_parts_make_up_the_reward_after_all_shaping(values: list[float | None], 
         else:
             assert each.reward == pytest.approx(sum(value for value in each.reward_parts.values() if value is not None))
             assert each.info.get("raw_reward", each.reward) == raw
+
+
+def played(rewards: list[float], **each: Any) -> list[Experience]:
+    """A group in which two players take turns: white first."""
+    found = group(rewards, **each)
+    for index, experience in enumerate(found):
+        experience.info["role"] = ("white", "black")[index % 2]
+    return found
+
+
+def test_length_reward_compares_the_lengths_of_one_role() -> None:
+    found, _ = process("length_reward", played([1.0, 1.0, 1.0, 1.0], length=[3, 30, 3, 30]))
+    assert rewards(found) == [1.0] * 4
+
+
+def test_diversity_compares_the_completions_of_one_role() -> None:
+    found, _ = process({"name": "diversity", "by": "answer"}, played([1.0] * 4, text=["a", "b", "a", "b"]))
+    assert rewards(found) == [1.0] * 4
+
+
+def test_priority_and_success_rate_do_not_mix_roles() -> None:
+    """White always wins, which only the mix makes look like a close match."""
+    told: list[Any] = []
+    sections = [{"name": "priority", "by": "variance", "floor": 0.001}, "success_rate"]
+    found, _ = process(sections, played([1.0, 0.0, 1.0, 0.0]), observe=lambda task, successes: told.append(successes))
+    assert {each.info["priority"] for each in found} == {0.001}
+    assert told == [[1.0, 1.0]]
+    process(sections, played([1.0, 1.0, 1.0, 0.0]), observe=lambda task, successes: told.append(successes))
+    assert told[1:] == [[1.0, 0.0]]

@@ -100,6 +100,37 @@ def test_with_residency_rollouts_need_the_policy_unless_there_is_a_cast_of_all_o
         assert set(least.parts) & {"policy", "cast", "optimizer"} == needed
 
 
+GAME = """
+import rollmill
+
+@rollmill.workflow
+async def game(task, policy, opponent):
+    mine = await policy.complete(task.prompt, max_new_tokens=4)
+    theirs = await opponent.complete(task.prompt, max_new_tokens=4)
+    return float(mine.text > theirs.text)
+"""
+
+
+@pytest.mark.slow
+def test_past_copies_of_the_policy_take_memory_in_every_phase(tmp_path: Path) -> None:
+    """As many as the run has in the end; the measurement has one, which does not count twice."""
+    (tmp_path / "flow.py").write_text(GAME)
+    flow = {"plugins": ["flow.py"], "workflow": "game", "rewards": None, "rollout": {"batch": 1}}
+    models = {"opponent": {"policy": "past", "every": 2, "keep": 5}}
+    run = tiny_run(tmp_path, **GRPO | flow | {"models": models})
+    [found] = calibrate(load_run(run), tmp_path / "one", max_tokens=4)
+    each = found.sizes["policy"] + found.sizes.get("cast", 0)
+    assert found.sizes["past_copies"] == 3 * each  # after 0, 2 and 4 of 4 steps
+    plan = plan_stage(found, MachineSpec(1, 64e9))
+    for phase in ("rollout", "inference", "train"):
+        assert plan.memory[phase].parts["past_copies"] == plan.least[phase].parts["past_copies"] == 3 * each
+    sizes = {name: size for name, size in found.sizes.items() if name != "past_copies"}
+    present = {phase: size - each for phase, size in found.present.items()}
+    unaware = plan_stage(replace(found, sizes=sizes, present=present), MachineSpec(1, 64e9))
+    for phase, memory in unaware.memory.items():
+        assert plan.memory[phase].total == pytest.approx(memory.total + 2 * each)
+
+
 def with_fixed_times(found: Calibration) -> Calibration:
     """The first samples of each size, as if work took the same on any machine."""
     samples = []

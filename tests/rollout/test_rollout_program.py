@@ -26,11 +26,16 @@ def post(path, body):
     head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
     return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)))
 
+assert os.environ["OPENAI_BASE_URL"] == os.environ["ANTHROPIC_BASE_URL"] + "/v1"
+assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"]
 prompt = task["prompt"]
 for _ in range(2):
     prompt += post("/v1/completions", {"prompt": prompt, "max_tokens": 3, "stop": ["\\n"]})["choices"][0]["text"] + "0"
 """
 """A program without any library: it starts at once."""
+
+
+BPE = {"new": {"context": 256, "tokenizer": {"kind": "bpe", "vocab_size": 300}}}
 
 
 def run_with(folder: Path, program: str, **workflow: Any) -> list[Experience]:
@@ -114,7 +119,7 @@ def test_output_that_nobody_reads_does_not_keep_a_stopped_program(monkeypatch: p
     async def stopped() -> None:
         monkeypatch.setattr(program, "_read", unread)
         loud = ProgramWorkflow(command=["python", "-c", "while True: print('x' * 100_000)"])
-        access: Any = SimpleNamespace(base_url="", api_key="")
+        access: Any = SimpleNamespace(base_url="", address="", api_key="")
         running = asyncio.ensure_future(program._run(loud, Task("t", "?"), access))
         await asyncio.sleep(0.5)  # it has printed more than is taken in unread
         running.cancel()
@@ -122,3 +127,37 @@ def test_output_that_nobody_reads_does_not_keep_a_stopped_program(monkeypatch: p
         assert running.cancelled()
 
     asyncio.run(stopped())
+
+
+@pytest.mark.slow
+def test_programs_use_every_protocol_and_formats_and_each_call_is_trained_on(tmp_path: Path) -> None:
+    """Clients of Anthropic, of responses, and one with a format: one step learns from all of their tokens."""
+    code = """
+import anthropic, openai, rollmill
+
+@rollmill.workflow
+async def clients(task, policy, endpoint, judge):
+    asked = [{"role": "user", "content": task.prompt}]
+    yes_no = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["1", "0"]}}}
+    async with anthropic.AsyncAnthropic(base_url=endpoint.address, api_key=endpoint.api_key) as client:
+        first = await client.messages.create(model="", max_tokens=4, messages=asked)
+    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+        second = await client.responses.create(model="", input="a", max_output_tokens=4)
+        third = await client.responses.create(model="", input="b", previous_response_id=second.id, max_output_tokens=4)
+        made = await client.chat.completions.create(
+            model="", messages=asked, max_tokens=6, response_format=yes_no, presence_penalty=1.0
+        )
+    used = [each.usage.output_tokens for each in (first, second, third)] + [made.usage.completion_tokens]
+    return {"shape": float(made.choices[0].message.content in ('"1"', '"0"')), "tokens": float(sum(used))}
+"""
+    (tmp_path / "flow.py").write_text(code)
+    path = tiny_run(tmp_path, plugins=["flow.py"], evaluation=None, rollout={"batch": 1, "group_size": 2}, model=BPE)
+    rollmill.run(path, ["stages.0.steps=1", "stages.1.steps=1", "stages.1.workflow=clients"], tmp_path / "run")
+    experiences = rollmill.load_experiences(tmp_path / "run", 2)
+    assert {one.reward_parts["shape"] for one in experiences} == {1.0}
+    episodes = {one.info["episode"] for one in experiences}
+    assert len(episodes) == 2
+    for episode in episodes:
+        own = [one for one in experiences if one.info["episode"] == episode]
+        assert len(own) == 3, "the two responses are one trajectory"
+        assert {one.reward_parts["tokens"] for one in own} == {float(sum(one.action_tokens for one in own))}

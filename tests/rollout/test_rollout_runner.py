@@ -228,7 +228,9 @@ def test_a_role_is_one_object_and_draws_other_numbers_than_another() -> None:
 
 @pytest.mark.parametrize(("wrong", "says"), [
     (lambda policy: policy.role("a").role("b"), "within the role `a`"),
-    (lambda policy: policy.role(""), "with a name"),
+    (lambda policy: policy.role(""), "only letters"),
+    (lambda policy: policy.role("a/b"), "'a/b'.*only letters"),
+    (lambda policy: policy.role("a b"), "only letters"),
     (lambda policy: policy.role("a").step(1.0), "not both"),
     (lambda policy: (policy.step(1.0), policy.role("a")), "not both"),
 ])  # fmt: skip

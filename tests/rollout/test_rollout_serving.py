@@ -31,6 +31,7 @@ TOOLS: list[Any] = [
         "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
     }
 ]
+WRONG_SCHEMA = {"type": "json_schema", "schema": {"type": "nonsense"}}
 DEEP: list[Any] = [
     {"type": "function", "function": {"name": "a", "parameters": json.loads('{"a":' * 300 + "1" + "}" * 300)}}
 ]
@@ -216,9 +217,14 @@ def test_greedy_replies_are_not_learned_from_and_other_temperatures_are_noted(si
         ({"messages": HI, "temperature": 1e-9}, "invalid_value", "greedy"),
         ({"messages": HI, "temperature": "hot"}, "invalid_request", "temperature"),
         ({"messages": HI, "n": 1000}, "invalid_request", "n: "),
-        ({"messages": HI, "frequency_penalty": 0.5}, "unsupported_parameter", "neutral value"),
-        ({"messages": HI, "response_format": {"type": "json_object"}}, "unsupported_parameter", "describe the format"),
-        ({"messages": HI, "tool_choice": "required"}, "unsupported_parameter", "up to the policy"),
+        ({"messages": HI, "length_penalty": 0.5}, "unsupported_parameter", "neutral value"),
+        ({"messages": HI, "frequency_penalty": 2.5}, "invalid_request", "frequency_penalty"),
+        ({"messages": HI, "logit_bias": {"100000": 1.0}}, "invalid_value", "token ids below"),
+        ({"messages": HI, "logit_bias": {"5": 101.0}}, "invalid_request", "logit_bias"),
+        ({"messages": HI, "response_format": {"type": "xml"}}, "invalid_value", "json_schema"),
+        ({"messages": HI, "response_format": {"type": "json_schema"}}, "invalid_value", "json_schema"),
+        ({"messages": HI, "response_format": WRONG_SCHEMA}, "invalid_value", "not supported"),
+        ({"messages": HI, "tool_choice": "required"}, "invalid_value", "of one of `tools`"),
         ({"messages": HI, "made_up": 1}, "unsupported_parameter", "`made_up` is not a field"),
         ({"messages": HI, "top_logprobs": 2}, "invalid_value", "needs `logprobs`"),
         ({"messages": HI, "stream_options": {"include_usage": True}}, "invalid_value", "needs `stream`"),

@@ -1,11 +1,12 @@
-"""A real agent framework, the OpenAI Agents SDK, uses the endpoint unmodified."""
+"""What agents are built with uses the endpoint unmodified: the OpenAI Agents SDK, and litellm."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import openai
+import pytest
 from endpoints import CLIENT, KEY, running
 
 from rollmill.rollout.endpoint.service import ServiceLimits
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 17, "b": 23}}\n</tool_call>'
 
 
-def agent(base_url: str) -> Agent:
+def agent(base_url: str, chat: bool) -> Agent:
+    """An agent with a tool, on chat completions, or on responses as the SDK makes it by default."""
     import agents  # here, since it takes long, and every process of pytest collects this file
 
     def multiply(a: int, b: int) -> str:
@@ -25,17 +27,19 @@ def agent(base_url: str) -> Agent:
 
     agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=base_url, api_key=f"{KEY}:framework", max_retries=0)
-    model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
-    tools = [agents.function_tool(multiply)]
+    model: Any = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client) if chat else None
+    agents.set_default_openai_client(client, use_for_tracing=False)
+    tools: Any = [agents.function_tool(multiply)]
     return agents.Agent(name="calculator", instructions="Use tools.", tools=tools, model=model)
 
 
-def test_an_agent_with_a_tool_is_recorded_as_one_trajectory() -> None:
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_agent_with_a_tool_is_recorded_as_one_trajectory(chat: bool) -> None:
     says = [CALL, "It is 391.", "You are welcome."]
     with running(says, limits=ServiceLimits(), max_new_tokens=120, max_position_embeddings=2048) as site:
 
         async def use() -> list[str]:
-            made = agent(site.base_url)
+            made = agent(site.base_url, chat)
             from agents import Runner
 
             first = await Runner.run(made, "What is 17 times 23?")
@@ -58,3 +62,26 @@ def test_an_agent_with_a_tool_is_recorded_as_one_trajectory() -> None:
         assert said == [[*encode(text), end] for text in says]
         assert one.action_tokens == sum(map(len, said))
         assert "391" in one.turns[2].text
+
+
+@pytest.mark.slow  # it takes long to import
+def test_litellm_uses_all_three_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    function: dict[str, Any] = {"name": "multiply", "parameters": {"type": "object", "properties": {}}}
+    says = ["one", CALL, "two", CALL, "three"]
+    with running(says, limits=ServiceLimits(), max_new_tokens=120, max_position_embeddings=2048) as site:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        for model, base in (("openai/policy", site.base_url), ("anthropic/policy", site.address)):
+            options: Any = {"model": model, "api_base": base, "api_key": f"{KEY}:litellm", "max_tokens": 120}
+            pieces = litellm.completion(messages=messages, stream=True, **options)
+            text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+            tools = [{"type": "function", "function": function}]
+            made: Any = litellm.completion(messages=messages, tools=tools, **options)
+            [call] = made.choices[0].message.tool_calls
+            assert (text, call.function.name) == ("one" if "openai" in model else "two", "multiply")
+        options = {"model": "openai/policy", "api_base": site.base_url, "api_key": f"{KEY}:litellm"}
+        answer: Any = litellm.responses(input="hi", **options)
+        assert answer.output[0].content[0].text == "three"
+        assert len(site.session("litellm").recorder.calls) == len(says)

@@ -104,7 +104,7 @@ def test_a_missing_tensorboard_is_an_error_that_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"rollmill\[tensorboard\]"):
-        monitor(tmp_path, tensorboard=True)
+        monitor(tmp_path, tensorboard=True).open_trackers()
 
 
 def test_the_summary_is_valid_json_whatever_it_holds(tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def test_it_gets_steps_and_evaluations_and_its_options(tmp_path: Path) -> None:
     again.resume_at(5)
     again.evaluation(evaluation_metrics(6))
     again.close()
-    assert [each.run.resumed_after for each in built] == [None, None, 5]
+    assert [each.run.resumed_after for each in built] == [None, 5]
     assert built[1].closed
-    assert built[2].seen == [(6, 0)]
+    assert built[1].seen == [(6, 0)]
 
 
 def test_one_that_fails_is_said_and_not_called_again(tmp_path: Path) -> None:
@@ -87,6 +87,44 @@ def test_one_that_fails_is_said_and_not_called_again(tmp_path: Path) -> None:
     said = (tmp_path / "log.txt").read_text()
     assert said.count("tracker `Offline` failed and is not used any more: ConnectionError: no route") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_one_that_cannot_be_opened_again_does_not_keep_a_run_from_resuming(tmp_path: Path) -> None:
+    @registry.tracker
+    class Away:
+        def __init__(self, run: TrackedRun) -> None:
+            raise ConnectionError("no route")
+
+        def write(self, metrics: Any, experiences: Any = ()) -> None: ...
+
+        def close(self) -> None: ...
+
+    with pytest.raises(ConnectionError):
+        monitor(tmp_path, "Away").open_trackers()
+    again = monitor(tmp_path, "Away")
+    again.resume_at(0)
+    again.evaluation(evaluation_metrics(5))
+    again.close()
+    said = (tmp_path / "log.txt").read_text()
+    assert said.count("tracker `Away` failed and is not used any more: ConnectionError: no route") == 1
+
+
+def test_it_may_have_the_names_of_trl_besides(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    @registry.tracker
+    class Named:
+        def __init__(self, run: TrackedRun, *, tag: str = "") -> None: ...
+
+        def write(self, metrics: Any, experiences: Any = ()) -> None:
+            seen.append(metrics)
+
+        def close(self) -> None: ...
+
+    watch = monitor(tmp_path, {"name": "Named", "names": "trl", "tag": "a"})
+    watch.step({"step": 1, "reward/mean": 0.5}, [])
+    watch.close()
+    assert seen == [{"step": 1, "reward/mean": 0.5, "train/global_step": 1, "train/reward": 0.5}]
 
 
 def test_what_is_no_tracker_or_no_engine_is_refused() -> None:

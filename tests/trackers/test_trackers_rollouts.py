@@ -106,6 +106,21 @@ def test_the_store_reads_back_what_it_wrote_by_step_and_by_task(tmp_path: Path) 
     assert load_experiences(tmp_path, task="no such task") == []
 
 
+def test_what_the_trainer_knows_of_tokens_is_stored_for_looking_at(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path / "rollouts")
+    one = rollouts(np.random.default_rng(0), 1)[0]
+    count = len(one.token_ids)
+    one.trainer_logprobs = np.linspace(-1.2345678, 0, count, dtype=np.float32)
+    one.entropy = np.array([np.inf, *[1.23456] * (count - 1)], np.float32)
+    log.write(1, [one])
+    log.write(2, [one], details=False)
+    [stored], [without] = (load_experiences(tmp_path, step) for step in (1, 2))
+    assert stored.trainer_logprobs == pytest.approx(one.trainer_logprobs, rel=6e-8)
+    assert stored.entropy.tolist() == [np.inf, *[np.float32(1.2346)] * (count - 1)]
+    assert (without.trainer_logprobs, without.entropy) == (None, None)
+    assert encode_experience(stored) == encode_experience(one)
+
+
 def test_dropping_later_steps_leaves_the_others(tmp_path: Path) -> None:
     store = RolloutLog(tmp_path / "rollouts")
     store.drop_after(0)

@@ -1,4 +1,4 @@
-"""Chunked log-probs, schedules, cutting into parts, calibration."""
+"""Chunked log-probs, schedules, cutting into parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollmill.config.trainer import TrainerConfig
-from rollmill.trainer import choose_precision, choose_threads
-from rollmill.trainer import model_setup as calibrate
 from rollmill.trainer.logprobs import token_logprobs
 from rollmill.trainer.optimizer import compute_learning_rate
 from rollmill.trainer.update import split_mini_batches
@@ -104,21 +102,3 @@ def test_parts_keep_groups_whole_and_lose_nobody(make_batch: Any, parts: int, ex
     assert all(home[batch[i].group] == n for n, part in enumerate(result) for i in part)
     if parts <= 4:
         assert all(any(batch[i].source is ExperienceSource.ROLLOUT for i in part) for part in result)
-
-
-def test_calibration_answers_and_leaves_threads_alone(toy: Any) -> None:
-    before = torch.get_num_threads()
-    assert choose_precision(toy("qwen3"), "cpu") in ("fp32", "bf16")
-    assert choose_precision(toy("qwen3"), "cuda") == "bf16"
-    assert choose_threads(toy("qwen3")) >= 1
-    assert torch.get_num_threads() == before
-
-
-def test_a_shape_is_measured_once(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([[1.0, 0.8], [1.0, 0.95]])
-    monkeypatch.setattr(calibrate, "_seconds", lambda *_: next(seconds))
-    calibrate._faster.cache_clear()
-    chosen = [choose_precision(toy("qwen3"), "cpu") for _ in range(3)]
-    calibrate._faster.cache_clear()
-    assert [*chosen, choose_precision(toy("qwen3"), "cpu")] == ["bf16"] * 3 + ["fp32"]
-    calibrate._faster.cache_clear()

@@ -165,6 +165,27 @@ def test_equal_rewards_move_nothing_even_with_momentum(toy: Any, make_batch: Any
     assert all((e.advantage == 0).all() for e in batch)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "mix", "sft"])
+def test_token_details_are_those_of_the_model_before_the_step(toy: Any, make_batch: Any, algorithm: str) -> None:
+    """Log-probs and entropies against the full softmax of the same weights; the batch is cut into small rows."""
+    batch = make_batch(experts=3 if algorithm != "grpo" else 0)
+    if algorithm == "sft":
+        batch = [one for one in batch if one.source is ExperienceSource.EXPERT]
+    model, expected = toy("qwen3"), []
+    for one in batch:
+        with torch.no_grad():
+            logits = model(torch.tensor(one.token_ids[None].astype(np.int64))).logits[0, :-1].double()
+        temperature = 1.0 if one.source is ExperienceSource.EXPERT else one.temperature
+        log_p = torch.log_softmax(logits / temperature, -1)
+        chosen = log_p[range(len(log_p)), one.token_ids[1:]].numpy()
+        entropy = -(log_p.exp() * log_p).sum(-1).numpy()
+        expected.append([np.where(one.action_mask, np.append(0, values), 0) for values in (chosen, entropy)])
+    _trainer(model, ALGORITHMS[algorithm], reference=toy("qwen3", seed=5), micro_batch_tokens=45).step(batch, 0)
+    for one, (logprobs, entropy) in zip(batch, expected, strict=True):
+        assert one.trainer_logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert one.entropy == pytest.approx(entropy, abs=1e-4)
+
+
 def test_advantages_are_written_where_the_mask_is(toy: Any, make_batch: Any) -> None:
     batch = make_batch()
     _trainer(toy("qwen3"), RLOO(name="rloo")).step(batch, 0)

@@ -103,7 +103,12 @@ class RunSettings(TypedDict, total=False):
     """Parts of a vision-language model that are not trained: its vision tower, and the projector from the tower to the
     embeddings."""
     precision: Literal["auto", "fp32", "bf16"]
-    """Compute dtype over fp32 master weights; auto measures which is faster on this machine."""
+    """Compute dtype over fp32 master weights. `auto` measures which is faster on this machine for the matrix products
+    of a step of the last stage: all linear layers, with the rows of its rollouts and of its passes."""
+    param_dtype: Literal["fp32", "bf16"]
+    """Type of the weights, their gradients and AdamW's moments. `bf16` takes half the memory, and computes in bf16: for
+    models that do not fit otherwise. Updates are rounded stochastically, since nearly all of them would be lost by
+    rounding to nearest (arXiv:2010.06192). Adapters (model.lora) stay in fp32, over a model in bf16."""
     ranks: int
     """Number of trainer processes, each with `threads` threads or a GPU of its own. The first one is the run's own
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""
@@ -136,6 +141,8 @@ class RunSettings(TypedDict, total=False):
     """Environment that the workflow acts in, if any: a name or a section."""
     tools: Sequence[SectionLike]
     """Tools that the policy may call in a workflow with tools: names or sections."""
+    roles: Mapping[str, SectionLike]
+    """Roles that the policy plays in the workflow, by name. If there are any, the workflow may use no others."""
     rollout: SectionLike
     """Rollouts for training."""
     engine: SectionLike

@@ -34,8 +34,9 @@ from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.setup import choose_device
 from rollmill.registry import loss_section
 from rollmill.seeds import derive_seed
-from rollmill.trainer.model_setup import choose_precision
+from rollmill.trainer.model_setup import narrow_weights
 from rollmill.trainer.parity import load_verified_policy
+from rollmill.trainer.step_timing import choose_precision
 from rollmill.trainer.stepwise import StepwiseTrainer
 from rollmill.types import Experience, ExperienceSource, FloatArray, Message, Task, experience_from_completion
 
@@ -79,6 +80,9 @@ class TrainablePolicy:
             ensure_own_memory(model.parameters())
             self._policy = wrap_policy(model, tokenizer, device, "the given model")
         wanted = config.trainer.precision
+        if config.trainer.param_dtype == "bf16":
+            narrow_weights(self._policy.model)
+            wanted = "bf16"
         precision = choose_precision(self._policy.model, device) if wanted == "auto" else wanted
         self._seed = derive_seed(config.seed, 0)  # as the first stage of a run
         self.version = 0  #: number of optimizer steps; tokens carry the version of the weights that sampled them

@@ -30,7 +30,7 @@ from rollmill.config.workflows import EnvironmentWorkflow
 from rollmill.data import encode_prompt, load_taskset
 from rollmill.data.readers import to_finite_number
 from rollmill.errors import ConfigError
-from rollmill.models.load import read_tokenizer
+from rollmill.models.load import read_tokenizer_and_context
 from rollmill.rewards import build_reward_manager
 from rollmill.rollout.environments.pool import EnvironmentPool, RunningEnvironment
 from rollmill.types import Task
@@ -84,11 +84,12 @@ def run_audit(
         else:
             lengths = {task.id: len(encode_prompt(task, tokenizer)) for task in own}
             found.append(check_prompt_length(lengths, context, view.rollout.max_new_tokens))
-        full = _full(stage, view, options)
         if view.workflow.uses_environment:
-            found += asyncio.run(_environment(view, chosen, options, full))
-        if view.rewards:
-            found += asyncio.run(_rewards(view, chosen, options, full, tokenizer))
+            found += asyncio.run(_environment(view, chosen, options, _full(stage, view, options)))
+        for role, scored in view.by_role().items() if view.rewards else ():
+            full = _full(stage, scored, options, of_role=bool(role))
+            own_checks = asyncio.run(_rewards(scored, chosen, options, full, tokenizer))
+            found += [replace(each, check=f"{role}/{each.check}") if role else each for each in own_checks]
         findings += [replace(each, check=f"{name}/{each.check}") for each in found] if name else found
     return [*findings, _solvability(loaded, stage, tasks, options, progress)]
 
@@ -106,11 +107,11 @@ def sample_evenly(tasks: Sequence[Task], count: int) -> list[Task]:
     return [tasks[number * len(tasks) // count] for number in range(count)]
 
 
-def _full(stage: StageConfig, view: StageConfig, options: AuditOptions) -> float:
-    """Return the reward of a right completion: of a domain the maximum of its rewards, where that is known."""
+def _full(stage: StageConfig, view: StageConfig, options: AuditOptions, *, of_role: bool = False) -> float:
+    """Return the reward of a right completion: of a domain or a role the maximum of its rewards, if it is known."""
     if options.full is not None:
         return options.full
-    maximum = attainable_maximum(view.rewards, view.judging) if stage.domains else None
+    maximum = attainable_maximum(view.rewards, view.judging) if stage.domains or of_role else None
     if maximum is not None:
         return maximum
     thresholds = [] if stage.evaluation is None else [each.threshold for each in stage.evaluation.all_sets().values()]
@@ -158,9 +159,7 @@ def _tokenizer(loaded: LoadedRun) -> tuple[Any, int | None]:
     folder = loaded.config.model.path
     if not isinstance(folder, Path):
         return None, None
-    options = {"local_files_only": True, "trust_remote_code": loaded.config.model.trust_remote_code}
-    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    return read_tokenizer(folder, options), context
+    return read_tokenizer_and_context(folder, trust=loaded.config.model.trust_remote_code)
 
 
 def _solvability(

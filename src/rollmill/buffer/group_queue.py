@@ -131,7 +131,9 @@ class GroupQueue:
 
         def chosen() -> list[int]:
             there = [self._groups[number] for number in self.there(numbers, counts)]
-            there.sort(key=lambda each: (each.number not in needed, each.arrived))
+            # One that has just ended, whose callback is still to come, is the last to arrive.
+            order = {each.number: self._arrivals if each.arrived is None else each.arrived for each in there}
+            there.sort(key=lambda each: (each.number not in needed, order[each.number]))
             return sorted(each.number for each in there[:count])
 
         def complete() -> bool:

@@ -13,6 +13,7 @@ from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.config.checks.doubts import find_doubts
 from rollmill.config.checks.extras import find_missing_extras
 from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
+from rollmill.config.checks.pictures import vision_model_name
 from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards.base import PythonReward
@@ -31,7 +32,9 @@ def command(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value (repeatable).")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Run directory. Default: runs/NAME.")] = None,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="Load tasksets and reward functions.")] = True,
+    data: Annotated[
+        bool, typer.Option("--data/--no-data", help="Load tasksets, reward functions and trackers.")
+    ] = True,
     model: Annotated[
         Path | None,
         typer.Option("--model", help="Only compare engine and trainer with transformers for this checkpoint folder."),
@@ -55,6 +58,8 @@ def command(
         return
     assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
+    if data:
+        run.config.monitor.require_packages(run.path)
     missing = find_missing_extras(run)
     if missing and data:
         raise ConfigError("\n".join(f"{config}: {each}" for each in missing))
@@ -137,6 +142,7 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
     Raises ConfigError naming the stage if something cannot be loaded, or a reference is empty.
     """
     from rollmill.config.checks.conflicts import require_workflows
+    from rollmill.data.images import require_seen
     from rollmill.rewards.base import require_references, require_verdicts
 
     found: dict[tuple[str, str], Taskset] = {}
@@ -157,6 +163,7 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
                 key = taskset.model_dump_json()
                 where = f"stage {stage.name}: {section}"
                 loaded[key] = loaded.get(key) or _loaded(taskset, where)
+                require_seen(taskset, loaded[key].tasks, vision_model_name(run.config.model) is not None, where)
                 require_references(view.rewards, loaded[key].tasks, where)
                 require_verdicts(view.rewards, view.judging, loaded[key].tasks, where)
                 require_workflows(view, loaded[key].tasks, where)

@@ -90,12 +90,18 @@ def _require_adapter(folder: Path, base: StartingModel, *, pushed: bool) -> None
 
 
 def _base_dtype(base: StartingModel) -> str:
-    """Return the type of a base model's weights, as config.json or else its first tensor says; fp32 for a new model.
+    """Return the type of a base model's weights, as config.json or else its first tensor says.
+
+    fp32 for a new model, bf16 for a GGUF file.
 
     Raises ConfigError if the folder is gone, or it has another type.
     """
+    from rollmill.models.gguf import find_gguf
+
     if base.folder is None:
         return "fp32"
+    if find_gguf(base.folder) is not None:
+        return "bf16"  # its weights are usually of 2 to 8 bits, which nothing is trained in
     advice = "give --dtype bf16, fp32 or fp16"
     try:
         config = json.loads((base.folder / "config.json").read_text(encoding="utf-8"))

@@ -64,13 +64,13 @@ def command(
 
 def _serve(run: Path, host: str, port: int, author: str | None, browser: bool, keys_file: Path | None) -> None:
     from rollmill.feedback import open_feedback
-    from rollmill.feedback.guard import TOKEN_CLIENT, RequestGuard
     from rollmill.feedback.requests import parse_author
     from rollmill.feedback.server import build_server
     from rollmill.web import is_loopback, open_listener, server_url
+    from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
     from rollmill.web.keys import KeyRing, given_keys, make_key
 
-    name = parse_author(author or _user())
+    name = parse_author(author or user_name())
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and not re.fullmatch(r"[A-Za-z0-9._~-]+", token):
         raise ConfigError(f"{TOKEN_VARIABLE} is part of an address: use letters, digits and . _ ~ - only")
@@ -116,7 +116,8 @@ def _import(run: Path, file: Path) -> None:
     print(f"{found.new} new, {found.known} known before, {found.skipped} annotations that say nothing")
 
 
-def _user() -> str:
+def user_name() -> str:
+    """The name of this user, the default author of feedback."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -106,7 +106,8 @@ def _show_step(run: Path, step: int, as_json: bool) -> None:
 
 
 def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool, as_json: bool) -> None:
-    from rollmill.report.run_report import load_decoder, token_texts
+    from rollmill.data.images import image_refs_of
+    from rollmill.report.tokens import load_decoder, token_texts
     from rollmill.trackers.rollout_log import encode_experience
 
     step, found = _find(run, step, task)
@@ -119,6 +120,10 @@ def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool
         reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
         parts = "".join(f", {name} {value}" for name, value in one.reward_parts.items())
         print_line(f"== {one.id} (step {step}): {reward}{parts}, {one.action_tokens} tokens, {one.stop_reason} ==")
+        for picture in image_refs_of(one.info):
+            print_line(f"picture {picture.path} ({picture.width} x {picture.height})")
+        if boxes := one.info.get("boxes"):
+            print_line(f"boxes in the first picture: {boxes}")
         if tokens:
             _token_table(one, texts)
         else:
@@ -147,7 +152,7 @@ def _coloured(experience: Experience, texts: Sequence[str], colour: str) -> Text
     from rich.console import Console
     from rich.text import Text
 
-    from rollmill.report.run_report import advantage_levels, surprise_levels
+    from rollmill.report.tokens import advantage_levels, surprise_levels
     from rollmill.trackers.console import printable
 
     by_advantage = colour == "advantage"

@@ -18,6 +18,7 @@ from rollmill.config.rewards.base import RewardSection, attainable_maximum, rewa
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.section import NamedSection, Section
 from rollmill.config.taskset import TasksetConfig, TasksetSection
+from rollmill.config.workflows import RoleConfig
 
 
 def format_algorithm_parts(algorithm: AlgorithmOptions) -> Iterator[tuple[str, str]]:
@@ -160,6 +161,16 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
         names = {"preference pairs": "pairs", "worked solutions": "demonstrations"}
         learned = names.get(algorithm.examples, algorithm.examples)
         yield "steps", f"{stage.steps}, each {algorithm.batch} {learned}"
+    if algorithm.uses_rollouts and not stage.domains and not stage.workflow.single_turn:
+        yield "workflow", _own(stage.workflow)
+        played = [
+            f"{name} ({_options(role, changed=True)})" if role != RoleConfig() else name
+            for name, role in stage.roles.items()
+        ]
+        if played:
+            yield "roles", ", ".join(played)
+        for name, model in stage.models.items():
+            yield "model", f"{name}: {_options(model, changed=True)}"
     if stage.engine.name != "native":
         yield "engine", _engine(stage.engine)
     for index, reward in enumerate([] if stage.domains else stage.rewards):
@@ -234,8 +245,9 @@ def reward_weights(stage: StageConfig) -> dict[str, float]:
 
 
 def _attainable(stage: StageConfig) -> str:
-    maximum = attainable_maximum(stage.rewards, stage.judging)
-    return "not known" if maximum is None else f"{maximum:g}"
+    maxima = {role: attainable_maximum(view.rewards, view.judging) for role, view in stage.by_role().items()}
+    texts = {role: "not known" if maximum is None else f"{maximum:g}" for role, maximum in maxima.items()}
+    return ", ".join(f"{role} {text}" if role else text for role, text in texts.items())
 
 
 def _engine(engine: EngineConfig) -> str:

@@ -17,7 +17,7 @@ from rollmill.config.rollout import NgramConfig, RepetitionConfig
 from rollmill.config.section import PlainName, Section
 from rollmill.config.taskset import TasksetSection
 from rollmill.config.tools import ToolConfig
-from rollmill.config.workflows import WorkflowConfig
+from rollmill.config.workflows import RoleConfig, WorkflowConfig
 
 
 class DomainRollout(EvaluationSampling):
@@ -62,6 +62,8 @@ class DomainConfig(Section):
     """Environment that the workflow acts in: a name or a section."""
     tools: list[ToolConfig] | None = None
     """Tools that the policy may call."""
+    roles: dict[PlainName, RoleConfig] | None = None
+    """Roles that the policy plays in the workflow."""
     models: dict[PlainName, AuxiliaryModelConfig] | None = None
     """Models besides the policy. Two domains may use one name only for the same model."""
     rollout: DomainRollout = DomainRollout()
@@ -105,7 +107,7 @@ class DomainConfig(Section):
         return {key: value for key in OVERRIDES if (value := getattr(self, key)) is not None}
 
 
-OVERRIDES = ("rewards", "judging", "workflow", "environment", "tools", "models", "pipeline", "algorithm")
+OVERRIDES = ("rewards", "judging", "workflow", "environment", "tools", "roles", "models", "pipeline", "algorithm")
 """Keys of a domain that replace the stage's section of the same name."""
 
 

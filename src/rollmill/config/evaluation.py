@@ -57,6 +57,8 @@ class EvaluationSet(Section):
     """Environment that the workflow acts in. Default: the stage's."""
     rewards: list[RewardConfig] | None = None
     """Rewards that score completions. Default: the stage's."""
+    role: str | None = None
+    """Role whose reward says if a rollout is correct, one of `roles`. Default: the role of its last reply."""
     sampling: EvaluationSampling = EvaluationSampling()
     samples: int = Field(1, ge=0)
     """Sampled completions per task; 0 evaluates greedily only."""

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollmill.config.checks.capability import check_capabilities, find_unused_keys, unused_run_keys
+from rollmill.config.checks.pictures import require_picture_support
 from rollmill.config.hub import with_references
 from rollmill.config.model import AuxiliaryModelConfig
 from rollmill.config.paths import resolve_paths
@@ -178,6 +179,8 @@ def load_run(
     raise_problems(found if keys is None else [each for each in found if _first(each.key) in keys])
     stages = [StageConfig.model_validate(_stage_dump(stage)) for stage in resolved.stages]
     first = {key: getattr(stages[0], key) for key in STAGE_KEYS}
+    if keys is None:
+        require_picture_support(resolved.config.model, stages)
     return LoadedRun(resolved.config.model_copy(update=first), stages, path, out or Path("runs") / resolved.config.name)
 
 

@@ -68,8 +68,8 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: Path | Literal["new"] = "new"
-    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), a model of the Hugging Face hub
-    (`hf://ORG/NAME[@REVISION]`), or `new` to create one from `model.new`."""
+    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), a GGUF file or a folder with one (extra
+    `gguf`), a model of the Hugging Face hub (`hf://ORG/NAME[@REVISION]`), or `new` to create one from `model.new`."""
     new: NewModelConfig | None = None
     """Recipe for a new model; used only when `model.path` is `new`."""
     trust_remote_code: bool = False
@@ -89,7 +89,8 @@ class ModelConfig(Section):
     def conflicts(self) -> dict[str, str]:
         """See Section.conflicts."""
         if isinstance(self.path, Path):
-            return {"path": f"{self.path} is a file; give the checkpoint's folder"} if self.path.is_file() else {}
+            other = self.path.is_file() and self.path.suffix != ".gguf"
+            return {"path": f"{self.path} is a file; give the checkpoint's folder, or a .gguf file"} if other else {}
         return {}
 
 

@@ -147,7 +147,10 @@ def _lookup(node: Node, text: str, problems: list[ConfigProblem], required: bool
 
 def _advice(node: Node) -> str:
     if node.path[0] == "model":
-        return "give the folder of a checkpoint on this machine, `hf://ORG/NAME` for one of the hub, or `new`"
+        advice = (
+            "give the folder of a checkpoint or a GGUF file on this machine, `hf://ORG/NAME` for one of the hub, or"
+        )
+        return f"{advice} `new`"
     if "rewards" in node.path and node.path[-1] == "path":
         return "give the folder of a reward model on this machine, or `hf://ORG/NAME` for one of the hub"
     if "sources" in node.path:

@@ -51,8 +51,8 @@ class FieldsConfig(Section):
     """Column with JSON schemas of tools, which the chat template shows in the prompt. Default: `tools`, if it holds
     such schemas; empty: none."""
     images: str | None = None
-    """Column with an image path or a list of paths, relative to the taskset's file (extra `vision`). Default: `images`
-    or `image`, if it holds paths; empty: none."""
+    """Column with an image or a list of images (extra `vision`): paths, relative to the taskset's file; bytes, as in
+    Parquet; images of `datasets`; data URLs. Default: `images` or `image`, if it holds these; empty: none."""
 
 
 class RowsSection(Section):
@@ -87,6 +87,10 @@ class RowsSection(Section):
     images: Literal["see", "text"] = "see"
     """Pictures of the rows: `see`: the policy sees them, so it must be a vision-language model. `text`: only rewards
     do; a text model is trained on the text of the prompts."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Scale pictures with fewer pixels up to this many, keeping their proportions, before the policy sees them."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Scale pictures with more pixels down to this many, keeping their proportions, before the policy sees them."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """Handling of rows that cannot become tasks. Skipped rows are counted and named in the log."""
     limit: int | None = Field(None, ge=1)
@@ -109,6 +113,8 @@ class RowsSection(Section):
             raise ValueError("options are honoured only with function (generator has options of its own)")
         if self.system is not None and not self.chat:
             raise ValueError("system is honoured only with chat: true")
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels is {self.min_pixels}, more than max_pixels ({self.max_pixels})")
         return self
 
     def _choices(self) -> str:

@@ -29,7 +29,7 @@ from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection, fil
 from rollmill.config.tools import ToolConfig
 from rollmill.config.trackers import MonitorConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.config.workflows import SingleTurnWorkflow, WorkflowConfig, workflow_by_name
+from rollmill.config.workflows import RoleConfig, SingleTurnWorkflow, WorkflowConfig, workflow_by_name
 
 
 class CheckpointConfig(Section):
@@ -85,6 +85,8 @@ class StageConfig(Section):
     """Environment that the workflow acts in, if any: a name or a section."""
     tools: list[ToolConfig] = []
     """Tools that the policy may call in a workflow with tools: names or sections."""
+    roles: dict[PlainName, RoleConfig] = {}
+    """Roles that the policy plays in the workflow, by name. If there are any, the workflow may use no others."""
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = NativeEngineConfig()
     """Inference engine that generates completions: a name or a section."""
@@ -178,6 +180,18 @@ class StageConfig(Section):
     def by_domain(self) -> dict[str, StageConfig]:
         """Returns `for_domain` of each domain by its name; a stage without domains is its own, with the name ""."""
         return {name: self.for_domain(name) for name in self.domains} or {"": self}
+
+    def by_role(self) -> dict[str, StageConfig]:
+        """Returns the stage as the replies in each role see it, with the rewards of that role, by its name; a stage
+        whose rewards are those of all roles is its own, with the name ""."""
+        names = dict.fromkeys(each.role for each in self.rewards if each.role is not None)
+        if not names:
+            return {"": self}
+        views = {}
+        for name in names:
+            own = [each for each in self.rewards if each.role in (None, name)]
+            views[name] = self.model_copy(update={"rewards": [each.model_copy(update={"role": None}) for each in own]})
+        return views
 
     def view_of(self, taskset: str) -> StageConfig:
         """Returns the stage as the tasks of a taskset see it: `for_domain` if there are domains."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from rollmill.config.section import NamedSection, module_sections, section_union
+from rollmill.config.section import Endpoint, NamedSection, module_sections, section_union
 
 
 class ToolSection(NamedSection):
     """A tool chosen by name; its other keys are its options."""
 
+    many: ClassVar[bool] = False
+    """It stands for several tools, which have their own names."""
+
     called: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    """Tool name shown to the policy. Default: `name`."""
+    """Tool name shown to the policy. Default: `name`. The tools of `mcp` have the server's names, with this and `_` in
+    front."""
     description: str | None = None
     """Description shown to the policy. Default: the tool's own."""
     time_limit_s: float = Field(10.0, gt=0)
@@ -79,6 +83,44 @@ class SearchTool(ToolSection):
     """Number of passages to return."""
     passage_words: int = Field(200, ge=10)
     """Maximum passage length in words. Longer documents are split, between paragraphs where possible."""
+
+
+class MCPTool(ToolSection):
+    """The tools of an MCP server, which is started, or connected to (extra `mcp`)."""
+
+    implementation = "rollmill.rollout.tools.mcp_server:build_mcp_tools"
+    many: ClassVar[bool] = True
+    name: Literal["mcp"] = "mcp"
+    command: list[str] = []
+    """The server and its arguments, which speaks MCP on stdin and stdout; `python` is the Python that runs rollmill."""
+    url: Endpoint | None = None
+    """Address of a server that runs already (streamable HTTP), such as http://127.0.0.1:8000/mcp. Either this or
+    `command`."""
+    environment: dict[str, str] = {}
+    """Additional environment variables of the server. It inherits PATH, HOME and a few others."""
+    folder: Path = Path()
+    """Working folder of the server."""
+    only: list[str] = []
+    """Names of the tools that the policy may call; empty: all."""
+    state: Literal["shared", "rollout"] = "shared"
+    """All rollouts share a connection (and the server's process), or each has one of its own, opened by its first
+    call."""
+    start_s: float = Field(30.0, gt=0)
+    """Timeout for the server to start and list its tools."""
+
+    def unused_keys(self) -> dict[str, str]:
+        """See Section.unused_keys."""
+        found = {"description": "not honoured by `mcp`: its server describes the tools; remove it"}
+        if self.url is not None:
+            text = "not honoured with url, whose server runs already; remove it"
+            found |= {"environment": text, "folder": text}
+        return found
+
+    def conflicts(self) -> dict[str, str]:
+        """See Section.conflicts."""
+        if (self.url is None) == (not self.command):
+            return {"command": "tool `mcp` needs either the command of a server or the url of one"}
+        return {}
 
 
 if TYPE_CHECKING:

@@ -2,24 +2,101 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import importlib.util
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from rollmill.config.section import NamedSection, Section, module_sections, section_union
+from rollmill.errors import ConfigError
 
 
 class TrackerSection(NamedSection):
     """A tracker chosen by name; its other keys are its options."""
+
+    #: Package that the tracker imports; the extra that installs it has the tracker's name.
+    needs_package: ClassVar[str] = ""
+
+    names: Literal["rollmill", "trl", "verl"] = "rollmill"
+    """Whose names the metrics get: `trl` and `verl` add those of TRL or verl to rollmill's own."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the options of the tracker itself."""
+        return {key: value for key, value in super().arguments().items() if key != "names"}
 
 
 class TensorBoardSection(TrackerSection):
     """Writes event files to RUN/tensorboard (extra `tensorboard`)."""
 
     implementation = "rollmill.trackers.tensorboard:TensorBoardTracker"
+    needs_package = "tensorboard"
     name: Literal["tensorboard"] = "tensorboard"
     completions: int = Field(1, ge=0)
     """Number of sample completions to write as text at every step."""
+
+
+class ServiceTrackerSection(TrackerSection):
+    """A tracker of a service, which may be slow or away, so that it runs in a thread of its own."""
+
+    completions: int = Field(0, ge=0)
+    """Number of sample completions to write as text at every step."""
+
+
+class WandbSection(ServiceTrackerSection):
+    """Weights & Biases (extra `wandb`). A resumed run continues the same run there; files are in RUN/wandb."""
+
+    implementation = "rollmill.trackers.wandb:WandbTracker"
+    needs_package = "wandb"
+    name: Literal["wandb"] = "wandb"
+    project: str = "rollmill"
+    """Project that the run belongs to."""
+    entity: str | None = None
+    """User or team. Default: that of the API key."""
+    group: str | None = None
+    """Group of runs that it belongs to."""
+    tags: list[str] = []
+    """Tags of the run."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` only writes RUN/wandb, which `wandb sync` uploads later."""
+
+
+class MLflowSection(ServiceTrackerSection):
+    """MLflow (extra `mlflow`). A resumed run continues the same run there."""
+
+    implementation = "rollmill.trackers.mlflow:MLflowTracker"
+    needs_package = "mlflow"
+    name: Literal["mlflow"] = "mlflow"
+    uri: str | None = None
+    """Tracking server or database, such as `http://localhost:5000` or `sqlite:///mlflow.db`. Default: MLflow's own,
+    from `MLFLOW_TRACKING_URI`."""
+    experiment: str = "rollmill"
+    """Experiment that the run belongs to; it is made if it does not exist."""
+
+
+class TrackioSection(ServiceTrackerSection):
+    """trackio (extra `trackio`), which stores runs in a local database; `trackio show` opens its dashboard."""
+
+    implementation = "rollmill.trackers.trackio:TrackioTracker"
+    needs_package = "trackio"
+    name: Literal["trackio"] = "trackio"
+    project: str = "rollmill"
+    """Project that the run belongs to."""
+    space: str | None = None
+    """Hugging Face Space that shows the run, such as `user/space`. Default: only the local database."""
+
+
+class SwanLabSection(ServiceTrackerSection):
+    """SwanLab (extra `swanlab`). Files are in RUN/swanlog."""
+
+    implementation = "rollmill.trackers.swanlab:SwanLabTracker"
+    needs_package = "swanlab"
+    name: Literal["swanlab"] = "swanlab"
+    project: str = "rollmill"
+    """Project that the run belongs to."""
+    workspace: str | None = None
+    """Workspace. Default: that of the API key."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` only writes RUN/swanlog, which `swanlab sync` uploads later."""
 
 
 if TYPE_CHECKING:
@@ -39,6 +116,9 @@ class MonitorConfig(Section):
     """Sample completions to show in the terminal."""
     rollouts_every: int = Field(1, ge=1)
     """Store the experiences of every Nth step under RUN/rollouts."""
+    token_details: bool = True
+    """With each stored experience, also store the trainer's log-prob (eight digits) and the entropy (five) of every
+    token."""
     timeline_every: int = Field(10, ge=1)
     """Write the generation and reward times of each completion to RUN/timeline.jsonl, for the first and every Nth
     step."""
@@ -49,3 +129,21 @@ class MonitorConfig(Section):
     in the terminal, in RUN/events.jsonl and in the report. Not while the reward is nearly at its maximum."""
     stop_when_stuck: bool = False
     """Also end the stage then, like early stopping, with a checkpoint."""
+
+    def all_trackers(self) -> list[TrackerSection]:
+        """Returns the sections of all trackers, that of `tensorboard` included."""
+        sections: list[TrackerSection] = list(self.trackers)
+        if self.tensorboard and not any(each.name == "tensorboard" for each in sections):
+            sections.append(TensorBoardSection(completions=self.show_completions))
+        return sections
+
+    def require_packages(self, where: object) -> None:
+        """Raises ConfigError for the first tracker whose package is not installed; `where` is named before it."""
+        for each in self.all_trackers():
+            package = type(each).needs_package
+            spec = importlib.util.find_spec(package) if package else None
+            if package and (spec is None or spec.origin is None):  # a folder of that name is no package
+                raise ConfigError(
+                    f"{where}: monitor.trackers: the tracker `{each.name}` needs the package {package}: "
+                    f"pip install 'rollmill[{each.name}]', or take it out"
+                )

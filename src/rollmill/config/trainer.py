@@ -43,7 +43,12 @@ class TrainerConfig(Section):
     """Parts of a vision-language model that are not trained: its vision tower, and the projector from the tower to the
     embeddings."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Compute dtype over fp32 master weights; auto measures which is faster on this machine."""
+    """Compute dtype over fp32 master weights. `auto` measures which is faster on this machine for the matrix products
+    of a step of the last stage: all linear layers, with the rows of its rollouts and of its passes."""
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights, their gradients and AdamW's moments. `bf16` takes half the memory, and computes in bf16: for
+    models that do not fit otherwise. Updates are rounded stochastically, since nearly all of them would be lost by
+    rounding to nearest (arXiv:2010.06192). Adapters (model.lora) stay in fp32, over a model in bf16."""
     ranks: int = Field(1, ge=1)
     """Number of trainer processes, each with `threads` threads or a GPU of its own. The first one is the run's own
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""
@@ -68,6 +73,11 @@ class TrainerConfig(Section):
 
     def conflicts(self) -> dict[str, str]:
         """See Section.conflicts."""
-        if all(0 <= beta < 1 for beta in self.betas):
-            return {}
-        return {"betas": "both must be at least 0 and below 1, for example [0.9, 0.99]"}
+        found = {}
+        if not all(0 <= beta < 1 for beta in self.betas):
+            found["betas"] = "both must be at least 0 and below 1, for example [0.9, 0.99]"
+        if self.param_dtype == "bf16" and self.precision == "fp32":
+            found["precision"] = "weights in bf16 (param_dtype) are computed with in bf16; use bf16, or remove one"
+        if self.param_dtype == "bf16" and self.ranks > 1:
+            found["param_dtype"] = "bf16 is not supported with several ranks, which add their gradients in fp32; use 1"
+        return found

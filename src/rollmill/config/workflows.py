@@ -47,9 +47,21 @@ class WorkflowSection(NamedSection):
         """Entries of `models` that the workflow gets because a key names them."""
         return ()
 
+    @property
+    def may_have_roles(self) -> bool:
+        """True if the workflow may call `policy.role`: those of users."""
+        return type(self).function is not None
+
     def takes(self, part: str) -> bool:
         """Returns whether the workflow takes the parameter `part`, such as an entry of `models`."""
         return part in type(self).parts or "*" in type(self).parts or part in self.models
+
+
+class RoleConfig(Section):
+    """A role that the policy plays in a workflow, which calls `policy.role(NAME)`."""
+
+    learn: bool = True
+    """Train the tokens that the policy generates in this role. Otherwise its rewards are only logged."""
 
 
 class ToolWorkflowSection(WorkflowSection):
@@ -122,8 +134,9 @@ class EnvironmentWorkflow(WorkflowSection):
 class ProgramWorkflow(WorkflowSection):
     """Starts a program once per rollout that calls the policy through an OpenAI-compatible endpoint (extra `serve`).
 
-    The environment variables OPENAI_BASE_URL and OPENAI_API_KEY are set as OpenAI clients expect. The task is passed as
-    JSON on stdin and in ROLLMILL_TASK. The program's output is its answer.
+    The environment variables OPENAI_BASE_URL and OPENAI_API_KEY are set as OpenAI's clients expect, and
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY as Anthropic's do. The task is passed as JSON on stdin and in
+    ROLLMILL_TASK. The program's output is its answer.
     """
 
     multi_step: ClassVar[bool] = True
@@ -144,8 +157,8 @@ class ProgramWorkflow(WorkflowSection):
     """Source of the reward: `rewards`, which score the program's output, or `feedback` posted to /feedback (by the
     program itself, or a verifier it starts)."""
     own_sampling: bool = True
-    """Whether the program may choose temperature, top_p, top_k and min_p; false: always those of `rollout`. Greedy
-    replies are not trained on."""
+    """Whether the program may choose temperature, top_p, top_k, min_p, penalties and biases; false: always those of
+    `rollout`. Greedy replies are not trained on."""
     show_answer: bool = False
     """Include the task's answer in the task passed to the program."""
 

@@ -31,7 +31,8 @@ def render_prompt(task: Task, tokenizer: Any) -> str:
         )
     try:
         if seen:
-            shown: str = tokenizer.picture_processor.render(task.prompt, tokenizer, len(seen))
+            places = [(each.message, each.offset) for each in seen]
+            shown: str = tokenizer.picture_processor.render(task.prompt, tokenizer, places)
             return shown
         text = _rendered(task, tokenizer, list(task.prompt), add_generation_prompt=True)
     except TasksetError:
@@ -108,12 +109,16 @@ def encode_pictures(task: Task, tokenizer: Any) -> PicturePrompt | None:
     except TasksetError as error:
         raise TasksetError(f"task {task.id}: {error}") from error
     processor: PictureProcessor = tokenizer.picture_processor
-    return processor.encode(text, contents, f"task {task.id}")
+    return processor.encode(text, contents, f"task {task.id}", [(each.min_pixels, each.max_pixels) for each in seen])
 
 
 def _pictures(task: Task, tokenizer: Any) -> list[ImageRef]:
-    """The task's pictures, if the policy sees."""
-    return image_refs_of(task.metadata) if getattr(tokenizer, "picture_processor", None) is not None else []
+    """The task's pictures in the order of their places, if the policy sees."""
+    found = image_refs_of(task.metadata) if getattr(tokenizer, "picture_processor", None) is not None else []
+    if not found or isinstance(task.prompt, str):
+        return found
+    user = next((i for i, each in enumerate(task.prompt) if each["role"] == "user"), 0)
+    return sorted(found, key=lambda each: (user if each.message is None else each.message, each.offset))
 
 
 def encode_privileged_prompt(task: Task, tokenizer: Any, template: PromptTemplate, context: str) -> list[int]:

@@ -1,6 +1,7 @@
 """Images of a task, by reference: a path and the hash of the file when the taskset was loaded.
 
 A task's metadata holds the references under `images`; the images stay in their files. Reading one checks the hash.
+Images that a source holds as bytes are written into files of the cache folder, named by their hash.
 """
 
 from __future__ import annotations
@@ -8,16 +9,22 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rollmill.config.taskset import TasksetConfig
 from rollmill.errors import ConfigError, TasksetError
+from rollmill.files import atomic_write, cache_folder, format_size
+from rollmill.types import Task
 
 PILLOW_INSTALL = "pip install 'rollmill[vision]'"
 IMAGE_COLUMNS = ("images", "image")
 """Default columns for images, where the run file names none."""
+
+
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +37,94 @@ class ImageRef:
     media_type: str
     width: int
     height: int
+    message: int | None = None  #: of the prompt that shows it; None: the first one of the user, before its text
+    offset: int = 0  #: characters of the message before it
+    min_pixels: int = 0  #: a smaller image is scaled up for the policy
+    max_pixels: int = 0  #: a larger one is scaled down; 0: none is
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image part of a chat message. `source` is its content or path; None for the next one of the row's column."""
+
+    message: int
+    offset: int
+    source: Any = None
 
 
 def make_image_ref(path: Path) -> ImageRef:
     """Make the reference of an image file. Raises ValueError if it is not an image, and ConfigError without Pillow."""
     try:
-        from PIL import Image
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"tasks with images need Pillow: {PILLOW_INSTALL}") from error
-    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(
+                f"the image {path} has {format_size(path.stat().st_size)}, and {format_size(_MOST_BYTES)} are read at "
+                "most; scale it down"
+            )
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"the image {path} cannot be read: {error.strerror or error}") from error
+    return _reference(content, path.absolute(), str(path))
+
+
+def store_image(content: bytes, name: str) -> ImageRef:
+    """Write an image into the cache folder, unless it is there; `name` is for messages. Raises as `make_image_ref`."""
+    if len(content) > _MOST_BYTES:
+        size, most = format_size(len(content)), format_size(_MOST_BYTES)
+        raise ValueError(f"{name} has {size}, and {most} are read at most; scale it down")
+    path = cache_folder("images") / hashlib.sha256(content).hexdigest()
+    reference = _reference(content, path, name)
+    if not path.is_file() or path.stat().st_size != len(content):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, content)
+    return reference
+
+
+def _reference(content: bytes, path: Path, name: str) -> ImageRef:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tasks with images need Pillow: {PILLOW_INSTALL}") from error
     try:
         with Image.open(io.BytesIO(content)) as image:
             width, height = image.size
             media_type = image.get_format_mimetype() or "application/octet-stream"
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} is not an image that can be opened: {error}") from error
-    digest = hashlib.sha256(content).hexdigest()
-    return ImageRef(str(path.absolute()), digest, len(content), media_type, width, height)
+        raise ValueError(f"{name} is not an image that can be opened: {error}") from error
+    return ImageRef(str(path), hashlib.sha256(content).hexdigest(), len(content), media_type, width, height)
 
 
 def image_refs_of(metadata: Mapping[str, Any]) -> list[ImageRef]:
     """References in a task's metadata; an empty list if its column `images` holds anything else."""
     images = metadata.get("images")
     entries = images if isinstance(images, list) else []
-    names = {field.name for field in fields(ImageRef)}
-    return [ImageRef(**entry) for entry in entries if isinstance(entry, Mapping) and entry.keys() == names]
+    known = {field.name for field in fields(ImageRef)}
+    needed = {field.name for field in fields(ImageRef) if field.default is MISSING}
+    return [ImageRef(**each) for each in entries if isinstance(each, Mapping) and needed <= each.keys() <= known]
+
+
+def require_seen(config: TasksetConfig, tasks: Sequence[Task], sees: bool, where: str) -> None:
+    """Raise ConfigError if tasks have pictures that the policy is to see and cannot, or that it sees and must not.
+
+    Args:
+        sees: the policy is a vision-language model.
+        where: the section of the run file, for the message.
+    """
+    for part in config.parts():
+        own = [task for task in tasks if not config.mix or task.taskset == getattr(part, "name", "")]
+        task = next((task for task in own if image_refs_of(task.metadata)), None)
+        if task is None:
+            continue
+        if not sees and part.images == "see":
+            raise ConfigError(
+                f"{where}: task {task.id} has pictures, which a text model cannot see; train a vision-language model, "
+                "or write `images: text` in the taskset if only rewards are to see them"
+            )
+        if sees and isinstance(task.prompt, str):
+            raise ConfigError(
+                f"{where}: task {task.id} has pictures, but its prompt is plain text; write `chat: true` in the taskset"
+            )
+        if sees and part.images == "text":
+            raise ConfigError(f"{where}.images: text is for text models, and the policy sees pictures; remove it")
 
 
 def read_image(ref: ImageRef) -> bytes:
@@ -80,45 +147,79 @@ def data_url(ref: ImageRef) -> str:
     return f"data:{ref.media_type};base64,{base64.b64encode(read_image(ref)).decode()}"
 
 
-def metadata_with_images(row: Mapping[str, Any], column: str | None, folder: Path) -> dict[str, Any]:
+def metadata_with_images(
+    row: Mapping[str, Any],
+    column: str | None,
+    folder: Path,
+    parts: Sequence[ImagePart] = (),
+    pixels: tuple[int, int] = (0, 0),
+) -> dict[str, Any]:
     """Replace a row's image column by the references of its images, under `images`.
 
     Args:
-        column: its name; None for `images` or `image`, if it holds paths; empty for none.
+        column: its name; None for `images` or `image`, if it holds images or their paths; empty for none.
         folder: base of relative paths.
+        parts: the image parts of the prompt's messages.
+        pixels: least and most that the policy sees of an image; 0: as many as it has.
 
-    Raises ValueError if a file is missing or not an image.
+    Raises ValueError if a file is missing or not an image, or if parts and column do not belong together.
     """
     if column is None:
-        column = next((each for each in IMAGE_COLUMNS if _paths(row.get(each)) or _holds_pictures(row.get(each))), "")
-    if not column:
+        column = next((each for each in IMAGE_COLUMNS if _holds_images(row.get(each))), "")
+    places = [part for part in parts if part.source is None]
+    if not column and not parts:
         return dict(row)
-    rest = {key: value for key, value in row.items() if key != column}
-    return rest | {"images": _references(row.get(column), column, folder)}
+    rest = {key: value for key, value in row.items() if key != column or not column}
+    own = [] if not column else _references(row.get(column), f"column {column}", folder)
+    if places and len(places) != len(own):
+        held = f"column {column} holds {len(own)}" if column else "no column holds any (`images` or `image`)"
+        raise ValueError(f"the prompt's messages have places for {len(places)} images, and {held}")
+    found = [] if places else list(own)
+    following = iter(own)
+    for part in parts:
+        at = f"message {part.message} of the prompt"
+        made = next(following) if part.source is None else _references(part.source, at, folder)[0]
+        found.append(replace(made, message=part.message, offset=part.offset))
+    return rest | {"images": [asdict(replace(each, min_pixels=pixels[0], max_pixels=pixels[1])) for each in found]}
 
 
-def _references(value: Any, name: str, folder: Path) -> list[dict[str, Any]]:
-    paths = _paths(value)
-    if paths is None and _holds_pictures(value):
-        raise ValueError(f"column {name} holds images, not their paths; save them as files and give the paths")
-    if paths is None:
-        kind = type(value).__name__
-        raise ValueError(f"column {name} holds {kind}, not the path of an image, or a list of paths")
-    if remote := [path for path in paths if "://" in path or path.startswith("data:")]:
-        raise ValueError(f"column {name} has {remote[0]:.80}; rollmill downloads nothing, so give the path of a file")
-    return [asdict(make_image_ref(folder / path)) for path in paths]
+def _references(value: Any, name: str, folder: Path) -> list[ImageRef]:
+    entries = value if isinstance(value, list) else [value] if value is not None and value != "" else []
+    return [_entry(each, name, folder) for each in entries]
 
 
-def _holds_pictures(value: Any) -> bool:
-    """True if a cell, or an entry of its list, is an embedded image of `datasets`: decoded, or as bytes."""
-    entries = value if isinstance(value, list) else [value]
-    contents = [each.get("bytes") if isinstance(each, Mapping) else each for each in entries]
-    return any(isinstance(each, bytes) or type(each).__module__.startswith("PIL.") for each in contents)
+def _entry(value: Any, name: str, folder: Path) -> ImageRef:
+    """The reference of an image: a path, a data URL, bytes, an entry of `datasets`, or an image of Pillow."""
+    if isinstance(value, Mapping) and (value.keys() & {"bytes", "path"}):  # `datasets.Image(decode=False)`
+        value = value["bytes"] if value.get("bytes") is not None else value.get("path")
+    if type(value).__module__.startswith("PIL."):
+        content = io.BytesIO()
+        value.save(content, "PNG")
+        value = content.getvalue()
+    if isinstance(value, bytes):
+        return store_image(value, f"the image of {name}")
+    if not isinstance(value, str):
+        raise ValueError(f"{name} holds {type(value).__name__}, not the path of an image, an image, or a list of these")
+    if value.startswith("data:"):
+        return store_image(_decoded(value, name), f"the image of {name}")
+    if "://" in value:
+        raise ValueError(f"{name} has {value:.80}; rollmill downloads nothing, so give the path of a file")
+    return make_image_ref(folder / value)
 
 
-def _paths(value: Any) -> list[str] | None:
-    """Paths in a cell: text, a list of texts, or undecoded images of `datasets`; None for anything else."""
-    values = value if isinstance(value, list) else [value] if value is not None and value != "" else []
-    paths = [each.get("path") if isinstance(each, Mapping) and each.get("bytes") is None else each for each in values]
-    found = [path for path in paths if isinstance(path, str)]
-    return found if len(found) == len(paths) else None
+def _decoded(url: str, name: str) -> bytes:
+    head, _, data = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise ValueError(f"{name} has {head:.40}, not an image as data:image/...;base64,...")
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise ValueError(f"{name} has a data URL that is not valid base64: {error}") from error
+
+
+def _holds_images(value: Any) -> bool:
+    """True if a cell holds images, or their paths, and nothing else."""
+    entries = value if isinstance(value, list) else [value] if value is not None and value != "" else []
+    contents = [(each.get("bytes") or each.get("path")) if isinstance(each, Mapping) else each for each in entries]
+    known = [isinstance(each, str | bytes) or type(each).__module__.startswith("PIL.") for each in contents]
+    return bool(known) and all(known)

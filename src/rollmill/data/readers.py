@@ -268,7 +268,25 @@ def read_folder(path: Path, split: str | None) -> SourceRows:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # datasets and pyarrow raise many kinds for a damaged folder
         raise TasksetError(f"taskset.path: {path} cannot be read by `datasets`: {error}") from error
-    return _rows_of(_one_split(path, loaded, split), path)
+    return _rows_of(_undecoded(_one_split(path, loaded, split)), path)
+
+
+def _undecoded(rows: Any) -> Any:
+    """The same rows, with images as bytes or paths rather than decoded."""
+    import datasets
+
+    def plain(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        if isinstance(feature, dict):
+            return {name: plain(each) for name, each in feature.items()}
+        if isinstance(feature, list):
+            return [plain(each) for each in feature]
+        inner = getattr(feature, "feature", None)
+        return feature if inner is None else type(feature)(plain(inner))
+
+    found = datasets.Features({name: plain(feature) for name, feature in rows.features.items()})
+    return rows if found == rows.features else rows.cast(found)
 
 
 def read_hub_folder(path: Path, split: str | None, subset: str | None) -> SourceRows:

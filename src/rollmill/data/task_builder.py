@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from rollmill.config.rows import FieldsConfig, RowsSection
 from rollmill.config.workflows import workflow_by_name
-from rollmill.data.images import metadata_with_images
+from rollmill.data.images import ImagePart, metadata_with_images
 from rollmill.data.layouts import CALLS, TOOLS, message_of, recognised, text_of_calls, tool_schemas
 from rollmill.data.presets import PRESETS
 from rollmill.data.readers import BadRowError, Row, SourceRow, check_finite
@@ -62,11 +63,12 @@ class TaskBuilder:
         parts |= {fields.rewards, fields.workflow} - {None}
         parts |= {fields.rejected or "rejected"} | ({self._label(row)} - {None})
         rest = {column: value for column, value in row.items() if column not in parts}
-        metadata = self._with_images(rest) if record.metadata is None else record.metadata
+        prompt, shown = self._prompt(row)
+        metadata = self._with_images(rest, shown) if record.metadata is None else record.metadata
         metadata = metadata | self._tools(row)
         return Task(
             id=self._id(row, number),
-            prompt=self._prompt(row),
+            prompt=prompt,
             answer=answer,
             response=response,
             rejected=rejected,
@@ -115,16 +117,18 @@ class TaskBuilder:
                 found[CALLS] = message_of(message, 0)
         return found
 
-    def _with_images(self, rest: Row) -> Row:
+    def _with_images(self, rest: Row, parts: list[ImagePart]) -> Row:
         column = self._config.fields.images
         if column:
             _column(rest, column, "taskset.fields.images")
         try:
-            return metadata_with_images(rest, column, self._folder)
+            pixels = self._config.min_pixels or 0, self._config.max_pixels or 0
+            return metadata_with_images(rest, column, self._folder, parts, pixels)
         except ConfigError:
             raise
         except ValueError as error:
-            raise BadRowError(f"{error}; taskset.fields.images names another column, or '' for none") from error
+            advice = "" if parts else "; taskset.fields.images names another column, or '' for none"
+            raise BadRowError(f"{error}{advice}") from error
 
     def _id(self, row: Row, number: int) -> str:
         column = self._config.fields.id
@@ -135,15 +139,18 @@ class TaskBuilder:
             raise BadRowError(f"column {column} is {describe_type(value) if value != '' else 'empty'}, not an id")
         return str(value)
 
-    def _prompt(self, row: Row) -> str | list[Message]:
+    def _prompt(self, row: Row) -> tuple[str | list[Message], list[ImagePart]]:
+        """The prompt, and the image parts of its messages."""
         if self._template is not None:
-            return self._dialogue(_text(self._template.fill(row)))
+            return self._dialogue(_text(self._template.fill(row))), []
         column = self._config.fields.prompt
         value = _column(row, column, "taskset.fields.prompt, or write taskset.template")
         if isinstance(value, str):
-            return self._dialogue(_text(value))
+            return self._dialogue(_text(value)), []
         if isinstance(value, list):
-            return self._with_system(_messages(value))
+            messages, parts = _messages(value)
+            first = 0 if self._config.system is None else 1
+            return self._with_system(messages), [replace(each, message=each.message + first) for each in parts]
         raise BadRowError(f"the prompt (column {column}) is {describe_type(value)}, not text or a list of messages")
 
     def _dialogue(self, text: str) -> str | list[Message]:
@@ -235,23 +242,68 @@ def _text(prompt: str) -> str:
     return prompt
 
 
-def _messages(value: list[Any]) -> list[Message]:
+def _messages(value: list[Any]) -> tuple[list[Message], list[ImagePart]]:
+    """Chat messages, with the text of content parts joined, and their image parts."""
     if not value:
         raise BadRowError("the prompt is empty")
     messages: list[Message] = []
+    parts: list[ImagePart] = []
     for index, message in enumerate(value):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | {
             "content" if message.get("tool_calls") else ""
         }:
             raise BadRowError(f"message {index} of the prompt is not an object with role and content")
-        found = message_of(message, index)
+        text = message.get("content")
+        if isinstance(text, list):
+            text, own = _joined(text, index)
+            parts += own
+        found = message_of({**message, "content": text}, index)
         _check_unicode(found["content"])
         messages.append(cast(Message, found))
     if messages[-1]["role"] == "assistant":
         raise BadRowError("the prompt ends with the assistant's message, so nothing is left to answer")
-    if not messages[-1]["content"].strip():
+    if not messages[-1]["content"].strip() and all(part.message < len(messages) - 1 for part in parts):
         raise BadRowError("the prompt is empty (its last message)")
-    return messages
+    return messages, parts
+
+
+def _joined(content: list[Any], index: int) -> tuple[str, list[ImagePart]]:
+    """Text and image parts of a message in the form of OpenAI (`image_url`) or Hugging Face (`image`)."""
+    text, images, where = "", [], f"message {index} of the prompt"
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or kind not in _PART_KEYS:
+            named = f"of type {kind!r:.40}" if kind is not None else "without a type"
+            raise BadRowError(f"{where} has a part {named}; text, image and image_url are known")
+        given = {key: each for key, each in part.items() if key != "type" and each is not None}
+        if unknown := given.keys() - _PART_KEYS[kind]:
+            raise BadRowError(f"{where} has a part of type {kind} with {sorted(unknown)[0]}, which is not known")
+        if kind == "text":
+            if not isinstance(given.get("text"), str):
+                raise BadRowError(f"{where} has a part of type text without text")
+            text += given["text"]
+        else:
+            images.append(ImagePart(index, len(text), _image_source(kind, given, where)))
+    return text, images
+
+
+_PART_KEYS = {"text": {"text"}, "image": {"image", "path", "url", "base64"}, "image_url": {"image_url"}}
+"""Types of content parts, and what each may hold."""
+
+
+def _image_source(kind: str, given: Mapping[str, Any], where: str) -> Any:
+    """The picture of a part, or its path; None if it stands for one of the row's column."""
+    if kind == "image_url":
+        url = given.get("image_url")
+        source = url.get("url") if isinstance(url, Mapping) else url
+        if not isinstance(source, str):
+            raise BadRowError(f"{where} has a part of type image_url without url")
+        return source
+    if len(given) > 1:
+        raise BadRowError(f"{where} has a part of type image with {' and '.join(sorted(given))}; give one of them")
+    if "base64" in given:
+        return f"data:image/png;base64,{given['base64']}"  # the content says its format
+    return next(iter(given.values()), None)
 
 
 def _check_unicode(value: Any) -> None:

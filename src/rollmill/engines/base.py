@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.types import Completion, FloatArray, IntArray, RoutingArray
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rollmill.models.vision import PicturePrompt
 
 
@@ -55,6 +57,45 @@ class SampledToken:
     top: tuple[tuple[int, float], ...] = ()  #: the request's `top` most probable tokens with their log-probs
 
 
+class LogitsProcessor(Protocol):
+    """Changes the distribution that one completion is sampled from: penalties, biases, a grammar.
+
+    A completion sampled in this way still records the log-probs that training needs: see `Completion.kept_logmass`.
+    """
+
+    def __call__(self, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
+        """The logits [V], float32, that the next token is sampled from; -inf excludes a token. `logits_V` is unchanged.
+
+        Args:
+            tokens: those of the completion so far; each call has all of the call before.
+            logits_V: the model's, before temperature and truncation.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPenalties:
+    """Penalties and biases of a request, as in OpenAI's API and vLLM; the defaults change nothing.
+
+    Attributes:
+        presence: subtracted from the logits of tokens that the completion has.
+        frequency: likewise, times their number.
+        repetition: divides positive logits of tokens in prompt and completion, and multiplies negative ones
+            (Keskar et al. 2019, arXiv 1909.05858, section 4.1).
+        bias: added to the logits of tokens, before all penalties.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def neutral(self) -> bool:
+        """True if nothing changes."""
+        return not self.bias and (self.presence, self.frequency, self.repetition) == (0.0, 0.0, 1.0)
+
+
 @dataclass(slots=True, eq=False)
 class GenerationRequest:
     """A request for `n` completions of one prompt.
@@ -70,6 +111,8 @@ class GenerationRequest:
     id: str = "request"
     prefixes: Sequence[CompletionPrefix | None] = ()  #: by index; the returned completion includes them
     drafts: Sequence[Draft | None] = ()  #: drafts by index
+    new_processor: Callable[[], LogitsProcessor] | None = None
+    """Creates the processor of a completion; disables drafts. Engines without `applies_processors` ignore it."""
     on_token: Callable[[SampledToken], None] | None = None
     """Callback for every sampled token; disables drafts. The completion decides which tokens count."""
     top: int = 0  #: number of most probable tokens passed to `on_token`
@@ -77,6 +120,12 @@ class GenerationRequest:
     pictures: PicturePrompt | None = None  #: of the prompt, for vision-language models
     counted: bool = False
     """Its tokens are in `tokens_generated` as soon as they are sampled, for callers that interrupt it by a budget."""
+
+
+def applies_processors(engine: RolloutEngine) -> bool:
+    """True if an engine honours `GenerationRequest.new_processor`: it has an attribute `applies_processors` that says
+    so."""
+    return bool(getattr(engine, "applies_processors", False))
 
 
 class RolloutEngine(Protocol):

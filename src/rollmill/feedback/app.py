@@ -11,60 +11,24 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from rollmill.errors import RollmillError
-from rollmill.feedback.guard import CLIENT, MAX_BODY, TOKEN_COOKIE, RequestGuard, security_headers
 from rollmill.feedback.pages import FeedbackPages
 from rollmill.feedback.requests import FeedbackError, parse_author, parse_request
 from rollmill.feedback.requests import FeedbackRequest as Feedback
 from rollmill.feedback.service import FeedbackService
 from rollmill.files import to_jsonable
 from rollmill.web import RequestRefusedError
-from rollmill.web.keys import KeyRateLimiter
-from rollmill.web.middleware import BODY_S, ASGIApp, ASGIMessage, GuardMiddleware, Receive, Scope, Send
+from rollmill.web.guard import RequestGuard
+from rollmill.web.middleware import BODY_S
+from rollmill.web.page_middleware import PageMiddleware
 
+MAX_BODY = 8 * 2**20
 _MOST_AT_ONCE, _MOST_LISTED = 1000, 1000
 
 
-class FeedbackMiddleware(GuardMiddleware):
-    """Applies the rules of the guard to every request, and adds security headers to every response."""
-
-    holds = True
-
-    def __init__(self, app: ASGIApp, guard: RequestGuard, body_s: float) -> None:
-        super().__init__(app, KeyRateLimiter(guard.keys.keys if guard.keys else ()), MAX_BODY, body_s)
-        self._guard = guard
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI. The printed address sets a cookie, so that the key does not stay in the browser's address bar."""
-        if scope["type"] == "http":
-            request = Request(scope)
-            shown = request.query_params.get("token")
-            if shown is not None and request.url.path == "/" and self._guard.is_key(shown):
-                opened = RedirectResponse("/", status_code=303)
-                opened.set_cookie(TOKEN_COOKIE, shown, httponly=True, samesite="strict")
-                opened.raw_headers += security_headers()
-                return await opened(scope, receive, send)
-        await super().__call__(scope, receive, send)
-
-    def admit(self, scope: Scope, headers: dict[str, str]) -> str:
-        """See GuardMiddleware."""
-        scope[CLIENT] = client = self._guard.check(Request(scope))
-        return client
-
-    def refusal(self, scope: Scope, error: RequestRefusedError) -> tuple[str, bytes]:
-        """See GuardMiddleware. Not a page: it would contain the form secret."""
-        if _is_program(Request(scope)):
-            return "application/json", json.dumps({"error": str(error)}).encode()
-        return "text/plain; charset=utf-8", str(error).encode()
-
-    def answered(self, scope: Scope, start: ASGIMessage) -> None:
-        """See GuardMiddleware."""
-        start["headers"] = [*start.get("headers", []), *security_headers()]
-
-
-def make_app(service: FeedbackService, guard: RequestGuard, author: str, body_s: float = BODY_S) -> FeedbackMiddleware:
+def make_app(service: FeedbackService, guard: RequestGuard, author: str, body_s: float = BODY_S) -> PageMiddleware:
     """Builds the application for one run. `author` is the default name of the page's user."""
     app = FastAPI(title="rollmill feedback", openapi_url=None)
     pages = FeedbackPages(service, guard, author)
@@ -72,7 +36,7 @@ def make_app(service: FeedbackService, guard: RequestGuard, author: str, body_s:
     _add_errors(app, pages)
     _add_api(app, service)
     pages.add_to(app)
-    return FeedbackMiddleware(app, guard, body_s)
+    return PageMiddleware(app, guard, _is_program, most_bytes=MAX_BODY, body_s=body_s)
 
 
 def _add_errors(app: FastAPI, pages: FeedbackPages) -> None:
@@ -85,7 +49,7 @@ def _add_errors(app: FastAPI, pages: FeedbackPages) -> None:
 
     @app.exception_handler(RollmillError)
     async def failed(request: Request, error: RollmillError) -> Response:
-        return _refusal(request, error.status if isinstance(error, FeedbackError) else 500, str(error))
+        return _refusal(request, error.status if isinstance(error, RequestRefusedError) else 500, str(error))
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:

@@ -14,16 +14,17 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
 from rollmill.errors import RollmillError
-from rollmill.feedback.guard import CLIENT, TOKEN_CLIENT, RequestGuard
 from rollmill.feedback.rendering import CompletionCard, cards, escape_text
 from rollmill.feedback.requests import FeedbackError, parse_author, parse_request
 from rollmill.feedback.rollout_index import RolloutIndex, StoredGroup
 from rollmill.feedback.service import FeedbackService
+from rollmill.web import RequestRefusedError
+from rollmill.web.guard import CLIENT, TOKEN_CLIENT, RequestGuard
 from rollmill.web.keys import ANYONE
 
 # Lists of groups: filters, order and neighbours
@@ -155,7 +156,7 @@ class FeedbackPages:
     def __init__(self, service: FeedbackService, guard: RequestGuard, author: str) -> None:
         self._service, self._guard, self._author = service, guard, author
         self._environment = Environment(
-            loader=PackageLoader("rollmill.feedback"),
+            loader=ChoiceLoader([PackageLoader("rollmill.feedback"), PackageLoader("rollmill.report")]),
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,
@@ -237,7 +238,7 @@ class FeedbackPages:
                 self._guard.check_form(form)
                 return act(request, form)
             except RollmillError as error:
-                status = error.status if isinstance(error, FeedbackError) else 500
+                status = error.status if isinstance(error, RequestRefusedError) else 500
                 return self.error(request, str(error), status, form.get("text"))
 
         return handle

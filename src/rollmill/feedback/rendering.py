@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from rollmill.feedback.requests import FeedbackKind
 from rollmill.feedback.service import FeedbackRecord
+from rollmill.report.pictures import Thumbnail, draw_thumbnails
 from rollmill.types import Experience
 
 MAX_SHOWN_CHARS = 200_000
@@ -52,6 +53,12 @@ class CompletionCard:
     outcomes: dict[str, str]
     mine: float | None  #: the author's rating
     acts: list[FeedbackRecord]  #: feedback on this completion, oldest first, without undone records
+    pictures: list[Thumbnail]  #: of the prompt
+
+    @property
+    def marked(self) -> list[Thumbnail]:
+        """The pictures in which the answer names places."""
+        return [each for each in self.pictures if each.boxes]
 
     @property
     def parts(self) -> list[tuple[str, float | None, str]]:
@@ -66,6 +73,7 @@ def cards(experiences: Sequence[Experience], acts: Sequence[FeedbackRecord], aut
 
 
 def _card(number: int, experience: Experience, acts: Sequence[FeedbackRecord], author: str) -> CompletionCard:
+    pictures = draw_thumbnails(experience) if number == 1 or experience.info.get("boxes") else []
     about = [act for act in acts if experience.id in act.of and act.undone_by is None]
     mine = [act.rating for act in about if act.kind == FeedbackKind.RATE and act.author == author]
     outcomes = experience.info.get("outcomes")
@@ -78,6 +86,7 @@ def _card(number: int, experience: Experience, acts: Sequence[FeedbackRecord], a
         {str(name): str(outcome) for name, outcome in outcomes.items()} if isinstance(outcomes, dict) else {},
         mine[-1] if mine else None,
         about,
+        pictures,
     )
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from rollmill.buffer import create_run_store
 from rollmill.errors import ConfigError
-from rollmill.feedback.guard import RequestGuard
 from rollmill.feedback.service import FeedbackService
 from rollmill.trackers.rollout_log import check_run_dir
 from rollmill.web import ConnectionLimits
+from rollmill.web.guard import RequestGuard
 from rollmill.web.middleware import BODY_S
 
 if TYPE_CHECKING:

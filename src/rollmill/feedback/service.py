@@ -101,6 +101,10 @@ class FeedbackLog:
         if ids:
             self._store.restore(ids)
 
+    def close(self) -> None:
+        """Closes the store."""
+        self._store.close()
+
     def _read(self) -> dict[str, FeedbackRecord]:
         """Returns records by id. They are only read again if the table has changed, and without tokens."""
         with self._lock:
@@ -228,6 +232,10 @@ class FeedbackService:
             if rivals:
                 self.acts.undo([rival.id for rival in rivals], act.author)
             return True
+
+    def close(self) -> None:
+        """Closes the run's store."""
+        self.acts.close()
 
     def _act(self, id: str) -> FeedbackRecord:
         act = self.acts.get(id)

@@ -60,7 +60,9 @@ def picture_prompts(model: Any) -> list[PicturePrompt]:
         return []
     prompts = []
     for i, (width, height, count) in enumerate(((56, 28, 2), (28, 40, 1))):
-        text = processor.render([{"role": "user", "content": "0 1"}], processor.processor.tokenizer, count)
+        text = processor.render(
+            [{"role": "user", "content": "0 1"}], processor.processor.tokenizer, [(None, 0)] * count
+        )
         noise = torch.Generator().manual_seed(i)
         pictures = [_random_picture(width, height, noise) for _ in range(count)]
         prompts.append(processor.encode(text, pictures, "the check of the model"))

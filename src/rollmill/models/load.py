@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rollmill.config.checks.pictures import VISION_MODELS
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.errors import ModelError
 from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
+from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, pretrained_source
 from rollmill.models.lora import add_lora
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storage import ensure_own_memory
-from rollmill.models.vision import VISION_MODELS, picture_processor, read_processor, text_model
+from rollmill.models.vision import read_processor, text_model
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ def load_policy(
     device: torch.device,
     pictures: bool = False,
 ) -> PolicyModel:
-    """Loads the checkpoint folder `config.path`, or builds the model described by `config.new`.
+    """Loads the checkpoint folder or GGUF file `config.path`, or builds the model described by `config.new`.
 
     Args:
         config: the `model` section.
@@ -76,8 +79,6 @@ def load_policy(
     """
     if isinstance(config.path, Path):
         model, tokenizer = _read(config.path, config.trust_remote_code, pictures)
-        if config.lora is not None and picture_processor(model) is not None:
-            raise ModelError("model.lora: adapters on a vision-language model are not supported; remove model.lora")
         where = str(config.path)
     else:
         new = config.new or NewModelConfig()
@@ -135,31 +136,27 @@ def build_meta_model(folder: Path, trust: bool = False, weights: bool = True) ->
     Raises:
         ModelError: the folder is not a causal language model.
     """
-    if weights:
-        _check_files(folder, trust)
+    place, options = _check_source(folder, trust) if weights else (folder, {"local_files_only": True})
+    options["trust_remote_code"] = trust
     with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
-        config = _read_or_model_error(
-            lambda: AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust),
-            folder,
-            "config.json",
-        )
+        config = _read_config(folder, place, options)
         _check_config(config, folder)
         empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     return empty
 
 
 def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    _check_files(folder, trust)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust}
-    with silence_transformers():
-        config = _read_or_model_error(lambda: AutoConfig.from_pretrained(folder, **options), folder, "config.json")
+    place, options = _check_source(folder, trust)
+    options["trust_remote_code"] = trust
+    with silence_transformers(), hide_progress() if "gguf_file" in options else nullcontext():
+        config = _read_config(folder, place, options)
         sees = _check_config(config, folder, pictures)
         for part in (config, *((config.text_config, config.vision_config) if sees else ())):
             _remove_dropout(part, folder)
-        tokenizer = _read_or_model_error(lambda: read_tokenizer(folder, options), folder, "the tokenizer")
+        tokenizer = _read_or_model_error(lambda: read_tokenizer(place, options), folder, "the tokenizer")
         model, info = _read_or_model_error(
             lambda: (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
-                folder, config=config, dtype=torch.float32, output_loading_info=True, **options
+                place, config=config, dtype=torch.float32, output_loading_info=True, **options
             ),
             folder,
             "the weights",
@@ -169,10 +166,25 @@ def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrained
             processor = _read_or_model_error(lambda: read_processor(folder, options, token), folder, "the processor")
             setattr(model, "picture_processor", processor)  # noqa: B010  (an attribute that transformers does not know)
             setattr(tokenizer, "picture_processor", processor)  # noqa: B010
+    forget_quantization(model)
     _check_weights(model, info, folder)
     _check_vocabulary(model, tokenizer, folder)
     ensure_own_memory(model.parameters())
     return model, tokenizer
+
+
+def read_tokenizer_and_context(path: Path, trust: bool) -> tuple[Any, int | None]:
+    """Loads the tokenizer of a model's folder or GGUF file, and the longest sequence that its configuration states.
+
+    Raises:
+        ModelError: either cannot be read.
+    """
+    place, options = _check_source(path, trust)
+    options["trust_remote_code"] = trust
+    with silence_transformers():
+        config = _read_config(path, place, options)
+        tokenizer = _read_or_model_error(lambda: read_tokenizer(place, options), path, "the tokenizer")
+    return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def read_tokenizer(folder: Path, options: dict[str, Any]) -> Any:
@@ -186,10 +198,18 @@ def read_tokenizer(folder: Path, options: dict[str, Any]) -> Any:
     return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(folder, **options)
 
 
+def _check_source(path: Path, trust: bool) -> tuple[Path, dict[str, Any]]:
+    """Returns the arguments of `from_pretrained`, once the files that it needs are there."""
+    if find_gguf(path) is None:
+        _check_files(path, trust)
+    return pretrained_source(path)
+
+
 def _check_files(folder: Path, trust: bool) -> None:
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "does not exist"
-        raise ModelError(f"model.path: {folder} {what}; give the folder of a checkpoint on this machine, or `new`")
+        advice = "give the folder of a checkpoint or a GGUF file on this machine, or `new`"
+        raise ModelError(f"model.path: {folder} {what}; {advice}")
     if (folder / "adapter_config.json").is_file():
         raise ModelError(f"model.path: {folder} holds an adapter; merge it into its base model and give that folder")
     if not (folder / "config.json").is_file():
@@ -200,6 +220,11 @@ def _check_files(folder: Path, trust: bool) -> None:
         raise ModelError(
             f"model.path: {folder} has no tokenizer (tokenizer.json); copy the tokenizer files of its base model there"
         )
+
+
+def _read_config(path: Path, place: Path, options: dict[str, Any]) -> Any:
+    what = "its configuration" if "gguf_file" in options else "config.json"
+    return _read_or_model_error(lambda: AutoConfig.from_pretrained(place, **options), path, what)
 
 
 def _any_file(folder: Path, patterns: tuple[str, ...]) -> bool:
@@ -219,6 +244,11 @@ def _check_config(config: Any, folder: Path, pictures: bool = False) -> bool:
             "`rollmill run` may, so choose a causal language model (...ForCausalLM) here"
         )
     causal = any("ForCausalLM" in name or "LMHeadModel" in name for name in architectures)
+    if getattr(config, "vision_config", None) is not None and not causal:
+        raise ModelError(
+            f"model.path: {folder} is {', '.join(architectures) or config.model_type}, which sees pictures; of those "
+            f"models, rollmill trains {', '.join(sorted(VISION_MODELS))}, or give the folder of a text model"
+        )
     if architectures and not causal:
         found = ", ".join(architectures)
         raise ModelError(f"model.path: {folder} is {found}, not a causal language model (...ForCausalLM)")

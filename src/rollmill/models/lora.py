@@ -6,6 +6,7 @@ The model keeps its class. Base weights are frozen, so a reference or a checkpoi
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 
 from rollmill.config.model import LoRAConfig
 from rollmill.errors import ModelError
+from rollmill.models.vision import vision_parts
 
 ADAPTER_FOLDER = "adapter"  #: folder inside a checkpoint, in peft's format
 _NAME = "default"
 
 
 def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
-    """Freezes the model and adds adapters, which initially change nothing.
+    """Freezes the model and adds adapters, which initially change nothing: of a vision-language model, to its language
+    part.
 
     Raises:
         ModelError: peft is not installed, no layer matches `targets`, or experts are among them.
@@ -37,6 +40,7 @@ def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
                     r=config.rank,
                     lora_alpha=config.alpha,
                     target_modules=config.targets if isinstance(config.targets, list) else "all-linear",
+                    exclude_modules="|".join(rf"{re.escape(part)}\..*" for part in vision_parts(model)) or None,
                     use_rslora=config.rslora,
                     lora_dropout=0.0,
                     task_type="CAUSAL_LM",

@@ -13,10 +13,12 @@ import hashlib
 import importlib
 import io
 import json
+import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -25,11 +27,6 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from rollmill.errors import ModelError, TasksetError
-
-VISION_MODELS = frozenset(
-    {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava", "internvl", "mistral3"}
-)
-"""`model_type` of the vision-language models that can be trained."""
 
 _TOWERS = ("visual", "vision_tower", "vision_model")
 _PROJECTORS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
@@ -58,10 +55,18 @@ class PictureProcessor:
     def __init__(self, processor: Any, image_token_id: int) -> None:
         self.processor, self.image_token_id = processor, image_token_id
         self._cache: OrderedDict[str, PicturePrompt] = OrderedDict()
+        self._bytes = 0  # of the cache
+        self._lock = Lock()  # explorers and the trainer encode in threads of their own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PictureProcessor:
         """Copies of a model share the processor."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes get it without the cache, and its class by the one that it was made of."""
+        kind = type(self.processor)
+        whole = getattr(kind, "picture_only_of", None)
+        return _rebuild_processor, (whole or kind, whole is not None, vars(self.processor), self.image_token_id)
 
     @property
     def image_token(self) -> str:
@@ -69,34 +74,59 @@ class PictureProcessor:
         token: str = self.processor.image_token
         return token
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, pictures: int) -> str:
-        """Render a chat with pictures before the text of its first message of the user.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, places: Sequence[tuple[int | None, int]]
+    ) -> str:
+        """Render a chat with pictures.
+
+        Args:
+            places: message of each picture (None: the first one of the user) and the characters of its text before it,
+                in the order of the chat.
 
         Raises whatever the chat template raises.
         """
-        first = next((i for i, each in enumerate(messages) if each["role"] == "user"), 0)
+        user = next((i for i, each in enumerate(messages) if each["role"] == "user"), 0)
+        at = [(user if message is None else message, offset) for message, offset in places]
         parts = [
-            {"role": each["role"], "content": [*([{"type": "image"}] * pictures if i == first else []), _part(each)]}
+            {"role": each["role"], "content": _parts(each["content"], [o for m, o in at if m == i])}
             for i, each in enumerate(messages)
         ]
         renderer = self.processor if getattr(self.processor, "chat_template", None) else tokenizer
         text: str = renderer.apply_chat_template(parts, add_generation_prompt=True, tokenize=False)
         return text
 
-    def encode(self, text: str, pictures: Sequence[bytes], name: str) -> PicturePrompt:
+    def encode(
+        self, text: str, pictures: Sequence[bytes], name: str, pixels: Sequence[tuple[int, int]] = ()
+    ) -> PicturePrompt:
         """Encode a rendered prompt and the contents of its picture files.
+
+        Args:
+            pixels: least and most of each picture, which is scaled to have them; 0: as it is.
 
         Raises:
             TasksetError: a picture cannot be decoded, or the processor refuses text and pictures.
         """
-        digest = hashlib.sha256(text.encode())
+        digest = hashlib.sha256(f"{list(pixels)}{text}".encode())
         for each in pictures:
             digest.update(hashlib.sha256(each).digest())
         key = digest.hexdigest()
-        if key in self._cache:
+        with self._lock:
+            if key not in self._cache:
+                self._cache[key] = self._encode(key, text, pictures, name, pixels)
+                self._bytes += self._cache[key].size
+                while self._bytes > _CACHED_BYTES and len(self._cache) > 1:
+                    self._bytes -= self._cache.popitem(last=False)[1].size
             self._cache.move_to_end(key)
             return self._cache[key]
-        images = [_decode(each, f"{name}: picture {i}") for i, each in enumerate(pictures)]
+
+    def _encode(
+        self, key: str, text: str, pictures: Sequence[bytes], name: str, pixels: Sequence[tuple[int, int]]
+    ) -> PicturePrompt:
+        limits = pixels or [(0, 0)] * len(pictures)
+        images = [
+            _decode(each, f"{name}: picture {i}", *limit)
+            for i, (each, limit) in enumerate(zip(pictures, limits, strict=True))
+        ]
         try:
             found = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # processors raise errors of many kinds
@@ -109,11 +139,7 @@ class PictureProcessor:
                 "of the type `image`"
             )
         types = (ids == self.image_token_id).to(torch.int32)[None]
-        prompt = PicturePrompt(key, ids.tolist(), rest, types)
-        self._cache[key] = prompt
-        while sum(each.size for each in self._cache.values()) > _CACHED_BYTES and len(self._cache) > 1:
-            self._cache.popitem(last=False)
-        return prompt
+        return PicturePrompt(key, ids.tolist(), rest, types)
 
 
 def read_processor(folder: Path, options: dict[str, Any], image_token_id: int) -> PictureProcessor:
@@ -135,7 +161,16 @@ def picture_only(kind: Any) -> Any:
     def get_attributes(_: Any) -> list[str]:
         return [each for each in kind.get_attributes() if each != "video_processor"]
 
-    return type(kind.__name__, (kind,), {"get_attributes": classmethod(get_attributes), "__module__": kind.__module__})
+    own = {"get_attributes": classmethod(get_attributes), "__module__": kind.__module__, "picture_only_of": kind}
+    return type(kind.__name__, (kind,), own)
+
+
+def _rebuild_processor(kind: Any, without_video: bool, state: dict[str, Any], image_token_id: int) -> PictureProcessor:
+    if without_video:
+        kind = picture_only(kind)
+    processor = kind.__new__(kind)
+    processor.__dict__.update(state)
+    return PictureProcessor(processor, image_token_id)
 
 
 def _processor_class(folder: Path) -> Any:
@@ -170,12 +205,24 @@ def text_model(model: Any) -> Any:
     return base.language_model if hasattr(base, "language_model") else base.text_model
 
 
+def vision_parts(model: Any) -> dict[str, str]:
+    """Names of the modules that are a vision-language model's tower (`vision`) or its `projector`; empty for others."""
+    if picture_processor(model) is None:
+        return {}
+    parts = dict.fromkeys(_TOWERS, "vision") | dict.fromkeys(_PROJECTORS, "projector")
+    return {f"model.{name}": parts[name] for name, _ in model.model.named_modules() if name in parts}
+
+
 def freeze_parts(model: Any, frozen: Sequence[str]) -> None:
-    """Freeze the parts `vision` and `projector` of a vision-language model, and unfreeze those not named."""
-    for name, part in model.model.named_modules():
-        own = "projector" if name in _PROJECTORS else "vision" if name in _TOWERS else None
-        if own is not None:  # a projector inside the tower comes after it
-            part.requires_grad_(own not in frozen)
+    """Freeze the parts `vision` and `projector` of a vision-language model, and unfreeze those not named.
+
+    With adapters, which are in the language part, nothing else is trained.
+    """
+    adapted = getattr(model, "_hf_peft_config_loaded", False)
+    for name, own in vision_parts(model).items():  # a projector inside the tower comes after it
+        model.get_submodule(name).requires_grad_(own not in frozen and not adapted)
+    if (newline := getattr(model.model, "image_newline", None)) is not None:  # ends a line of a picture (LLaVA-NeXT)
+        newline.requires_grad_("projector" not in frozen and not adapted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,25 +233,41 @@ class PictureFeatures:
     deep: tuple[Tensor, ...] = ()  #: [n, d] each, added to the hidden states of the first layers (Qwen3-VL)
 
 
-def compute_features(model: Any, prompt: PicturePrompt) -> PictureFeatures:
-    """Run the vision tower on the pictures of a prompt.
+def compute_features(model: Any, prompts: Iterable[PicturePrompt]) -> dict[str, PictureFeatures]:
+    """Run the vision tower on the pictures of different prompts, once for all whose inputs have equal shapes.
 
-    Raises ModelError if the numbers of features and of picture tokens differ.
+    Returns features by key of the prompt. Raises ModelError if the numbers of features and of picture tokens differ.
     """
+    batches: dict[object, list[PicturePrompt]] = {}
+    for prompt in prompts:
+        shape = tuple((name, tuple(value.shape[1:])) for name, value in prompt.inputs.items())
+        batches.setdefault(shape, []).append(prompt)
+    found: dict[str, PictureFeatures] = {}
+    for batch in batches.values():
+        found |= _features(model, batch)
+    return found
+
+
+def _features(model: Any, prompts: list[PicturePrompt]) -> dict[str, PictureFeatures]:
     tower = next(each for each in model.model.parameters())
-    inputs = {
-        name: value.to(tower.device, tower.dtype if value.is_floating_point() else value.dtype)
-        for name, value in prompt.inputs.items()
-    }
+    inputs = {}
+    for name in prompts[0].inputs:
+        value = torch.cat([each.inputs[name] for each in prompts])
+        inputs[name] = value.to(tower.device, tower.dtype if value.is_floating_point() else value.dtype)
     output = model.model.get_image_features(**inputs, return_dict=True)
     rows = _flat(output.pooler_output)
-    wanted = sum(token == model.picture_processor.image_token_id for token in prompt.token_ids)
-    if len(rows) != wanted:
+    token = model.picture_processor.image_token_id
+    counts = [each.token_ids.count(token) for each in prompts]
+    if len(rows) != sum(counts):
         raise ModelError(
             f"{type(model).__name__} makes {len(rows)} features of a prompt's pictures, but its processor wrote "
-            f"{wanted} picture tokens; config.json and the processor's files do not belong together"
+            f"{sum(counts)} picture tokens; config.json and the processor's files do not belong together"
         )
-    return PictureFeatures(rows, tuple(_flat(each) for each in getattr(output, "deepstack_features", None) or ()))
+    deep = [_flat(each).split(counts) for each in getattr(output, "deepstack_features", None) or ()]
+    return {
+        prompt.key: PictureFeatures(own, tuple(each[i] for each in deep))
+        for i, (prompt, own) in enumerate(zip(prompts, rows.split(counts), strict=True))
+    }
 
 
 class FeatureCache:
@@ -218,7 +281,7 @@ class FeatureCache:
     def __call__(self, prompt: PicturePrompt) -> PictureFeatures:
         """Features of a prompt."""
         if prompt.key not in self._found:
-            self._found[prompt.key] = compute_features(self._model, prompt)
+            self._found |= compute_features(self._model, [prompt])
             self.computed += 1
         self._found.move_to_end(prompt.key)
         while len(self._found) > _CACHED_FEATURES:
@@ -318,15 +381,31 @@ def _flat(features: Any) -> Tensor:
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in parts])
 
 
-def _part(message: Mapping[str, Any]) -> dict[str, str]:
-    return {"type": "text", "text": message["content"]}
+def _parts(text: str, offsets: Sequence[int]) -> list[dict[str, str]]:
+    """Content parts of a message: pictures at these places in its text."""
+    parts: list[dict[str, str]] = []
+    before = 0
+    for offset in offsets:
+        if offset > before:
+            parts.append({"type": "text", "text": text[before:offset]})
+        parts.append({"type": "image"})
+        before = max(before, offset)
+    return [*parts, {"type": "text", "text": text[before:]}] if before < len(text) or not parts else parts
 
 
-def _decode(content: bytes, name: str) -> Any:
+def _decode(content: bytes, name: str, least: int, most: int) -> Any:
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return image.convert("RGB")
+            plain = image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise TasksetError(f"{name} cannot be decoded: {error}") from error
+    count = plain.width * plain.height
+    wanted = max(count, least) if not most else min(max(count, least), most)
+    if wanted == count:
+        return plain
+    scale = (wanted / count) ** 0.5
+    rounded = math.floor if wanted < count else math.ceil
+    size = (max(1, rounded(plain.width * scale)), max(1, rounded(plain.height * scale)))
+    return plain.resize(size, Image.Resampling.BICUBIC)

@@ -155,7 +155,8 @@ def estimate_component_sizes(
         sizes |= {"critic": _weight_bytes(copied), "critic_optimizer": _adam_state_bytes(learning)}
         sizes["gradients"] = max(sizes["gradients"], _weight_bytes(learning))
     if isinstance(stage.algorithm, Distill) and stage.algorithm.teacher is not None:
-        sizes["teacher"] = _weight_bytes(build_meta_model(stage.algorithm.teacher).parameters())
+        taught = build_meta_model(stage.algorithm.teacher)
+        sizes["teacher"] = sum(_MASTER * each.numel() for each in taught.parameters())
     if scorers := loaded_reward_models(reward_models(stage), str(policy.device)):
         sizes["rewards"] = sum(each.nbytes for scorer in scorers for each in scorer.model.parameters())
     if cast := _cast_bytes(model, precision):
@@ -193,12 +194,14 @@ def default_memory_budget(device: torch.device) -> float:
 def _cast_bytes(model: nn.Module, precision: str) -> int:
     """Size of the engine's copy (engines/native/weights.py): cast weights in bf16, merged weights in fp32."""
     if precision == "bf16":
-        return sum(2 * each.numel() for name, each in model.named_parameters() if ".lora_" not in name)
+        adapted = {id(layer.base_layer.weight) for layer in adapted_layers(model).values()}
+        cast = (each for name, each in model.named_parameters() if ".lora_" not in name)
+        return sum(2 * each.numel() for each in cast if each.dtype != torch.bfloat16 or id(each) in adapted)
     return _weight_bytes(layer.base_layer.weight for layer in adapted_layers(model).values())
 
 
 def _weight_bytes(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(max(_MASTER, each.element_size()) * each.numel() for each in parameters)
+    return sum(each.element_size() * each.numel() for each in parameters)
 
 
 def _adam_state_bytes(parameters: Iterable[torch.Tensor]) -> int:

@@ -28,7 +28,7 @@ from rollmill.orchestrator.state import StageState
 from rollmill.pipelines import Pipeline, PipelineContext
 from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.trackers.trace import Trace
-from rollmill.types import Experience, Task, first_per_rollout, task_domain
+from rollmill.types import Experience, Task, first_per_rollout, task_domain, telling_rewards
 
 
 class BatchSource(Protocol):
@@ -201,9 +201,9 @@ class RolloutBatches:
         return await self._process_group(experiences, version)
 
     def _observe(self, experiences: Sequence[Experience]) -> None:
-        """Record the rewards of a group's rollouts."""
-        rewards = [each.reward for each in first_per_rollout(experiences) if each.reward is not None]
-        self._raw.append(rewards)
+        """Record the rewards of a group's rollouts; the sampler gets those of one role."""
+        self._raw.append([each.reward for each in first_per_rollout(experiences) if each.reward is not None])
+        rewards = telling_rewards(experiences)
         self._sampler.observe_rewards(experiences[0].task_id, rewards)
         rates = any(section.name == "success_rate" for section in self._view(experiences[0].task_id).pipeline)
         if rewards and not rates:  # else that operator tells the sampler

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from rollmill.config.checks.evaluation import evaluation_conflicts
+from rollmill.config.describe import evaluation_key
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.loader import LoadedRun, load_evaluation_run
 from rollmill.config.run import StageConfig
 from rollmill.data import Taskset, load_taskset
+from rollmill.data.images import require_seen
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write, read_json_object, to_jsonable
 from rollmill.models.load import PolicyModel
@@ -33,7 +35,7 @@ from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rollout.auxiliary_models import connect_endpoint
 from rollmill.rollout.served_model import ServedExplorers, ServedModel, check_endpoint_support
-from rollmill.trainer import choose_precision
+from rollmill.trainer import StepSize, choose_precision
 from rollmill.types import Task
 
 CELLS = "cells"
@@ -118,7 +120,7 @@ def bench(
             else:
                 policy = subject.load(loaded.config.seed, choose_device(loaded.config.device))
                 if precision is None:  # one for all, since choosing again may give another result
-                    precision = choose_precision(policy.model, policy.device)
+                    precision = choose_precision(policy.model, policy.device, StepSize.of_generation())
                 found = _evaluate(loaded, todo_stage, subject, policy, precision, missing, examples, out, marks)
                 evaluated = asyncio.run(found)
                 del policy, found
@@ -190,6 +192,8 @@ async def _evaluate_served(
     )
     rewards = build_domain_rewards(stage, build_rewards)
     held_out = {name: tasksets[name].tasks[: each.limit] for name, each in sets.items()}
+    for name, each in sets.items():  # requests are text
+        require_seen(each.taskset, held_out[name], False, f"{subject.label}: {evaluation_key(name)}.taskset")
     explorers = ServedExplorers(model, rewards)
     seed = loaded.config.seed
     evaluator = Evaluator(stage, held_out, rewards=rewards, explorers=explorers, build_rewards=build_rewards, seed=seed)

@@ -13,6 +13,7 @@ import torch
 from rollmill.config.loader import load_run, load_served_model
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.errors import CheckpointError, ConfigError, ModelError
+from rollmill.models.gguf import find_gguf
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
 from rollmill.orchestrator.checkpoint import Checkpoints
@@ -35,7 +36,7 @@ class CheckpointTarget:
 
     def load(self, seed: int, device: torch.device) -> PolicyModel:
         """Load the model. Raises CheckpointError or ModelError if it is missing, incomplete or damaged."""
-        if not self.folder.is_dir():
+        if not self.folder.exists():
             advice = "a run that goes on keeps its newest and best ones; name one that is there, or raise checkpoint."
             raise CheckpointError(f"{self.label}: {self.folder} is not there any more; {advice}keep_last")
         try:
@@ -46,18 +47,22 @@ class CheckpointTarget:
 
     def _load(self, seed: int, device: torch.device) -> PolicyModel:
         if self.run is None:
-            return load_verified_policy(ModelConfig(path=self.folder), texts=[], seed=seed, device=device)
+            return load_verified_policy(
+                ModelConfig(path=self.folder), texts=[], seed=seed, device=device, pictures=True
+            )
         model = load_run(self.run / RUN_FILE, out=self.run).config.model
         if model.lora is None:
             path = ModelConfig(path=self.folder, trust_remote_code=model.trust_remote_code)
-            return load_verified_policy(path, texts=[], seed=seed, device=device)
-        policy = load_verified_policy(model, texts=[], seed=seed, device=device)
+            return load_verified_policy(path, texts=[], seed=seed, device=device, pictures=True)
+        policy = load_verified_policy(model, texts=[], seed=seed, device=device, pictures=True)
         load_adapter(policy.model, self.folder / ADAPTER_FOLDER)
         return policy
 
     def identity(self) -> str:
         """A text that changes when the weights are replaced: the folder, and the weights' modification times."""
-        weights = sorted([*self.folder.rglob("*.safetensors"), *self.folder.glob("pytorch_model*.bin")])
+        patterns = ("**/*.safetensors", "pytorch_model*.bin", "*.gguf")
+        found = [file for pattern in patterns for file in self.folder.glob(pattern)]
+        weights = [self.folder] if self.folder.is_file() else sorted(found)
         return "|".join([str(self.folder.resolve()), *(str(each.stat().st_mtime_ns) for each in weights)])
 
 
@@ -107,13 +112,13 @@ def _of_path(path: Path, steps: str) -> list[EvalTarget]:
             CheckpointTarget(f"{name}@{step}", Checkpoints(path).path(step), path, step)
             for step in _chosen(path, steps)
         ]
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or find_gguf(path) is not None:
         return [CheckpointTarget(path.resolve().name, path)]
     if path.suffix in _FILES and path.is_file():
         return [ServedTarget(path.stem, path, load_served_model(path))]
     what = "holds neither" if path.is_dir() else "is no folder with"
     advice = "give a run directory, a model, or a file (.yaml) with an endpoint"
-    raise ConfigError(f"{path} {what} a run ({RUN_FILE}) nor a model (config.json); {advice}")
+    raise ConfigError(f"{path} {what} a run ({RUN_FILE}) nor a model (config.json, or a .gguf file); {advice}")
 
 
 def _full(subject: EvalTarget) -> str:

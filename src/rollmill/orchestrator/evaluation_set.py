@@ -16,7 +16,7 @@ from rollmill.rollout.base import RolloutGenerator
 from rollmill.rollout.served_model import COMPLETION_TOKENS_KEY
 from rollmill.seeds import derive_seed
 from rollmill.trackers.estimators import IntervalEstimate, maj_at_k, mean_over_tasks, pass_at_k
-from rollmill.types import Experience, Task
+from rollmill.types import ROLE_KEY, Experience, Task, rollout_id
 
 RolloutGuard = Callable[[Coroutine[Any, Any, list[Experience]]], Coroutine[Any, Any, list[Experience]]]
 """Wraps the rollout of a group."""
@@ -205,10 +205,12 @@ class SetEvaluator:
         queue.put(number, f"held-out task {task.id}", asyncio.ensure_future(guarded))
 
     def _attempts(self, group: Sequence[Experience], n: int) -> list[Attempt]:
-        """The n rollouts of a group. One without an experience has no reward."""
+        """The n rollouts of a group. One without an experience has no reward; of several roles one counts."""
         rollouts: dict[str, list[Experience]] = {}
         for each in group:
-            rollouts.setdefault(each.info.get("episode", each.id), []).append(each)
+            name = rollout_id(each) if ROLE_KEY in each.info else each.info.get("episode", each.id)
+            rollouts.setdefault(name, []).append(each)
+        rollouts = {name: chosen for name, own in rollouts.items() if (chosen := self._of_one_role(own))}
         place = self._section.answer if self._section.k else None
         made = [
             Attempt(
@@ -219,6 +221,10 @@ class SetEvaluator:
             for each in rollouts.values()
         ]
         return made + [Attempt(None, 0)] * (n - len(made))
+
+    def _of_one_role(self, rollout: Sequence[Experience]) -> list[Experience]:
+        role = self._section.role or rollout[-1].info.get(ROLE_KEY)
+        return [each for each in rollout if each.info.get(ROLE_KEY) == role]
 
 
 def merged_metrics(results: Sequence[SetResult]) -> dict[str, float]:

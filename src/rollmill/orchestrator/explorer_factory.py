@@ -84,7 +84,7 @@ class ExplorerFactory:
         chat = ChatRenderer(self._policy.tokenizer, self._policy.eos_ids)
         needs_reward = self._config.algorithm.needs_rewards
         attempts = RetryingWorkflow(workflow, self._config.rollout, needs_reward=needs_reward)
-        return WorkflowRunner(attempts, self._engine, chat, self._rewards, trace)
+        return WorkflowRunner(attempts, self._engine, chat, self._rewards, trace, self._config.roles)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of environments and tools since the last call."""

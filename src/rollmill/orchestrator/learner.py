@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rollmill.config.algorithms.distillation import SelfDistill
@@ -28,6 +29,7 @@ class Learner:
 
     Args:
         tasks: the training tasks.
+        shown: tasks whose solutions are imitated or compared, where these are others.
         kept_versions: see MismatchProbe.
     """
 
@@ -40,6 +42,7 @@ class Learner:
         tasks: Sequence[Task],
         *,
         seed: int,
+        shown: Sequence[Task] = (),
         kept_versions: int = 0,
     ) -> None:
         self._policy = policy
@@ -49,7 +52,7 @@ class Learner:
             self._privileged = PrivilegedContext(config.algorithm, by_id, policy.tokenizer, policy.context)
         self._seen: dict[str, Task] = {}
         if picture_processor(policy.model) is not None:
-            self._seen = {task.id: task for task in tasks if image_refs_of(task.metadata)}
+            self._seen = {task.id: task for task in (*tasks, *shown) if image_refs_of(task.metadata)}
         self.trainer = build_trainer(config, policy, rewards, context, seed=seed, kept_versions=kept_versions)
         threads = (torch.get_num_threads(),)
         self._thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
@@ -71,19 +74,32 @@ class Learner:
         Args:
             upcoming: completions of later steps, batch by batch.
         """
-        self._attach_pictures(experiences)
+        for each in (experiences, *upcoming):
+            self._attach_pictures(each)
         shown = {} if self._privileged is None else self._privileged.give(experiences)
         probes = self.trainer.probes(upcoming, experiences, version)
         return self.trainer.step(experiences, version, probes) | shown
 
     def _attach_pictures(self, experiences: Sequence[Experience]) -> None:
-        """Give experiences the pictures of their tasks, which buffers do not store.
+        """Give experiences the pictures of their tasks, which buffers and other processes do not store.
 
-        Raises TrainingError if a prompt is not the one of its rollout.
+        Raises TrainingError if a prompt is not the one of its rollout, or its task is not one of the stage's.
         """
-        for experience in experiences if self._seen else ():
+        processor = picture_processor(self._policy.model)
+        if processor is None:
+            return
+        for experience in experiences:
+            if experience.pictures is not None:
+                continue
             task = self._seen.get(experience.task_id)
             if task is None:
+                actions = np.flatnonzero(experience.action_mask)
+                prompt = experience.token_ids[: actions[0] if len(actions) else None]
+                if (prompt == processor.image_token_id).any():
+                    raise TrainingError(
+                        f"experience {experience.id} has pictures, and the stage has no task {experience.task_id} to "
+                        "take them from; use the taskset that the experience was made with, or another buffer"
+                    )
                 continue
             pictures = encode_pictures(task, self._policy.tokenizer)
             assert pictures is not None

@@ -10,7 +10,15 @@ import numpy as np
 from rollmill.errors import RewardError
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.trackers.trace import REWARD, Span, max_queue_depth
-from rollmill.types import ROLE_KEY, Experience, ExperienceSource, StopReason, first_per_rollout, task_domain
+from rollmill.types import (
+    ROLE_KEY,
+    Experience,
+    ExperienceSource,
+    StopReason,
+    first_per_rollout,
+    task_domain,
+    telling_rewards,
+)
 
 REPLAYED = "replayed"  #: key of `info` of replayed completions
 STEPS, SECONDS = "environment/steps", "environment/step_seconds"
@@ -85,8 +93,8 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
 def domain_metrics(experiences: list[Experience], version: int) -> dict[str, float]:
     """Rewards, lengths and staleness of each domain in a batch, as domain/NAME/KEY.
 
-    `groups` are those in the batch, `informative` the share of them whose rewards differ, and `failed` the share of
-    completions whose reward has no verdict.
+    `groups` are those in the batch, `informative` the share of them whose rewards differ (with roles: those of some
+    role), and `failed` the share of completions whose reward has no verdict.
     """
     by_domain: dict[str, list[Experience]] = {}
     for experience in experiences:
@@ -95,15 +103,15 @@ def domain_metrics(experiences: list[Experience], version: int) -> dict[str, flo
     metrics: dict[str, float] = {}
     for name, own in by_domain.items():
         rollouts = first_per_rollout(own)
-        rewards: dict[str, list[float]] = {}
+        groups: dict[str, list[Experience]] = {}
         for each in rollouts:
-            rewards.setdefault(each.group, []).extend([] if each.reward is None else [each.reward])
-        judged = [reward for group in rewards.values() for reward in group]
+            groups.setdefault(each.group, []).append(each)
+        judged = [each.reward for each in rollouts if each.reward is not None]
         learned = [each for each in own if each.action_tokens]
         found: dict[str, float] = {
-            "groups": len(rewards),
+            "groups": len(groups),
             "completions": len(rollouts),
-            "informative": float(np.mean([len(set(group)) > 1 for group in rewards.values()])),
+            "informative": float(np.mean([len(set(telling_rewards(group))) > 1 for group in groups.values()])),
             "failed": float(np.mean([each.reward is None for each in rollouts])),
             "length": float(np.mean([each.action_tokens for each in learned] or [0])),
             "staleness": float(np.mean([each.staleness(version) for each in learned] or [0])),

@@ -17,10 +17,11 @@ from pydantic import BaseModel
 from rollmill.config.loader import LoadedRun
 from rollmill.errors import ModelError
 from rollmill.files import read_json_object
+from rollmill.models.gguf import SUFFIX
 from rollmill.orchestrator.setup import MACHINE, store_machine
 
 _KEY = "models"
-_SUFFIXES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
+_SUFFIXES = (".json", ".safetensors", ".gguf", ".bin", ".model", ".txt", ".jinja", ".py")
 _END = 1 << 16
 
 Fingerprints = dict[str, dict[str, str]]
@@ -52,9 +53,9 @@ def check_models(loaded: LoadedRun, run_dir: Path) -> list[str]:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Return the size, and the hash of both ends, of each file of a model's folder."""
+    """Return the size, and the hash of both ends, of each file of a model's folder, or of a GGUF file."""
     found = {}
-    for path in sorted(folder.iterdir()):
+    for path in [folder] if folder.is_file() else sorted(folder.iterdir()):
         if path.suffix in _SUFFIXES and path.is_file():
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -75,7 +76,11 @@ def _folders(loaded: LoadedRun) -> list[Path]:
     """The model folders that the run file names; that of the policy if adapters need it after the start, too."""
     model = loaded.config.model
     found = set(_paths([loaded.stages, model.path if model.lora is not None else None]))
-    return sorted(path for path in found if (path / "config.json").is_file())
+    return sorted(path for path in found if (path / "config.json").is_file() or _has_gguf(path))
+
+
+def _has_gguf(path: Path) -> bool:
+    return path.suffix == SUFFIX or any(path.glob(f"*{SUFFIX}"))
 
 
 def _paths(value: Any) -> Iterator[Path]:

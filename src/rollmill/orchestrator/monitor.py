@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import rollmill.trackers.metrics_log as metrics_file
 import rollmill.trackers.rollout_log as rollouts
-from rollmill.config.trackers import MonitorConfig, TensorBoardSection
-from rollmill.errors import RollmillError
+from rollmill.config.trackers import MonitorConfig, ServiceTrackerSection, TrackerSection
+from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import explain_write_errors, sync
 from rollmill.registry import build_component
 from rollmill.report.run_report import write_report
 from rollmill.report.step_timeline import TIMELINE_FILE, drop_steps_after, write_step_timeline
+from rollmill.trackers.background import BackgroundTracker
 from rollmill.trackers.console import RunView, Stages
 from rollmill.trackers.event_log import INCIDENT, STUCK, record_event
+from rollmill.trackers.metric_names import add_names
 from rollmill.trackers.metrics_log import Metrics, MetricsLog, TrackedRun, Tracker, read_metrics, write_summary
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.trackers.trace import Span
@@ -39,7 +42,7 @@ class Monitor:
         self._log = MetricsLog(run_dir / metrics_file.METRICS_FILE)
         self._store = RolloutLog(run_dir / rollouts.ROLLOUTS_FOLDER)
         self._run_name = run_name
-        self._trackers = self._open_trackers(None)
+        self._trackers: dict[str, tuple[TrackerSection, Tracker]] | None = None
         view.start(run_name, stages)
 
     def resume_at(self, step: int) -> None:
@@ -48,7 +51,7 @@ class Monitor:
         self._store.drop_after(step)
         drop_steps_after(self._run_dir, step)
         self._close_trackers()
-        self._trackers = self._open_trackers(step)
+        self.open_trackers(step)
         self._view.resume(read_metrics(self._run_dir))
 
     def sync(self) -> None:
@@ -102,7 +105,7 @@ class Monitor:
         assert isinstance(step, int)
         self._log.append(metrics)
         if step % self._config.rollouts_every == 0:
-            self._store.write(step, experiences)
+            self._store.write(step, experiences, details=self._config.token_details)
         if spans and (step == 1 or step % self._config.timeline_every == 0):
             write_step_timeline(self._run_dir, dict(metrics), began, spans)
         self._track(metrics, experiences)
@@ -127,29 +130,51 @@ class Monitor:
             if self._config.report:
                 write_report(self._run_dir)
 
-    def _open_trackers(self, resumed_after: int | None) -> dict[str, Tracker]:
+    def open_trackers(self, resumed_after: int | None = None) -> None:
+        """Open the trackers, unless they are open; the first record opens them at the latest.
+
+        Raises what a tracker raises. When a run resumes, one that cannot be opened is only reported, so that a service
+        that is away does not keep the run from going on.
+        """
+        if self._trackers is not None:
+            return
+        self._config.require_packages(self._run_dir)
         run = TrackedRun(self._run_dir, self._run_name, resumed_after)
-        sections = list(self._config.trackers)
-        if self._config.tensorboard and not any(each.name == "tensorboard" for each in sections):
-            sections.append(TensorBoardSection(completions=self._config.show_completions))
-        opened: dict[str, Tracker] = {}
-        for each in sections:
+        opened: dict[str, tuple[TrackerSection, Tracker]] = {}
+        for each in self._config.all_trackers():
             count = sum(known.partition("#")[0] == each.name for known in opened)
-            opened[f"{each.name}#{count + 1}" if count else each.name] = build_component(each, run)
-        return opened
+            try:
+                if isinstance(each, ServiceTrackerSection):
+                    build = partial(build_component, each, run)
+                    tracker: Tracker = BackgroundTracker(build, completions=each.completions)
+                else:
+                    tracker = build_component(each, run)
+            except Exception as error:
+                if resumed_after is None or isinstance(error, ConfigError):
+                    raise
+                self._report_failure(each.name, error)
+                continue
+            opened[f"{each.name}#{count + 1}" if count else each.name] = (each, tracker)
+        self._trackers = opened
 
     def _track(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:
-        for name in list(self._trackers):
-            self._call_tracker(name, lambda tracker: tracker.write(metrics, experiences))
+        self.open_trackers()
+        for name, (section, tracker) in list((self._trackers or {}).items()):
+            self._call_tracker(name, partial(tracker.write, add_names(metrics, section.names), experiences))
 
     def _close_trackers(self) -> None:
-        for name in list(self._trackers):
-            self._call_tracker(name, lambda tracker: tracker.close())
+        for name, (_, tracker) in list((self._trackers or {}).items()):
+            self._call_tracker(name, tracker.close)
+        self._trackers = None
 
-    def _call_tracker(self, name: str, call: Callable[[Tracker], None]) -> None:
+    def _call_tracker(self, name: str, call: Callable[[], None]) -> None:
         """Call a tracker. One that fails is not called again, and the run goes on: metrics.jsonl has everything."""
         try:
-            call(self._trackers[name])
+            call()
         except (Exception, SystemExit) as error:  # a service may be away, and a user's code may raise anything
+            assert self._trackers is not None
             del self._trackers[name]
-            self._view.message(f"tracker `{name}` failed and is not used any more: {type(error).__name__}: {error}")
+            self._report_failure(name, error)
+
+    def _report_failure(self, name: str, error: BaseException) -> None:
+        self._view.message(f"tracker `{name}` failed and is not used any more: {type(error).__name__}: {error}")

@@ -55,7 +55,7 @@ def build_offload_plan(
     needs = component_phases(stage, elsewhere=explorers is not None)
     sizes = estimate_component_sizes(stage, policy, precision, explorers)
     out: StorageTier = "memory" if device.type == "cuda" else "disk"
-    if precision == "bf16":  # the cast is all that rollouts decode with
+    if precision == "bf16" and stage.trainer.param_dtype == "fp32":  # the cast is all that rollouts decode with
         needs["policy"] -= {"rollout"}
     if stage.trainer.ranks > 1 and device.type == "cpu":  # where ranks share the memory; GPUs are their own
         sizes |= {name: size * stage.trainer.ranks for name, size in sizes.items() if name in RANKED_COMPONENTS}

@@ -10,7 +10,7 @@ import numpy as np
 from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.data import encode_privileged_prompt
 from rollmill.data.template import PromptTemplate
-from rollmill.types import Experience, IntArray, Task
+from rollmill.types import ROLE_KEY, Experience, IntArray, Task
 
 
 class PrivilegedContext:
@@ -34,13 +34,13 @@ class PrivilegedContext:
         Returns:
             teacher/context, the share of them; teacher/prompt_tokens, the mean length of their prompts.
         """
-        groups: dict[str, list[Experience]] = {}
+        groups: dict[tuple[str, object], list[Experience]] = {}
         for each in experiences:
-            groups.setdefault(each.group, []).append(each)
+            groups.setdefault((each.group, each.info.get(ROLE_KEY)), []).append(each)
         lengths: list[int] = []
         for each in experiences:
             task = self._tasks.get(each.task_id)
-            context = None if task is None else self._context(each, task, groups[each.group])
+            context = None if task is None else self._context(each, task, groups[each.group, each.info.get(ROLE_KEY)])
             each.teacher_prompt = None if task is None or context is None else self._prompt(each, task, context)
             if each.teacher_prompt is not None:
                 lengths.append(len(each.teacher_prompt))

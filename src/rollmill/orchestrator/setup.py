@@ -40,12 +40,13 @@ from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import replays_routing
 from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.offload import build_offload_plan
-from rollmill.orchestrator.picture_support import require_picture_support, require_seen
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
 from rollmill.rewards.resources import close_set_aside
-from rollmill.trainer import choose_precision, choose_threads
+from rollmill.trainer import StepSize, choose_precision, choose_threads
+from rollmill.trainer.batch import CPU_ROW
+from rollmill.trainer.model_setup import narrow_weights
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task
 
@@ -138,7 +139,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     with verified:
         try:
             policy = load_verified_policy(
-                model, texts=lambda: _texts(training), seed=config.seed, device=device, pictures=not joined
+                model, texts=lambda: _texts(training), seed=config.seed, device=device, pictures=True
             )
             if stored is not None and adapted:
                 load_adapter(policy.model, stored / ADAPTER_FOLDER)
@@ -146,9 +147,10 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
             if stored is None:
                 raise
             raise unreadable(stored, error) from error
+    if _param_dtype(loaded) == "bf16":
+        narrow_weights(policy.model)
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier_support(policy.model)
-    require_picture_support(loaded, policy)
     for stage in loaded.stages:
         if recurrent_layers(policy.model):
             _refuse_drafts(stage, type(policy.model).__name__)
@@ -165,6 +167,14 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return RunSetup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+
+
+def _param_dtype(loaded: LoadedRun) -> str:
+    """The type of the weights. Raises ConfigError if the stages disagree: they train one model after the other."""
+    wanted = {stage.trainer.param_dtype for stage in loaded.stages}
+    if len(wanted) > 1:
+        raise ConfigError("trainer.param_dtype must be the same in all stages, found bf16, fp32")
+    return wanted.pop()
 
 
 def _refuse_drafts(stage: StageConfig, model: str) -> None:
@@ -192,8 +202,6 @@ def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset
     sets = {} if stage.evaluation is None else stage.evaluation.all_sets()
     held_out = {name: tasksets[_key(each.taskset)] for name, each in sets.items()}
     training = NO_TASKS if stage.taskset is None else tasksets[_key(stage.taskset)]
-    if stage.taskset is not None:
-        require_seen(stage.taskset, training.tasks, policy, f"stage {stage.name}: taskset")
     for name, view in stage.by_domain().items():
         own = [task for task in training.tasks if task.taskset == name] if name else training.tasks
         section = f"domains.{name}.taskset" if name else "taskset"
@@ -202,7 +210,6 @@ def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset
         require_workflows(view, own, f"stage {stage.name}: {section}")
     for name, each in sets.items():
         view, where = stage.for_evaluation(each), f"stage {stage.name}: {evaluation_key(name)}"
-        require_seen(each.taskset, held_out[name].tasks, policy, f"{where}.taskset")
         require_references(view.rewards, held_out[name].tasks, where)
         require_verdicts(view.rewards, view.judging, held_out[name].tasks, where)
         require_workflows(view, held_out[name].tasks, where)
@@ -224,16 +231,28 @@ def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> 
     if len(wanted) > 1:
         raise ConfigError(f"trainer.precision must be the same in all stages, found {', '.join(sorted(wanted))}")
     threads = loaded.config.threads
-    chosen = choose_threads(policy.model) if threads == "auto" else threads
+    size = _step_size(loaded.stages[-1])
+    chosen = choose_threads(policy.model, size) if threads == "auto" else threads
     torch.set_num_threads(chosen)
     precision = wanted.pop()
-    if precision == "auto" and picture_processor(policy.model) is not None:
-        precision = "fp32"  # bf16 is refused, see `require_picture_support`
+    if precision == "auto" and _param_dtype(loaded) == "bf16":
+        precision = "bf16"
     if precision == "auto":
-        precision = choose_precision(policy.model, policy.device)
+        precision = choose_precision(policy.model, policy.device, size)
     machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
     store_machine(run_dir, machine)
     return machine
+
+
+def _step_size(stage: StageConfig) -> StepSize:
+    """Rows that the stage's step passes through the model. Prompts, whose lengths vary, are not counted."""
+    rollout, row = stage.rollout, min(CPU_ROW, stage.trainer.micro_batch_tokens)
+    if not stage.algorithm.uses_rollouts:
+        return StepSize.of_training(stage.trainer.micro_batch_tokens)
+    completions = rollout.batch * rollout.group_size
+    sequences = min(completions, rollout.max_sequences)
+    rows = completions * rollout.max_new_tokens
+    return StepSize(sequences, decoded=rows // sequences, learned=rows, row=row)
 
 
 def _stored_settings(run_dir: Path) -> dict[str, Any] | None:

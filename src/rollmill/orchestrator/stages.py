@@ -220,6 +220,7 @@ class Stage:
             context,
             tasks.training.tasks,
             seed=self.seed,
+            shown=() if tasks.experts is None else tasks.experts.tasks,
             kept_versions=config.max_staleness if late else 0,
         )
         self.offload_plan: OffloadPlan | None = None

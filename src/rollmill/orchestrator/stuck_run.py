@@ -97,6 +97,7 @@ def _symptoms(stage: StageConfig, metrics: Mapping[str, Any], trained: int) -> s
 
 def _is_solved(stage: StageConfig, reward: float) -> bool:
     """True if nearly all completions earn all that they can."""
-    maxima = [attainable_maximum(view.rewards, view.judging) for view in stage.by_domain().values()]
+    views = [view for domain in stage.by_domain().values() for view in domain.by_role().values()]
+    maxima = [attainable_maximum(view.rewards, view.judging) for view in views]
     known = [each for each in maxima if each is not None]
     return len(known) == len(maxima) and reward >= _SOLVED * max(known) > 0

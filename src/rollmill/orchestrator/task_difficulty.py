@@ -28,9 +28,9 @@ from rollmill.orchestrator.task_selection import select_tasks
 from rollmill.rewards.judges.generative import DifficultyJudge
 from rollmill.rewards.resources import RewardResources
 from rollmill.seeds import derive_seed
-from rollmill.trainer import choose_precision
+from rollmill.trainer import StepSize, choose_precision
 from rollmill.trainer.parity import load_verified_policy
-from rollmill.types import Task, first_per_rollout
+from rollmill.types import Task, telling_rewards
 from rollmill.waiting import patient_timeout
 
 SCORING_STREAM = 0x5C04
@@ -102,7 +102,8 @@ def score_by_policy(
     file = ScoreFile(out, _describe_scoring(loaded, stage, samples, threshold))
     torch.set_num_threads(1 if loaded.config.threads == "auto" else loaded.config.threads)
     device = choose_device(loaded.config.device)
-    policy = load_verified_policy(loaded.config.model, texts=[], seed=loaded.config.seed, device=device)
+    model, seed = loaded.config.model, loaded.config.seed
+    policy = load_verified_policy(model, texts=[], seed=seed, device=device, pictures=True)
     alone = stage.model_copy(update={"evaluation": None})
     tasks = select_tasks(alone, policy, load_taskset(stage.required_taskset), {}).training.tasks
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
@@ -202,7 +203,7 @@ async def _roll_out(
     rollout, seed = stage.rollout, loaded.config.seed
     precision = stage.trainer.precision
     if precision == "auto":
-        precision = choose_precision(policy.model, policy.device)
+        precision = choose_precision(policy.model, policy.device, StepSize.of_generation())
     engine = build_engine(policy, stage, precision, trained_on=False)
     sync = build_publisher(policy, engine, precision)
     sync.publish(0)
@@ -215,7 +216,7 @@ async def _roll_out(
         stream = derive_seed(seed, SCORING_STREAM, number)
         sampling = stage.view_of(task.taskset).rollout
         group = await explorer.rollout(task, sampling, n=samples, seed=stream, group=f"score/{task.id}")
-        values = [each.reward for each in first_per_rollout(group) if each.reward is not None]
+        values = telling_rewards(group)
         if not values:
             return None
         rate = sum(reward >= threshold for reward in values) / len(values)

@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from rollmill.config.algorithms.base import AlgorithmOptions
 from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.config.algorithms.preferences import KTO
+from rollmill.config.describe import evaluation_key
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import RejectedRow, Taskset, encode_demonstration, encode_prompt
+from rollmill.data.images import require_seen
 from rollmill.errors import TasksetError
 from rollmill.models.load import PolicyModel
+from rollmill.models.vision import picture_processor
 from rollmill.types import Task
 
 _NAMED = 5
@@ -39,8 +42,12 @@ def select_tasks(
 
     Raises:
         TasksetError: prompts or demonstrations are too long (on_bad_row: refuse), or nothing is left.
+        ConfigError: tasks have pictures, and the policy does not see them.
     """
     algorithm, notes = config.algorithm, [str(report) for report in training.reports]
+    if config.taskset is not None:
+        sees = picture_processor(policy.model) is not None
+        require_seen(config.taskset, training.tasks, sees, f"stage {config.name}: taskset")
     experts = None
     if "taskset" in config.experts.sources and algorithm.uses_examples:
         pairs, labels = algorithm.uses_pairs, algorithm.uses_labels
@@ -64,9 +71,14 @@ def select_tasks(
 def select_held_out(
     config: StageConfig, policy: PolicyModel, held_out: Mapping[str, Taskset], notes: list[str]
 ) -> dict[str, list[Task]]:
-    """Select the tasks of every evaluated set, by its name; adds to `notes` what was left out. Raises TasksetError."""
+    """Select the tasks of every evaluated set, by its name; adds to `notes` what was left out.
+
+    Raises like `select_tasks`.
+    """
     evaluated: dict[str, list[Task]] = {}
+    sees = picture_processor(policy.model) is not None
     for name, each in (config.evaluation.all_sets() if config.evaluation is not None else {}).items():
+        require_seen(each.taskset, held_out[name].tasks, sees, f"stage {config.name}: {evaluation_key(name)}.taskset")
         first = held_out[name].with_tasks(held_out[name].tasks[: each.limit], [])
         evaluated[name] = _keep_fitting(first, each.taskset, policy, _prompt, notes).tasks
     return evaluated

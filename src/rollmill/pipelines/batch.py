@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmill.rewards.base import GATED, LATE, TIMEOUT
-from rollmill.types import Completion, Experience, ExperienceSource, StopReason, Task
+from rollmill.types import Completion, Experience, ExperienceSource, StopReason, Task, split_by_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,10 @@ class Batch:
             if experience.source is source:
                 found.setdefault(experience.group, []).append(experience)
         return found
+
+    def compared(self, source: ExperienceSource = ExperienceSource.ROLLOUT) -> list[list[Experience]]:
+        """The experiences of one source that are compared with each other: those of a group, of one role."""
+        return [own for group in self.groups(source).values() for own in split_by_role(group)]
 
     def drop(self, experience: Experience, why: str) -> None:
         """Drop an experience; the others of its group stay. Raises ValueError if it is not in the batch."""

@@ -54,10 +54,13 @@ def length_filter(options: LengthFilter) -> Operator:
 
 
 def group_variance(options: GroupVarianceFilter) -> Operator:
-    """Drops groups without a training signal: dynamic sampling of DAPO (arXiv:2503.14476, eq. 11)."""
+    """Drops groups without a training signal: dynamic sampling of DAPO (arXiv:2503.14476, eq. 11).
+
+    With roles, each role's part of a group is a group of its own.
+    """
 
     def apply(batch: Batch) -> None:
-        for group in batch.groups().values():
+        for group in batch.compared():
             why = _drop_reason(options, group)
             if why is not None:
                 for experience in group:

@@ -22,7 +22,7 @@ from rollmill.pipelines.reward_updates import add_reward, init_reward_part, set_
 from rollmill.rewards.base import text_after
 from rollmill.rewards.text.length import kimi_length_scores, soft_overlong_penalty
 from rollmill.rewards.text.repetition import repetition_share
-from rollmill.types import Experience, first_per_rollout
+from rollmill.types import Experience, first_per_rollout, split_by_role
 
 
 def length_reward(options: LengthShaping) -> Operator:
@@ -33,7 +33,7 @@ def length_reward(options: LengthShaping) -> Operator:
             batch.note("warm-up")
             return
         init_reward_part(batch)
-        for group in batch.groups().values():
+        for group in batch.compared():
             known = [each for each in group if reward_value(each, None) is not None]
             correct = [is_success(each, options.part, options.threshold) for each in known]
             shares = kimi_length_scores([response_length(each) for each in known], correct) if known else []
@@ -80,7 +80,7 @@ def diversity(options: DiversityBonus) -> Operator:
 
     def apply(batch: Batch) -> None:
         init_reward_part(batch)
-        for group in batch.groups().values():
+        for group in batch.compared():
             distances = _distances(options, group)
             for experience, distance in zip(group, distances, strict=True):
                 scored = reward_value(experience, None) is not None
@@ -137,11 +137,12 @@ def _scored(batch: Batch) -> list[Experience]:
 
 
 def priority(options: ReplayPriority) -> Operator:
-    """Sets `info["priority"]` of every rollout to the replay priority of its group."""
+    """Sets `info["priority"]` of every rollout to the replay priority of its group, with roles the mean of theirs."""
 
     def apply(batch: Batch) -> None:
         for group in batch.groups().values():
-            value = max(_priority(options, group, batch), options.floor)
+            own = [_priority(options, each, batch) for each in split_by_role(group)]
+            value = max(float(np.mean(own)), options.floor)
             for experience in group:
                 experience.info["priority"] = value
             batch.note("set")
@@ -175,14 +176,21 @@ def _reward(options: ReplayPriority, experience: Experience) -> float | None:
 
 
 def success_rate(options: SuccessRateOperator) -> Operator:
-    """Reports the successes of a task's rollouts to the sampler, except those without a reward."""
+    """Reports the successes of a task's rollouts to the sampler, except those without a reward.
+
+    Of several roles, the first that has successes and failures counts.
+    """
 
     def apply(batch: Batch) -> None:
         for group in batch.groups().values():
-            known = [is_success(each, options.part, options.threshold) for each in first_per_rollout(group)]
-            successes = [float(success) for success in known if success is not None]
-            if successes:
+            by_role = [_successes_of(options, own) for own in split_by_role(group)]
+            if successes := max(by_role, key=lambda own: len(set(own))):
                 batch.context.observe(group[0].task_id, successes)
                 batch.note("observed")
 
     return apply
+
+
+def _successes_of(options: SuccessRateOperator, experiences: Sequence[Experience]) -> list[float]:
+    known = [is_success(each, options.part, options.threshold) for each in first_per_rollout(experiences)]
+    return [float(success) for success in known if success is not None]

@@ -14,7 +14,15 @@ from rollmill.config.operators.synthesis import DemonstrationOperator, Preferenc
 from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_length, response_length, reward_value
 from rollmill.pipelines.deduplication import LRUCache
 from rollmill.pipelines.pipeline import Operator
-from rollmill.types import Experience, ExperienceSource, IntArray, StopReason, Turn, experience_from_demonstration
+from rollmill.types import (
+    Experience,
+    ExperienceSource,
+    IntArray,
+    StopReason,
+    Turn,
+    experience_from_demonstration,
+    split_by_role,
+)
 
 
 class DemonstrationMaker:
@@ -59,7 +67,8 @@ def preference_pairs(options: PreferencePairOperator) -> Operator:
 
     def apply(batch: Batch) -> None:
         for name, group in batch.groups().items():
-            found = _by_reward(options, group) if options.by == "reward" else _by_length(options, group)
+            choose = _by_reward if options.by == "reward" else _by_length
+            found = [pair for own in split_by_role(group) for pair in choose(options, own)]
             for number, pair in enumerate(found[: options.count]):
                 of = f"{name}/{batch.operator}/{number}"
                 for role, reward, experience in zip(("chosen", "rejected"), (1.0, 0.0), pair, strict=True):

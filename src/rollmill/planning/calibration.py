@@ -16,6 +16,7 @@ import torch
 from rollmill.config.algorithms.base import OfflineAlgorithmOptions, PolicyGradientOptions
 from rollmill.config.checks.offload import unused_offload_keys
 from rollmill.config.loader import LoadedRun
+from rollmill.config.model import AuxiliaryModelConfig
 from rollmill.config.offload import OffloadConfig
 from rollmill.config.placement import PlacementConfig, RayPlacement
 from rollmill.config.run import StageConfig
@@ -59,6 +60,8 @@ _ENOUGH_S = 30.0
 """Once two group counts are measured, larger ones are measured only if expected to take at most this long."""
 _UNLIMITED_BUDGET = OffloadConfig(budget_gb=1e6)  # moves nothing, but measures peaks by phase
 _ENDLESS = 10**6
+PAST_COPIES = "past_copies"
+"""Component: the copies of the policy for models with `policy: past`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Calibration:
 
     stage: StageConfig
     samples: list[StepMeasurement]
-    sizes: dict[str, int]  #: bytes by component, see offload/plan.py
+    sizes: dict[str, int]  #: bytes by component, see offload/plan.py, with `past_copies`
     present: dict[str, int]  #: bytes of components on the device during the measurement, by phase
     longest: int  #: maximum new tokens of a completion in the measurement
     publish_s: float  #: seconds to send new weights through shared memory
@@ -151,11 +154,16 @@ async def _calibrate_stage(
         trim_heap()
     publish_s, receive_s = measure_weight_transfer(policy, context.precision)
     sizes = estimate_component_sizes(measured, policy, context.precision)
+    present = _present(measured, policy, sizes, context)
+    if copies := _past_copies(stage):
+        each = sizes["policy"] + sizes.get("cast", 0)
+        sizes[PAST_COPIES] = copies * each
+        present = {phase: size + _past_copies(measured) * each for phase, size in present.items()}
     return Calibration(
         stage,
         samples,
         sizes,
-        _present(measured, policy, sizes, context),
+        present,
         longest,
         publish_s,
         receive_s,
@@ -196,10 +204,28 @@ def _smaller(stage: StageConfig, groups: int, longest: int) -> StageConfig:
         "evaluation": None,
         "early_stop": None,
         "residency": None,
+        "models": _with_one_copy(stage.models),
+        "domains": {
+            name: each.model_copy(update={"models": each.models and _with_one_copy(each.models)})
+            for name, each in stage.domains.items()
+        },
     }
     alone = stage.model_copy(update=changes)
     honoured = ("residency",) not in unused_offload_keys(alone)
     return alone.model_copy(update={"residency": (stage.residency or _UNLIMITED_BUDGET) if honoured else None})
+
+
+def _with_one_copy(models: dict[str, AuxiliaryModelConfig]) -> dict[str, AuxiliaryModelConfig]:
+    """The models, with `policy: past` as it begins: one copy of the policy, and no more."""
+    first = {"keep": 1, "every": _ENDLESS}
+    return {name: each.model_copy(update=first if each.policy == "past" else {}) for name, each in models.items()}
+
+
+def _past_copies(stage: StageConfig) -> int:
+    """Number of copies of the policy that the stage keeps in the end, for all models with `policy: past`."""
+    return sum(
+        min(each.keep, stage.steps // each.every + 1) for each in stage.all_models.values() if each.policy == "past"
+    )
 
 
 def _present(stage: StageConfig, policy: PolicyModel, sizes: dict[str, int], context: RunContext) -> dict[str, int]:

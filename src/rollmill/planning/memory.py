@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollmill.config.checks.offload import component_phases, stage_phases, unused_offload_keys
 from rollmill.config.run import StageConfig
-from rollmill.planning.calibration import Calibration, groups_per_step
+from rollmill.planning.calibration import PAST_COPIES, Calibration, groups_per_step
 from rollmill.planning.measurement import StepMeasurement
 from rollmill.planning.rollouts import GroupLengths, fit_line, reserved_cache_tokens
 from rollmill.trainer.batch import CPU_ROW
@@ -79,7 +79,8 @@ class MemoryModel:
         if self._found.precision == "bf16":  # rollouts decode with the cast only
             needs["policy"].discard("rollout")
         needs[_GRADIENTS] = {"train"}
-        found = {name: size for name, size in self._everything(phase).items() if phase in needs.get(name, ())}
+        everything = self._everything(phase).items()
+        found = {name: size for name, size in everything if phase in needs.get(name, ()) or name == PAST_COPIES}
         return found if phase == "rollout" else {**found, _CACHE: 0.0}
 
     def _memory(self, phase: str, here: Mapping[str, float], groups: list[GroupLengths]) -> PhaseMemory:

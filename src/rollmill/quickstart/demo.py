@@ -1,8 +1,7 @@
-"""The quickstart: two runs with an explanation of each step."""
+"""The quickstart: a run with an explanation of each step."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from rollmill.trackers.metrics_log import Metrics
 from rollmill.trackers.rollout_log import decode_experience
 from rollmill.types import Experience
 
-RUN_FILES = ("addition.yaml", "reasoning.yaml")
+RUN_FILE = "addition.yaml"
 SHOWN = 3
 
 
@@ -35,7 +34,7 @@ class SparseView(PlainView):
 
 
 def run_quickstart(out: Path, seed: int, stream: TextIO) -> dict[str, Any]:
-    """Runs the quickstart in `out`, explains it on `stream`, and returns the summary of the main run.
+    """Runs the quickstart in `out`, explains it on `stream`, and returns the summary of the run.
 
     Raises:
         ConfigError: `out` already holds a run.
@@ -43,28 +42,13 @@ def run_quickstart(out: Path, seed: int, stream: TextIO) -> dict[str, Any]:
     if (out / "config.yaml").exists():
         raise ConfigError(f"{out} already holds a run; choose another --out, or look at it with `rollmill show {out}`")
     out.mkdir(parents=True, exist_ok=True)
-    for name in RUN_FILES:
-        with resources.as_file(resources.files("rollmill.quickstart") / name) as file:
-            shutil.copy(file, out / name)
-    _say(stream, _OPENING.format(file=out / RUN_FILES[0]))
-    summary = run(out / RUN_FILES[0], [f"seed={seed}"], out, _view(stream))
+    with resources.as_file(resources.files("rollmill.quickstart") / RUN_FILE) as file:
+        shutil.copy(file, out / RUN_FILE)
+    _say(stream, _OPENING.format(file=out / RUN_FILE))
+    summary = run(out / RUN_FILE, [f"seed={seed}"], out, _view(stream))
     _say(stream, _AFTER.format(before=summary["accuracy_before"], after=summary["accuracy_after"]))
     _show_completions(out, summary, stream)
-    second = _reasoning(out, seed, stream)
-    _say(stream, _CLOSING.format(out=out, seconds=summary["seconds"] + (second or {"seconds": 0})["seconds"]))
-    return summary
-
-
-def _reasoning(out: Path, seed: int, stream: TextIO) -> dict[str, Any] | None:
-    if importlib.util.find_spec("reasoning_gym") is None:
-        _say(stream, "The second part uses reasoning-gym, which is not installed: pip install 'rollmill[reasoning]'.")
-        return None
-    _say(stream, _REASONING.format(file=out / RUN_FILES[1]))
-    folder = out / "reasoning-gym"
-    summary = run(out / RUN_FILES[1], [f"seed={seed}"], folder, _view(stream))
-    last_stage = [record for record in summary["evaluations"] if record["stage"] == summary["stages"][-1]]
-    first, last = last_stage[0], last_stage[-1]
-    _say(stream, _SHARPER.format(first=first["eval/sampled"], last=last["eval/sampled"]))
+    _say(stream, _CLOSING.format(out=out, seconds=summary["seconds"]))
     return summary
 
 
@@ -106,16 +90,8 @@ The run file is {file}; every key in it is yours to change."""
 _AFTER = """
 Held-out sums solved (greedy): {before:.1%} before the repair, {after:.1%} after it. For example:"""
 
-_REASONING = """
-Now the same run file with another task, single-digit sums and differences of reasoning-gym, in {file}.
-There is no worked solution to imitate here: stage 1 learns to guess answers, stage 2 keeps the guesses that score."""
-
-_SHARPER = """
-Sampled answers that are right: {first:.1%} before, {last:.1%} after. Reinforcement learning makes good guesses
-likelier; it does not teach a model of this size sums that it never gets right."""
-
 _CLOSING = """
-Both runs took {seconds:.0f} s. What to look at next:
+The run took {seconds:.0f} s. What to look at next:
   {out}/report.html     curves, phases, best and worst completions (open it in a browser)
   {out}/summary.json    the numbers
   rollmill show {out}   steps, rollouts and single completions with their tokens

@@ -277,5 +277,9 @@ def engine_reads_weights(stage: StageConfig, weights: str, policy: PolicyModel) 
 
 
 def trainable_parameters(policy: PolicyModel) -> dict[str, Tensor]:
-    """The parameters that an update changes, by name: all of them, or only adapters."""
-    return {name: each.data for name, each in policy.model.named_parameters() if each.requires_grad}
+    """The parameters that a run changes, by name: only adapters, or all of them.
+
+    With a frozen vision tower, too: an earlier stage may have trained it, and a process that joins has the first one.
+    """
+    adapted = has_lora(policy.model)
+    return {name: each.data for name, each in policy.model.named_parameters() if each.requires_grad or not adapted}

@@ -21,13 +21,18 @@ NO_ANSWER, HEDGED = "no_answer", "hedged"
 """Outcomes of a completion without an answer, and of one that offers several."""
 
 
+Box = tuple[float, float, float, float]
+"""x1, y1, x2, y2 with x1 <= x2 and y1 <= y2; a point has no area."""
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The result of one reward for one completion. `outcome` is "ok" unless something else is worth counting.
 
     `queue_s` is the time in seconds until a worker started, `run_s` the time it then took; None if only the manager can
     measure it. `details` are numbers that are logged but not counted, such as the reward again under the task's
-    subject.
+    subject. `boxes` are the places that the answer names, for display: left, top, right, bottom in pixels of the
+    task's first image.
     """
 
     value: RewardValue
@@ -35,6 +40,7 @@ class Score:
     queue_s: float = 0.0
     run_s: float | None = None
     details: dict[str, float] = field(default_factory=dict)
+    boxes: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ class RewardResult:
     name/part for a reward with several parts. `outcomes` has an entry per reward: ok, timeout, late, not_applicable,
     gated, or an outcome specific to the reward. `seconds` is wall time, including the wait for a free worker; `spans`
     are the times of each reward. `failed_gate` names the gate that was not passed. `details` are numbers that rewards
-    log but do not count, as name/key.
+    log but do not count, as name/key. `role` is the role of the policy that the completion was generated in, if any.
+    `boxes` are those of all rewards.
     """
 
     reward: float | None
@@ -67,6 +74,8 @@ class RewardResult:
     spans: dict[str, RewardTiming] = field(default_factory=dict)
     failed_gate: str | None = None
     details: dict[str, float] = field(default_factory=dict)
+    role: str | None = None
+    boxes: tuple[Box, ...] = ()
 
 
 class Reward(Protocol):
@@ -183,6 +192,7 @@ def require_verdicts(
         for name, each in zip(names, rewards, strict=True)
         if each.decides and each.weight and not each.gate
     ]
+    roles = {each.role for _, each in deciding}
     for task in tasks:
         unknown = [] if task.rewards is None else [name for name in task.rewards if name not in names]
         if unknown:
@@ -192,7 +202,9 @@ def require_verdicts(
             )
         if judging.verdicts == "several" or len(deciding) < 2:
             continue
-        both = [name for name, each in deciding if _applies(each, task) and name in (task.rewards or names)]
+        scoring = [(name, each) for name, each in deciding if _applies(each, task) and name in (task.rewards or names)]
+        by_role = [[name for name, each in scoring if each.role in (None, role)] for role in roles]
+        both = max(by_role, key=len)
         if len(both) > 1:
             raise ConfigError(
                 f"{where}: the rewards `{both[0]}` and `{both[1]}` both say whether the answer of task `{task.id}` is "

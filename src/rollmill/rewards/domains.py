@@ -24,6 +24,11 @@ class DomainRewards(RewardManager):
         return {}
 
     @property
+    def roles(self) -> set[str]:
+        """See RewardManager."""
+        return {role for each in self.domains.values() for role in each.roles}
+
+    @property
     def groupwise(self) -> bool:
         """See RewardManager."""
         return any(each.groupwise for each in self.domains.values())
@@ -41,9 +46,11 @@ class DomainRewards(RewardManager):
         for manager in found or self.domains.values():
             manager.set_weight(name, weight, from_version)
 
-    async def score(self, task: Task, completion: Completion, *, group_follows: bool = False) -> RewardResult:
+    async def score(
+        self, task: Task, completion: Completion, *, group_follows: bool = False, role: str | None = None
+    ) -> RewardResult:
         """See RewardManager. Raises RewardError also if the task belongs to no domain."""
-        return await self._of(task).score(task, completion, group_follows=group_follows)
+        return await self._of(task).score(task, completion, group_follows=group_follows, role=role)
 
     async def add_group_rewards(
         self, task: Task, completions: Sequence[Completion], results: Sequence[RewardResult]

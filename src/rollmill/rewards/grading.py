@@ -23,7 +23,8 @@ from rollmill.types import Completion, StopReason, Task
 
 _CONCURRENT_ROWS = 256
 Row = Mapping[str, Any]
-"""A `response`, and what its task has: `prompt`, `answer`, `id`, `metadata`, `domain`, `group`."""
+"""A `response`, and what its task has: `prompt`, `answer`, `id`, `metadata`, `domain`, `group`; the `role` of
+the response."""
 
 
 def build_graders(stage: StageConfig, workers: int | None = None) -> RewardManager:
@@ -63,7 +64,8 @@ async def judge_rows(
             completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
             if isinstance(group, str):
                 return await manager.score_group(tasks[members[0]], completions)
-            return [await manager.score(tasks[members[0]], completions[0])]
+            role = rows[members[0]].get("role")
+            return [await manager.score(tasks[members[0]], completions[0], role=role)]
 
     judging = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
     failure: Exception | None = None

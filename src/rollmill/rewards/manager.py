@@ -97,6 +97,11 @@ class RewardManager:
         return changed[-1] if changed else self._parts[name].config.weight
 
     @property
+    def roles(self) -> set[str]:
+        """The roles that have rewards of their own."""
+        return {part.config.role for part in self._parts.values() if part.config.role is not None}
+
+    @property
     def groupwise(self) -> bool:
         """True if a reward needs all completions of a task together; then call `add_group_rewards` as well."""
         return bool(self._groupwise)
@@ -108,10 +113,13 @@ class RewardManager:
         }
         return {f"{name}/{key}": value for name, reward in counting.items() for key, value in reward.counters().items()}
 
-    async def score(self, task: Task, completion: Completion, *, group_follows: bool = False) -> RewardResult:
+    async def score(
+        self, task: Task, completion: Completion, *, group_follows: bool = False, role: str | None = None
+    ) -> RewardResult:
         """Score one completion; never blocks the event loop.
 
         Args:
+            role: role of the policy that it was generated in: rewards of other roles do not score it.
             group_follows: the caller will pass the result to `add_group_rewards`; required if a reward can only score
                 groups.
 
@@ -119,31 +127,34 @@ class RewardManager:
             RewardError: a reward raised or returned an invalid value. It names the reward, the task and the completion,
                 and has the original exception as its cause.
         """
-        alone = [] if group_follows else self._groupwise
+        alone = [] if group_follows else _scoring(self._groupwise, task, role)
         together = [part.name for part in alone if not hasattr(part.reward, "score")]
         if together:
             names = ", ".join(together)
             raise RewardError(f"reward `{names}` sees all completions of a task together; score the whole group")
         started = time.perf_counter()
-        scores = await self._run_rewards(_of_task(self._gates, task), task, completion)
+        scores = await self._run_rewards(_scoring(self._gates, task, role), task, completion)
         failed_gate = self._find_failed_gate(scores, completion)
         if failed_gate is None:
-            scores |= await self._run_rewards(_of_task([*self._single, *alone], task), task, completion)
+            single = _scoring(self._single, task, role)
+            scores |= await self._run_rewards([*single, *alone], task, completion)
         last = not (group_follows and self._groupwise)
-        return self._combine(scores, completion, time.perf_counter() - started, failed_gate, last)
+        found = self._combine(scores, completion, time.perf_counter() - started, failed_gate, last)
+        return found if role is None else replace(found, role=role)
 
     async def add_group_rewards(
         self, task: Task, completions: Sequence[Completion], results: Sequence[RewardResult]
     ) -> list[RewardResult]:
-        """Add the group-wise rewards to the results of `score`. Both sequences are in the same order.
+        """Add the group-wise rewards to the results of `score`, which are of one role. Both sequences are in the same
+        order.
 
         Raises RewardError like `score`, and if a reward returns another number of values than there are completions.
         """
         assert len(completions) == len(results)
-        if not _of_task(self._groupwise, task) or not completions:
+        groupwise = _scoring(self._groupwise, task, results[0].role) if completions else []
+        if not groupwise:
             return list(results)
         started = time.perf_counter()
-        groupwise = _of_task(self._groupwise, task)
         columns = await _gather_or_cancel(
             [self._run_group_reward(part, task, completions, results) for part in groupwise]
         )
@@ -239,15 +250,18 @@ class RewardManager:
                 counted.append(self._weight(name, version) * sum(applied))
         spans = {name: span for name, (_, span) in scores.items()}
         details = {f"{name}/{key}": value for name, (each, _) in scores.items() for key, value in each.details.items()}
+        boxes = tuple(dict.fromkeys(box for score, _ in scores.values() for box in score.boxes))
         if failed_gate is not None:
             gate = self._parts[failed_gate].config.gate
             assert gate is not None
             skipped_rewards = [*self._single, *(self._groupwise if last else [])]
             skipped = dict.fromkeys((part.name for part in skipped_rewards), GATED)
-            return RewardResult(gate.otherwise, parts, outcomes | skipped, seconds, spans, failed_gate, details)
+            return RewardResult(
+                gate.otherwise, parts, outcomes | skipped, seconds, spans, failed_gate, details, boxes=boxes
+            )
         reward = sum(counted) if counted else None
         total = self._clip_sum(reward) if last else reward
-        return RewardResult(total, parts, outcomes, seconds, spans, details=details)
+        return RewardResult(total, parts, outcomes, seconds, spans, details=details, boxes=boxes)
 
     def _merge(self, old: RewardResult, completion: Completion, row: dict[str, _Timed], seconds: float) -> RewardResult:
         new = self._combine(row, completion, seconds, None, last=False)
@@ -261,6 +275,7 @@ class RewardManager:
             seconds=old.seconds + new.seconds,
             spans=old.spans | new.spans,
             details=old.details | new.details,
+            boxes=(*old.boxes, *(box for box in new.boxes if box not in old.boxes)),
         )
 
     def _clip_sum(self, reward: float | None) -> float | None:
@@ -304,9 +319,10 @@ class RewardManager:
         await self.aclose()
 
 
-def _of_task(parts: Sequence[WeightedReward], task: Task) -> list[WeightedReward]:
-    """Return the rewards that score a task: all, or those that its row names."""
-    return [part for part in parts if task.rewards is None or part.name in task.rewards]
+def _scoring(parts: Sequence[WeightedReward], task: Task, role: str | None) -> list[WeightedReward]:
+    """Return the rewards that score a role's replies to a task: all of the role, or those that the task's row names."""
+    named = [part for part in parts if task.rewards is None or part.name in task.rewards]
+    return [part for part in named if part.config.role in (None, role)]
 
 
 def _timed(score: Score, queued_at: float) -> _Timed:

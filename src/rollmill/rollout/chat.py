@@ -174,7 +174,7 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
-        self.tokenizer, self._eos_ids = tokenizer, eos_ids
+        self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self._template = ChatTemplate(tokenizer)
 
     def render(
@@ -231,7 +231,7 @@ class ChatRenderer:
             messages: the conversation as the caller sees it, the turn included.
         """
         ids = completion.token_ids.tolist()
-        ended = bool(ids) and ids[-1] in self._eos_ids
+        ended = bool(ids) and ids[-1] in self.eos_ids
         text = self.decode(ids[:-1] if ended else ids)
         raw = (*prompt.raw, {"role": "assistant", "content": text})
         end = self.decode(ids[-1:]) if ended else None

@@ -16,6 +16,7 @@ import numpy as np
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data import encode_pictures, encode_prompt, render_prompt
+from rollmill.data.images import image_refs_of
 from rollmill.engines.base import CompletionPrefix, GenerationRequest, RolloutEngine
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.function_threads import gather_or_cancel
@@ -227,7 +228,7 @@ class Explorer:
         self, task: Task, completions: Sequence[Completion], sampling: SamplingConfig, group: str
     ) -> list[Experience]:
         prompt, temperature = render_prompt(task, self._tokenizer), sampling.temperature or 1.0
-        return [
+        experiences = [
             experience_from_completion(
                 each,
                 id=f"{group}/{each.index}",
@@ -238,6 +239,9 @@ class Explorer:
             )
             for each in completions
         ]
+        for each in experiences if image_refs_of(task.metadata) else ():
+            each.info["images"] = task.metadata["images"]
+        return experiences
 
     def _record_timing(self, completion: Completion) -> None:
         if self._trace is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.config.workflows import RoleConfig
 from rollmill.engines.base import GenerationRequest, RolloutEngine
 from rollmill.rollout.chat import ChatMessage, ChatRenderer, RecordedReply
 from rollmill.rollout.environments.base import Observation, observation_text
@@ -42,6 +44,8 @@ class Reply:
 
 _ROLES = 0x401E  # keeps the random numbers of roles apart from those of the policy's own calls
 
+_ROLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
 
 class Policy:
     """A model within one rollout. Concurrent calls are allowed.
@@ -51,6 +55,7 @@ class Policy:
         seed: seed of all calls, together with their number.
         recorder: records every call; None: the model is not trained.
         index: index of the rollout in its group.
+        roles: those that `role` may name; empty: any.
         in_role: name of the role whose calls these are, see `role`.
         copied_at: step of the stage after which this copy of the policy was taken (`policy: past`); None: no copy.
     """
@@ -66,6 +71,7 @@ class Policy:
         recorder: Recorder | None = None,
         trace: Trace | None = None,
         index: int = 0,
+        roles: Mapping[str, RoleConfig] | None = None,
         in_role: str | None = None,
         copied_at: int | None = None,
     ) -> None:
@@ -75,20 +81,28 @@ class Policy:
         self._recorder, self._trace, self._index = recorder, trace, index
         self._replies: list[RecordedReply] = []
         self._num_calls = 0
-        self._role, self._roles = in_role, dict[str, Policy]()
+        self._declared, self._role, self._roles = roles or {}, in_role, dict[str, Policy]()
+        own = None if in_role is None else self._declared.get(in_role)
+        self._learns = own is None or own.learn
 
     def role(self, name: str) -> Policy:
         """Return the same model in a role, such as proposer or solver; the same object for the same name.
 
         Its calls become experiences of their own, with the role in `info`: advantages compare them with those of the
-        same role in the group, and never with another role's. Give each role its reward with `reward`; a role without
-        one gets the workflow's.
+        same role in the group, and never with another role's. The workflow returns each role's reward, as a mapping of
+        their names, or one for all; a branch may have its own (`reward`).
 
-        Raises ValueError: the name is empty, this policy is a role already, or the rollout has steps (`step`).
+        Raises ValueError: the name has other characters than letters, digits, `_` and `-` (it becomes part of metrics'
+            names), the run file has `roles` without it, this policy is a role already, or the rollout has steps
+            (`step`).
         """
-        if not name or self._role is not None:
-            inside = f" within the role `{self._role}`" if self._role else ""
-            raise ValueError(f"policy.role({name!r}){inside}: call it on the workflow's policy, with a name")
+        if self._role is not None:
+            raise ValueError(f"policy.role({name!r}) within the role `{self._role}`: call it on the workflow's policy")
+        if not _ROLE_NAME.fullmatch(name):
+            raise ValueError(f"policy.role({name!r}): a role's name has only letters, digits, _ and -")
+        if self._declared and name not in self._declared:
+            known = ", ".join(f"`{each}`" for each in self._declared)
+            raise ValueError(f"policy.role({name!r}): the run file's roles are {known}; add it to `roles`")
         if self._recorder is not None and self._recorder.steps:
             raise ValueError(f"policy.role({name!r}): a rollout has roles or steps (policy.step), not both")
         if name not in self._roles:
@@ -101,10 +115,16 @@ class Policy:
                 recorder=self._recorder,
                 trace=self._trace,
                 index=self._index,
+                roles=self._declared,
                 in_role=name,
                 copied_at=self.copied_at,
             )
         return self._roles[name]
+
+    @property
+    def role_names(self) -> Iterable[str]:
+        """Names of the roles: those that the run file declares, or those used so far."""
+        return self._declared.keys() or self._roles.keys()
 
     async def chat(
         self,
@@ -229,6 +249,7 @@ class Policy:
         request = GenerationRequest(ids, sampling, n=n, seed=derive_seed(self.seed, number), id=self.name)
         found = [replace(each, index=self._index) for each in await self._engine.generate(request)]
         greedy = sampling.temperature == 0 < self.sampling.temperature
+        learn = learn and self._learns
         for completion in found:
             if self._recorder is not None:
                 heat, learned = sampling.temperature, learn and not greedy

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
+from rollmill.config.workflows import RoleConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import ContextLengthError, EpisodeError, RollmillError, WorkflowError, user_code_location
 from rollmill.rewards import RewardManager, RewardResult
@@ -19,7 +20,7 @@ from rollmill.rollout.recorder import REPETITION_KEY, Recorder
 from rollmill.rollout.workflow import Rollout, RolloutResult, Workflow
 from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import REWARD, Trace
-from rollmill.types import ROLE_KEY, Experience, Task
+from rollmill.types import ROLE_KEY, Experience, Task, split_by_role
 from rollmill.waiting import patient_timeout
 
 FAILURE_TIMEOUT, FAILURE_ENVIRONMENT, FAILURE_CONTEXT, FAILURE_WORKFLOW = "late", "environment", "context", "workflow"
@@ -157,6 +158,7 @@ class WorkflowRunner:
 
     Args:
         rewards: computes the rewards that compare whole groups; the workflow's own rewards do not need it.
+        roles: those that the policy may play; empty: any.
     """
 
     def __init__(
@@ -166,9 +168,10 @@ class WorkflowRunner:
         chat: ChatRenderer,
         rewards: RewardManager,
         trace: Trace | None = None,
+        roles: Mapping[str, RoleConfig] | None = None,
     ) -> None:
         self._attempts, self._engine, self._chat = attempts, engine, chat
-        self._rewards, self._trace = rewards, trace
+        self._rewards, self._trace, self._roles = rewards, trace, roles
 
     async def group(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
         """Return the experiences of n rollouts, with rewards, ordered by rollout; rejected ones have the reason in
@@ -207,17 +210,26 @@ class WorkflowRunner:
             recorder=recorder,
             trace=self._trace,
             index=index,
+            roles=self._roles,
         )
         return Rollout(id, task, group, index, seed, group_seed, sampling, policy, recorder)
 
     async def _finished(self, task: Task, outcomes: list[RolloutResult]) -> list[RolloutResult]:
-        """Add the rewards that compare whole groups."""
+        """Add the rewards that compare whole groups; of roles, those that compare the replies of each."""
         if not self._rewards.groupwise:
             return outcomes
+        for name in dict.fromkeys(name for each in outcomes for name in each.roles):
+            played = [index for index, each in enumerate(outcomes) if name in each.roles]
+            found = await self._compared(task, [outcomes[index].roles[name] for index in played])
+            for index, result in zip(played, found, strict=True):
+                outcomes[index] = replace(outcomes[index], roles={**outcomes[index].roles, name: result})
+        return await self._compared(task, outcomes)
+
+    async def _compared(self, task: Task, outcomes: list[RolloutResult]) -> list[RolloutResult]:
+        outcomes = list(outcomes)
         judged = [(i, each.completion, each.judgement) for i, each in enumerate(outcomes) if each.judgement is not None]
         completions = [completion for _, completion, _ in judged if completion is not None]
         found = await self._rewards.add_group_rewards(task, completions, [judgement for _, _, judgement in judged])
-        outcomes = list(outcomes)
         for (index, _, _), judgement in zip(judged, found, strict=True):
             outcomes[index] = outcomes[index].with_judgement(judgement)
         return outcomes
@@ -239,18 +251,38 @@ class WorkflowRunner:
             assert experience.reward is not None
             experience.reward_parts = {self._attempts.name: experience.reward}
             experience.info["step_reward"] = experience.reward
-        if outcome.judgement is not None:
-            trace_reward_result(self._trace, outcome.judgement)
-            for experience in shared:
-                assign_reward(experience, outcome.judgement)
-        by_role: dict[object, list[Experience]] = {}
-        for experience in shared:
-            by_role.setdefault(experience.info.get(ROLE_KEY), []).append(experience)
-        for branches in by_role.values():
-            _reward(branches, rollout.recorder, outcome, forked=len(experiences) > 1)
-        for branches in (*by_role.values(), *([each] for each in alone)):
+        by_role = split_by_role(shared)
+        for branches in by_role:
+            result = self._result_of(rollout, outcome, branches)
+            if result.judgement is not None:
+                for experience in branches:
+                    assign_reward(experience, result.judgement)
+            _reward(branches, rollout.recorder, result, forked=len(experiences) > 1)
+        for judged in (outcome, *outcome.roles.values()):
+            if judged.judgement is not None:
+                trace_reward_result(self._trace, judged.judgement)
+        for branches in (*by_role, *([each] for each in alone)):
             apply_repetition_penalty(branches, rollout.sampling, any(REPETITION_KEY in each.info for each in branches))
         return experiences
+
+    def _result_of(self, rollout: Rollout, outcome: RolloutResult, branches: Sequence[Experience]) -> RolloutResult:
+        """Return the result that belongs to a role's branches, which have no reward of their own.
+
+        Raises WorkflowError: the workflow returned rewards of other roles only.
+        """
+        role, judged = branches[0].info.get(ROLE_KEY), outcome.judgement
+        if role is not None and role in outcome.roles:
+            return outcome.roles[role]
+        is_others = judged is not None and judged.role != role and bool(self._rewards.roles)
+        if not outcome.roles and not is_others:
+            return outcome
+        if not any(each.action_tokens for each in branches):
+            return RolloutResult(None, {})
+        who = "what the policy generated outside of its roles" if role is None else f"the role `{role}`"
+        raise WorkflowError(
+            f"workflow `{self._attempts.name}` on task `{rollout.task.id}`: it returned rewards, and none for {who}; "
+            "return a mapping with every role, {NAME: reward, ...}, or give the replies theirs with policy.reward"
+        )
 
 
 def _reward(experiences: Sequence[Experience], recorder: Recorder, outcome: RolloutResult, *, forked: bool) -> None:
@@ -300,4 +332,6 @@ def assign_reward(experience: Experience, result: RewardResult) -> None:
     experience.info["outcomes"] = dict(result.outcomes)
     if result.details:
         experience.info["details"] = dict(result.details)
+    if result.boxes:
+        experience.info["boxes"] = [list(box) for box in result.boxes]
     experience.timings["reward"] = result.seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
@@ -14,9 +15,11 @@ from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.recorder import Recorder
 from rollmill.types import Completion, Task
 
-WorkflowResult = RewardValue | RewardResult | tuple[RewardResult, Mapping[str, float]]
+RoleReward = RewardValue | RewardResult | tuple[RewardResult, Mapping[str, float]]
 """The reward: a number, a mapping of parts, None to reject the rollout, or the result of `judge`, alone or with a
 mapping of further parts to add."""
+WorkflowResult = RoleReward | Mapping[str, RoleReward]
+"""The reward, or a mapping of the policy's roles to theirs."""
 WorkflowFunction = Callable[..., Awaitable[WorkflowResult]]
 """(task, policy, **parts) -> the reward. Parts are `judge`, `environment`, `tools`, `examples` and the names under
 `models`, as far as the run has them."""
@@ -47,7 +50,8 @@ ResourceFactory = Callable[[Rollout], AbstractAsyncContextManager[Any]]
 class RolloutResult:
     """Reward of a rollout. `judgement` belongs to `completion`, if the reward came from `judge`.
 
-    `rejected` is the reason of a rejected rollout.
+    `rejected` is the reason of a rejected rollout. `roles` has the results of roles by their name, in place of one for
+    all.
     """
 
     reward: float | None
@@ -56,6 +60,7 @@ class RolloutResult:
     judgement: RewardResult | None = None
     extra: Mapping[str, float] = field(default_factory=dict)  #: parts that the workflow adds to the judgement
     rejected: str | None = None
+    roles: Mapping[str, RolloutResult] = field(default_factory=dict)
 
     def with_judgement(self, judgement: RewardResult) -> RolloutResult:
         """Replace the judgement, keeping the extra parts."""
@@ -81,6 +86,11 @@ class Workflow:
 
         Raises TypeError and ValueError for invalid results.
         """
+        if isinstance(answer, Mapping) and any(name in answer for name in rollout.policy.role_names):
+            return self._outcome_by_role(rollout, answer)
+        return self._outcome(rollout, answer)
+
+    def _outcome(self, rollout: Rollout, answer: Any) -> RolloutResult:
         if isinstance(answer, tuple):
             if len(answer) != 2 or not isinstance(answer[0], RewardResult):
                 raise TypeError(f"returned {answer!r:.80}; of tuples only (what `judge` gave, a mapping) is a reward")
@@ -97,6 +107,24 @@ class Workflow:
             given = [each for each in value.values() if each is not None]
             return RolloutResult(sum(given) if given else None, dict(value))
         return RolloutResult(value, {self.name: value})
+
+    def _outcome_by_role(self, rollout: Rollout, answer: Mapping[str, Any]) -> RolloutResult:
+        """Interpret a mapping of roles to rewards. One with None has no reward; if all have none, the rollout is
+        rejected.
+
+        Raises ValueError for keys that are no roles, and like `outcome`.
+        """
+        known = list(rollout.policy.role_names)
+        for name in answer:
+            if name not in known:
+                listed = ", ".join(f"`{each}`" for each in known)
+                raise ValueError(f"returned rewards of roles, and one of `{name}`, which is none; there are {listed}")
+        found = {
+            name: self._outcome(rollout, {name: each} if isinstance(each, Real) else each)
+            for name, each in answer.items()
+        }
+        rejected = None if any(each.rejected is None for each in found.values()) else REJECTED_NO_REWARD
+        return RolloutResult(None, {}, rejected=rejected, roles=found)
 
     def _with_judgement(self, rollout: Rollout, judgement: RewardResult, extra: Mapping[str, float]) -> RolloutResult:
         for completion, given in reversed(rollout.scored):
@@ -123,10 +151,15 @@ class RolloutScorer:
     async def __call__(self, answer: Reply | Completion | str, task: Task | None = None) -> RewardResult:
         """Compute the rewards of an answer to the task (or to another one); `.reward` is the number.
 
-        A text is scored as if it were the policy's last reply.
+        A text is scored as if it were the policy's last reply. Of a reply in a role, only the rewards of that role and
+        those of all roles count.
         """
         completion = self._completion(answer)
-        judgement = await self._rewards.score(task or self._rollout.task, completion, group_follows=True)
+        calls = self._rollout.recorder.calls
+        written = calls[-1:] if isinstance(answer, str) else [each for each in calls if each.completion is completion]
+        role = written[0].role if written else None
+        scored = task or self._rollout.task
+        judgement = await self._rewards.score(scored, completion, group_follows=True, role=role)
         self._rollout.scored.append((completion, judgement))
         return judgement
 

@@ -96,7 +96,9 @@ class SimulatedRewards:
     def __init__(self, judges: SimulatedJudges, outages: OutageLog) -> None:
         self._judges, self._outages = judges, outages
 
-    async def score(self, task: Task, completion: Completion, *, group_follows: bool = False) -> RewardResult:
+    async def score(
+        self, task: Task, completion: Completion, *, group_follows: bool = False, role: str | None = None
+    ) -> RewardResult:
         """See RewardManager."""
         reward = await self._judges.judge(completion, self._outages)
         return RewardResult(reward, {"judge": reward}, {"judge": "ok"}, 0.0)

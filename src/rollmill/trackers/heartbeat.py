@@ -201,12 +201,23 @@ def read_status(run_dir: Path) -> RunStatus:
     now = time.time()
     processes = [(beat, process_state(beat, now)) for beat in read_heartbeats(run_dir)]
     rows = read_metrics(run_dir)
-    position = _position(_planned(read_plain_yaml(config)), rows)
-    restarts, state = read_events(run_dir, RESTART), _run_state(processes, read_summary(run_dir))
-    if state in ("killed", "failed") and restarts and is_locked(run_dir / _RUN_LOCK):
-        state = "restarting"  # the supervisor has the lock while it waits
-    scalings = read_events(run_dir, SCALE)
+    position = _position(planned_stages(read_plain_yaml(config)), rows)
+    restarts, scalings = read_events(run_dir, RESTART), read_events(run_dir, SCALE)
+    state = run_state(run_dir, processes, restarted=bool(restarts))
     return RunStatus(state, position, processes, now, restarts, DomainProgress(rows).states, scalings)
+
+
+def run_state(run_dir: Path, processes: Sequence[tuple[HeartbeatRecord, ProcessState]], *, restarted: bool) -> str:
+    """State of a run, see RunStatus.
+
+    Args:
+        processes: its processes, from `read_heartbeats` and `process_state`.
+        restarted: whether the process that trains was ever started again.
+    """
+    state = _training_state(processes, read_summary(run_dir))
+    if state in ("killed", "failed") and restarted and is_locked(run_dir / _RUN_LOCK):
+        return "restarting"  # the supervisor has the lock while it waits
+    return state
 
 
 def process_state(beat: HeartbeatRecord, now: float) -> ProcessState:
@@ -239,7 +250,7 @@ def _start_ticks(pid: int) -> int:
         return 0
 
 
-def _run_state(processes: Sequence[tuple[HeartbeatRecord, ProcessState]], summary: dict[str, Any]) -> str:
+def _training_state(processes: Sequence[tuple[HeartbeatRecord, ProcessState]], summary: dict[str, Any]) -> str:
     """State of the run: that of the trainer process, the only one that a run cannot continue without."""
     trainer = [(beat, state) for beat, state in processes if beat.name == TRAINER_PROCESS]
     if not trainer:
@@ -250,7 +261,7 @@ def _run_state(processes: Sequence[tuple[HeartbeatRecord, ProcessState]], summar
     return "failed" if beat.ended.startswith("failed") else str(summary.get("status", beat.ended))
 
 
-def _planned(config: dict[str, Any]) -> list[tuple[str, int]]:
+def planned_stages(config: dict[str, Any]) -> list[tuple[str, int]]:
     """Names and steps of a resolved run file's stages. Raises ConfigError if it is damaged."""
     stages = config.get("stages") or [config | {"name": "train"}]
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import RollmillError
 from rollmill.files import atomic_write, explain_write_errors, read_json_object, to_jsonable
 from rollmill.trackers.host_memory import lifetime_peak_rss
@@ -19,6 +20,7 @@ Metric = float | int | str | None
 Metrics = Mapping[str, Metric]
 
 METRICS_FILE = "metrics.jsonl"
+SERVICE_IDS_FILE = "trackers.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,29 @@ class TrackedRun:
     folder: Path
     name: str
     resumed_after: int | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Read the resolved run file; empty if there is none."""
+        path = self.folder / "config.yaml"
+        found = read_plain_yaml(path) if path.is_file() else {}
+        return found if isinstance(found, dict) else {}
+
+    def service_id(self, service: str) -> str | None:
+        """Read the id that a service has given the run, from RUN/trackers.json. Raises CorruptFileError."""
+        path = self.folder / SERVICE_IDS_FILE
+        found = read_json_object(path).get(service) if path.is_file() else None
+        return None if found is None else str(found)
+
+    def keep_service_id(self, service: str, run_id: str) -> None:
+        """Store the id, so that the run continues under it when it resumes."""
+        path = self.folder / SERVICE_IDS_FILE
+        ids = (read_json_object(path) if path.is_file() else {}) | {service: run_id}
+        atomic_write(path, (json.dumps(ids, indent=2) + "\n").encode())
+
+
+def numbers(metrics: Metrics) -> dict[str, float]:
+    """Return the metrics that are numbers, without `step`; what was not measured is left out."""
+    return {name: value for name, value in metrics.items() if name != "step" and isinstance(value, float | int)}
 
 
 class Tracker(Protocol):

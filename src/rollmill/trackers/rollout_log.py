@@ -16,6 +16,9 @@ from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import atomic_write, explain_write_errors, sync, to_jsonable
 from rollmill.types import STORED_FIELDS, Experience, ExperienceSource, FloatArray, RoutingArray, StopReason, Turn
 
+_DETAILS = {"trainer_logprobs": 8, "entropy": 5}
+"""Fields set by the trainer, and the digits that are stored."""
+
 
 def encode_experience(experience: Experience, *, routing: bool = False) -> dict[str, Any]:
     """Encode an experience as JSON, exactly.
@@ -48,6 +51,8 @@ def decode_experience(row: dict[str, Any]) -> Experience:
     known["versions"] = np.array(row["versions"], np.int32)
     known["logprobs"] = _decode_floats(row["logprobs"])
     known["advantage"] = None if row["advantage"] is None else _decode_floats(row["advantage"])
+    for name in _DETAILS:
+        known[name] = None if row.get(name) is None else _decode_floats(row[name])
     known["turns"] = [Turn(*turn) for turn in row["turns"]]
     known["source"] = ExperienceSource(row["source"])
     known["stop_reason"] = StopReason(row["stop_reason"])
@@ -76,6 +81,17 @@ def decode_routing(row: dict[str, Any] | None) -> RoutingArray | None:
     return found
 
 
+def _encode_details(experience: Experience) -> dict[str, Any]:
+    """Encode the trainer's numbers for each token, for looking at: log-probs to eight digits, so that they can be
+    compared with the engine's; entropies to five."""
+    found: dict[str, Any] = {}
+    for name, digits in _DETAILS.items():
+        if (values := getattr(experience, name)) is not None:
+            numbers = [float(f"{value:.{digits}g}") for value in values.tolist()]
+            found[name] = numbers if np.isfinite(values).all() else to_jsonable(numbers, non_finite="name")
+    return found
+
+
 def _number(value: float | str | None) -> float | None:
     return None if value is None else float(value)
 
@@ -100,9 +116,16 @@ class RolloutLog:
         self.folder = folder
         self._unsynced: list[Path] = []
 
-    def write(self, step: int, experiences: Sequence[Experience]) -> Path:
-        """Store a step's experiences, replacing earlier ones of the step. Raises RollmillError if that fails."""
-        lines = [json.dumps({"step": step, **encode_experience(one)}, allow_nan=False) for one in experiences]
+    def write(self, step: int, experiences: Sequence[Experience], *, details: bool = True) -> Path:
+        """Store a step's experiences, replacing earlier ones of the step. Raises RollmillError if that fails.
+
+        Args:
+            details: also store what the trainer knows of each token, where it does.
+        """
+        rows = [
+            {"step": step, **encode_experience(one), **(_encode_details(one) if details else {})} for one in experiences
+        ]
+        lines = [json.dumps(row, allow_nan=False) for row in rows]
         path = self.folder / f"step-{step:06d}.jsonl"
         atomic_write(path, "".join(line + "\n" for line in lines).encode())
         self._unsynced.append(path)

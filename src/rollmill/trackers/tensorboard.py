@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollmill.config.trackers import TensorBoardSection
-from rollmill.errors import ConfigError
-from rollmill.trackers.metrics_log import Metrics, TrackedRun
+from rollmill.trackers.metrics_log import Metrics, TrackedRun, numbers
 from rollmill.types import Experience
 
 
 class TensorBoardTracker:
-    """Writes event files to a folder. Raises ConfigError if the package is not installed."""
+    """Writes event files to a folder."""
 
     def __init__(self, config: TensorBoardSection, run: TrackedRun) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                'the tracker tensorboard needs the package tensorboard: pip install "rollmill[tensorboard]", '
-                "or take it out of monitor"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         purge = None if run.resumed_after is None else run.resumed_after + 1
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
         self._samples = config.completions
@@ -28,9 +22,8 @@ class TensorBoardTracker:
     def write(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:
         """Write the numbers of a step by their names, and its first completions as text."""
         step = metrics["step"]
-        for name, value in metrics.items():
-            if name != "step" and isinstance(value, float | int):
-                self._writer.add_scalar(name, value, step)
+        for name, value in numbers(metrics).items():
+            self._writer.add_scalar(name, value, step)
         for index, experience in enumerate(experiences[: self._samples]):
             self._writer.add_text(f"completion/{index}", _literally(experience), step)
 

@@ -1,8 +1,8 @@
 """The trainer: packing, log-probs, loss, optimizer and schedules, on one device or several ranks."""
 
 from rollmill.trainer.distributed.trainer import DistributedTrainer
-from rollmill.trainer.model_setup import choose_precision, choose_threads
 from rollmill.trainer.reward_trainer import RewardTrainer
+from rollmill.trainer.step_timing import StepSize, choose_precision, choose_threads
 from rollmill.trainer.trainer import Trainer
 
-__all__ = ["DistributedTrainer", "RewardTrainer", "Trainer", "choose_precision", "choose_threads"]
+__all__ = ["DistributedTrainer", "RewardTrainer", "StepSize", "Trainer", "choose_precision", "choose_threads"]

@@ -87,7 +87,7 @@ class Critic:
         self._pending: list[tuple[MiniBatch, list[int]]] = []
 
     @cached_property
-    def _optimizer(self) -> torch.optim.AdamW:
+    def _optimizer(self) -> torch.optim.Optimizer:
         """The optimizer, built on first use because the model may be sharded before that."""
         return build_optimizer(self.model, self._config)
 

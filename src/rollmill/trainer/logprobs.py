@@ -74,7 +74,7 @@ def compute_hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) 
         inputs = build_forward_inputs(network, micro.input_ids, micro.position_ids)
         if micro.pictures:
             prompts = {span.prompt.key: span.prompt for span in micro.pictures}
-            features = {key: compute_features(model, prompt) for key, prompt in prompts.items()}
+            features = compute_features(model, prompts.values())
             inputs = build_picture_inputs(model, inputs, micro.pictures, features)
         output = network(**inputs)
     hidden_Td: Tensor = output.last_hidden_state[0]

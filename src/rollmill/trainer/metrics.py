@@ -21,6 +21,19 @@ class TokenMetrics:
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
         self._gap_max = self._drift_max = 0.0
+        self._seen: list[tuple[Tensor, Tensor]] = []
+
+    def record(self, tokens: Tensor, logprob: Tensor, entropy: Tensor) -> None:
+        """Keeps what a first pass predicted for the tokens of a micro-batch, [M] each; see `token_details`."""
+        self._seen.append((tokens, torch.stack([logprob.detach().float(), entropy.detach().float()])))
+
+    def token_details(self, count: int, device: torch.device) -> Tensor:
+        """Returns log-prob and entropy of all `count` tokens of the batch, [2, A], from the recorded passes of all
+        ranks; 0 for tokens that none had."""
+        found = torch.zeros((2, count), device=device)
+        for tokens, values in self._seen:
+            found[:, tokens] = values
+        return self._ranks.add(found)
 
     @torch.no_grad()
     def usual(self, inputs: LossInputs, fresh: Tensor, *, first_pass: bool, domain: str = "") -> None:

@@ -13,13 +13,19 @@ from torch.distributed.tensor import DTensor
 from rollmill.config.trainer import TrainerConfig
 from rollmill.errors import TrainingError
 from rollmill.trainer.distributed.fsdp import gather_state_dict, global_norm, is_sharded, local_shards, shard_like
+from rollmill.trainer.stochastic_adamw import StochasticAdamW
+
+_CHUNK = 1 << 22
 
 TensorGetter = Callable[[], Iterable[Tensor]]
 """Returns the tensors of a component as they are at the time of the call."""
 
 
-def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """Builds AdamW (arXiv:1711.05101) with decoupled weight decay on matrices only: norms and biases never decay."""
+def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
+    """Builds AdamW (arXiv:1711.05101) with decoupled weight decay on matrices only: norms and biases never decay.
+
+    Trained weights in bf16 are rounded stochastically.
+    """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in _in_order(model):  # one fused kernel takes distributed tensors or plain ones, not both
         groups.setdefault((parameter.ndim >= 2, isinstance(parameter, DTensor)), []).append(parameter)
@@ -27,6 +33,8 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Adam
         {"params": parameters, "weight_decay": config.weight_decay if matrices else 0.0}
         for (matrices, _), parameters in groups.items()
     ]
+    if any(parameter.dtype == torch.bfloat16 for each in groups.values() for parameter in each):
+        return StochasticAdamW(decays, lr=config.lr, betas=config.betas, eps=config.eps)
     return torch.optim.AdamW(decays, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
@@ -105,7 +113,11 @@ def _numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[int]:
 
 
 def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.stack(torch._foreach_norm(tensors)).norm())
+    if any(tensor.dtype == torch.bfloat16 for tensor in tensors):  # summed in fp32, part by part: a copy is large
+        norms = [part.float().norm() for tensor in tensors for part in tensor.flatten().split(_CHUNK)]
+    else:
+        norms = list(torch._foreach_norm(tensors))
+    return float(torch.stack(norms).norm())
 
 
 def failed_step_error(step: int, what: str, task_ids: Iterable[str]) -> TrainingError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -30,6 +29,7 @@ from rollmill.engines.native.parity_check import (
     wrap_model_errors,
 )
 from rollmill.errors import ModelError
+from rollmill.files import cache_folder
 from rollmill.models.hf_forward import (
     LogprobGap,
     find_first_difference,
@@ -81,7 +81,7 @@ def require_parity(model: Any, folder: Path) -> None:
     Raises:
         ModelError: the results of engine or trainer differ from the model's, or they cannot run it.
     """
-    record = _cache_folder() / f"{_digest(model, folder)}.json"
+    record = cache_folder("models") / f"{_digest(model, folder)}.json"
     if record.is_file():
         return
     gaps = check_parity(model, folder)
@@ -245,18 +245,13 @@ def _in_float64(model: Any) -> Iterator[None]:
         ensure_own_memory(model.parameters())
 
 
-def _cache_folder() -> Path:
-    """Folder of the records of passed checks."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rollmill")
-    return Path(os.environ.get("ROLLMILL_CACHE", cache)) / "models"
-
-
 def _digest(model: Any, folder: Path) -> str:
     """Hash of the configuration, names and shapes of the weights, library versions and the code that computes the
     model, including the folder's own.
     """
     found = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    found.update((folder / "config.json").read_bytes())
+    config = folder / "config.json"
+    found.update(config.read_bytes() if config.is_file() else model.config.to_json_string().encode())
     for name, parameter in model.named_parameters():
         found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
     root = Path(rollmill.__file__).parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,14 @@ class PreparedBatch:
             entropy_coefficient=coefficients.entropy,
         )
         return MiniBatch(self.experiences, self.table, objective, part, step, self.fresh, draws)
+
+    def set_token_details(self, details_2A: Tensor) -> None:
+        """Sets each experience's `trainer_logprobs` and `entropy`, from TokenMetrics.token_details."""
+        values = details_2A.cpu().numpy()
+        for i, experience in enumerate(self.experiences):
+            found = np.zeros((2, len(experience.token_ids)), np.float32)
+            found[:, self.table.positions[i]] = values[:, self.table.offsets[i] : self.table.offsets[i + 1]]
+            experience.trainer_logprobs, experience.entropy = found
 
     def value_metrics(self) -> dict[str, float]:
         """Returns the critic's metrics on the rollouts that count; nothing without a critic."""

@@ -27,12 +27,7 @@ from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.progress import Progress, count_progress
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches, build_token_table
 from rollmill.trainer.distributed.ranks import RankGroup
-from rollmill.trainer.model_setup import (
-    choose_precision,
-    evaluation_mode,
-    set_gradient_checkpointing,
-    to_master_weights,
-)
+from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpointing, to_master_weights
 from rollmill.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -41,6 +36,7 @@ from rollmill.trainer.optimizer import (
     compute_learning_rate,
     failed_step_error,
 )
+from rollmill.trainer.step_timing import StepSize, choose_precision
 from rollmill.trainer.update import split_mini_batches
 from rollmill.types import Experience
 
@@ -91,7 +87,9 @@ class RewardTrainer:
         self.device = torch.device(device)
         self.model = to_master_weights(ScoringNetwork(policy).requires_grad_(True).to(self.device))
         self.options, self.config, self.total_steps = options, config, total_steps
-        self.precision = choose_precision(policy, device) if config.precision == "auto" else config.precision
+        self.precision = config.precision
+        if config.precision == "auto":
+            self.precision = choose_precision(policy, device, StepSize.of_training(config.micro_batch_tokens))
         self.steps = 0
         self._ranks = ranks or RankGroup.current()
         self._optimizer = build_optimizer(self.model, config)

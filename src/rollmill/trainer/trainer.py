@@ -27,12 +27,7 @@ from rollmill.trainer.logprobs import ForwardPasses
 from rollmill.trainer.loss import compute_advantages
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.mismatch import MismatchProbe
-from rollmill.trainer.model_setup import (
-    choose_precision,
-    evaluation_mode,
-    set_gradient_checkpointing,
-    to_master_weights,
-)
+from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpointing, to_master_weights
 from rollmill.trainer.optimizer import (
     TensorGetter,
     build_optimizer,
@@ -44,6 +39,7 @@ from rollmill.trainer.optimizer import (
 from rollmill.trainer.precompute import Precomputer
 from rollmill.trainer.prepared import PreparedBatch
 from rollmill.trainer.reference import ReferenceModel
+from rollmill.trainer.step_timing import StepSize, choose_precision
 from rollmill.trainer.teacher import Teacher
 from rollmill.trainer.update import PolicyUpdater, split_mini_batches
 from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
@@ -62,7 +58,8 @@ class Trainer:
     only run forward, for the metrics.
 
     Args:
-        model: a transformers causal LM; its weights become the fp32 master weights and are changed in place.
+        model: a transformers causal LM; its weights become the fp32 master weights (with `param_dtype: bf16` they are
+            bf16 already, see narrow_weights) and are changed in place.
         total_steps: training steps of the stage, for the schedule.
         reference: frozen policy for the KL term; by default the policy as it is now, if the recipe needs one.
         teacher: frozen model with the policy's vocabulary, for a recipe that distils from another model.
@@ -85,9 +82,12 @@ class Trainer:
         kept_versions: int = 0,
     ) -> None:
         self.device = torch.device(device)
-        self.model = to_master_weights(model.to(self.device))
+        model = model.to(self.device)
+        self.model = to_master_weights(model) if config.param_dtype == "fp32" else model
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
-        precision = choose_precision(model, device) if config.precision == "auto" else config.precision
+        precision = config.precision
+        if precision == "auto":
+            precision = choose_precision(model, device, StepSize.of_training(config.micro_batch_tokens))
         self.steps = 0
         self._ranks = ranks or RankGroup.current()
         routing = routing_shape(self.model) if config.router_replay else None
@@ -155,13 +155,14 @@ class Trainer:
     ) -> dict[str, float]:
         """Learns from one batch; `version` is the version of the current weights.
 
-        Sets each experience's `advantage`. Returns the metrics: lr (of the last update), loss, loss/<term> and
-        grad_norm (means over the updates), entropy, kl (k3 from rollout policy to current), kl_ref, ratio/mean,
-        ratio/clip_fraction, logprob_gap/mean, /max and /tokens (|trainer - engine| with the weights that sampled the
-        token, see MismatchProbe), policy_drift/mean, /max and /k1 (of the log-prob ratio of the policy to the rollout
-        over all rollout tokens), tokens (action tokens), updates and skipped; weight/<term> if it follows a schedule,
-        kl_coefficient and entropy_coefficient if they adapt, ratio/masked_fraction if there are masks, value/... if
-        there is a critic.
+        Sets each experience's `advantage`, `trainer_logprobs` and `entropy`.
+
+        Returns the metrics: lr (of the last update), loss, loss/<term> and grad_norm (means over the updates), entropy,
+        kl (k3 from rollout policy to current), kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean, /max and
+        /tokens (|trainer - engine| with the weights that sampled the token, see MismatchProbe), policy_drift/mean, /max
+        and /k1 (of the log-prob ratio of the policy to the rollout over all rollout tokens), tokens (action tokens),
+        updates and skipped; weight/<term> if it follows a schedule, kl_coefficient and entropy_coefficient if they
+        adapt, ratio/masked_fraction if there are masks, value/... if there is a critic.
 
         Args:
             probes: result of `probes`.
@@ -193,6 +194,8 @@ class Trainer:
                         totals.add(self._critic.update(batch, learned.advantages, learned.scores))
                     updates += 1
         extra |= learned.value_metrics()
+        if not self._critic_only:
+            learned.set_token_details(metrics.token_details(learned.tokens, self.device))
         found = metrics.result() | self._mismatch.metrics(experiences, metrics.mismatch)
         self._end_step(found, sum(e.source is ExperienceSource.ROLLOUT for e in experiences))
         skipped = totals.pop("skipped")

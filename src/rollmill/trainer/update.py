@@ -138,6 +138,8 @@ class PolicyUpdater:
         """Returns the loss of one micro-batch, and weight and share of every term."""
         taught = None if self._teacher is None else self._teacher.hidden(part.experiences, micro)
         logprob, entropy, divergence = call_unsharded(self._model, lambda: self._predicted(micro, part.table, taught))
+        if metrics is not None and first_pass:
+            metrics.record(micro.tokens, logprob, entropy)
         terms: LossTermValues = {}
         for source, domain in part.objective.kinds:
             inputs, tokens = part.objective.inputs(micro, logprob, entropy, source, divergence, domain)

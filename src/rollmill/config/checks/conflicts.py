@@ -171,6 +171,10 @@ def _training(stage: StageConfig) -> Iterator[Conflict]:
         yield ("trainer", "warmup_steps"), text
     if trainer.ranks > 1 and trainer.sharding != "none":
         yield from _sharding(algorithm)
+    critic = isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic
+    if trainer.param_dtype == "bf16" and (critic or not algorithm.trains_policy):
+        what = "a critic" if critic else f"algorithm `{algorithm.name}`"
+        yield ("trainer", "param_dtype"), f"{what} is trained in fp32 and shares the policy's weights; remove it"
 
 
 def _sharding(algorithm: AlgorithmOptions) -> Iterator[Conflict]:

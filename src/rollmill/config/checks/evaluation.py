@@ -36,6 +36,8 @@ def _unhonoured(stage: StageConfig, each: EvaluationSet) -> Iterator[tuple[KeyPa
     workflow = stage.for_evaluation(each).workflow
     if not workflow.uses_environment:
         yield ("environment",), f"not honoured by workflow `{workflow.name}`, which acts in none; remove it"
+    if not workflow.may_have_roles:
+        yield ("role",), f"not honoured by workflow `{workflow.name}`, which has no roles; remove it"
     if not workflow.scored_by_rewards:
         yield ("rewards",), f"not honoured by workflow `{workflow.name}`, which rewards by itself; remove it"
     if each.samples == 0:

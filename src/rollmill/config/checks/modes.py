@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from rollmill.config.checks.pictures import VLLM_SEES
 from rollmill.config.engines import VLLMEngineConfig
 
 
@@ -36,6 +37,11 @@ NEEDS_ONE_PROCESS = {
 RESIDENCY_ENGINE = "it cannot say what memory it has; use `native` or `vllm`, or remove it"
 RESIDENCY_SHARDS = "shards are a rank's own and stay with it; use sharding: none, or remove it"
 """Reasons for `residency` with another engine, and with shards."""
+PAST_ENGINE = (
+    "the copies are decoded by rollmill's own engine, beside the policy's; use engine `native`, or policy: initial"
+)
+PAST_RANKS = "the copies are taken where one process has all weights; set trainer.ranks: 1, or policy: initial"
+"""Reasons against `policy: past` with another engine, and with several ranks."""
 SHARED_WEIGHTS = "the native engine in the trainer's process decodes with the trainer's own, newest weights"
 """Reason against `sync_interval` where nothing is published."""
 
@@ -197,6 +203,21 @@ FEATURES = (
     ),
     ModeFeature("feedback", "", {}, _TESTS + "ratings_of_people_count"),
     ModeFeature(
+        "roles of the policy, each with its rewards",
+        "roles",
+        {"plugins": ["play.py"], "workflow": "play", "roles": {"first": {}, "second": {}}},
+        _TESTS + "each_role_has_its_own_rewards",
+    ),
+    ModeFeature(
+        "opponents that are past copies",
+        "models.NAME.policy",
+        {"plugins": ["play.py"], "workflow": "duel", "models": {"opponent": {"policy": "past"}}},
+        _TESTS + "opponents_are_past_copies",
+        elsewhere=NEEDS_ONE_PROCESS["models.policy"],
+        ranks=PAST_RANKS,
+        vllm=PAST_ENGINE,
+    ),
+    ModeFeature(
         "residency",
         "residency",
         {"residency": "auto"},
@@ -207,6 +228,13 @@ FEATURES = (
         "residency.budget_gb",
         {"residency": {"budget_gb": 1.0}},
         _TESTS + "a_memory_budget_counts_the_engine",
+    ),
+    ModeFeature(
+        "policies that see",
+        "model.path",
+        {"model": {"path": "seeing", "new": None}},
+        _TESTS + "a_policy_sees",
+        vllm=VLLM_SEES,
     ),
     ModeFeature("resume", "", {}, _TESTS + "a_killed_run_goes_on"),
 )

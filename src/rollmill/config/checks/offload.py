@@ -145,15 +145,16 @@ def offload_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Itera
         if (
             elsewhere
             or "rollout" not in stage_phases(stage)
-            or stage.trainer.precision != "fp32"
+            or (stage.trainer.precision != "fp32" and stage.trainer.param_dtype == "fp32")
             or engine_has_process(stage)
         ):
             continue
         if chosen.policy not in ("auto", "device"):
-            text = "in fp32 rollouts need the policy's own weights, so every phase needs them; remove this"
-            yield (*at, "residency", "policy"), f"{text}, or set trainer.precision to bf16"
+            text = "rollouts need the policy's own weights, so every phase needs them; remove this"
+            other = "" if stage.trainer.param_dtype == "bf16" else ", or set trainer.precision to bf16"
+            yield (*at, "residency", "policy"), f"{text}{other}"
         if chosen.cast != "auto" and model.lora is None:
-            text = "in fp32 rollouts run on the policy's own weights, and there is no cast"
+            text = "rollouts run on the policy's own weights, and there is no cast"
             yield (*at, "residency", "cast"), f"{text}; remove this"
 
 

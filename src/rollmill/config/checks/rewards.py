@@ -11,6 +11,7 @@ from rollmill.config.operators.base import OperatorSection, RewardOperatorSectio
 from rollmill.config.operators.filters import InvalidRewardFilter, VerifyOperator
 from rollmill.config.operators.shaping import OverlongPenalty, ReplayPriority, SuccessRateOperator
 from rollmill.config.placement import RayPlacement
+from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardSection, reward_part_names
 from rollmill.config.rewards.code import CodeReward
 from rollmill.config.rewards.math import ReasoningGymReward
@@ -18,6 +19,7 @@ from rollmill.config.rewards.text import LengthReward
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.config.validation_errors import join_quoted
+from rollmill.config.workflows import WorkflowConfig
 
 
 def reward_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
@@ -33,14 +35,23 @@ def _rewards(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
     if not stage.workflow.scored_by_rewards:
         return
+    scoring = _scoring(stage, stage.workflow)
     users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
     users += ["evaluation"] if _evaluated_by(stage) and stage.algorithm.trains_policy else []
     users += [f"workflow `{stage.workflow.name}`"] if stage.workflow.needs_rewards else []
     if users and not stage.rewards:
         yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
+    if users and stage.rewards and not scoring:
+        text = f"all rewards are of roles, and workflow `{stage.workflow.name}` has none"
+        yield ("rewards",), f"{text}; add a reward without `role`, or use a workflow of your own"
     if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):
         yield ("rewards",), "every weight is 0, so nothing is rewarded; give one part another weight"
     yield from _reward_list(stage, stage.rewards, ("rewards",))
+
+
+def _scoring(stage: StageConfig, workflow: WorkflowConfig) -> list[RewardConfig]:
+    """Returns the rewards that may score rollouts of a workflow."""
+    return [each for each in stage.rewards if each.role is None or workflow.may_have_roles]
 
 
 def _evaluated_by(stage: StageConfig) -> bool:
@@ -52,8 +63,15 @@ def _evaluated_by(stage: StageConfig) -> bool:
 def _evaluated_rewards(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     """Checks the rewards of evaluation sets."""
     for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
+        at = evaluation_set_path(name)
         if each.rewards is not None:
-            yield from _reward_list(stage, each.rewards, (*evaluation_set_path(name), "rewards"))
+            yield from _reward_list(stage, each.rewards, (*at, "rewards"))
+        seen = stage.for_evaluation(each)
+        if seen.workflow.scored_by_rewards and seen.rewards and not _scoring(seen, seen.workflow):
+            text = f"all rewards are of roles, and workflow `{seen.workflow.name}` has none; give the set rewards"
+            yield (*at, "rewards"), f"{text} without `role`"
+        if each.role is not None and each.role not in seen.roles:
+            yield (*at, "role"), _no_role(seen, each.role)
 
 
 def _reward_list(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
@@ -67,6 +85,15 @@ def _reward_list(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPa
                 yield (*here, "correct"), f"no reward `{reward.correct}`; {known}"
         if isinstance(reward, ReasoningGymReward):
             yield from _ungenerated(stage, here)
+        if reward.role is not None and at[0] == "pipeline":
+            yield (*here, "role"), "an operator scores the completions of all roles; remove it"
+        elif reward.role is not None and reward.role not in stage.roles:
+            yield (*here, "role"), _no_role(stage, reward.role)
+
+
+def _no_role(stage: StageConfig, name: str) -> str:
+    known = f"there are {join_quoted(list(stage.roles))}" if stage.roles else "there are none"
+    return f"no role `{name}` in the section `roles`: {known}; add it there, or correct the name"
 
 
 def _ungenerated(stage: StageConfig, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:

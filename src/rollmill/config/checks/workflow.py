@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollmill.config.checks.modes import PAST_ENGINE, PAST_RANKS
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
@@ -42,11 +43,13 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
         if not any(each.takes(model) for each in stage.workflows):
             text = f"not honoured by workflow `{name}`, which does not take it; a parameter of that name would"
             keys["models", model] = text
+    if not any(each.may_have_roles for each in stage.workflows):
+        keys["roles",] = f"not honoured by workflow `{name}`, which has none; one of your own may call policy.role"
     taskset = stage.taskset
     if isinstance(stage.workflow, ToolWorkflow) and taskset is not None and all(part.chat for part in taskset.parts()):
         keys["workflow", "result"] = "not honoured with taskset.chat, whose template writes results; remove it"
     if not stage.algorithm.uses_rollouts and stage.evaluation is None:
-        for key in ("workflow", "environment", "tools", "models"):
+        for key in ("workflow", "environment", "tools", "roles", "models"):
             keys[key,] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
     return keys
 
@@ -98,9 +101,9 @@ def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
         yield from _traffic(stage, stage.workflow)
     if stage.workflow.uses_tools and not stage.tools:
         yield ("tools",), f"workflow `{stage.workflow.name}` calls tools; add some, for example tools: [calculator]"
-    names = [tool.policy_name for tool in stage.tools]
+    names = [None if tool.many else tool.policy_name for tool in stage.tools]
     for index, name in enumerate(names):
-        if name in names[:index]:
+        if name is not None and name in names[:index]:
             yield ("tools", index), f"two tools are called `{name}`; give one another name with `called`"
     for name in stage.models:
         if not name.isidentifier() or name in _TAKEN:
@@ -117,13 +120,12 @@ def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
 def _past_policies(stage: StageConfig, at: KeyPath) -> Iterator[WorkflowConflict]:
     """Yields what copies of the policy that are taken between two steps cannot be combined with."""
     if not isinstance(stage.engine, NativeEngineConfig):
-        yield at, f"`past` is not supported with engine `{stage.engine.name}`; use engine `native`, or policy: initial"
+        yield at, f"`past` is not supported with engine `{stage.engine.name}`: {PAST_ENGINE}"
     if stage.max_staleness > 0:
         text = f"with max_staleness {stage.max_staleness} a new copy would replace one that rollouts still talk to"
         yield at, f"`past` is not supported in stages that roll out ahead: {text}; set max_staleness: 0"
     if stage.trainer.ranks > 1:
-        text = f"`past` is not supported with trainer.ranks {stage.trainer.ranks}"
-        yield at, f"{text}; set trainer.ranks: 1, or policy: initial"
+        yield at, f"`past` is not supported with trainer.ranks {stage.trainer.ranks}: {PAST_RANKS}"
     if stage.residency is not None:
         yield at, "`past` is not supported with `residency`, which would not move the copies; remove residency"
 

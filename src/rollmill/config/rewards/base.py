@@ -44,6 +44,8 @@ class RewardSection(Section):
     after_steps: int = Field(0, ge=0)
     """Number of training steps after which the reward counts (and its gate applies), by the policy that sampled the
     completion; before that, it is only logged."""
+    role: str | None = None
+    """Role whose replies the reward scores, one of `roles`. Default: it scores replies in all roles."""
     timeout_reward: float = 0.0
     """Reward of completions whose scoring times out (outcomes `timeout` and `late`)."""
 

@@ -33,6 +33,8 @@ class NativeEngine:
         record_routing: record the experts of every token, for Completion.routing; the model must have routers.
     """
 
+    applies_processors = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -293,9 +293,31 @@ class ModelRunner:
         seeds = np.fromiter((row.seed for row in rows), np.uint64, len(rows))
         counters = np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows))
         uniform_B = torch.from_numpy(counter_uniforms(seeds, counters)).to(self._device)
-        sampled = sample_tokens(logits_BV, self._sampling(rows), uniform_B, top)
+        shaped = [at for at, row in enumerate(rows) if row.processor is not None and row.stop_reason is None]
+        if not shaped:
+            sampled = sample_tokens(logits_BV, self._sampling(rows), uniform_B, top)
+        else:
+            sampled = self._sample_shaped(rows, shaped, logits_BV, uniform_B, top)
         require_finite(rows, sampled.logprob_B)
         return sampled
+
+    def _sample_shaped(
+        self, rows: list[SequenceState], shaped: list[int], logits_BV: Tensor, uniform_B: Tensor, top: int
+    ) -> SamplerOutput:
+        """Sample where the rows `shaped` have a processor. Their kept mass makes up for all that it changed, so that
+        log-prob and kept mass still sum to the log-prob of the model's own distribution."""
+        shaped_BV = logits_BV.float().clone()
+        for at in shaped:
+            processor = rows[at].processor
+            assert processor is not None
+            shaped_BV[at] = processor(rows[at].tokens, logits_BV[at])
+        sampled = sample_tokens(shaped_BV, self._sampling(rows), uniform_B, top)
+        temperature_S = [rows[at].group.request.sampling.temperature or 1.0 for at in shaped]
+        scale_S = torch.tensor(temperature_S, device=logits_BV.device)
+        own_SV = torch.log_softmax(logits_BV[shaped].float() / scale_S[:, None], dim=-1)
+        kept_B = sampled.kept_B.clone()
+        kept_B[shaped] = own_SV.gather(1, sampled.token_B[shaped, None])[:, 0] - sampled.logprob_B[shaped]
+        return sampled._replace(kept_B=kept_B)
 
     def _sampling(self, rows: list[SequenceState]) -> SamplingTensors:
         if self._context is None or len(rows) != len(self._context.positions_B):

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from rollmill.config.rollout import NgramConfig
-from rollmill.engines.base import CompletionPrefix, GenerationRequest
+from rollmill.engines.base import CompletionPrefix, GenerationRequest, LogitsProcessor
 from rollmill.engines.native.draft import ActiveDraft, NgramSpeculator, activate_draft, activate_ngram_draft
 from rollmill.engines.native.kv_cache import CacheEntry
 from rollmill.engines.native.sampler import TopTokens
@@ -49,7 +49,7 @@ class SequenceGroup(RunningRequest):
             if earlier is not None and row.begin(earlier):
                 self.hand_out(row)
                 continue
-            if draft is not None and request.on_token is None:
+            if draft is not None and request.on_token is None and request.new_processor is None:
                 row.proposal = activate_draft(draft, row.tokens, self.limit)
             self.waiting.append(row)
 
@@ -86,6 +86,7 @@ class SequenceState:
     started_at: float | None = None
     stop_reason: StopReason | None = None
     repetition: RepetitionDetector | None = None
+    processor: LogitsProcessor | None = None
     guesser: NgramSpeculator | None = None
     proposal: ActiveDraft | None = None
     top: list[TopTokens | None] = field(default_factory=list)
@@ -99,7 +100,9 @@ class SequenceState:
         self.seed = derive_seed(request.seed, self.index)
         if request.sampling.repetition is not None:
             self.repetition = RepetitionDetector(request.sampling.repetition)
-        if request.sampling.ngram_draft is not None and request.on_token is None:
+        if request.new_processor is not None:
+            self.processor = request.new_processor()
+        elif request.sampling.ngram_draft is not None and request.on_token is None:
             self.guesser = NgramSpeculator(request.sampling.ngram_draft, request.prompt_ids)
 
     def begin(self, prefix: CompletionPrefix) -> bool:

@@ -17,7 +17,7 @@ from rollmill.engines.stop_strings import (
     max_new_tokens_for,
     stop_matcher_for,
 )
-from rollmill.errors import EngineError
+from rollmill.errors import UnsupportedRequestError
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, StopReason
 
@@ -175,9 +175,13 @@ def build_vllm_sequence_group(
     """Build the group of a request. Raises EngineError for one that cannot be served."""
     sampling, limit = request.sampling, max_new_tokens_for(request, context)
     if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
-        raise EngineError(f"{request.id}: vLLM does not say how much probability truncation keeps; use top_p 1, no "
-                          "top_k and no min_p, or engine `native`")  # fmt: skip
+        raise UnsupportedRequestError(
+            f"{request.id}: vLLM does not say how much probability truncation keeps; use top_p 1, no top_k and no "
+            "min_p, or engine `native`"
+        )
     if any(request.drafts) or request.record_top:
-        raise EngineError(f"{request.id}: vLLM takes no drafts; use engine `native`")
+        raise UnsupportedRequestError(f"{request.id}: vLLM takes no drafts; use engine `native`")
+    if request.new_processor is not None:
+        raise UnsupportedRequestError(f"{request.id}: vLLM takes no logits processors; use engine `native`")
     stops = stop_matcher_for(request, tokenizer)
     return VLLMSequenceGroup(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from rollmill.config.rewards.vision import BoxesReward, GroundingReward
-from rollmill.rewards.base import Score
+from rollmill.rewards.base import Box, Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
 from rollmill.rewards.vision.detections import Detections, read_boxes, reference_boxes
-from rollmill.rewards.vision.geometry import Box, Point, giou, image_bounds, iou, scale_factors
+from rollmill.rewards.vision.geometry import Point, boxes_in_pixels, giou, image_bounds, iou, scale_factors
 from rollmill.rewards.vision.matching import Matrix, f1_score, labels_match, max_matching_score
 from rollmill.types import Completion, Task
 
@@ -43,7 +43,8 @@ class BoxesScorer:
         ]
         named = Detections(found.style, scaled, found.labels)
         matched = await run_large_in_thread(2 * len(golds.places) * len(scaled), _matched, config, golds, named)
-        return Score(f1_score(matched, len(golds.places), len(scaled)))
+        shown = boxes_in_pixels(found.places, config.coordinates, task.metadata)
+        return Score(f1_score(matched, len(golds.places), len(scaled)), boxes=shown)
 
 
 def max_detections(golds: int) -> int:
@@ -100,7 +101,8 @@ class GroundingScorer:
             "no_label": not config.labels or all(found.labels),
         }
         broken = next((outcome for outcome, kept in rules.items() if not kept), None)
-        return Score(1.0) if broken is None else Score(0.0, broken)
+        shown = boxes_in_pixels(found.places, config.coordinates, task.metadata)
+        return Score(1.0, boxes=shown) if broken is None else Score(0.0, broken, boxes=shown)
 
 
 def _inside(box: Box, edges: Point | None) -> bool:

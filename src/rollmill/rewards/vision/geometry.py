@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from rollmill.config.rewards.vision import BoxLayout, Coordinates
 from rollmill.data.images import image_refs_of
+from rollmill.rewards.base import Box
 
 # Coordinate systems: converts pixels, fractions, percent or thousandths to those of the reference.
 
-Box = tuple[float, float, float, float]
-"""x1, y1, x2, y2 with x1 < x2 and y1 < y2."""
 Point = tuple[float, float]
 
 _LARGEST = 1e7
@@ -87,6 +86,21 @@ def image_size(metadata: Mapping[str, Any]) -> Point | None:
     if sides is None or min(sides) <= 0:
         raise ValueError(f"the task's column `image_size` is {size!r:.80}; expected [width, height] in pixels")
     return sides
+
+
+_MOST_SHOWN = 20
+
+
+def boxes_in_pixels(
+    places: Sequence[Box | Point | None], coordinates: Coordinates, metadata: Mapping[str, Any]
+) -> tuple[Box, ...]:
+    """Return the first boxes or points of an answer in pixels, for display; none if the image's size is unknown."""
+    try:
+        across, down = scale_factors(coordinates, "pixels", metadata)
+    except ValueError:
+        return ()
+    found = [each if len(each) == 4 else (*each, *each) for each in places if each is not None]
+    return tuple((a * across, b * down, c * across, d * down) for a, b, c, d in found[:_MOST_SHOWN])
 
 
 Matrix = npt.NDArray[np.float64]

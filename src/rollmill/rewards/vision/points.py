@@ -14,7 +14,15 @@ from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
 from rollmill.rewards.vision.boxes import max_detections
 from rollmill.rewards.vision.detections import read_points
-from rollmill.rewards.vision.geometry import Point, finite_numbers, in_polygon, parse_box, parse_point, scale_factors
+from rollmill.rewards.vision.geometry import (
+    Point,
+    boxes_in_pixels,
+    finite_numbers,
+    in_polygon,
+    parse_box,
+    parse_point,
+    scale_factors,
+)
 from rollmill.rewards.vision.matching import f1_score, labels_match, max_matching_score
 from rollmill.types import Completion, Task
 
@@ -79,7 +87,8 @@ class PointsScorer:
             if kept and targets
             else 0.0
         )
-        return Score(f1_score(hits, len(targets), len(found.places)))
+        shown = boxes_in_pixels(found.places, config.coordinates, task.metadata)
+        return Score(f1_score(hits, len(targets), len(found.places)), boxes=shown)
 
 
 def _matched(config: PointsReward, targets: Sequence[PointTarget], named: Sequence[tuple[Point, str | None]]) -> float:

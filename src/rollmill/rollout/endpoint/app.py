@@ -1,10 +1,10 @@
-"""The web application and its server: OpenAI's API for applications, and feedback."""
+"""The web application and its server: OpenAI's and Anthropic's API for applications, and feedback."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar, get_type_hints
 
@@ -17,7 +17,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rollmill.errors import RollmillError
 from rollmill.rollout.endpoint import protocol as responses
+from rollmill.rollout.endpoint.anthropic_messages import MessagesHandler, count_tokens
+from rollmill.rollout.endpoint.anthropic_protocol import MessageResponse, MessagesRequest, TokenCount, TokenCountRequest
 from rollmill.rollout.endpoint.chat_completions import ChatCompletionHandler, TextCompletionHandler
+from rollmill.rollout.endpoint.handler import CompletionHandler
 from rollmill.rollout.endpoint.middleware import AccessRules, EndpointMiddleware, caller_of
 from rollmill.rollout.endpoint.protocol import (
     ApiError,
@@ -27,17 +30,22 @@ from rollmill.rollout.endpoint.protocol import (
     ErrorResponse,
     RewardRequest,
 )
+from rollmill.rollout.endpoint.responses import ResponseHandler
+from rollmill.rollout.endpoint.responses_protocol import ResponseObject, ResponseRequest
 from rollmill.rollout.endpoint.service import EndpointService
 from rollmill.web import RequestRefusedError
 
 AnswerT = TypeVar("AnswerT")
+AnyHandler = CompletionHandler[Any, Any]
 
-_ABOUT = """OpenAI's interface to a model that learns. Calls are recorded by session: the API key is `KEY:SESSION`, or
-the header `X-Session-Id` names it, or the path begins with `/s/SESSION`. A call without a session is one of its own."""
+_ABOUT = """The interfaces of OpenAI and Anthropic to a model that learns. Calls are recorded by session: the API key is
+`KEY:SESSION`, or the header `X-Session-Id` names it, or the path begins with `/s/SESSION`. A call without a session is
+one of its own."""
 _FAILS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse, "description": "The request is refused; the message says what to do."},
     "5XX": {"model": ErrorResponse, "description": "The request failed, or the server is ending."},
 }
+_ANTHROPIC_FAILS = {status: each | {"model": responses.AnthropicErrorResponse} for status, each in _FAILS.items()}
 _STREAMS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "JSON, or its pieces."}
 }
@@ -49,6 +57,7 @@ def make_app(service: EndpointService, rules: AccessRules) -> EndpointMiddleware
     app.router.route_class = _threaded_route(service)
     _add_errors(app)
     _add_completions(app, service)
+    _add_messages(app, service)
     _add_state(app, service)
     _add_feedback(app, service)
     assert service.most_bytes is not None
@@ -94,29 +103,34 @@ def _parsed(model: type[BaseModel], raw: bytes) -> BaseModel:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestRefusedError)
     async def refused(request: Request, error: RequestRefusedError) -> Response:
-        return JSONResponse(ApiError.of(error).body(), error.status, error.headers())
+        return _refusal(request, ApiError.of(error))
 
     @app.exception_handler(RollmillError)
     async def failed(request: Request, error: RollmillError) -> Response:
-        return JSONResponse(ApiError(str(error), 500, code="failed").body(), 500)
+        return _refusal(request, ApiError(str(error), 500, code="failed"))
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        known = ApiError("the server has failed of this request; its log says why", 500, code="failed")
-        return JSONResponse(known.body(), 500)
+        return _refusal(
+            request, ApiError("the server has failed of this request; its log says why", 500, code="failed")
+        )
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
         found = {404: "there is no such path; see /openapi.json", 405: "this path takes another method"}
         text = found.get(error.status_code, str(error.detail))
-        known = ApiError(text, error.status_code, code="not_found" if error.status_code == 404 else "invalid_request")
-        return JSONResponse(known.body(), error.status_code, error.headers)
+        code = "not_found" if error.status_code == 404 else "invalid_request"
+        return _refusal(request, ApiError(text, error.status_code, code=code), error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        known = ApiError(f"{_place(first['loc'][1:])}: {first['msg']}", code="invalid_request")
-        return JSONResponse(known.body(), 400)
+        return _refusal(request, ApiError(f"{_place(first['loc'][1:])}: {first['msg']}", code="invalid_request"))
+
+
+def _refusal(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    body = error.body(request.scope["path"])
+    return JSONResponse(body, error.status, error.headers() if headers is None else headers)
 
 
 def _place(at: Any) -> str:
@@ -137,8 +151,27 @@ def _add_completions(app: FastAPI, service: EndpointService) -> None:
         size = len(await request.body())
         return await _answered(TextCompletionHandler(service, body, caller_of(request.scope), size), request)
 
+    @app.post("/v1/responses", response_model=ResponseObject, responses=_STREAMS)
+    async def create_response(body: ResponseRequest, request: Request) -> Response:
+        """Generate the next turn of a conversation, which may continue an earlier response."""
+        size = len(await request.body())
+        return await _answered(ResponseHandler(service, body, caller_of(request.scope), size), request)
 
-async def _answered(work: ChatCompletionHandler | TextCompletionHandler, request: Request) -> Response:
+
+def _add_messages(app: FastAPI, service: EndpointService) -> None:
+    @app.post("/v1/messages", response_model=MessageResponse, responses=_STREAMS | _ANTHROPIC_FAILS)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Generate the next turn of a conversation, in Anthropic's protocol."""
+        size = len(await request.body())
+        return await _answered(MessagesHandler(service, body, caller_of(request.scope), size), request)
+
+    @app.post("/v1/messages/count_tokens", response_model=TokenCount, responses=_ANTHROPIC_FAILS)
+    async def tokens(body: TokenCountRequest, request: Request) -> TokenCount:
+        """Count the tokens of a prompt in Anthropic's protocol."""
+        return await count_tokens(service, body, len(await request.body()))
+
+
+async def _answered(work: AnyHandler, request: Request) -> Response:
     """Respond to an admitted request, at once or as a stream."""
 
     async def whole() -> Response:
@@ -160,7 +193,7 @@ async def _answered(work: ChatCompletionHandler | TextCompletionHandler, request
 class _EventStreamResponse(StreamingResponse):
     """Server-sent events. Generation is cancelled when the client disconnects, even before the first event."""
 
-    def __init__(self, work: ChatCompletionHandler | TextCompletionHandler) -> None:
+    def __init__(self, work: AnyHandler) -> None:
         super().__init__(_events(work), media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._work = work
 
@@ -171,15 +204,21 @@ class _EventStreamResponse(StreamingResponse):
             self._work.close()
 
 
-async def _events(work: ChatCompletionHandler | TextCompletionHandler) -> AsyncGenerator[bytes, None]:
+async def _events(work: AnyHandler) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(work.chunks()) as chunks:
             async for chunk in chunks:
-                yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+                yield _event(work, chunk)
         work.close()  # before the client sees the end: it may commit at once
-        yield b"data: [DONE]\n\n"
+        last = work.last_event()
+        yield b"data: [DONE]\n\n" if last is None else _event(work, last)
     except ApiError as error:
-        yield b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        yield _event(work, work.error_event(error))
+
+
+def _event(work: AnyHandler, data: dict[str, Any]) -> bytes:
+    name = f"event: {data['type']}\n" if work.named_events else ""
+    return f"{name}data: {json.dumps(data)}\n\n".encode()
 
 
 async def _while_connected(work: Awaitable[AnswerT], request: Request) -> AnswerT:

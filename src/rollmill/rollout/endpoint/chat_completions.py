@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollmill.rollout.endpoint.answer_formats import answer_grammar
 from rollmill.rollout.endpoint.handler import ChoiceState, CompletionHandler
 from rollmill.rollout.endpoint.messages import assistant_message, check_text
 from rollmill.rollout.endpoint.middleware import Caller
@@ -23,6 +24,7 @@ from rollmill.rollout.endpoint.protocol import (
 )
 from rollmill.rollout.endpoint.service import EndpointService, token_logprobs
 from rollmill.rollout.endpoint.session import requested_tools
+from rollmill.rollout.tools.formats import TOOL_CALL_END
 from rollmill.types import Completion
 
 
@@ -46,7 +48,7 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
     kind, piece = "chatcmpl", "chat.completion.chunk"
 
     def __init__(self, service: EndpointService, body: ChatCompletionRequest, caller: Caller, size: int) -> None:
-        _check_choice(body)
+        self._format = answer_grammar(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("`top_logprobs` needs `logprobs`: true", code="invalid_value", param="top_logprobs")
         super().__init__(service, body, caller, size)
@@ -58,7 +60,12 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         with service.gate.preparing():
             self.prompt = await service.tokenized(self.size, lambda: session.chat_prompt(body, service.check_text))
             limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-            self.sampling = session.settings(body, limit)
+            self.sampling, self.penalties = session.settings(body, limit), session.penalties(body)
+            if body.parallel_tool_calls is False and requested_tools(body) is not None:
+                self.sampling = self.sampling.model_copy(update={"stop": [*self.sampling.stop, TOOL_CALL_END]})
+            if self._format is not None:
+                service.check_processors()
+                self.grammar = await service.grammars.get(self._format)
             seed = session.seed(self._number, body.seed, int(self.id[-16:], 16))
             self._start(self.prompt.token_ids, seed, body.top_logprobs or 0)
         tools, prompt = requested_tools(body) is not None, (self.prompt.text, self.prompt.token_ids)
@@ -92,12 +99,14 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         body, session = self.body, self.session
         salt = f"{session.id}/{self._number}/{choice.index}"
         choice.content, choice.calls = session.read(body, completion.text, salt)
+        if body.parallel_tool_calls is False:
+            choice.calls = choice.calls[:1]  # in JSON there may be a list of them
         rest = ""
         if body.stream:
             rest = choice.text.finish(choice.content)
             choice.content = choice.text.shown  # the client sends back the text it has seen
         self._record(choice, completion)
-        if session.id != self.id:  # unnamed sessions cannot be continued
+        if session.id != self.id or self.continuable:
             session.told(body, assistant_message(choice.content, choice.calls), self.prompt, completion)
         return rest
 
@@ -126,14 +135,6 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
             assert choice.completion is not None
             found["token_ids"] = choice.completion.token_ids.tolist()
         return self._frame([found])
-
-
-def _check_choice(body: ChatCompletionRequest) -> None:
-    """Refuse forced tool calls: calls are up to the policy."""
-    if body.tool_choice in (None, "none", "auto"):
-        return
-    text = "`tool_choice` may be `auto` or `none`: calls are up to the policy; ask for one in the prompt"
-    raise ApiError(text, code="unsupported_parameter", param="tool_choice")
 
 
 MAX_PROMPTS = 64
@@ -166,7 +167,7 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
         """See CompletionHandler."""
         body, session, service = self.body, self.session, self.service
         prompts = _prompts(body)
-        self.sampling = session.settings(body, body.max_tokens)
+        self.sampling, self.penalties = session.settings(body, body.max_tokens), session.penalties(body)
         with service.gate.preparing(len(prompts)):
             found = await service.tokenized(self.size, lambda: [self._prompt_of(prompt) for prompt in prompts])
             for number, (ids, text) in enumerate(found):

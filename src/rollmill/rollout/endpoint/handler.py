@@ -7,15 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.engines.base import GenerationRequest, SampledToken
+from rollmill.engines.base import GenerationRequest, LogitsProcessor, SampledToken, TokenPenalties
+from rollmill.engines.logits_processors import CompiledGrammar, GrammarProcessor, PenaltyProcessor, ProcessorList
+from rollmill.rollout.endpoint.extra_fields import check_extra_fields
 from rollmill.rollout.endpoint.middleware import Caller
-from rollmill.rollout.endpoint.protocol import ApiError, BaseCompletionRequest, UsageInfo, check_extra_fields
+from rollmill.rollout.endpoint.protocol import ApiError, BaseCompletionRequest, UsageInfo
 from rollmill.rollout.endpoint.service import EndpointService, GenerationTask, new_response_id
 from rollmill.rollout.tools.formats import TOOL_CALL_START
 from rollmill.types import Completion
@@ -113,7 +116,14 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
 
     kind: ClassVar[str]  #: prefix of response ids
     piece: ClassVar[str]  #: object name of a stream's chunks
+    named_events: ClassVar[bool] = False
+    """A stream's events are named by the `type` of their JSON."""
     sampling: SamplingConfig
+    penalties: TokenPenalties
+    grammar: CompiledGrammar | None
+
+    continuable = False
+    """A later call may continue this one, even if it names no session."""
 
     def __init__(self, service: EndpointService, body: AnyBody, caller: Caller, size: int) -> None:
         check_extra_fields(body.model_extra)
@@ -124,9 +134,11 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
         self.service, self.body, self.id, self.size = service, body, new_response_id(self.kind), size
         self.created, self.count = int(time.time()), body.n or 1
         self.choices: list[AnyChoice] = []
+        self.penalties, self.grammar = TokenPenalties(), None
+        self._following: list[GrammarProcessor] = []
         self._generations: list[GenerationTask] = []
         self._stack = ExitStack()
-        self.session = self._stack.enter_context(service.session(caller, self.id))
+        self.session = self._stack.enter_context(service.session(caller, self.id, kept=self.continuable))
 
     @abstractmethod
     async def begin(self) -> None:
@@ -151,6 +163,14 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
     def _ended(self, choice: AnyChoice, completion: Completion) -> str:
         """Record a completion; return the text still to be shown."""
 
+    def last_event(self) -> dict[str, Any] | None:
+        """The last event of a stream, sent once the request has ended; None: `[DONE]`."""
+        return None
+
+    def error_event(self, error: ApiError) -> dict[str, Any]:
+        """The event of a stream that fails."""
+        return error.body()
+
     def close(self) -> None:
         """End the request and cancel its generations."""
         for generation in self._generations:
@@ -167,7 +187,28 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
 
     def _start(self, prompt_ids: list[int], seed: int, top: int) -> None:
         request = GenerationRequest(prompt_ids, self.sampling, n=self.count, seed=seed, id=self.id, top=top)
+        if self.grammar is not None or not self.penalties.neutral:
+            self.service.check_processors()
+            request.new_processor = partial(self._new_processor, prompt_ids)
         self._generations.append(self.service.start(request, self.session))
+
+    def _new_processor(self, prompt_ids: list[int]) -> LogitsProcessor:
+        """The processor of one completion: its grammar, then its penalties."""
+        found: list[LogitsProcessor] = []
+        if self.grammar is not None:
+            following = self.grammar.new_processor()
+            self._following.append(following)
+            found.append(following)
+        if not self.penalties.neutral:
+            found.append(PenaltyProcessor(self.penalties, prompt_ids))
+        return ProcessorList(found)
+
+    def _check_followed(self) -> None:
+        """Raise ApiError if a grammar could not be followed to its end."""
+        failed = [each.failure for each in self._following if each.failure]
+        if failed:
+            text = f"the format is too complex to be followed ({failed[0].splitlines()[0]}); simplify the schema"
+            raise ApiError(text, code="invalid_value")
 
     def _stream(self, *, tools: bool = False) -> TextStream:
         return TextStream(self.service.chat.tokenizer, self.sampling.stop, tools=tools)
@@ -179,6 +220,7 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
                 async for event in events:
                     choice = self.choices[number * self.count + event.index]
                     if isinstance(event, Completion):
+                        self._check_followed()
                         yield choice, self._ended(choice, event)
                         continue
                     choice.sampled.append(event)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.errors import EngineError
-from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam
+from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam, TextContentPart
 from rollmill.rollout.tools.formats import ToolCall
 
 
@@ -48,7 +48,7 @@ def _message(message: ChatMessageParam, at: str, ids: dict[str, str]) -> dict[st
     calls = message.tool_calls if message.role == "assistant" else None
     if message.content is None and not calls:
         raise ApiError(f"{at} has no content; send a text", code="invalid_messages", param=f"{at}.content")
-    found["content"] = _text(message, at)
+    found["content"] = content_text(message.content, at)
     if calls:
         found["tool_calls"] = [_call(call.id, call.function.name, call.function.arguments, ids) for call in calls]
     if message.role == "tool":
@@ -61,14 +61,15 @@ def _message(message: ChatMessageParam, at: str, ids: dict[str, str]) -> dict[st
     return found
 
 
-def _text(message: ChatMessageParam, at: str) -> str:
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    for part in message.content:
+def content_text(content: str | Sequence[TextContentPart] | None, at: str) -> str:
+    """The text of a message's content. Raises ApiError for a part that is not text, naming the place `at`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
         if part.type not in ("text", "input_text", "output_text") or part.text is None:
             text = f"{at} holds a part of type {part.type[:40]!r}; this model reads text only"
             raise ApiError(text, code="unsupported_content", param=f"{at}.content")
-    return "".join(part.text or "" for part in message.content)
+    return "".join(part.text or "" for part in content)
 
 
 def _call(id: str, name: str, arguments: str, ids: dict[str, str]) -> dict[str, Any]:

@@ -18,7 +18,10 @@ _NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _OPEN = ("/health",)
 _ROUTES = frozenset(
-    ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/feedback", "/commit"]
+    (
+        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/responses", "/v1/models", "/health", "/metrics", "/feedback", "/commit"),
+    )
 )
 
 
@@ -108,7 +111,7 @@ class EndpointMiddleware(GuardMiddleware):
 
     def refusal(self, scope: Scope, error: RequestRefusedError) -> tuple[str, bytes]:
         """See GuardMiddleware."""
-        return "application/json", json.dumps(ApiError.of(error).body()).encode()
+        return "application/json", json.dumps(ApiError.of(error).body(scope["path"])).encode()
 
     def answered(self, scope: Scope, start: ASGIMessage) -> None:
         """See GuardMiddleware."""
@@ -136,7 +139,7 @@ class EndpointMiddleware(GuardMiddleware):
             scope["raw_path"] = match[2].encode("utf-8", "replace")
         if "x-session-id" in headers:
             named.append(headers["x-session-id"])
-        client, of_key = self._of_key(headers.get("authorization", ""), scope["path"])
+        client, of_key = self._of_key(_shown_key(headers), scope["path"])
         named += of_key
         for name in named:
             if not _NAME.fullmatch(name):
@@ -147,10 +150,8 @@ class EndpointMiddleware(GuardMiddleware):
             raise ApiError(text, code="invalid_session", param="X-Session-Id")
         return Caller(client, named[0] if named else None)
 
-    def _of_key(self, header: str, path: str) -> tuple[str, list[str]]:
+    def _of_key(self, shown: str, path: str) -> tuple[str, list[str]]:
         """The client's name, and the session in its API key. Raises ApiError if the key is wrong."""
-        scheme, _, shown = header.partition(" ")
-        shown = shown.strip() if scheme.lower() == "bearer" else ""
         key, colon, session = shown.partition(":")
         named = [session] if colon else []
         if self._rules.keys is None or path in _OPEN:
@@ -159,3 +160,9 @@ class EndpointMiddleware(GuardMiddleware):
             text = "the API key is wrong or missing; send `Authorization: Bearer KEY`, or KEY:SESSION"
             raise ApiError(text, 401, code="invalid_api_key")
         return found.name, named
+
+
+def _shown_key(headers: dict[str, str]) -> str:
+    """The key of a request: OpenAI's clients send it as a bearer token, Anthropic's in a header of its own."""
+    scheme, _, shown = headers.get("authorization", "").partition(" ")
+    return shown.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()

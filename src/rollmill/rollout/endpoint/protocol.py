@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +15,9 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """A list that names its first wrong item only: a body may hold a million of them."""
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+MAX_BIASES = 2000
+Bias = Annotated[float, Field(ge=-100, le=100)]
 SessionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~-]{1,128}$")]
 """Name of a session, usable in a URL."""
 PartName = Annotated[str, Field(min_length=1, max_length=128)]
@@ -52,6 +54,14 @@ class BaseCompletionRequest(RequestBody):
     """Keep only the K most probable tokens; 0 and -1 keep all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Drop tokens less probable than this times the most probable one."""
+    presence_penalty: Penalty | None = None
+    """Subtracted from the logits of tokens that the completion has."""
+    frequency_penalty: Penalty | None = None
+    """Likewise, times their number."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    """Divides the logits of tokens in prompt and completion where they are positive, and multiplies negative ones."""
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    """Added to the logits of tokens, by their id."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -114,7 +124,11 @@ class ChatCompletionRequest(BaseCompletionRequest):
     messages: Annotated[list[ChatMessageParam], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[ToolParam], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
-    """`auto` or `none`; a call cannot be forced."""
+    """`auto`, `none`, `required`, or the function that is to be called."""
+    parallel_tool_calls: bool | None = None
+    """False: one call at most."""
+    response_format: dict[str, Any] | None = None
+    """`text`, `json_object`, or `json_schema` with a schema, which the answer follows."""
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
@@ -285,6 +299,9 @@ class CommitResponse(BaseModel):
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
+MESSAGES_PATH = "/v1/messages"
+"""Path of Anthropic's protocol, whose errors have a format of their own."""
 
 
 class ErrorInfo(BaseModel):
@@ -302,81 +319,36 @@ class ErrorResponse(BaseModel):
     error: ErrorInfo
 
 
+class AnthropicErrorInfo(BaseModel):
+    """An error, and what to do about it."""
+
+    type: str
+    message: str
+    details: dict[str, str | None] = {}
+    """`error_code` identifies the error for programs."""
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Body of every response of /v1/messages that is not 200."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorInfo
+
+
 class ApiError(RequestRefusedError):
-    """A refused or failed request, in OpenAI's format."""
+    """A refused or failed request, in the format of the protocol that it uses."""
 
     @classmethod
     def of(cls, error: RequestRefusedError) -> ApiError:
         """The same refusal in this format."""
         return cls(str(error), error.status, code=error.code, param=error.param, retry_s=error.retry_s)
 
-    def body(self) -> dict[str, Any]:
-        """The response body as JSON."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The response body as JSON, in the format of the protocol that `path` belongs to."""
+        if path.startswith(MESSAGES_PATH):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            named = AnthropicErrorInfo(type=kind, message=str(self), details={"error_code": self.code})
+            return AnthropicErrorResponse(error=named).model_dump()
         kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
         details = ErrorInfo(message=str(self), type=kind, param=self.param, code=self.code)
         return ErrorResponse(error=details).model_dump()
-
-
-IGNORED_FIELDS = frozenset(
-    (
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "priority", "request_id"),
-        *("prompt_cache_key", "prompt_cache_retention", "prediction", "cache_salt"),
-    )
-)
-"""Fields on billing, storage or speed, which do not change the response."""
-
-NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "best_of": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True,),
-    "use_beam_search": (False,),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
-}
-"""Unsupported fields with values that ask for the default behaviour. Null always does."""
-
-_ADVICE = {
-    "functions": "use `tools`",
-    "function_call": "use `tool_choice`",
-    "response_format": "describe the format in the prompt",
-    "parallel_tool_calls": "take the first call of the answer",
-    "best_of": "ask for `n` choices and choose",
-}
-
-
-def check_extra_fields(extra: Mapping[str, Any] | None) -> None:
-    """Raise ApiError for an unsupported field that would change the response."""
-    for name, value in (extra or {}).items():
-        known = NEUTRAL_VALUES.get(name, ())
-        if value is None or name in IGNORED_FIELDS or any(_same(value, each) for each in known):
-            continue
-        advice = _ADVICE.get(name, "remove it")
-        what = (
-            "is not a field of this request"
-            if name not in NEUTRAL_VALUES
-            else "is supported with its neutral value only"
-        )
-        if known:
-            what += f" ({known[0]!r})"
-        shown = name if len(name) <= 64 and name.isprintable() else "a field"
-        raise ApiError(f"`{shown}` {what}; {advice}", code="unsupported_parameter", param=shown)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equality that distinguishes numbers from booleans."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.engines.base import GenerationRequest, RolloutEngine, SampledToken
-from rollmill.errors import ConfigError, EngineError
+from rollmill.engines.base import GenerationRequest, RolloutEngine, SampledToken, applies_processors
+from rollmill.errors import ConfigError, EngineError, UnsupportedRequestError
 from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.endpoint.answer_formats import GrammarCache
 from rollmill.rollout.endpoint.middleware import Caller, EndpointMetrics
 from rollmill.rollout.endpoint.protocol import ApiError
 from rollmill.rollout.endpoint.session import EndpointSession, SessionSink
@@ -111,6 +112,8 @@ class GenerationTask:
                 "server's deadline"
             )
             raise ApiError(text, 504, code="deadline_exceeded") from None
+        except UnsupportedRequestError as error:
+            raise ApiError(str(error), code="unsupported_parameter") from error
         except EngineError as error:
             self._gate.failure = str(error)
             raise ApiError(f"the engine has failed: {error}", 503, code="engine_failed") from error
@@ -170,10 +173,12 @@ class EndpointService:
     _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "tokenize"))
     _converting: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "json"))
     _longest_token: int = field(init=False)
+    grammars: GrammarCache = field(init=False)
 
     def __post_init__(self) -> None:
         # Encoding here, too: a tokenizer's settings may change with its first text, which threads must not see.
         self.chat.encode("a")
+        self.grammars = GrammarCache(self.chat, self._converting)
         self._longest_token = max(map(len, self.chat.tokenizer.get_vocab()))
         if self.most_bytes is None:
             self.most_bytes = min(_MOST_BODY, max(_LEAST_BODY, _BODY_PER_TOKEN * self.context))
@@ -194,9 +199,22 @@ class EndpointService:
         """Convert `size` bytes from or to JSON likewise. Prompts that are tokenized do not delay it."""
         return await _in_thread(self._converting, size, work)
 
+    def check_processors(self) -> None:
+        """Raise ApiError if the engine applies no penalties and grammars."""
+        if not applies_processors(self.engine):
+            text = (
+                "this server's engine cannot change what is sampled and record it exactly: no penalties, biases, "
+                "formats and forced calls; serve with engine `native`"
+            )
+            raise ApiError(text, code="unsupported_parameter")
+
     @contextmanager
-    def session(self, caller: Caller, answer: str) -> Iterator[EndpointSession]:
-        """The session of a call, marked as busy inside. Raises ApiError if it takes no calls."""
+    def session(self, caller: Caller, answer: str, *, kept: bool = False) -> Iterator[EndpointSession]:
+        """The session of a call, marked as busy inside. Raises ApiError if it takes no calls.
+
+        Args:
+            kept: a session without a name is kept even if nothing is recorded, so that it can be continued.
+        """
         if caller.session is not None:
             session = self._named(caller)
         elif self.anonymous is None:
@@ -204,7 +222,7 @@ class EndpointService:
             raise ApiError(text, code="session_missing")
         else:
             session = self.anonymous(answer, owner=caller.client)
-            if self.takes_feedback:
+            if self.takes_feedback or kept:
                 self.sessions.add(session)
         session.busy += 1
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.engines.base import TokenPenalties
 from rollmill.errors import EngineError
 from rollmill.rollout.chat import ChatPrompt, ChatRenderer, RecordedReply
 from rollmill.rollout.endpoint.messages import check_text, normalize_messages, template_error
@@ -38,7 +39,7 @@ class EndpointSession:
         recorder: records every call.
         seed: seed of all calls, together with their number; None: every request has its own seed.
         index: index of the recorded completions.
-        forced: temperature and truncation are those of `sampling`, whatever requests say.
+        forced: temperature and truncation are those of `sampling`, without penalties, whatever requests say.
         most_tokens: limit of prompts and completions together; beyond it the session takes no more calls.
 
     Attributes:
@@ -46,6 +47,7 @@ class EndpointSession:
         tokens: recorded tokens, prompts and completions together.
         busy: number of running calls; `running` has their generations.
         answers: ids of the completions.
+        responses: conversations by the id of the response that ends them, for those that can be continued by it.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class EndpointSession:
         self.id, self.owner, self.sampling, self.recorder = id, owner, sampling, recorder or Recorder()
         self.parts: dict[str, float] = {}
         self.answers: list[str] = []
+        self.responses: dict[str, tuple[ChatMessageParam, ...]] = {}
         self.used_at, self.busy, self.closed = time.monotonic(), 0, False
         self.running: set[asyncio.Task[None]] = set()
         self._chat, self._seed, self._index, self._forced = chat, seed, index, forced
@@ -116,6 +119,23 @@ class EndpointSession:
         changes |= {} if body.stop_token_ids is None else {"stop_token_ids": body.stop_token_ids}
         changes |= {} if max_tokens is None else {"max_new_tokens": max_tokens}
         return SamplingConfig.model_validate(defaults | changes)
+
+    def penalties(self, body: BaseCompletionRequest) -> TokenPenalties:
+        """The penalties and biases of a request; none where it cannot change the sampling. Raises ApiError for a bias
+        of a token that does not exist."""
+        if self._forced:
+            return TokenPenalties()
+        most, bias = len(self._chat.tokenizer), dict[int, float]()
+        for key, value in (body.logit_bias or {}).items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < most):
+                raise ApiError(f"keys are token ids below {most}", code="invalid_value", param="logit_bias")
+            bias[int(key)] = value
+        return TokenPenalties(
+            presence=body.presence_penalty or 0.0,
+            frequency=body.frequency_penalty or 0.0,
+            repetition=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            bias=bias,
+        )
 
     def seed(self, number: int, requested: int | None, otherwise: int) -> int:
         """The seed of a call: the request's, else `otherwise`; within a rollout it derives from the rollout's."""

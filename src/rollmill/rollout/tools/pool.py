@@ -15,8 +15,8 @@ from rollmill.rollout.tools.toolbox import MALFORMED_CALLS, UNKNOWN_CALLS, Tool,
 from rollmill.rollout.workflow import Rollout
 from rollmill.types import Task
 
-ToolFactory = Callable[[Task, AsyncExitStack], Tool]
-"""Creates a tool for one rollout; its resources are closed with the stack."""
+ToolFactory = Callable[[Task, AsyncExitStack], Tool | Sequence[Tool]]
+"""Creates a tool, or several, for one rollout; their resources are closed with the stack."""
 
 
 class ToolPool:
@@ -30,20 +30,30 @@ class ToolPool:
         self._threads = FunctionThreads("tool", WorkflowError)
         self._closing: list[Callable[[], None]] = [self._threads.close]
         self._counters: dict[str, float] = {}
-        names = [section.policy_name for section in sections]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"tools: two are called `{name}`; give one of them another name with `called`")
-            self._counters |= {f"{name}/{key}": 0.0 for key in ("calls", "errors", "seconds")}
+        self._result_chars: dict[str, int] = {}
+        for section in sections:
+            if not section.many:
+                self.add_name(section.policy_name, section)
         self._counters |= {MALFORMED_CALLS: 0.0, UNKNOWN_CALLS: 0.0}
-        self._open = [self._opener(section) for section in sections]
-        self._result_chars = {section.policy_name: section.result_chars for section in sections}
+        try:
+            self._open = [self._opener(section) for section in sections]
+        except BaseException:
+            self.close()
+            raise
+
+    def add_name(self, name: str, section: ToolSection) -> None:
+        """Add the name of a tool. Raises ConfigError if another one has it."""
+        if name in self._result_chars:
+            raise ConfigError(f"tools: two are called `{name}`; give one of them another name with `called`")
+        self._result_chars[name] = section.result_chars
+        self._counters |= {f"{name}/{key}": 0.0 for key in ("calls", "errors", "seconds")}
 
     @asynccontextmanager
     async def one(self, rollout: Rollout) -> AsyncIterator[Toolbox]:
         """Open the tools for one rollout."""
         async with AsyncExitStack() as stack:
-            tools = [make(rollout.task, stack) for make in self._open]
+            made = [make(rollout.task, stack) for make in self._open]
+            tools = [tool for each in made for tool in ([each] if isinstance(each, Tool) else each)]
             yield Toolbox(tools, self._result_chars, self._counters)
 
     def counters(self) -> dict[str, float]:

@@ -43,7 +43,8 @@ class ProgramRunner:
             printed = await _run(config, task, endpoint)
         if not endpoint.session.recorder.calls:
             raise WorkflowError(
-                f"{_named(config, task)} never asked the policy; let it use OPENAI_BASE_URL and OPENAI_API_KEY"
+                f"{_named(config, task)} never asked the policy; let it use OPENAI_BASE_URL and OPENAI_API_KEY "
+                "(or ANTHROPIC_...)"
             )
         if config.rewarded_by == "feedback":
             return dict(endpoint.rewards) or None
@@ -99,6 +100,8 @@ def _environment(config: ProgramWorkflow, payload: str, endpoint: EndpointAccess
     variables = {
         "OPENAI_BASE_URL": endpoint.base_url,
         "OPENAI_API_KEY": endpoint.api_key,
+        "ANTHROPIC_BASE_URL": endpoint.address,
+        "ANTHROPIC_API_KEY": endpoint.api_key,
         "PYTHONUNBUFFERED": "1",
     }
     for name in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine

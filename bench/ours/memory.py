@@ -1,0 +1,93 @@
+"""Worker: a run of two GRPO steps per command, as `rollmill run` makes it, and the peak of its resident memory."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import resource
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.models import model_dir
+from bench.worker import Channel, serve, versions
+
+WAYS: dict[str, dict[str, Any]] = {
+    "fp32 weights": {"trainer": {"precision": "bf16"}},
+    "bf16 weights": {"trainer": {"precision": "bf16", "param_dtype": "bf16"}},
+    "LoRA over bf16 weights": {
+        "trainer": {"precision": "bf16", "param_dtype": "bf16"},
+        "model": {"lora": {"rank": 16}},
+    },
+}
+"""Sections of the run file that differ. All of them compute in bf16."""
+
+
+def trainable_copy(name: str, folder: Path) -> Path:
+    """Copy a benchmark model to `folder`, with an EOS token within its vocabulary: a run needs one."""
+    source = model_dir(name)
+    folder.mkdir()
+    changes: dict[str, dict[str, Any]] = {
+        "config.json": {"eos_token_id": 0},
+        "generation_config.json": {"eos_token_id": 0},
+        "tokenizer_config.json": {"eos_token": "<pad>"},
+    }
+    for file in source.iterdir():
+        if file.name in changes:
+            (folder / file.name).write_text(json.dumps(json.loads(file.read_text()) | changes[file.name]))
+        elif file.name != "tokenizer.json":
+            (folder / file.name).symlink_to(file)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [each for each in tokenizer["added_tokens"] if each["content"] != "<eos>"]
+    del tokenizer["model"]["vocab"]["<eos>"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def run_file(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """The run: no evaluation, no checkpoint before its end."""
+    own = WAYS[args.way]
+    return {
+        "name": "memory",
+        "steps": 2,
+        "threads": 1,
+        "model": {"path": str(model), **own.get("model", {})},
+        "taskset": {"function": "bench.ours.step:rows", "options": {"model": args.model}},
+        "rewards": [{"name": "python", "function": "bench.ours.step:even_ids", "processes": 1}],
+        "algorithm": {"name": "grpo"},
+        "rollout": {"batch": args.prompts, "group_size": args.group, "max_new_tokens": args.new_tokens},
+        "trainer": {"lr": 1e-5, "micro_batch_tokens": args.micro_batch_tokens, "logprob_chunk": 128, **own["trainer"]},
+        "checkpoint": {"every": 1000},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--way", choices=WAYS, required=True)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--micro-batch-tokens", type=int, default=512)
+    args, channel = parser.parse_args(), Channel()
+
+    def measure() -> dict[str, Any]:
+        import rollmill
+        from rollmill.trackers.console import PlainView
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "run.yaml")
+            path.write_text(json.dumps(run_file(args, trainable_copy(args.model, Path(folder, "model")))))
+            rollmill.run(path, out=Path(folder, "out"), view=PlainView(io.StringIO()))
+            lines = Path(folder, "out/metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        seconds = [row["seconds/total"] for row in rows if "loss" in row]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return {"gib": peak, "seconds": seconds[-1], "loss": rows[-1].get("loss")}
+
+    serve(channel, measure, versions=versions("torch", "transformers"))
+
+
+if __name__ == "__main__":
+    main()

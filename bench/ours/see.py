@@ -1,0 +1,101 @@
+"""Worker: one GRPO step on pictures per command, as in a run: rollout, reward, update, publish.
+
+With `--tower completion` the vision tower runs once per completion, in rollouts and in training; all else is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from bench.models import PROMPT, pictures, prompts, vision_dir
+from bench.ours.step import build_stage
+from bench.worker import Channel, versions
+
+
+def rows(model: str) -> Iterator[dict[str, Any]]:
+    """Rows of the taskset: a picture and a random prompt each."""
+    for ids, content in zip(prompts(model, 64, PROMPT), pictures(64), strict=True):
+        yield {"prompt": " ".join(f"w{token}" for token in ids), "images": content}
+
+
+def load(model: str) -> Any:
+    """The policy; its completions do not end early."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    from rollmill.models.load import PolicyModel
+    from rollmill.models.vision import read_processor
+
+    folder = vision_dir(model)
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    processor = read_processor(folder, {}, loaded.config.image_token_id)
+    tokenizer = processor.processor.tokenizer
+    loaded.picture_processor = tokenizer.picture_processor = processor
+    context = loaded.config.text_config.max_position_embeddings
+    return PolicyModel(loaded, tokenizer, frozenset(), 0, context, torch.device("cpu"))
+
+
+def repeat_tower(times: int) -> None:
+    """Run the tower `times` as often as it is needed: on copies of the pictures."""
+    import rollmill.models.vision as vision
+    import rollmill.trainer.logprobs as logprobs
+
+    once = vision.compute_features
+
+    def repeated(model: Any, needed: Any) -> Any:
+        found = list(needed)
+        if not found:
+            return {}
+        copies = [
+            vision.PicturePrompt(f"{each.key}/{i}", each.token_ids, each.inputs, each.token_types)
+            for each in found
+            for i in range(times)
+        ]
+        features = once(model, copies)
+        return {each.key: features[f"{each.key}/0"] for each in found}
+
+    for module in (vision, logprobs):
+        setattr(module, "compute_features", repeated)  # noqa: B010
+
+
+async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
+    """Build the stage of a run and run one step per command."""
+    began = time.perf_counter()
+    from rollmill.config.taskset import TasksetConfig
+
+    if args.tower == "completion":
+        repeat_tower(args.group)
+    taskset = TasksetConfig(function="bench.ours.see:rows", options={"model": args.model}, chat=True)
+    loop, precision = build_stage(args, "bench.ours.step:even_ids", policy=load(args.model), taskset=taskset)
+    channel.say(startup_s=time.perf_counter() - began, dtype=precision, versions=versions("torch", "transformers"))
+    for _ in channel.commands():
+        started, cpu = time.perf_counter(), time.process_time()
+        result = await loop.step()
+        channel.say(
+            seconds=time.perf_counter() - started,
+            cpu_s=time.process_time() - cpu,
+            tokens=result.generated_tokens,
+            phases={name: round(value, 4) for name, value in result.seconds.items()},
+        )
+    await loop.stage.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
+    parser.add_argument("--tower", choices=("group", "completion"), default="group")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    asyncio.run(serve_steps(Channel(), args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Policies that see: which checkpoint folders are vision-language models, and runs that such models cannot do yet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollmill.config.algorithms.base import PolicyGradientOptions
+from rollmill.config.algorithms.distillation import DistillationOptions, SelfDistill
+from rollmill.config.model import ModelConfig
+from rollmill.config.run import StageConfig
+from rollmill.config.trainer import TrainerConfig
+from rollmill.errors import ConfigError
+
+VISION_MODELS = frozenset(
+    {
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"),
+        *("llava", "llava_next", "llava_onevision", "internvl", "mistral3"),
+    }
+)
+"""`model_type` of the vision-language models that can be trained."""
+
+
+VLLM_SEES = "its requests do not carry pictures; use `native`"
+"""Reason against engine `vllm` for a policy that sees."""
+
+
+def vision_model_name(model: ModelConfig) -> str | None:
+    """Class of the vision-language model in `model.path`, by its config.json; None for text models."""
+    facts = _facts(model)
+    if facts is None or facts.get("model_type") not in VISION_MODELS:
+        return None
+    names = facts.get("architectures") or [facts["model_type"]]
+    return str(names[0])
+
+
+def _facts(model: ModelConfig) -> dict[str, Any] | None:
+    """The config.json of `model.path`; empty for a new model; None if it cannot be read, which loading it reports."""
+    if not isinstance(model.path, Path):
+        return {}
+    try:
+        facts = json.loads((model.path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
+
+
+def require_picture_support(model: ModelConfig, stages: Sequence[StageConfig]) -> None:
+    """Raise ConfigError for what does not work with a model that sees, or for `trainer.freeze` without one."""
+    if _facts(model) is None:
+        return
+    name = vision_model_name(model)
+    for stage in stages:
+        if stage.trainer.freeze != TrainerConfig.model_fields["freeze"].default:
+            if name is None:
+                raise ConfigError(
+                    f"stage {stage.name}: trainer.freeze: the model has neither vision tower nor projector; remove "
+                    "this key, or train a vision-language model"
+                )
+            if model.lora is not None:
+                raise ConfigError(
+                    f"stage {stage.name}: trainer.freeze: with model.lora, adapters in the language part are all that "
+                    "is trained; remove one of the two"
+                )
+        for view in stage.by_domain().values() if name is not None else ():
+            for key, remedy in _unsupported(view):
+                raise ConfigError(f"stage {stage.name}: {key} does not work with {name}, which sees pictures: {remedy}")
+
+
+def _unsupported(stage: StageConfig) -> Iterator[tuple[str, str]]:
+    """Yields keys that are not supported yet, each with a remedy."""
+    algorithm = stage.algorithm
+    if stage.engine.name != "native":
+        yield f"engine: {stage.engine.name}", VLLM_SEES
+    if stage.trainer.sharding == "tensor":
+        yield "trainer.sharding: tensor", "use fsdp or none"
+    if any(workflow.name != "single_turn" for workflow in stage.workflows) or stage.rows_name_workflows:
+        yield "workflow", "use single_turn: pictures belong to the first turn"
+    if stage.all_models:
+        yield "models", "remove them"
+    if stage.experts.others or any(operator.creates_experiences for operator in stage.pipeline):
+        yield "experts.sources (or an operator that creates experiences)", "their pictures are not stored; remove it"
+    distils = isinstance(algorithm, DistillationOptions | SelfDistill)
+    critic = isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic
+    if not algorithm.trains_policy or distils or critic:
+        yield f"algorithm: {algorithm.name}", "use an algorithm without critic, teacher or reward model"

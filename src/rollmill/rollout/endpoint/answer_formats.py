@@ -1,0 +1,136 @@
+"""Grammars of answers: `response_format`, and calls that `tool_choice` asks for, for constrained decoding.
+
+Grammars are in llguidance's variant of Lark, where `%json` holds a JSON schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rollmill.errors import ConfigError
+from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.endpoint.protocol import ApiError, ChatCompletionRequest
+from rollmill.rollout.endpoint.session import requested_tools
+from rollmill.rollout.tools.formats import TOOL_CALL_END, TOOL_CALL_START
+
+if TYPE_CHECKING:
+    from rollmill.engines.logits_processors import CompiledGrammar, GrammarCompiler
+
+_MOST_GRAMMARS = 32
+_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x09]{1,40}"}
+"""Bounded, since a policy may otherwise write white space to the end."""
+_FORMATS = "`response_format` is {type: text}, {type: json_object} or {type: json_schema, json_schema: {schema: ...}}"
+
+
+class GrammarCache:
+    """Compiles grammars for a model's tokenizer, in threads, and keeps the latest ones."""
+
+    def __init__(self, chat: ChatRenderer, threads: Executor) -> None:
+        self._chat, self._threads = chat, threads
+        self._compiler: GrammarCompiler | None = None
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
+
+    async def get(self, lark: str) -> CompiledGrammar:
+        """The compiled grammar. Raises ApiError if the library is missing, or does not support it."""
+        found = self._compiled.pop(lark, None)
+        if found is None:
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, partial(self._compile, lark))
+        self._compiled[lark] = found
+        while len(self._compiled) > _MOST_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return found
+
+    def _compile(self, lark: str) -> CompiledGrammar:
+        from rollmill.engines.logits_processors import GrammarCompiler
+
+        try:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._chat.tokenizer, sorted(self._chat.eos_ids))
+            return self._compiler.compile(lark)
+        except ConfigError as error:
+            raise ApiError(str(error), code="unsupported_parameter") from error
+        except ValueError as error:
+            raise ApiError(f"the schema is not supported: {error}", code="invalid_value") from error
+
+
+def answer_grammar(body: ChatCompletionRequest) -> str | None:
+    """The grammar of a request's answers; None for any text. Raises ApiError for a format or choice that is wrong.
+
+    Forced calls are in the format of Hermes and Qwen. With `tool_choice: auto` and a format, the answer is either of it
+    or calls.
+    """
+    schema, tools = _schema(body.response_format), requested_tools(body) or []
+    chosen = _chosen(body.tool_choice, [tool["function"]["name"] for tool in tools])
+    if chosen is None and schema is None:
+        return None
+    lines = []
+    if chosen is None:
+        lines += [f"start: answer{' | calls' if tools else ''}", f"answer: {_json_rule(schema)}"]
+    else:
+        lines.append("start: calls")
+        tools = [tool for tool in tools if tool["function"]["name"] in chosen]
+    if tools:
+        single = body.parallel_tool_calls is False or isinstance(body.tool_choice, dict)
+        lines += _call_rules([tool["function"] for tool in tools], single)
+    return "\n".join(lines)
+
+
+def _schema(format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The JSON schema of a format; None for text. Where it stands differs between OpenAI's interfaces."""
+    if format is None or format == {"type": "text"}:
+        return None
+    if format.get("type") == "json_object":
+        return {"type": "object"}
+    inside = format.get("json_schema", format)
+    schema = inside.get("schema") if isinstance(inside, dict) else None
+    if format.get("type") != "json_schema" or not isinstance(schema, dict):
+        raise ApiError(_FORMATS, code="invalid_value", param="response_format")
+    return schema
+
+
+def _chosen(choice: Any, names: Sequence[str]) -> set[str] | None:
+    """Names of the tools of which one has to be called; None if none has to be."""
+    if choice in (None, "none", "auto"):
+        return None
+    name = choice.get("function", {}) if isinstance(choice, dict) else None
+    name = name.get("name") if isinstance(name, dict) else None
+    if choice == "required" and names:
+        return set(names)
+    if isinstance(name, str) and choice.get("type") == "function" and name in names:
+        return {name}
+    text = "`tool_choice` is `auto`, `none`, `required`, or {type: function, function: {name: ...}} of one of `tools`"
+    raise ApiError(text, code="invalid_value", param="tool_choice")
+
+
+def _call_rules(functions: Sequence[dict[str, Any]], single: bool) -> list[str]:
+    calls = [f"call{number}" for number in range(len(functions))]
+    begin, end = _literal(f"{TOOL_CALL_START}\n"), _literal(f"\n{TOOL_CALL_END}")
+    more = "" if single else f" ({_literal(chr(10))} call)*"
+    lines = [f"calls: call{more}", f"call: {begin} ({' | '.join(calls)}) {end}"]
+    for name, function in zip(calls, functions, strict=True):
+        begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        lines += [f"{name}: {_literal(begin)} {name}_args {_literal('}')}"]
+        schema = function.get("parameters") or {}
+        if not isinstance(schema, dict):
+            text = f"`parameters` of {function['name'][:64]!r} is not a JSON schema"
+            raise ApiError(text, code="invalid_value", param="tools")
+        lines += [f"{name}_args: {_json_rule({'type': 'object'} | schema)}"]
+    return lines
+
+
+def _json_rule(schema: dict[str, Any] | None) -> str:
+    try:
+        return f"%json {json.dumps({**(schema or {}), 'x-guidance': _JSON_OPTIONS})}"
+    except (ValueError, RecursionError):
+        text = "the schema is nested too deeply; use fewer levels"
+        raise ApiError(text, code="invalid_value", param="response_format") from None
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
