@@ -18,7 +18,7 @@ _NOT_LOADED = {"canonical", "alternate", "next", "prev", "edit"}
 _IN_STYLES = re.compile(r"(?:@import\s+|url\()[\"']?(https?:)?//", re.IGNORECASE)
 
 
-class Page(HTMLParser):
+class SitePage(HTMLParser):
     """Ids and links of a page; `loaded` are those that a browser fetches by itself."""
 
     def __init__(self, text: str) -> None:
@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
 def find_problems(site: Path) -> Iterator[str]:
     """Yield every link to nothing, and everything that is loaded from another host."""
-    pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    pages = {path.resolve(): SitePage(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     for path, page in pages.items():
         where = path.relative_to(site.resolve())
         for link in dict.fromkeys(page.links):

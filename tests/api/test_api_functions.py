@@ -60,7 +60,7 @@ def test_a_loaded_model_is_evaluated_and_trained_on(trained: rollmill.TrainingRu
 def test_a_hub_that_is_away_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ConfigError, match="`nobody/nothing` is no folder here, and the Hugging Face hub gives"
+        ConfigError, match="nobody/nothing does not exist here; as a name of the Hugging Face hub"
     ) as found:
         rollmill.GRPO(**(SMALL | {"model": "nobody/nothing"}), rewards=["exact"], out=tmp_path / "run")
     assert "\n" not in str(found.value)

@@ -121,8 +121,8 @@ CASES = {
     ),
     "key like nothing": (
         GOOD + "monitor: {zzz: 1}",
-        "unknown key; valid here: trackers, tensorboard, show_completions, rollouts_every, timeline_every, report, "
-        "stuck_after, stop_when_stuck",
+        "unknown key; valid here: trackers, tensorboard, show_completions, rollouts_every, token_details, "
+        "timeline_every, report, stuck_after, stop_when_stuck",
     ),
     "run-wide key in a stage": (
         GOOD + "stages: [{name: a, seed: 1}]",

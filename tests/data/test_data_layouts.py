@@ -220,7 +220,7 @@ def test_templates_without_tools_are_refused(tmp_path: Path) -> None:
         ({"prompt": [USER | {"weight": 1}]}, "message 0 of the prompt has weight; only role, content, name"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "text"}]}]},
-            "content of message 0 of the prompt is not text",
+            "message 0 of the prompt has a part of type text without text",
         ),
         ({"messages": [ASK, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "message 0 .* names no function"),
     ],

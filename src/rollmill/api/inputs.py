@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.hub import fetch, parse_reference
+from rollmill.config.hub import fetch_named, parse_reference
 from rollmill.config.section import Section
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write
@@ -199,7 +199,7 @@ def find_model(source: str | Path) -> str:
     if reference is None:
         return text
     try:
-        return str(fetch(reference, "model"))
+        return str(fetch_named(text, reference, "model"))
     except ConfigError as error:
         raise ConfigError(f"model: {error}") from error
 

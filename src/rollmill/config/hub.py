@@ -72,6 +72,16 @@ def with_references(value: Any) -> Any:
     return str(found) if found else value
 
 
+def fetch_named(text: str, reference: HubReference, kind: HubKind) -> Path:
+    """`fetch` for a name in a run file, which may have been meant as a local path: then errors say so."""
+    try:
+        return fetch(reference, kind)
+    except ConfigError as error:
+        if text.startswith("hf:"):
+            raise
+        raise ConfigError(f"{text} does not exist here; as a name of the Hugging Face hub: {error}") from error
+
+
 def fetch(reference: HubReference, kind: HubKind) -> Path:
     """Returns the folder of a repository's commit in the cache; downloads what is missing.
 

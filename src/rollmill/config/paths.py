@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from rollmill.config.hub import HubReference, fetch, parse_reference
+from rollmill.config.hub import HubKind, HubReference, fetch_named, parse_reference
 from rollmill.config.tree import ConfigProblem, Node, edit, format_key_path, truncate_text
 from rollmill.errors import ConfigError
 from rollmill.user_code import STORED
@@ -117,7 +117,8 @@ def _hub_reference(node: Node) -> HubReference | None:
 
 def _fetched(node: Node, reference: HubReference, problems: list[ConfigProblem]) -> Node:
     try:
-        return _changed(node, str(fetch(reference, "dataset" if "taskset" in node.path else "model")))
+        kind: HubKind = "dataset" if "taskset" in node.path else "model"
+        return _changed(node, str(fetch_named(str(node.value), reference, kind)))
     except ConfigError as error:
         problems.append(ConfigProblem(node.origin.place, format_key_path(node.path), str(error)))
         return node

@@ -39,8 +39,9 @@ class WandbTracker:
                 settings=wandb.Settings(console="off", silent=True, login_timeout=30),
             )
         except wandb.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
-                f"monitor.trackers: W&B does not accept the run: {error}; run `wandb login`, or use `mode: offline`"
+                f"monitor.trackers: W&B does not accept the run: {reason}; run `wandb login`, or use `mode: offline`"
             ) from error
         run.keep_service_id(key, self._run.id)
         self._run.define_metric("step")
