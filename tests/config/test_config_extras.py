@@ -47,7 +47,7 @@ def missing(tmp_path: Path, **changes: Any) -> list[str]:
             "taskset.pipeline.0.by",
             "dedup",
         ),
-        ({"monitor": {"trackers": ["tensorboard"]}}, "monitor.trackers.0", "tensorboard"),
+        ({"rewards": [{"name": "tool_call"}]}, "rewards.0", "schema"),
         ({"placement": {"name": "ray", "explorers": 1}}, "placement", "ray"),
         ({"buffer": {"url": "postgresql+psycopg://u@h/d"}, "max_staleness": 1}, "buffer.url", "postgres"),
     ],
@@ -70,9 +70,9 @@ def test_the_extras_exist() -> None:
 def test_check_refuses_and_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing(tmp_path, monitor={"trackers": ["tensorboard"]})
+    missing(tmp_path, rewards=[{"name": "tool_call"}])
     monkeypatch.setattr(extras, "find_spec", lambda module: None)
     assert main(["check", str(tmp_path / "run.yaml")]) == 2
-    assert "monitor.trackers.0 needs the library tensorboard, which is not installed" in capsys.readouterr().err
+    assert "rewards.0 needs the library jsonschema, which is not installed" in capsys.readouterr().err
     assert main(["check", str(tmp_path / "run.yaml"), "--no-data"]) == 0
-    assert "warning: monitor.trackers.0 needs the library tensorboard" in capsys.readouterr().err
+    assert "warning: rewards.0 needs the library jsonschema" in capsys.readouterr().err

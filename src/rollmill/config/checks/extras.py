@@ -19,8 +19,7 @@ from rollmill.config.rewards.vision import OCRReward
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, RowsSection
 from rollmill.config.section import Section
 from rollmill.config.task_operators import DeduplicateTasks
-from rollmill.config.tools import SearchTool
-from rollmill.config.trackers import MonitorConfig, TensorBoardSection
+from rollmill.config.tools import MCPTool, SearchTool
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.config.workflows import ProgramWorkflow, TrafficWorkflow
 
@@ -58,13 +57,13 @@ _NEEDS: tuple[_Need, ...] = (
     (DeduplicateTasks, "dedup", "datasketch", lambda operator: "by" if operator.by == "near" else None),
     (NearDuplicatesOperator, "dedup", "datasketch", _always),
     (SearchTool, "search", "bm25s", _always),
+    (MCPTool, "mcp", "mcp", _always),
     (ProgramWorkflow, "serve", "uvicorn", _always),
     (TrafficWorkflow, "serve", "uvicorn", _always),
-    (TensorBoardSection, "tensorboard", "tensorboard", _always),
-    (MonitorConfig, "tensorboard", "tensorboard", lambda monitor: "tensorboard" if monitor.tensorboard else None),
     (RayPlacement, "ray", "ray", _always),
 )
-"""Sections, the extra and the module that they need, and the key that says so: "" is the section itself, None none."""
+"""Sections, the extra and the module that they need, and the key that says so: "" is the section itself, None none.
+Trackers name their package themselves (`MonitorConfig.require_packages`)."""
 
 
 def find_missing_extras(run: LoadedRun, installed: Callable[[str], bool] | None = None) -> list[str]:
@@ -73,7 +72,7 @@ def find_missing_extras(run: LoadedRun, installed: Callable[[str], bool] | None 
     Args:
         installed: says whether a module can be imported; default: by looking for it.
     """
-    known = installed or (lambda module: find_spec(module) is not None)
+    known = installed or _is_installed
     found: dict[str, None] = {}
     for prefix, section in _sections(run):
         for path, each in section.walk(prefix):
@@ -91,7 +90,7 @@ def find_missing_extras(run: LoadedRun, installed: Callable[[str], bool] | None 
 
 def _sections(run: LoadedRun) -> Iterator[tuple[KeyPath, Section]]:
     """Yields the sections of the whole run, and the stages; the first stage's sections are those of the run, too."""
-    for key in ("model", "placement", "monitor"):
+    for key in ("model", "placement"):
         yield (key,), getattr(run.config, key)
     yield from _stages(run)
 
@@ -105,6 +104,12 @@ def _schema_key(reward: FormatReward) -> str | None:
     if reward.json_schema is not None:
         return "json_schema"
     return "schema_column" if reward.schema_column is not None else None
+
+
+def _is_installed(module: str) -> bool:
+    """True if the module can be imported; a folder of its name in the current folder is none."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def _command(extra: str) -> str:
