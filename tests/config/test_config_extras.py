@@ -48,6 +48,7 @@ def missing(tmp_path: Path, **changes: Any) -> list[str]:
             "dedup",
         ),
         ({"rewards": [{"name": "tool_call"}]}, "rewards.0", "schema"),
+        ({"pipeline": ["near_duplicates"]}, "pipeline.0", "dedup"),
         ({"placement": {"name": "ray", "explorers": 1}}, "placement", "ray"),
         ({"buffer": {"url": "postgresql+psycopg://u@h/d"}, "max_staleness": 1}, "buffer.url", "postgres"),
     ],

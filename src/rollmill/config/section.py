@@ -39,6 +39,8 @@ class Section(BaseModel):
     #: Import path `module:name` of the class or function that builds the component of the section. It is imported when
     #: a run uses it, since it may need torch. It takes the section, and what its kind of component gets besides.
     implementation: ClassVar[str] = ""
+    #: Extra and module of a library that every use of the section needs (see also `config/checks/extras.py`).
+    needs_extra: ClassVar[tuple[str, str] | None] = None
 
     def unused_keys(self) -> dict[str, str]:
         """Returns the keys that have no effect because of the section's other keys, each with the reason."""

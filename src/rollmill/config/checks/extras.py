@@ -10,7 +10,6 @@ from rollmill.config.environments import GymnasiumSection, ReasoningGymSection, 
 from rollmill.config.hub import parse_reference, reference_of
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
-from rollmill.config.operators.filters import NearDuplicatesOperator
 from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards.judges import JudgeSection
 from rollmill.config.rewards.math import ReasoningGymReward
@@ -55,7 +54,6 @@ _NEEDS: tuple[_Need, ...] = (
     (OCRReward, "vision", "rapidfuzz", _always),
     (FieldsConfig, "vision", "PIL", lambda fields: "images" if fields.images else None),
     (DeduplicateTasks, "dedup", "datasketch", lambda operator: "by" if operator.by == "near" else None),
-    (NearDuplicatesOperator, "dedup", "datasketch", _always),
     (SearchTool, "search", "bm25s", _always),
     (MCPTool, "mcp", "mcp", _always),
     (ProgramWorkflow, "serve", "uvicorn", _always),
@@ -63,6 +61,7 @@ _NEEDS: tuple[_Need, ...] = (
     (RayPlacement, "ray", "ray", _always),
 )
 """Sections, the extra and the module that they need, and the key that says so: "" is the section itself, None none.
+Sections that always need one may say so themselves (`Section.needs_extra`).
 Trackers name their package themselves (`MonitorConfig.require_packages`)."""
 
 
@@ -76,7 +75,8 @@ def find_missing_extras(run: LoadedRun, installed: Callable[[str], bool] | None 
     found: dict[str, None] = {}
     for prefix, section in _sections(run):
         for path, each in section.walk(prefix):
-            for kind, extra, module, key_of in _NEEDS:
+            own = [] if each.needs_extra is None else [(type(each), *each.needs_extra, _always)]
+            for kind, extra, module, key_of in (*own, *_NEEDS):
                 if isinstance(each, kind) and (key := key_of(each)) is not None and not known(module):
                     where = format_key_path((*path, key) if key else path)
                     found[f"{where} needs the library {module}, which is not installed: {_command(extra)}"] = None

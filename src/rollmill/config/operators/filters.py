@@ -178,6 +178,7 @@ class NearDuplicatesOperator(OperatorSection):
 
     drops = True
     implementation = "rollmill.pipelines.deduplication:NearDuplicateFilter"
+    needs_extra = ("dedup", "datasketch")
     name: Literal["near_duplicates"] = "near_duplicates"
     within: Literal["group", "task", "run"] = "group"
     """Scope of earlier completions: the group, the run for the same task, or the run for any task."""
