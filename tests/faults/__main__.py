@@ -140,7 +140,8 @@ def write(rows: Sequence[Row], killed: Sequence[dict[str, Any]]) -> None:
     merged = [row for row in merged if _key(row) in order]
     kills = {kill["kill"]: kill for kill in [*before["moments"], *(kill | commit for kill in killed)]}
     result = {"bench": "faults", "rows": merged, "moments": sorted(kills.values(), key=lambda kill: kill["area"])}
-    result = json.loads(json.dumps(result).replace(f"{ROOT}/", ""))  # messages name files of this checkout
+    text = json.dumps(result).replace(f"{ROOT}/", "")  # messages name files of this checkout, and of their runs
+    result = json.loads(re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/\s]+/\d{{4}}/", "", text))
     RESULT.write_text(json.dumps(result | {"machine": machine.describe()}, indent=1) + "\n")
     page = PAGE.read_text()
     text = f"{BEGIN}\n\n{_page(result)}\n\n{END}"
