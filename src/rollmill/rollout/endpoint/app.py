@@ -46,8 +46,14 @@ _FAILS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorResponse, "description": "The request failed, or the server is ending."},
 }
 _ANTHROPIC_FAILS = {status: each | {"model": responses.AnthropicErrorResponse} for status, each in _FAILS.items()}
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+"""Schema of each server-sent event; its data is JSON, or the end mark of the protocol."""
 _STREAMS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "JSON, or its pieces."}
+    200: {"content": {"text/event-stream": {"schema": _EVENT}}, "description": "JSON, or its pieces as events."}
 }
 
 
