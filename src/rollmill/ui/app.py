@@ -47,7 +47,7 @@ Names = Annotated[list[str], Query(max_length=_PATHS)]
 
 
 class RunViews:
-    """What the server keeps of the runs that were looked at.
+    """State that the server keeps of the runs that were looked at.
 
     Args:
         folder: where the tables of rollouts are made; the caller removes it.

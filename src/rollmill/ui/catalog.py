@@ -51,7 +51,7 @@ class RunCard:
 
 @dataclass(frozen=True, slots=True)
 class _FileFacts:
-    """What a run's files say, apart from its processes."""
+    """The contents of a run's files, apart from its processes."""
 
     name: str
     algorithms: list[str]
