@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollmill.config.checks.extras import require_extras
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import RayPlacement
 from rollmill.config.workflows import TrafficWorkflow
@@ -206,7 +207,7 @@ def execute(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "
             f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
         )
-    loaded.config.monitor.require_packages(loaded.path)
+    require_extras(loaded, "monitor")
     with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
         checkpoints = Checkpoints(run_dir)
         with uncounted_work():
