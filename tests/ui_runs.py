@@ -25,7 +25,7 @@ from rollmill.trackers.event_log import record_event
 from rollmill.trackers.heartbeat import HeartbeatRecord
 from rollmill.trackers.metrics_log import MetricsLog
 from rollmill.trackers.rollout_log import RolloutLog
-from rollmill.types import Completion, Experience, StopReason
+from rollmill.types import Completion, DraftUse, DraftUseArray, Experience, StopReason
 from rollmill.ui.server import open_server
 from rollmill.web import open_listener
 from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
@@ -102,6 +102,7 @@ def completion(prompt: Sequence[int], text: str, version: int, rng: np.random.Ge
         logprobs=-rng.exponential(0.7, len(ids)).astype(np.float32),
         versions=np.full(len(ids), version, np.int32),
         kept_logmass=np.zeros(len(ids), np.float32),
+        drafted=drafted(len(ids)),
         text=text,
         stop_reason=StopReason.EOS,
         seed=0,
@@ -110,6 +111,14 @@ def completion(prompt: Sequence[int], text: str, version: int, rng: np.random.Ge
         started_at=1.1,
         finished_at=1.6,
     )
+
+
+def drafted(length: int) -> DraftUseArray:
+    """Half of the tokens taken over, then one that was rejected, and after a pause a guess of four tokens."""
+    uses = np.zeros(length, np.uint8)
+    uses[: length // 2], uses[length // 2] = DraftUse.EARLIER, DraftUse.REJECTED
+    uses[length // 2 + 3 : length // 2 + 7] = DraftUse.GUESS
+    return uses
 
 
 def agent_rollout(step: int, number: int, rng: np.random.Generator) -> list[Experience]:

@@ -211,6 +211,14 @@ def test_an_agents_rollout_token_by_token_and_turn_by_turn(page: Page, tmp_path:
     assert [ground != "rgba(0, 0, 0, 0)" for ground in grounds["advantage"]] == learned
     for colour in ("log-prob", "engine/trainer gap", "entropy"):
         assert len(set(grounds[colour])) > 5
+    page.get_by_role("button", name="drafts", exact=True).click()
+    found = tokens.evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundColor)")
+    assert len(set(found)) == 4
+    assert all(ground == "rgba(0, 0, 0, 0)" for ground, mine in zip(found, learned, strict=True) if not mine)
+    tokens.nth(learned.index(True)).hover()
+    expect(page.locator(".about")).to_contain_text("an earlier completion's token, accepted")
+    expect(page.locator(".scale")).to_contain_text("sampled in place of a rejected draft")
+    picture(page, "drafts", tmp_path)
     page.get_by_role("button", name="log-prob", exact=True).click()
     picture(page, "tokens", tmp_path)
     page.get_by_role("tab", name="Turns").click()
