@@ -17,7 +17,7 @@ import pytest
 from browser import chromium
 from feedback_runs import completion
 from playwright.sync_api import Browser, Page, expect
-from ui_runs import ServedRuns, killed_run, make_run, served, step_row
+from ui_runs import ServedRuns, activities, killed_run, make_run, served, step_row
 
 from rollmill.data.images import make_image_ref
 from rollmill.feedback import open_feedback
@@ -60,7 +60,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRuns]:
     folder = tmp_path_factory.mktemp("runs")
-    make_run(folder / "one", 30)
+    activities(make_run(folder / "one", 30), 30)
     make_run(folder / "two", 30, seed=1, gain=0.01, max_staleness=1)
     killed_run(folder / "killed")
     make_run(folder / "live", 12, seed=2)
@@ -266,8 +266,17 @@ def test_the_other_tabs(page: Page, tmp_path: Path, name: str) -> None:
         assert "apples/1" in text
         expect(page.locator(".chart canvas")).to_have_count(2)
     elif name == "timeline":
-        assert page.locator(".lane-name b").all_inner_texts()[:3] == ["step", "optimizer", "generate"]
-        expect(page.locator(".chart canvas")).to_have_count(1)
+        lanes = page.locator(".lane-name b").all_inner_texts()
+        assert lanes[:6] == ["trainer", "explorer 0", "explorer 1", "step", "optimizer", "generate"]
+        expect(page.locator(".chart canvas")).to_have_count(3)
+        processes = page.locator("section", has_text="Processes")
+        assert processes.locator(".legend span").all_inner_texts()[:3] == ["rollout", "inference", "reward"]
+        before = processes.locator(".lane-bars i").count()
+        with page.expect_response(lambda answer: "processes" in answer.url and "seconds=60" in answer.url):
+            page.get_by_label("Time").select_option("60")
+        expect(processes.locator(".lane-bars i").nth(before // 2)).to_have_count(0)
+        page.get_by_label("Time").select_option("600")
+        expect(processes.locator(".lane-bars i")).to_have_count(before)
     else:
         assert page.locator(".funnel-name").all_inner_texts() == [
             "before the pipeline",

@@ -28,7 +28,7 @@ from rollmill.ui.comparison import config_difference, evaluation_differences, me
 from rollmill.ui.feedback_desks import FeedbackDesks
 from rollmill.ui.metric_columns import ColumnCache, Curve, XAxis
 from rollmill.ui.rollout_table import SORTS, RolloutQuery, RolloutTable
-from rollmill.ui.run_details import pipeline_funnel, run_details, run_file, step_timeline
+from rollmill.ui.run_details import pipeline_funnel, process_timeline, run_details, run_file, step_timeline
 from rollmill.ui.token_view import DecoderCache, read_experience, token_page, turn_tree
 from rollmill.web import RequestRefusedError
 from rollmill.web.guard import RequestGuard
@@ -219,6 +219,11 @@ def _add_runs(app: FastAPI, views: RunViews) -> None:
     def timeline(run: str, step: Number | None = None) -> Response:
         """Spans of a step."""
         return _json(step_timeline(catalog.find(run), step))
+
+    @app.get("/api/processes")
+    def processes(run: str, seconds: Annotated[float | None, Query(gt=0, le=_LARGEST)] = None) -> Response:
+        """Returns what each process did lately."""
+        return _json(process_timeline(catalog.find(run), seconds))
 
     @app.get("/api/checkpoints")
     def checkpoints(run: str) -> Response:
