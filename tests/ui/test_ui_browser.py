@@ -17,7 +17,7 @@ import pytest
 from browser import chromium
 from feedback_runs import completion
 from playwright.sync_api import Browser, Page, expect
-from ui_runs import ServedRuns, activities, killed_run, make_run, served, step_row
+from ui_runs import ServedRuns, activities, config, killed_run, make_run, served, step_row
 
 from rollmill.data.images import make_image_ref
 from rollmill.feedback import open_feedback
@@ -180,6 +180,29 @@ def test_two_runs_are_compared(page: Page, tmp_path: Path) -> None:
     texts = page.locator("section", has_text="batch means").locator("tbody td:first-child").all_inner_texts()
     assert "reward/mean" in texts
     assert "grad_norm" not in texts
+
+
+def test_two_settings_are_compared_over_seeds(browser: Browser, tmp_path: Path) -> None:
+    for seed in range(4):
+        make_run(tmp_path / "runs" / f"sync-{seed}", 20, seed=seed)
+        config(tmp_path / "runs" / f"sync-{seed}", seed=seed)
+        make_run(tmp_path / "runs" / f"async-{seed}", 20, seed=10 + seed, gain=0.012 + 0.001 * seed)
+        config(tmp_path / "runs" / f"async-{seed}", seed=seed, max_staleness=1)
+    with served(tmp_path / "runs") as site:
+        for page in watched(browser, site, width=1280, height=1000):
+            page.goto("/#/compare?a=sync-0&b=async-2")
+            section = page.locator(".over-seeds")
+            expect(section.locator("h2")).to_contain_text("in pairs of equal seeds")
+            row = section.locator("tr", has_text="reward/mean")
+            expect(row.locator("td.sure")).to_have_count(1)
+            expect(row.locator("circle")).to_have_count(8)
+            expect(row.locator("line")).to_have_count(4)
+            expect(section.locator("tr", has_text="held-out tasks, step 20").locator("td").nth(1)).to_have_text("4")
+            picture(page, "seeds", tmp_path)
+            section.get_by_role("button", name="All").click()
+            expect(section.locator("tr", has_text="seconds/reward")).to_have_count(1)
+            section.locator(".seeds a").first.click()
+            expect(page.locator("h1")).to_contain_text("sync-0")
 
 
 def test_an_agents_rollout_token_by_token_and_turn_by_turn(page: Page, tmp_path: Path) -> None:
