@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import feedback_runs
 import numpy as np
 import yaml
 from feedback_runs import END, TOKENIZER
+from waiting import answering
 
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.rollout.recorder import Recorder
@@ -29,7 +29,6 @@ from rollmill.trackers.metrics_log import MetricsLog
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Completion, DraftUse, DraftUseArray, Experience, StopReason
 from rollmill.ui.server import open_server
-from rollmill.web import open_listener
 from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
 from rollmill.web.keys import KeyRing, make_key
 
@@ -239,14 +238,5 @@ class ServedRuns:
 def served(folder: Path, host: str = "127.0.0.1", token: str | None = None) -> Iterator[ServedRuns]:
     """A real server for a folder of runs, in a thread."""
     keys = KeyRing([make_key(TOKEN_CLIENT, token)]) if token else None
-    with open_server(folder, RequestGuard(host, keys), "ann") as server:
-        listener = open_listener("127.0.0.1", 0)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.005)
-        try:
-            yield ServedRuns(f"http://127.0.0.1:{listener.getsockname()[1]}", folder)
-        finally:
-            server.should_exit = True
-            thread.join()
+    with open_server(folder, RequestGuard(host, keys), "ann") as server, answering(server) as address:
+        yield ServedRuns(address, folder)
