@@ -99,7 +99,7 @@ class AimSection(ServiceTrackerSection):
     A resumed run continues the same run there."""
 
     implementation = "rollmill.trackers.aim:AimTracker"
-    needs_package = "aim"
+    needs_extra = ("aim", "aim")
     name: Literal["aim"] = "aim"
     repo: str | None = None
     """Folder of the repository, or `aim://HOST:PORT`. Default: Aim's own, the nearest folder with `.aim` from the
