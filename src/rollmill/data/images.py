@@ -193,18 +193,41 @@ def _references(value: Any, name: str, folder: Path) -> list[ImageRef]:
     return [_entry(each, name, folder) for each in entries]
 
 
-def make_reference(value: Any, name: str, folder: Path | None = None) -> ImageRef:
-    """The reference of a picture that a program gives: the path of a file, a data URL, bytes, an image of Pillow,
-    pixels (uint8 [H, W], [H, W, 3] or [H, W, 4]), or another reference as an object.
+@dataclass
+class PictureFolder:
+    """Keeps the pictures that programs and clients give, named by their hash.
 
-    Args:
-        folder: for the contents of those that are no files; None: the cache folder.
-
-    Raises ValueError if it is no picture, with `name`.
+    Attributes:
+        path: None: the cache folder.
+        most_bytes: the oldest ones beyond it are removed; None: all are kept.
     """
-    if isinstance(value, Mapping) and (found := image_refs_of({"images": [value]})):
-        return found[0]
-    return _entry(value, name, Path(), folder)
+
+    path: Path | None = None
+    most_bytes: int | None = None
+    _new: int = 0  # bytes since the last look
+
+    def keep(self, value: Any, name: str) -> ImageRef:
+        """Make the reference of a picture: the path of a file, a data URL, bytes, an image of Pillow, pixels (uint8
+        [H, W], [H, W, 3] or [H, W, 4]), or another reference as an object.
+
+        Raises ValueError if it is no picture, with `name`, and ConfigError without Pillow.
+        """
+        if isinstance(value, Mapping) and (found := image_refs_of({"images": [value]})):
+            return found[0]
+        ref = _entry(value, name, Path(), self.path)
+        self._new += ref.size
+        if self.path is not None and self.most_bytes is not None and self._new > self.most_bytes // 8:
+            self._remove_oldest(self.path, self.most_bytes)
+        return ref
+
+    def _remove_oldest(self, path: Path, most: int) -> None:
+        self._new = 0
+        files = sorted(((each, each.stat()) for each in path.iterdir()), key=lambda each: -each[1].st_mtime_ns)
+        total = 0
+        for file, stat in files:
+            total += stat.st_size
+            if total > most:
+                file.unlink(missing_ok=True)
 
 
 def _entry(value: Any, name: str, folder: Path, store: Path | None = None) -> ImageRef:

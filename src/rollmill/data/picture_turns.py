@@ -13,11 +13,10 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollmill.data.content_parts import split_content
-from rollmill.data.images import ImageRef, image_refs_of, make_reference, read_image
+from rollmill.data.images import ImageRef, PictureFolder, image_refs_of, read_image
 from rollmill.errors import TasksetError
 
 if TYPE_CHECKING:
@@ -40,11 +39,11 @@ class PictureTurn:
     images: tuple[ImageRef, ...]
 
 
-def refer_to_pictures(content: Any, where: str, folder: Path | None = None) -> Any:
+def refer_to_pictures(content: Any, where: str, folder: PictureFolder) -> Any:
     """Content parts with pictures as one text, in which each picture is a reference; other contents as they are.
 
     Args:
-        folder: for pictures that are no files; None: the cache folder.
+        folder: keeps pictures that are no files.
 
     Raises ValueError for a part that is not known, and a picture that cannot be read; `where` names the message.
     """
@@ -55,10 +54,10 @@ def refer_to_pictures(content: Any, where: str, folder: Path | None = None) -> A
     text, images = split_content(content, 0, where)
     for image in reversed(images):
         try:
-            ref = make_reference(image.source, "a part", folder)
+            ref = folder.keep(image.source, "a part")
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        text = f"{text[: image.offset]}{_reference(ref)}{text[image.offset :]}"
+        text = f"{text[: image.offset]}{refer_to(ref)}{text[image.offset :]}"
     return text
 
 
@@ -75,7 +74,8 @@ def referred_pictures(contents: Sequence[Any]) -> list[ImageRef]:
     return [each for each in found if isinstance(each, ImageRef)]
 
 
-def _reference(ref: ImageRef) -> str:
+def refer_to(ref: ImageRef) -> str:
+    """The reference to a picture, for a text."""
     return f"\ue000{_SECRET}:{base64.b64encode(json.dumps(asdict(ref)).encode()).decode()}\ue001"
 
 

@@ -82,11 +82,13 @@ class PictureProcessor:
     """The processor of a checkpoint folder, with a bounded cache of encoded prompts.
 
     Attributes:
-        folder: keeps pictures that environments, workflows and clients give; None: the cache folder.
+        folder: for pictures that environments, workflows and clients give; None: the cache folder.
+        folder_bytes: most bytes in it, for `rollmill.data.images.PictureFolder`.
     """
 
     def __init__(self, processor: Any, image_token_id: int, folder: Path | None = None) -> None:
         self.processor, self.image_token_id, self.folder = processor, image_token_id, folder
+        self.folder_bytes: int | None = None
         self._cache: OrderedDict[str, PicturePrompt] = OrderedDict()
         self._bytes = 0  # of the cache
         self._lock = Lock()  # explorers and the trainer encode in threads of their own

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rollmill.data.images import ImageRef
+from rollmill.data.images import ImageRef, PictureFolder
 from rollmill.data.picture_turns import PictureTurn, encode_turn, join_turns, referred_pictures, split_references
 from rollmill.errors import EngineError, TasksetError
 from rollmill.rollout.tools.formats import ToolCall, ToolFormat, describe_tools, render_tool_calls, wrap_tool_response
@@ -189,7 +189,8 @@ class ChatRenderer:
 
     Attributes:
         sees: whether the model is a vision-language model.
-        folder: keeps the pictures that are no files; None: the cache folder.
+        picture_token: id of its token for a part of a picture.
+        folder: keeps pictures that are no files.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
@@ -197,7 +198,10 @@ class ChatRenderer:
         self._template = ChatTemplate(tokenizer)
         self._processor = _processor(tokenizer)
         self.sees = self._processor is not None
-        self.folder = None if self._processor is None else self._processor.folder
+        self.picture_token = None if self._processor is None else self._processor.image_token_id
+        self.folder = PictureFolder()
+        if self._processor is not None:
+            self.folder = PictureFolder(self._processor.folder, self._processor.folder_bytes)
 
     def render(
         self, messages: Sequence[ChatMessage], tools: Any = None, *, format: ToolFormat = "auto", name: str = "a chat"
