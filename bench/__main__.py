@@ -40,6 +40,7 @@ NAMES = (
     "simulation",
     "plan",
     "architectures",
+    "memory",
     "mutation",
     "structure",
     "gpu_check",

@@ -52,6 +52,17 @@ def test_step_against_trl(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+def test_memory_of_a_run_against_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    line = bench(str(tmp_path), "memory", "--model", "tiny")
+    cases = json.loads((tmp_path / "memory.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["fp32 weights", "bf16 weights", "LoRA over bf16 weights"]
+    assert line["unit"] == "GiB"
+    assert all(0.1 < case["ours"] < 4 and case["seconds"] > 0 for case in cases)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_bookings_of_a_toy_in_place_of_the_pretrained_model(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     tokenizer = toy_tokenizer()

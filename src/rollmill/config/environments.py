@@ -40,6 +40,7 @@ class GymnasiumSection(EnvironmentSection):
     Tasks may have `seed` and `options` in their metadata; these options override those here.
     """
 
+    needs_extra = ("gym", "gymnasium")
     implementation = "rollmill.rollout.environments.gymnasium:GymnasiumEnvironment"
     name: Literal["gymnasium"] = "gymnasium"
     id: str = "FrozenLake-v1"
@@ -67,6 +68,7 @@ class ReasoningGymSection(EnvironmentSection):
     with the reward `reasoning_gym`.
     """
 
+    needs_extra = ("reasoning", "reasoning_gym")
     implementation = "rollmill.rollout.environments.reasoning_gym:ReasoningGymEnvironment"
     name: Literal["reasoning_gym"] = "reasoning_gym"
     attempts: int = Field(3, ge=1)
@@ -87,6 +89,7 @@ class TextArenaSection(EnvironmentSection):
     Tasks may have `seed` and `options` in their metadata; these options override those here.
     """
 
+    needs_extra = ("textarena", "textarena")
     implementation = "rollmill.rollout.environments.textarena:TextArenaEnvironment"
     name: Literal["textarena"] = "textarena"
     id: str
