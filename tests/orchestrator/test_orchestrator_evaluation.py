@@ -16,7 +16,7 @@ from tiny import GRPO, HELD_OUT, SFT, outcome, tiny_run
 
 import rollmill
 from rollmill.config.loader import load_run
-from rollmill.errors import ConfigError, RewardError
+from rollmill.errors import ConfigError, DeadlineError, RewardError
 from rollmill.launch import evaluate, resume
 from rollmill.orchestrator.evaluation import Evaluation
 from rollmill.rollout import Explorer
@@ -104,6 +104,21 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path: Path, 
     assert lines[0] == lines[1]
     assert resumed == whole
     resume(tmp_path / "out")  # it is finished
+
+
+@pytest.mark.slow
+def test_an_evaluation_has_the_time_of_as_many_batches_as_it_is_large(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text("import time\n\ndef stuck(task, completion):\n    time.sleep(60)\n")
+    rewards = [{"name": "python", "function": f"{tmp_path}/stuck.py:stuck"}]
+    changes: dict[str, Any] = {
+        "stages": [GRPO],
+        "rollout": {"deadline_s": 1},
+        "evaluation": {"rewards": rewards, "samples": 7},
+        "early_stop": {"metric": "eval/greedy", "patience": 9},
+        "supervise": {"restarts": 0},
+    }
+    with pytest.raises(DeadlineError, match="the evaluation waited 3 s for the explorer on 6 held-out tasks"):
+        started(tmp_path, **changes)  # 6 greedy ones and 42 sampled ones: 3 batches of 16
 
 
 def test_a_set_may_show_worked_examples_of_the_training_tasks(tmp_path: Path) -> None:

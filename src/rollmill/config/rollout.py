@@ -89,7 +89,8 @@ class RolloutConfig(SamplingConfig):
     """Speculative reuse of earlier completions; `{}` uses the defaults. Only for tasks that are rolled out repeatedly
     with workflow `single_turn`. The sampling distribution is exactly that of the new weights."""
     deadline_s: float = Field(600.0, gt=0)
-    """Timeout for one batch of completions and their rewards."""
+    """Timeout for one batch of completions and their rewards. An evaluation with more completions than a batch has
+    proportionally longer."""
     refills: int = Field(10, ge=1)
     """Maximum number of batches' worth of groups that one step may lose to the pipeline or the workflow before the run
     ends with an error. Each lost group is replaced by another task."""

@@ -155,7 +155,8 @@ class Evaluator:
         sampler: Sampler | None = None,
     ) -> None:
         assert config.evaluation is not None
-        self._deadline_s = config.rollout.deadline_s
+        rollout = config.rollout
+        self._deadline_s, self._batch = rollout.deadline_s, rollout.batch * rollout.group_size
         self._rewards: list[RewardManager] = []
         self._explorers: list[ExplorerSource] = []
         self.set_evaluators: list[SetEvaluator] = []
@@ -177,13 +178,15 @@ class Evaluator:
                 self._guards[name] = DomainGuard(section.domain, stage, sampler, config.mixing.lost_after_s)
 
     def begin(self, names: Sequence[str] | None = None, *, is_complete: bool = False) -> Evaluation:
-        """Start an evaluation of the current weights, on the sets of these names or on all.
+        """Start an evaluation of the current weights, on the sets of these names or on all. It has
+        `rollout.deadline_s` for each batch's worth of completions.
 
         Args:
             is_complete: no set may be left out; what its domain loses is an error.
         """
         chosen = [each for each in self.set_evaluators if names is None or each.name in names]
-        return Evaluation(chosen, self._deadline_s, {} if is_complete else self._guards)
+        batches = max(1.0, sum(each.completions for each in chosen) / self._batch)
+        return Evaluation(chosen, batches * self._deadline_s, {} if is_complete else self._guards)
 
     async def evaluate(self, names: Sequence[str] | None = None, *, is_complete: bool = False) -> EvaluationResult:
         """Evaluate and return the result; see `begin`. Raises like `Evaluation.result`."""

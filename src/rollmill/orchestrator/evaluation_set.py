@@ -156,6 +156,11 @@ class SetEvaluator:
         self._explorer, self._sampling = explorer, sampling
         self._seed = (seed, EVALUATION_STREAM, crc32(name.encode())) if name else (seed, EVALUATION_STREAM)
 
+    @property
+    def completions(self) -> int:
+        """Number of completions of an evaluation."""
+        return len(self.tasks) * (int(self._section.greedy) + self._section.samples)
+
     def start(self, queue: GroupQueue, guard: RolloutGuard | None = None) -> int:
         """Put the groups of all tasks into the queue, greedy ones first; return how many."""
         greedy = self._sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
