@@ -39,6 +39,7 @@ NAMES = (
     "simulate",
     "simulation",
     "plan",
+    "start",
     "architectures",
     "memory",
     "mutation",
