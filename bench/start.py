@@ -83,7 +83,7 @@ def main(arguments: list[str], only_json: bool) -> None:
         rounds: dict[str, list[dict[str, float]]] = {"ours": [], "transformers": []}
         for number in range(-1, args.rounds):  # the first one warms the disk
             for side, results in rounds.items():
-                found = {}
+                found: dict[str, float] = {}
                 for what, command in commands.items():
                     found |= _timed(python, command[side], what.replace(" ", "_"), folder)
                 found |= _timed(python, plan, "plan", folder) if side == "ours" else {}
@@ -93,10 +93,10 @@ def main(arguments: list[str], only_json: bool) -> None:
     own = {key: [each[key] for each in rounds["ours"]] for key in rounds["ours"][0]}
     for what in commands:
         key = what.replace(" ", "_")
-        sides = [[each[f"{key}_s"] for each in rounds[side]] for side in rounds]
+        ours, peer = ([each[f"{key}_s"] for each in rounds[side]] for side in ("ours", "transformers"))
         processor = {side: statistics.median(each[f"{key}_processor_s"] for each in rounds[side]) for side in rounds}
         extra = {f"processor_s_{side}": seconds for side, seconds in processor.items()}
-        cases.append(Case(f"{what}, from the start of Python", "transformers alone", "s", *sides, False, extra))
+        cases.append(Case(f"{what}, from the start of Python", "transformers alone", "s", ours, peer, False, extra))
     cases[0].extra |= {
         "plan_s": statistics.median(own["plan_s"]),
         "plan_processor_s": statistics.median(own["plan_processor_s"]),
@@ -121,7 +121,7 @@ def _install(folder: Path) -> dict[str, Any]:
     ended = time.perf_counter()
     packages = sorted(path.name for path in environment.glob("lib/python*/site-packages/*.dist-info"))
     size = sum(path.stat().st_size for path in environment.rglob("*") if path.is_file() and not path.is_symlink())
-    found = {"wheel_s": round(built - began, 2), "install_s": round(ended - built, 2)}
+    found: dict[str, Any] = {"wheel_s": round(built - began, 2), "install_s": round(ended - built, 2)}
     found |= {"gb": round(size / 1e9, 2), "packages": [name.removesuffix(".dist-info") for name in packages]}
     note(f"  installed in {found['install_s']} s: {len(packages)} packages, {found['gb']} GB")
     return found
