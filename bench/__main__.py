@@ -40,6 +40,7 @@ NAMES = (
     "simulate",
     "simulation",
     "plan",
+    "start",
     "architectures",
     "memory",
     "mutation",

@@ -26,7 +26,7 @@ SOURCE = ROOT / "src" / "rollmill"
 LOOP = "orchestrator"  #: the package of the training loop
 #: Packages from the bottom up: imports should point downwards.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "types", "seeds", "files", "python_source", "waiting", "progress", "ray_session"),
+    ("errors", "types", "seeds", "files", "python_source", "waiting", "progress", "ray_session", "startup"),
     ("config", "registry", "user_code", "former_names"),
     ("web", "sandbox", "models"),
     ("algorithms", "engines", "data", "weights"),

@@ -96,7 +96,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the public names on first use, so that `import rollmill` stays quick; with those of the algorithms."""
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        from rollmill.startup import quick_imports
+
+        with quick_imports():
+            return getattr(import_module(_HOMES[name]), name)
     if name[:1].isupper() and name in (found := import_module("rollmill.api.algorithms").algorithm_classes()):
         return found[name]
     raise AttributeError(f"module 'rollmill' has no attribute '{name}'")

@@ -335,3 +335,16 @@ def test_checkpoint_against_loading_unverified(tmp_path: Path) -> None:
     cases = {case["case"]: case for case in json.loads((tmp_path / "checkpoint.json").read_text())["cases"]}
     assert set(cases) == {"bfloat16", "float32"}
     assert "sha256, 2 threads" in cases["float32"]["hash_gb_per_s"]
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_start_with_an_environment_that_is_there(tmp_path: Path) -> None:
+    line = bench(str(tmp_path), "start", "--rounds", "1", "--python", sys.executable)
+    assert line["unit"] == "s"
+    found = json.loads((tmp_path / "start.json").read_text())["cases"]
+    assert [case["case"].partition(",")[0] for case in found] == ["import", "first token"]
+    quickstart = found[0]["quickstart"]
+    assert 0 < quickstart["first_step_s"] < quickstart["before_s"] < quickstart["rising_s"] <= quickstart["whole_s"]
+    assert quickstart["better"] > quickstart["before"]
+    assert found[0]["plan_s"] > 0

@@ -18,6 +18,7 @@ from rollmill.config.trainer import TrainerConfig
 from rollmill.config.yaml_file import write_yaml
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write
+from rollmill.startup import quick_imports
 from rollmill.user_code import did_you_mean
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ class TrainingRun:
             RollmillError: the run failed; the message says what to do.
             KeyboardInterrupt: the user interrupted it; a checkpoint is written, and `resume` goes on.
         """
-        from rollmill.launch import start
+        with quick_imports():
+            from rollmill.launch import start
 
         def work(view: RunView, interrupts: Interrupts) -> dict[str, Any]:
             return start(self.loaded, self.folder, view, interrupts=interrupts, callbacks=self.callbacks)
@@ -145,8 +147,9 @@ class TrainingRun:
             settings: to change before, as keyword arguments of the class: `steps=200` extends a finished run. Raises
                 ConfigError for a setting that a run keeps.
         """
-        from rollmill.launch import resume
-        from rollmill.orchestrator.extension import change_settings, iter_settings
+        with quick_imports():
+            from rollmill.launch import resume
+            from rollmill.orchestrator.extension import change_settings, iter_settings
 
         if settings:
             found = _sorted_settings(self.config.algorithm.name, settings)

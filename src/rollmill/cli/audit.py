@@ -12,6 +12,7 @@ import typer
 import yaml
 
 from rollmill.errors import ConfigError
+from rollmill.startup import quick_imports
 
 if TYPE_CHECKING:
     from rollmill.audit.findings import Finding
@@ -49,9 +50,11 @@ def command(
 ) -> None:
     """Test tasks and rewards with policies that know the answer, know nothing, or cheat. Exit code 1 if a problem is
     found."""
-    from rollmill.audit.runner import AuditOptions, audit_exit_code, run_audit
     from rollmill.cli.printing import print_json
-    from rollmill.orchestrator.task_difficulty import find_stage
+
+    with quick_imports():
+        from rollmill.audit.runner import AuditOptions, audit_exit_code, run_audit
+        from rollmill.orchestrator.task_difficulty import find_stage
     from rollmill.registry import import_object
 
     loaded = _loaded(tasks, reward, option or [], preset, overrides or [])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollmill.errors import ConfigError
+from rollmill.startup import quick_imports
 
 if TYPE_CHECKING:
     from rollmill.orchestrator.bench_results import Results
@@ -43,9 +44,11 @@ def command(
     """
     from rollmill.cli.printing import print_json
     from rollmill.files import atomic_write, to_jsonable
-    from rollmill.orchestrator.bench import bench, settings_of
-    from rollmill.orchestrator.eval_targets import find_eval_targets
     from rollmill.report.bench_report import render_bench_report
+
+    with quick_imports():
+        from rollmill.orchestrator.bench import bench, settings_of
+        from rollmill.orchestrator.eval_targets import find_eval_targets
 
     chosen = find_eval_targets(models, step)
     loaded, stage = settings_of(config, chosen, overrides or [], samples, _numbers(k))

@@ -20,6 +20,7 @@ from rollmill.config.rewards.base import PythonReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.errors import ConfigError, TasksetError
 from rollmill.registry import find_reward
+from rollmill.startup import quick_imports
 
 if TYPE_CHECKING:
     from rollmill.data import Taskset
@@ -101,12 +102,14 @@ def _check_model(folder: Path, as_json: bool) -> None:
     Raises:
         ModelError: the folder cannot be loaded, or a deviation is larger than rounding explains.
     """
-    import torch
-
     from rollmill.config.model import ModelConfig
-    from rollmill.engines.native.parity_check import parity_error
-    from rollmill.models.load import load_policy
-    from rollmill.trainer.parity import check_parity
+
+    with quick_imports():
+        import torch
+
+        from rollmill.engines.native.parity_check import parity_error
+        from rollmill.models.load import load_policy
+        from rollmill.trainer.parity import check_parity
 
     policy = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu"), pictures=True)
     gaps = check_parity(policy.model, folder)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rollmill.errors import ConfigError
+from rollmill.startup import quick_imports
 
 
 def init(
@@ -39,8 +40,9 @@ def quickstart(
 ) -> None:
     """Train a small model to add with a faulty teacher, then fix its errors by reinforcement learning: about two
     minutes."""
-    from rollmill.launch import next_free_folder
-    from rollmill.quickstart.demo import run_quickstart
+    with quick_imports():
+        from rollmill.launch import next_free_folder
+        from rollmill.quickstart.demo import run_quickstart
 
     folder = next_free_folder(Path("runs/quickstart")) if out is None else out
     summary = run_quickstart(folder, seed, sys.stderr if as_json else sys.stdout)

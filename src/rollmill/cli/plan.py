@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
+from rollmill.startup import quick_imports
 
 if TYPE_CHECKING:
     from rollmill.planning.cluster import ClusterPlan
@@ -50,7 +51,8 @@ def command(
     """Measure a run file briefly and predict memory, tokens per second, step time and the best split over processes;
     or estimate them, for a model that is large or not here, or for a cluster of GPUs."""
     if cluster is not None or gpus is not None:
-        from rollmill.planning.cluster import plan_cluster
+        with quick_imports():
+            from rollmill.planning.cluster import plan_cluster
 
         kind, counts = _wanted_gpus(cluster, gpus)
         found = plan_cluster(
@@ -70,7 +72,8 @@ def command(
     if measure and model is not None:
         raise typer.BadParameter("a preset has no weights to measure; set model.path", param_hint="--measure")
     if not measure:
-        from rollmill.planning.estimate import estimate_run
+        with quick_imports():
+            from rollmill.planning.estimate import estimate_run
 
         estimates = estimate_run(
             config,
@@ -90,7 +93,8 @@ def command(
             for estimate in estimates:
                 print_estimate(estimate)
             return
-    from rollmill.planning.planner import plan_run
+    with quick_imports():
+        from rollmill.planning.planner import plan_run
 
     print("measuring a few small steps of every stage ...", file=sys.stderr)
     plans = plan_run(config, overrides or [], cores=cores, memory_gb=memory_gb, max_tokens=max_tokens)

@@ -12,6 +12,7 @@ import typer
 
 from rollmill.cli.printing import print_summary, progress_view
 from rollmill.errors import ConfigError
+from rollmill.startup import quick_imports
 
 if TYPE_CHECKING:
     from rollmill.config.loader import LoadedRun
@@ -32,7 +33,8 @@ def run(
     from rollmill.config.loader import load_run, load_supervision
 
     def train(attempt: RunAttempt) -> dict[str, Any]:
-        from rollmill import launch
+        with quick_imports():
+            from rollmill import launch
 
         if attempt.run_dir is not None:
             return launch.resume(attempt.run_dir, progress_view(as_json), attempt=attempt)
@@ -50,7 +52,8 @@ def run(
         case "explore":
             _explore(loaded, as_json)
         case _:
-            from rollmill.launch import start
+            with quick_imports():
+                from rollmill.launch import start
 
             print_summary(start(loaded, out, progress_view(as_json)), as_json)
 
@@ -73,7 +76,8 @@ def resume(
             _say_on(sys.stderr if as_json else sys.stdout)(f"changed: {change}")
 
     def train(attempt: RunAttempt | None) -> dict[str, Any]:
-        from rollmill import launch
+        with quick_imports():
+            from rollmill import launch
 
         return launch.resume(run_dir, progress_view(as_json), attempt=attempt)
 
@@ -91,7 +95,8 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
 ) -> None:
     """Evaluate a checkpoint on the run's held-out tasks."""
-    from rollmill import launch
+    with quick_imports():
+        from rollmill import launch
 
     metrics = launch.evaluate(run_dir, step, overrides or [])
     if as_json:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rollmill.errors import ConfigError
+from rollmill.startup import quick_imports
 
 if TYPE_CHECKING:
     from rollmill.serving import ServerAddress
@@ -119,7 +120,8 @@ def command(
     if train:
         _train(model, place, overrides or [], out)
         return
-    from rollmill.serving import serve_checkpoint, set_threads
+    with quick_imports():
+        from rollmill.serving import serve_checkpoint, set_threads
 
     set_threads(threads or 1)
     serve_checkpoint(model, place(), step=step, record=record, device=device or "auto")
@@ -132,7 +134,8 @@ def _train(source: Path, place: Callable[[], ServerAddress], overrides: list[str
     from rollmill.config.loader import load_supervision
 
     def train(attempt: RunAttempt | None) -> dict[str, Any]:
-        from rollmill.serving import serve_training
+        with quick_imports():
+            from rollmill.serving import serve_training
 
         return serve_training(source, place(), overrides=overrides, out=out, attempt=attempt)
 
