@@ -8,6 +8,7 @@ import sys
 from bench.harness import BenchError
 
 NAMES = (
+    "roof",
     "rollout",
     "sampling",
     "step",

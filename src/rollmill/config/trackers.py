@@ -94,6 +94,20 @@ class SwanLabSection(ServiceTrackerSection):
     """`offline` only writes RUN/swanlog, which `swanlab sync` uploads later."""
 
 
+class AimSection(ServiceTrackerSection):
+    """Aim (extra `aim`), which stores runs in a repository on this machine or on a server; `aim up` opens its pages.
+    A resumed run continues the same run there."""
+
+    implementation = "rollmill.trackers.aim:AimTracker"
+    needs_extra = ("aim", "aim")
+    name: Literal["aim"] = "aim"
+    repo: str | None = None
+    """Folder of the repository, or `aim://HOST:PORT`. Default: Aim's own, the nearest folder with `.aim` from the
+    working folder upwards, or the working folder."""
+    experiment: str = "rollmill"
+    """Experiment that the run belongs to."""
+
+
 if TYPE_CHECKING:
     TrackerConfig = TrackerSection
 else:

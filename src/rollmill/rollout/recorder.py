@@ -15,7 +15,7 @@ import numpy as np
 
 from rollmill.data.picture_turns import PictureTurn, describe_turns
 from rollmill.progress import Progress, count_progress
-from rollmill.types import ROLE_KEY, Completion, Experience, IntArray, RoutingArray, StopReason, Turn
+from rollmill.types import ROLE_KEY, Completion, Experience, IntArray, RoutingArray, StopReason, Turn, draft_spans
 
 DecodeTokens = Callable[[Sequence[int]], str]
 
@@ -172,6 +172,7 @@ class Recorder:
                 at = turns[-1].end
                 turns.append(Turn("observation", at, start, decode(last.token_ids[at:start].tolist())))
             turns.append(Turn("assistant", start, end, call.completion.text))
+        drafted = draft_spans((len(call.completion.prompt_ids), call.completion.drafted) for call in calls)
         repeated = any(call.learned and call.completion.stop_reason is StopReason.REPETITION for call in calls)
         return Experience(
             id=id,
@@ -190,7 +191,8 @@ class Recorder:
             timings=_timings([call.completion for call in calls]),
             info=({REPETITION_KEY: True} if repeated else {})
             | ({} if last.role is None else {ROLE_KEY: last.role})
-            | ({} if last.turns is None else describe_turns(last.turns)),
+            | ({} if last.turns is None else describe_turns(last.turns))
+            | drafted,
             routing=_routing([call.completion for call in calls]),
         )
 

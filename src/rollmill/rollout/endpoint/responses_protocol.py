@@ -201,6 +201,14 @@ class ResponseObject(BaseModel):
     user: None = None
 
 
+class DeletedResponse(BaseModel):
+    """A response that the server holds no more."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
 def _message(role: str, content: str) -> ChatMessageParam:
     return ChatMessageParam.model_validate({"role": role, "content": content})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +33,18 @@ MIN_TEMPERATURE = 0.01
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 
 
+MOST_RESPONSES, MOST_RESPONSE_BYTES = 1000, 1 << 20
+"""Responses that a session holds, and the size of their bodies."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response that its client may ask for again, or continue."""
+
+    conversation: tuple[ChatMessageParam, ...]  #: with the response as the last message
+    body: bytes  #: as JSON, without log-probs
+
+
 class EndpointSession:
     """One client's calls.
 
@@ -49,7 +62,7 @@ class EndpointSession:
         tokens: recorded tokens, prompts and completions together.
         busy: number of running calls; `running` has their generations.
         answers: ids of the completions.
-        responses: conversations by the id of the response that ends them, for those that can be continued by it.
+        responses: the newest responses that a client may ask for again, or continue, by id.
     """
 
     def __init__(
@@ -68,13 +81,20 @@ class EndpointSession:
         self.id, self.owner, self.sampling, self.recorder = id, owner, sampling, recorder or Recorder()
         self.parts: dict[str, float] = {}
         self.answers: list[str] = []
-        self.responses: dict[str, tuple[ChatMessageParam, ...]] = {}
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.used_at, self.busy, self.closed = time.monotonic(), 0, False
         self.running: set[asyncio.Task[None]] = set()
         self._chat, self._seed, self._index, self._forced = chat, seed, index, forced
         self._replies: list[RecordedReply] = []
         self._cut: list[tuple[str, list[int]]] = []  # truncated texts, with their tokens
         self.tokens, self._num_calls, self._most_tokens = 0, 0, most_tokens
+
+    def keep_response(self, id: str, response: StoredResponse) -> None:
+        """Hold a response; the oldest ones are given up if there are too many, or they are too large."""
+        self.responses[id] = response
+        size = sum(len(each.body) for each in self.responses.values())
+        while len(self.responses) > 1 and (len(self.responses) > MOST_RESPONSES or size > MOST_RESPONSE_BYTES):
+            size -= len(self.responses.popitem(last=False)[1].body)
 
     @property
     def reward(self) -> float | None:
