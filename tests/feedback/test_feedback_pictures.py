@@ -22,8 +22,9 @@ from rollmill.report.pictures import MAX_PICTURES, MAX_SIDE, draw_thumbnails
 from rollmill.report.run_report import write_report
 from rollmill.rewards.vision.boxes import BoxesScorer
 from rollmill.rewards.vision.points import PointsScorer
+from rollmill.trackers import load_experiences
 from rollmill.trackers.rollout_log import RolloutLog
-from rollmill.types import Completion, Experience, StopReason, Task
+from rollmill.types import Completion, Experience, StopReason, Task, Turn
 
 Image = pytest.importorskip("PIL.Image")
 HOSTILE = '"/><script>alert(1)</script>'
@@ -59,6 +60,49 @@ def test_thumbnails_are_small_and_have_the_boxes(tmp_path: Path) -> None:
     assert draw_thumbnails(seeing([image], HOSTILE))[0].boxes == ()
     many = draw_thumbnails(seeing([image] * (MAX_PICTURES + 3)))
     assert (len(many), many[-1].note) == (MAX_PICTURES + 1, "3 more")
+
+
+def later(images: list[dict[str, Any]], index: int) -> Experience:
+    """One picture in the prompt, the others after the first turn of two."""
+    made = seeing(images, None, index)
+    length = len(made.token_ids)
+    made.turns = [
+        Turn("prompt", 0, 2),
+        Turn("assistant", 2, 3),
+        Turn("observation", 3, 4),
+        Turn("assistant", 4, length),
+    ]
+    made.info["picture_turns"] = [
+        {"start": 0, "text": "a", "images": 1},
+        {"start": 3, "text": "b", "images": len(images) - 1},
+    ]
+    return made
+
+
+def test_pictures_of_later_turns_say_after_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = picture(tmp_path / "a.png", 20, 20)
+    shown = draw_thumbnails(later([image] * (MAX_PICTURES + 2), 0))
+    assert [each.turn for each in shown] == [0, *[1] * (MAX_PICTURES + 1)]
+    assert shown[-1].note == "1 more"
+    for wrong in (HOSTILE, [HOSTILE], [{"start": "x", "images": 1}], [{"start": 1, "images": 10**9}], {}):
+        strange = seeing([image])
+        strange.info["picture_turns"] = wrong
+        assert len(draw_thumbnails(strange)) == 1
+    run = make_run(tmp_path / "apples")
+    RolloutLog(run / "rollouts").write(3, [later([image] * 2, 0), later([image] * 2, 1)])
+    assert "<title>after turn 1</title>" in write_report(run).read_text()
+    with served(run) as site, httpx.Client(base_url=site.address, headers={"accept": "text/html"}) as client:
+        page = client.get("/group", params={"step": 3, "group": "see-1"})
+    assert page.text.count("<image href=") == 3  # the prompt's, and one per answer
+    assert page.text.count("<title>after turn 1</title>") == 2
+    capsys.readouterr()
+    assert main(["show", str(run), "--step", "3", "--task", shown_task(run)]) == 0
+    assert capsys.readouterr().out.count("(20 x 20) after turn 1") == 2
+
+
+def shown_task(run: Path) -> str:
+    [task] = {each.task_id for each in load_experiences(run, 3)}
+    return task
 
 
 def test_a_picture_that_is_gone_or_huge_leaves_a_note(tmp_path: Path) -> None:

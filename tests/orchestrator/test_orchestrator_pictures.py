@@ -82,7 +82,6 @@ def test_an_interrupted_run_resumes_bit_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"engine": "vllm"}, "engine: vllm"),
         ({"trainer": {"ranks": 2, "sharding": "tensor"}}, "trainer.sharding: tensor"),
         ({"models": {"judge": {"policy": "initial"}}, "workflow": "reflection"}, "models"),
         ({"algorithm": {"name": "reward_model"}, "rewards": None, "rollout": None}, "algorithm: reward_model"),

@@ -107,6 +107,7 @@ def _show_step(run: Path, step: int, as_json: bool) -> None:
 
 def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool, as_json: bool) -> None:
     from rollmill.data.images import image_refs_of
+    from rollmill.data.picture_turns import picture_places
     from rollmill.report.tokens import load_decoder, token_texts
     from rollmill.trackers.rollout_log import encode_experience
 
@@ -120,8 +121,9 @@ def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool
         reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
         parts = "".join(f", {name} {value}" for name, value in one.reward_parts.items())
         print_line(f"== {one.id} (step {step}): {reward}{parts}, {one.action_tokens} tokens, {one.stop_reason} ==")
-        for picture in image_refs_of(one.info):
-            print_line(f"picture {picture.path} ({picture.width} x {picture.height})")
+        for picture, turn in zip(image_refs_of(one.info), picture_places(one), strict=True):
+            after = f" after turn {turn}" if turn else ""
+            print_line(f"picture {picture.path} ({picture.width} x {picture.height}){after}")
         if boxes := one.info.get("boxes"):
             print_line(f"boxes in the first picture: {boxes}")
         if tokens:

@@ -135,3 +135,19 @@ def turns_of(experience: Experience) -> list[PictureTurn] | None:
     return [
         PictureTurn(each["start"], each["text"], tuple(next(images) for _ in range(each["images"]))) for each in listed
     ]
+
+
+def picture_places(experience: Experience) -> list[int]:
+    """For each picture under `images` the number of the policy's turns before it; 0 for those of the prompt.
+
+    What a file holds otherwise counts as the prompt's.
+    """
+    ends = [turn.end for turn in experience.turns if turn.role == "assistant"]
+    listed = experience.info.get(PICTURE_TURNS)
+    places: list[int] = []
+    for each in listed if isinstance(listed, list) else []:
+        start, count = (each.get("start"), each.get("images")) if isinstance(each, dict) else (0, 0)
+        if isinstance(start, int) and isinstance(count, int):
+            places += [sum(end <= start for end in ends)] * min(max(count, 0), len(experience.token_ids))
+    total = len(image_refs_of(experience.info))
+    return [*places, *([0] * total)][:total]

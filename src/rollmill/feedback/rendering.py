@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
+from rollmill.data.picture_turns import picture_places
 from rollmill.feedback.requests import FeedbackKind
 from rollmill.feedback.service import FeedbackRecord
 from rollmill.report.pictures import Thumbnail, draw_thumbnails
@@ -53,12 +54,17 @@ class CompletionCard:
     outcomes: dict[str, str]
     mine: float | None  #: the author's rating
     acts: list[FeedbackRecord]  #: feedback on this completion, oldest first, without undone records
-    pictures: list[Thumbnail]  #: of the prompt
+    seen: list[Thumbnail]  #: pictures of the prompt and of later turns
+
+    @property
+    def pictures(self) -> list[Thumbnail]:
+        """The pictures of the prompt."""
+        return [each for each in self.seen if not each.turn]
 
     @property
     def marked(self) -> list[Thumbnail]:
-        """The pictures in which the answer names places."""
-        return [each for each in self.pictures if each.boxes]
+        """The pictures in which the answer names places, and those of later turns."""
+        return [each for each in self.seen if each.boxes or each.turn]
 
     @property
     def parts(self) -> list[tuple[str, float | None, str]]:
@@ -73,7 +79,8 @@ def cards(experiences: Sequence[Experience], acts: Sequence[FeedbackRecord], aut
 
 
 def _card(number: int, experience: Experience, acts: Sequence[FeedbackRecord], author: str) -> CompletionCard:
-    pictures = draw_thumbnails(experience) if number == 1 or experience.info.get("boxes") else []
+    own = experience.info.get("boxes") or any(picture_places(experience))
+    pictures = draw_thumbnails(experience) if number == 1 or own else []
     about = [act for act in acts if experience.id in act.of and act.undone_by is None]
     mine = [act.rating for act in about if act.kind == FeedbackKind.RATE and act.author == author]
     outcomes = experience.info.get("outcomes")

@@ -26,6 +26,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoProcessor
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import output_capturing
 
 from rollmill.errors import ModelError, TasksetError
@@ -35,6 +36,7 @@ copyreg.pickle(type(output_capturing._active_collector), lambda _: "_active_coll
 
 _TOWERS = ("visual", "vision_tower", "vision_model")
 _PROJECTORS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
+_VIDEO_CONFIG = "video_preprocessor_config.json"
 _CACHED_BYTES = 1 << 29  # pixels kept in memory
 _CACHED_FEATURES = 64  # prompts
 
@@ -49,6 +51,9 @@ class PicturePrompt:
     inputs: dict[str, Tensor]  #: arguments of the model's `get_image_features`: pixels, grids, sizes; empty if joined
     token_types: Tensor  #: int32 [1, P], 1 for picture tokens; tokens of that id that the policy sampled are text
     joined: tuple[tuple[int, PicturePrompt], ...] = ()  #: prompts that it consists of, with the index of their tokens
+    text: str = ""  #: as rendered, with a place for each picture; empty if joined
+    pictures: tuple[bytes, ...] = ()  #: contents of the files; empty if joined
+    pixels: tuple[tuple[int, int], ...] = ()  #: least and most of each picture
 
     @property
     def parts(self) -> tuple[tuple[int, PicturePrompt], ...]:
@@ -58,7 +63,7 @@ class PicturePrompt:
     @property
     def size(self) -> int:
         """Bytes in memory."""
-        return sum(each.nbytes for each in self.inputs.values())
+        return sum(each.nbytes for each in self.inputs.values()) + sum(map(len, self.pictures))
 
     def key_before(self, length: int) -> str:
         """Hash of the pictures among the first tokens; empty if there are none."""
@@ -84,11 +89,13 @@ class PictureProcessor:
     Attributes:
         folder: for pictures that environments, workflows and clients give; None: the cache folder.
         folder_bytes: most bytes in it, for `rollmill.data.images.PictureFolder`.
+        video: configuration of the part for videos, where it was left out; other programs need it.
     """
 
     def __init__(self, processor: Any, image_token_id: int, folder: Path | None = None) -> None:
         self.processor, self.image_token_id, self.folder = processor, image_token_id, folder
         self.folder_bytes: int | None = None
+        self.video: dict[str, Any] | None = None
         self._cache: OrderedDict[str, PicturePrompt] = OrderedDict()
         self._bytes = 0  # of the cache
         self._lock = Lock()  # explorers and the trainer encode in threads of their own
@@ -104,7 +111,8 @@ class PictureProcessor:
         """
         kind = type(self.processor)
         whole = getattr(kind, "picture_only_of", None)
-        state = vars(self.processor), self.image_token_id, self.folder, dict(output_capturing._CAN_RECORD_REGISTRY)
+        own = {"image_token_id": self.image_token_id, "folder": self.folder, "video": self.video}
+        state = vars(self.processor), own, dict(output_capturing._CAN_RECORD_REGISTRY)
         return _rebuild_processor, (whole or kind, whole is not None, *state)
 
     @property
@@ -112,6 +120,12 @@ class PictureProcessor:
         """Text of the token that stands for a picture."""
         token: str = self.processor.image_token
         return token
+
+    def save(self, folder: Path) -> None:
+        """Write its files into a checkpoint's folder, with those of a part for videos that was left out."""
+        self.processor.save_pretrained(folder)
+        if self.video is not None:
+            (folder / _VIDEO_CONFIG).write_text(json.dumps(self.video, indent=2), encoding="utf-8")
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, places: Sequence[tuple[int | None, int]]
@@ -167,11 +181,8 @@ class PictureProcessor:
     def _encode(
         self, key: str, text: str, pictures: Sequence[bytes], name: str, pixels: Sequence[tuple[int, int]]
     ) -> PicturePrompt:
-        limits = pixels or [(0, 0)] * len(pictures)
-        images = [
-            _decode(each, f"{name}: picture {i}", *limit)
-            for i, (each, limit) in enumerate(zip(pictures, limits, strict=True))
-        ]
+        limits = list(pixels or [(0, 0)] * len(pictures))
+        images = _decoded(pictures, limits, name)
         try:
             found = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # processors raise errors of many kinds
@@ -184,7 +195,8 @@ class PictureProcessor:
                 "of the type `image`"
             )
         types = (ids == self.image_token_id).to(torch.int32)[None]
-        return PicturePrompt(key, ids.tolist(), rest, types)
+        seen = tuple(pictures), tuple(limits)
+        return PicturePrompt(key, ids.tolist(), rest, types, text=text, pictures=seen[0], pixels=seen[1])
 
 
 def read_processor(folder: Path, options: dict[str, Any], image_token_id: int) -> PictureProcessor:
@@ -193,11 +205,20 @@ def read_processor(folder: Path, options: dict[str, Any], image_token_id: int) -
     Processors for pictures and videos need torchvision only for videos; without it, they are loaded without that part.
     """
     kind: Any = _processor_class(folder)
-    if kind is not None and "video_processor" in kind.get_attributes() and not _has_torchvision():
-        loader: Any = picture_only(kind)
-    else:
-        loader = AutoProcessor
-    return PictureProcessor(loader.from_pretrained(folder, use_fast=False, **options), image_token_id)
+    without_video = kind is not None and "video_processor" in kind.get_attributes() and not _has_torchvision()
+    loader: Any = picture_only(kind) if without_video else AutoProcessor
+    found = PictureProcessor(loader.from_pretrained(folder, use_fast=False, **options), image_token_id)
+    found.video = _video_config(folder) if without_video else None
+    return found
+
+
+def _video_config(folder: Path) -> dict[str, Any] | None:
+    """Configuration of a processor's part for videos; None if the folder has none."""
+    own, whole = folder / _VIDEO_CONFIG, folder / "processor_config.json"
+    if own.is_file():
+        return dict(json.loads(own.read_text(encoding="utf-8")))
+    found = json.loads(whole.read_text(encoding="utf-8")) if whole.is_file() else {}
+    return found.get("video_processor")
 
 
 def picture_only(kind: Any) -> Any:
@@ -211,19 +232,16 @@ def picture_only(kind: Any) -> Any:
 
 
 def _rebuild_processor(
-    kind: Any,
-    without_video: bool,
-    state: dict[str, Any],
-    image_token_id: int,
-    folder: Path | None,
-    recordable: dict[str, Any],
+    kind: Any, without_video: bool, state: dict[str, Any], own: dict[str, Any], recordable: dict[str, Any]
 ) -> PictureProcessor:
     output_capturing._CAN_RECORD_REGISTRY.update(recordable)
     if without_video:
         kind = picture_only(kind)
     processor = kind.__new__(kind)
     processor.__dict__.update(state)
-    return PictureProcessor(processor, image_token_id, folder)
+    made = PictureProcessor(processor, own["image_token_id"], own["folder"])
+    made.video = own["video"]
+    return made
 
 
 def _processor_class(folder: Path) -> Any:
@@ -264,6 +282,13 @@ def vision_parts(model: Any) -> dict[str, str]:
         return {}
     parts = dict.fromkeys(_TOWERS, "vision") | dict.fromkeys(_PROJECTORS, "projector")
     return {f"model.{name}": parts[name] for name, _ in model.model.named_modules() if name in parts}
+
+
+def checkpoint_names(model: Any) -> dict[str, str]:
+    """Names in a checkpoint of the parameters that have others in memory, as of many vision-language models."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters() if ".lora_" not in name}
+    found = {id(weight): name for name, weight in revert_weight_conversion(model, dict(own)).items()}
+    return {name: found[id(weight)] for name, weight in own.items() if found.get(id(weight), name) != name}
 
 
 def freeze_parts(model: Any, frozen: Sequence[str]) -> None:
@@ -448,6 +473,34 @@ def _parts(text: str, offsets: Sequence[int]) -> list[dict[str, str]]:
         parts.append({"type": "image"})
         before = max(before, offset)
     return [*parts, {"type": "text", "text": text[before:]}] if before < len(text) or not parts else parts
+
+
+def unexpanded_prompt(
+    processor: PictureProcessor, prompt: PicturePrompt, token_ids: Sequence[int]
+) -> tuple[list[int], list[bytes]]:
+    """A prompt for an engine that prepares pictures itself: one token for each picture, and pictures as PNG, scaled.
+
+    Args:
+        token_ids: of the whole prompt, which begins with that of `prompt`.
+    """
+    ids: list[int] = []
+    images: list[bytes] = []
+    end = 0
+    for start, part in prompt.parts:
+        ids += [*token_ids[end:start], *processor.processor.tokenizer.encode(part.text, add_special_tokens=False)]
+        end = start + len(part.token_ids)
+        for image in _decoded(part.pictures, part.pixels, "a prompt"):
+            content = io.BytesIO()
+            image.save(content, "PNG", compress_level=1)
+            images.append(content.getvalue())
+    return [*ids, *token_ids[end:]], images
+
+
+def _decoded(pictures: Sequence[bytes], limits: Sequence[tuple[int, int]], name: str) -> list[Any]:
+    return [
+        _decode(each, f"{name}: picture {i}", *limit)
+        for i, (each, limit) in enumerate(zip(pictures, limits, strict=True))
+    ]
 
 
 def _decode(content: bytes, name: str, least: int, most: int) -> Any:

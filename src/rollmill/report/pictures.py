@@ -6,15 +6,16 @@ import base64
 import io
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmill.data.images import ImageRef, image_refs_of, read_image
+from rollmill.data.picture_turns import picture_places
 from rollmill.errors import RollmillError
 from rollmill.types import Experience
 
 MAX_PICTURES = 4
-"""Pictures shown of an experience."""
+"""Pictures shown of a prompt, and as many of later turns."""
 MAX_SIDE = 192
 """Longest side of a thumbnail in pixels."""
 _MOST_BYTES = 64 << 10
@@ -41,14 +42,24 @@ class Thumbnail:
     height: int
     boxes: tuple[DrawnBox, ...] = ()
     note: str = ""
+    turn: int = 0  #: number of the policy's turns before it
 
 
 def draw_thumbnails(experience: Experience) -> list[Thumbnail]:
-    """Draw the first pictures of an experience; boxes are in the first one. A picture that is gone leaves a note."""
-    found = image_refs_of(experience.info)
-    shown = [_drawn(ref, experience.info if number == 0 else {}) for number, ref in enumerate(found[:MAX_PICTURES])]
-    more = len(found) - len(shown)
-    return [*shown, Thumbnail("", 0, 0, note=f"{more} more")] if more else shown
+    """Draw the first pictures of an experience's prompt and of its later turns; boxes are in the first one.
+
+    A picture that is gone leaves a note.
+    """
+    found = list(zip(image_refs_of(experience.info), picture_places(experience), strict=True))
+    shown: list[Thumbnail] = []
+    for later in (False, True):
+        own = [(ref, turn) for ref, turn in found if (turn > 0) is later]
+        for ref, turn in own[:MAX_PICTURES]:
+            info = {} if shown else experience.info
+            shown.append(replace(_drawn(ref, info), turn=turn))
+        if more := len(own) - MAX_PICTURES:
+            shown += [Thumbnail("", 0, 0, note=f"{more} more", turn=own[-1][1])] if more > 0 else []
+    return shown
 
 
 def _drawn(ref: ImageRef, info: Mapping[str, Any]) -> Thumbnail:

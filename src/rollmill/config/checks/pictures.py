@@ -21,8 +21,8 @@ VISION_MODELS = frozenset(
 """`model_type` of the vision-language models that can be trained."""
 
 
-VLLM_SEES = "its requests do not carry pictures; use `native`"
-"""Reason against engine `vllm` for a policy that sees."""
+VLLM_SEES_WITHOUT_TORCHVISION = frozenset({"idefics3"})
+"""`model_type` of those whose implementation in vLLM imports no torchvision."""
 
 
 def vision_model_name(model: ModelConfig) -> str | None:
@@ -70,8 +70,8 @@ def require_picture_support(model: ModelConfig, stages: Sequence[StageConfig]) -
 def _unsupported(stage: StageConfig) -> Iterator[tuple[str, str]]:
     """Yields keys that are not supported yet, each with a remedy."""
     algorithm = stage.algorithm
-    if stage.engine.name != "native":
-        yield f"engine: {stage.engine.name}", VLLM_SEES
+    if stage.engine.name not in ("native", "vllm"):
+        yield f"engine: {stage.engine.name}", "use `native` or `vllm`: other engines are not known to take pictures"
     if stage.trainer.sharding == "tensor":
         yield "trainer.sharding: tensor", "use fsdp or none"
     if stage.all_models:

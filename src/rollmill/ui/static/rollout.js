@@ -131,10 +131,10 @@ function Tree({ run, of, step, offset, id }) {
   return html`<div class="tree">${data.trees.map((tree) => html`<${Branch} node=${tree} run=${run} of=${of} step=${step} here=${id} />`)}</div>`;
 }
 
-// Pictures of the task, with the boxes and points of the answer.
+// Pictures of the task and of later turns, with the boxes and points of the answer.
 function Pictures({ pictures }) {
   if (!pictures.length) return null;
-  return html`<div class="pictures">${pictures.map((one) => (one.data ? html`<figure style=${{ width: `${one.width}px` }}><img src=${one.data} width=${one.width} height=${one.height} alt="A picture of the task" />
+  return html`<div class="pictures">${pictures.map((one) => (one.data ? html`<figure style=${{ width: `${one.width}px` }}><img src=${one.data} width=${one.width} height=${one.height} alt=${one.turn ? `A picture after turn ${one.turn}` : "A picture of the task"} title=${one.turn ? `after turn ${one.turn}` : null} />
     ${one.boxes.map((box) => html`<i class=${box.width || box.height ? "box" : "box point"} style=${{ left: `${box.x}px`, top: `${box.y}px`, width: `${box.width}px`, height: `${box.height}px` }}></i>`)}</figure>`
     : html`<p class="hint">${one.note}</p>`))}</div>`;
 }
