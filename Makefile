@@ -107,7 +107,7 @@ trackers-setup: .venv-trackers/.installed
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
 		> "$$(.venv-trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/rollmill.pth"
 	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check \
-		wandb==0.31.0 mlflow-skinny==3.17.2 alembic==1.20.1 trackio==0.43.0 swanlab==0.10.3
+		wandb==0.31.0 mlflow-skinny==3.17.2 alembic==1.20.1 trackio==0.43.0 swanlab==0.10.3 aim==3.29.1
 	touch $@
 
 vllm-setup:

@@ -8,6 +8,7 @@ import sys
 from bench.harness import BenchError
 
 NAMES = (
+    "roof",
     "rollout",
     "sampling",
     "step",
@@ -40,6 +41,7 @@ NAMES = (
     "simulation",
     "plan",
     "architectures",
+    "memory",
     "mutation",
     "structure",
     "gpu_check",

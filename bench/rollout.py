@@ -15,6 +15,8 @@ from typing import Any
 from bench import models
 from bench.harness import Measured, Side, note, run_in_turn, vllm_python
 from bench.report import Case, best, finish
+from bench.roof import SIDE as ROOF
+from bench.roof import Batch, rollout_seconds, share
 
 #: model -> (prompts, completions of each, new tokens, whether to run transformers, rounds)
 CASES = {
@@ -39,9 +41,17 @@ def main(arguments: list[str], only_json: bool) -> None:
     raw: list[Measured] = []
     for name in args.models.split(","):
         note(f"{name}:")
-        measured = run_in_turn(sides(name, args.dtype, python, left_out), args.rounds or CASES[name][-1])
-        cases += compare(name, measured)
-        raw += measured
+        contestants = [*sides(name, args.dtype, python, left_out), ROOF]
+        *measured, roof = run_in_turn(contestants, args.rounds or CASES[name][-1])
+        count, group, new_tokens, _, _ = CASES[name]
+        batch = Batch(count, models.PROMPT, group, new_tokens)
+        least, bound = rollout_seconds(models.SHAPES[name], batch, measured[0].ready["dtype"], roof)
+        seconds = measured[0].values("seconds")
+        note(f"  share of the roof ({bound}): {share(least, seconds):.0%}")
+        for case in compare(name, measured):
+            case.extra |= {"share_of_roof": share(least, seconds), "bound": bound}
+            cases.append(case)
+        raw += [*measured, roof]
     finish(
         "rollout",
         cases,
@@ -57,7 +67,7 @@ def sides(name: str, dtype: str, python: str, left_out: set[str], device: str = 
     count, group, new_tokens, with_transformers, _ = CASES[name]
     folder = str(models.model_dir(name))
     common = (
-        *("--model", folder, "--prompts", json.dumps(models.prompts(name, count, 20))),
+        *("--model", folder, "--prompts", json.dumps(models.prompts(name, count, models.PROMPT))),
         *("--group", str(group), "--new-tokens", str(new_tokens)),
     )
     chosen = [Side("ours", "bench.ours.rollout", (*common, "--dtype", dtype, "--device", device))]

@@ -9,7 +9,10 @@ import argparse
 import statistics
 
 from bench.harness import Measured, Side, need, note, run_in_turn
+from bench.models import SHAPES
 from bench.report import Case, best, finish
+from bench.roof import SIDE as ROOF
+from bench.roof import Batch, rollout_seconds, training_seconds, with_share
 
 TRL_HOW = "pip install 'rollmill[bench]' (TRL 1.16)"
 #: TRL's settings that were fastest on some CPU: fp32 in two micro-batches, with a dynamic or a static cache, and bf16.
@@ -40,9 +43,10 @@ def main(arguments: list[str], only_json: bool) -> None:
             for setting, options in TRL_SETTINGS.items()
             if setting in args.trl
         ]
-        measured = run_in_turn(sides, args.rounds or ROUNDS[name])
-        cases.append(compare(name, measured))
-        raw += measured
+        *measured, roof = run_in_turn([*sides, ROOF], args.rounds or ROUNDS[name])
+        given = (SHAPES[name], Batch(), measured[0].ready["dtype"], roof)
+        cases.append(with_share(compare(name, measured), rollout_seconds(*given)[0] + training_seconds(*given)))
+        raw += [*measured, roof]
     finish("step", cases, versions={one.name: one.ready["versions"] for one in raw}, only_json=only_json, raw=raw)
 
 

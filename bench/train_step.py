@@ -10,7 +10,10 @@ import argparse
 import statistics
 
 from bench.harness import Measured, Side, need, note, run_in_turn
+from bench.models import SHAPES
 from bench.report import Case, best, finish
+from bench.roof import SIDE as ROOF
+from bench.roof import Batch, training_seconds, with_share
 from bench.step import TRL_HOW
 
 #: Each type with 32 and with 8 completions per forward pass: which is fastest depends on the CPU.
@@ -41,9 +44,10 @@ def main(arguments: list[str], only_json: bool) -> None:
             for setting, options in TRL_SETTINGS.items()
             if setting in args.trl
         ]
-        measured = run_in_turn(sides, args.rounds or ROUNDS[name])
-        cases.append(compare(name, measured))
-        raw += measured
+        *measured, roof = run_in_turn([*sides, ROOF], args.rounds or ROUNDS[name])
+        least = training_seconds(SHAPES[name], Batch(), measured[0].ready["dtype"], roof)
+        cases.append(with_share(compare(name, measured), least))
+        raw += [*measured, roof]
     finish("train_step", cases, versions={one.name: one.ready["versions"] for one in raw}, only_json=only_json, raw=raw)
 
 

@@ -11,9 +11,12 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; commands would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,3 +101,12 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "postgres":
         return str(request.getfixturevalue("pg").url)
     return f"sqlite:///{tmp_path / 'b.sqlite'}"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A headless browser. Skips where there is none."""
+    from browser import chromium  # playwright is optional
+
+    with chromium() as opened:
+        yield opened

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from waiting import answering
 
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.config.model import TokenizerConfig
@@ -20,7 +19,7 @@ from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Experience, StopReason, Turn
-from rollmill.web import ConnectionLimits, open_listener
+from rollmill.web import ConnectionLimits
 from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
 from rollmill.web.keys import KeyRing, make_key
 
@@ -118,14 +117,8 @@ def served(
     desk = open_feedback(run_dir)
     guard = RequestGuard(host, keys or (KeyRing([make_key(TOKEN_CLIENT, token)]) if token else None))
     server = build_server(desk, guard, "ann", connections=connections or ConnectionLimits(), body_s=body_s)
-    listener = open_listener("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
     try:
-        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", desk, guard)
+        with answering(server) as address:
+            yield Served(address, desk, guard)
     finally:
-        server.should_exit = True
-        thread.join()
         desk.acts._store.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,16 +18,17 @@ import feedback_runs
 import numpy as np
 import yaml
 from feedback_runs import END, TOKENIZER
+from waiting import answering
 
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.rollout.recorder import Recorder
+from rollmill.trackers.activity_log import Activity, ActivityLog
 from rollmill.trackers.event_log import record_event
-from rollmill.trackers.heartbeat import HeartbeatRecord
+from rollmill.trackers.heartbeat import HeartbeatRecord, activity_file
 from rollmill.trackers.metrics_log import MetricsLog
 from rollmill.trackers.rollout_log import RolloutLog
-from rollmill.types import Completion, Experience, StopReason
+from rollmill.types import Completion, DraftUse, DraftUseArray, Experience, StopReason
 from rollmill.ui.server import open_server
-from rollmill.web import open_listener
 from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
 from rollmill.web.keys import KeyRing, make_key
 
@@ -74,6 +75,9 @@ def step_row(step: int, rng: np.random.Generator, gain: float = 0.02) -> dict[st
         "seconds/inference": 0.1,
         "seconds/reward": 0.2 + abs(float(rng.normal(0, 0.05))),
         "seconds/train": 0.4,
+        "memory/rollout": 2.0,
+        "memory/train": 3.0 + 0.01 * step,
+        "residency/optimizer/gb": 0.5,
         "seconds/total": 1.3,
     }
 
@@ -84,6 +88,26 @@ def heartbeat(run: Path, pid: int, *, ended: str = "", name: str = "trainer", do
     record = HeartbeatRecord(name, socket.gethostname(), pid, now - 60, now - 1, doing, "", now - 3, 30, 0, ended)
     (run / "processes").mkdir(parents=True, exist_ok=True)
     (run / "processes" / f"{name.replace(' ', '-')}.json").write_text(json.dumps(asdict(record)))
+
+
+def activities(run: Path, steps: int, step_s: float = 5.0) -> None:
+    """A trainer and two explorers that took turns, until now; explorer 1 came later, and rests half of the time."""
+    begin = time.time() - steps * step_s
+    logs = {name: ActivityLog(activity_file(run, name)) for name in ("trainer", "explorer 0", "explorer 1")}
+    for name in logs:
+        heartbeat(run, os.getpid(), name=name)
+    for step in range(1, steps + 1):
+        at = begin + (step - 1) * step_s
+        doing = [(0.0, "roll out", "completions of 4 groups"), (2.0, "reward", "rewards of 4 groups")]
+        doing += [(2.5, "inference", ""), (3.0, "train", "")]
+        for after, what, waits in doing:
+            logs["trainer"].add(Activity(at + after, f"{what}, step {step} of 40, stage train", waits, step - 1))
+        logs["explorer 0"].add(Activity(at, "roll out", "", step - 1))
+        if step > steps // 2:
+            logs["explorer 1"].add(Activity(at, "roll out", "", step - 1))
+            logs["explorer 1"].add(Activity(at + 2.2, "nothing", "the trainer", step - 1))
+        if step % 10 == 0:
+            logs["trainer"].add(Activity(at + 4.5, f"write the checkpoint of step {step}", "", step))
 
 
 def dead_pid() -> int:
@@ -102,6 +126,7 @@ def completion(prompt: Sequence[int], text: str, version: int, rng: np.random.Ge
         logprobs=-rng.exponential(0.7, len(ids)).astype(np.float32),
         versions=np.full(len(ids), version, np.int32),
         kept_logmass=np.zeros(len(ids), np.float32),
+        drafted=drafted(len(ids)),
         text=text,
         stop_reason=StopReason.EOS,
         seed=0,
@@ -110,6 +135,14 @@ def completion(prompt: Sequence[int], text: str, version: int, rng: np.random.Ge
         started_at=1.1,
         finished_at=1.6,
     )
+
+
+def drafted(length: int) -> DraftUseArray:
+    """Half of the tokens taken over, then one that was rejected, and after a pause a guess of four tokens."""
+    uses = np.zeros(length, np.uint8)
+    uses[: length // 2], uses[length // 2] = DraftUse.EARLIER, DraftUse.REJECTED
+    uses[length // 2 + 3 : length // 2 + 7] = DraftUse.GUESS
+    return uses
 
 
 def agent_rollout(step: int, number: int, rng: np.random.Generator) -> list[Experience]:
@@ -205,14 +238,5 @@ class ServedRuns:
 def served(folder: Path, host: str = "127.0.0.1", token: str | None = None) -> Iterator[ServedRuns]:
     """A real server for a folder of runs, in a thread."""
     keys = KeyRing([make_key(TOKEN_CLIENT, token)]) if token else None
-    with open_server(folder, RequestGuard(host, keys), "ann") as server:
-        listener = open_listener("127.0.0.1", 0)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.005)
-        try:
-            yield ServedRuns(f"http://127.0.0.1:{listener.getsockname()[1]}", folder)
-        finally:
-            server.should_exit = True
-            thread.join()
+    with open_server(folder, RequestGuard(host, keys), "ann") as server, answering(server) as address:
+        yield ServedRuns(address, folder)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from bench.models import PROMPT, pictures, prompts, vision_dir
-from bench.ours.step import build_stage
-from bench.worker import Channel, versions
+from bench.ours.step import serve_steps
+from bench.worker import Channel
 
 
 def rows(model: str) -> Iterator[dict[str, Any]]:
@@ -62,28 +61,6 @@ def repeat_tower(times: int) -> None:
         setattr(module, "compute_features", repeated)  # noqa: B010
 
 
-async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
-    """Build the stage of a run and run one step per command."""
-    began = time.perf_counter()
-    from rollmill.config.taskset import TasksetConfig
-
-    if args.tower == "completion":
-        repeat_tower(args.group)
-    taskset = TasksetConfig(function="bench.ours.see:rows", options={"model": args.model}, chat=True)
-    loop, precision = build_stage(args, "bench.ours.step:even_ids", policy=load(args.model), taskset=taskset)
-    channel.say(startup_s=time.perf_counter() - began, dtype=precision, versions=versions("torch", "transformers"))
-    for _ in channel.commands():
-        started, cpu = time.perf_counter(), time.process_time()
-        result = await loop.step()
-        channel.say(
-            seconds=time.perf_counter() - started,
-            cpu_s=time.process_time() - cpu,
-            tokens=result.generated_tokens,
-            phases={name: round(value, 4) for name, value in result.seconds.items()},
-        )
-    await loop.stage.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -94,7 +71,13 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    asyncio.run(serve_steps(Channel(), args))
+    channel = Channel()
+    from rollmill.config.taskset import TasksetConfig
+
+    if args.tower == "completion":
+        repeat_tower(args.group)
+    taskset = TasksetConfig(function="bench.ours.see:rows", options={"model": args.model}, chat=True)
+    asyncio.run(serve_steps(channel, args, policy=load(args.model), taskset=taskset))
 
 
 if __name__ == "__main__":

@@ -84,12 +84,12 @@ def build_stage(
     return TrainingLoop(Stage(config, policy, tasks, context, index=0, first_version=0)), precision
 
 
-async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
-    """Build the stage of a run and run one step per command."""
+async def serve_steps(channel: Channel, args: argparse.Namespace, **stage: Any) -> None:
+    """Build the stage of a run and run one step per command; `stage` are arguments of `build_stage`."""
     began = time.perf_counter()
     import torch
 
-    loop, precision = build_stage(args, "bench.ours.step:even_ids")
+    loop, precision = build_stage(args, "bench.ours.step:even_ids", **stage)
     channel.say(
         startup_s=time.perf_counter() - began,
         dtype=precision,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 from bench.harness import ROOT
-from bench.peers.trl_step import settings
+from bench.peers.trl_step import pace, settings
 from bench.worker import Channel, versions
 
 
@@ -21,7 +20,7 @@ def main() -> None:
 
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     from rollmill.config.loader import load_run
@@ -49,22 +48,6 @@ def main() -> None:
         mean = sum(found) / len(found)
         return found
 
-    class Pace(TrainerCallback):  # type: ignore[misc]
-        """Runs a step when the parent requests it."""
-
-        def __init__(self) -> None:
-            self.commands = channel.commands()
-            self.started = self.cpu = 0.0
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if next(self.commands, None) is None:
-                raise SystemExit
-            self.started, self.cpu = time.perf_counter(), time.process_time()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds, cpu_s = time.perf_counter() - self.started, time.process_time() - self.cpu
-            channel.say(seconds=seconds, cpu_s=cpu_s, tokens=tokens, reward=mean)
-
     step = argparse.Namespace(
         prompts=stage.rollout.batch,
         group=stage.rollout.group_size,
@@ -91,7 +74,7 @@ def main() -> None:
         reward_funcs=reward,
         args=GRPOConfig(**config),
         train_dataset=Dataset.from_list(rows),
-        callbacks=[Pace()],
+        callbacks=[pace(channel, lambda began, seconds: {"tokens": tokens, "reward": mean})],
     )
     channel.say(versions=versions("trl", "torch", "transformers", "gguf"))
     grpo.train()

@@ -57,25 +57,15 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Callable[[float, float], dict[str, Any]],
-          made: Callable[[], tuple[Any, Any, Any]] | None = None, **more: Any) -> None:  # fmt: skip
-    """Run one step per command and send `report(began, seconds)`; `more` are arguments of GRPOConfig.
+def pace(channel: Channel, report: Callable[[float, float], dict[str, Any]], device: str = "cpu") -> Any:
+    """Build a callback that starts a step at each of the parent's commands, and sends its seconds and `report`.
 
-    `made` returns model, tokenizer or processor, and dataset, in place of `args.model` and its prompts.
+    `report` gets the start and the seconds of a step, and returns what else to send.
     """
-    began = time.perf_counter()
-
     import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    if args.device == "cpu":
-        torch.set_num_threads(1)
+    from transformers import TrainerCallback
 
     class Pace(TrainerCallback):  # type: ignore[misc]
-        """Runs a step when the parent requests it."""
-
         def __init__(self) -> None:
             self.commands = channel.commands()
             self.started = self.cpu = 0.0
@@ -86,10 +76,29 @@ def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Calla
             self.started, self.cpu = time.perf_counter(), time.process_time()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            if args.device == "cuda":
+            if device == "cuda":
                 torch.cuda.synchronize()
             seconds, cpu_s = time.perf_counter() - self.started, time.process_time() - self.cpu
             channel.say(seconds=seconds, cpu_s=cpu_s, **report(self.started, seconds))
+
+    return Pace()
+
+
+def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Callable[[float, float], dict[str, Any]],
+          made: Callable[[], tuple[Any, Any, Any]] | None = None, **more: Any) -> None:  # fmt: skip
+    """Run one step per command and send `report(began, seconds)`; `more` are arguments of GRPOConfig.
+
+    `made` returns model, tokenizer or processor, and dataset, in place of `args.model` and its prompts.
+    """
+    began = time.perf_counter()
+
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    if args.device == "cpu":
+        torch.set_num_threads(1)
 
     if made is None:
         folder = model_dir(args.model)
@@ -105,7 +114,7 @@ def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Calla
         reward_funcs=reward,
         args=GRPOConfig(**settings(args) | more),
         train_dataset=rows,
-        callbacks=[Pace()],
+        callbacks=[pace(channel, report, args.device)],
     )
     channel.say(startup_s=time.perf_counter() - began, versions=versions("trl", "torch", "transformers"))
     trainer.train()

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.models import SHAPES, model_dir
 from bench.peers.rollouts import mean_id, rollouts
-from bench.peers.trl_step import arguments, settings
+from bench.peers.trl_step import arguments, pace, settings
 from bench.worker import Channel, versions
 
 
@@ -27,7 +27,7 @@ def main() -> None:
 
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
@@ -51,24 +51,10 @@ def main() -> None:
                 self.prepared = super()._generate_and_score_completions(inputs)
             return dict(self.prepared)
 
-    class Pace(TrainerCallback):  # type: ignore[misc]
-        """Runs a step when the parent requests it."""
-
-        def __init__(self) -> None:
-            self.commands = channel.commands()
-            self.started = self.cpu = 0.0
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if next(self.commands, None) is None:
-                raise SystemExit
-            self.started, self.cpu = time.perf_counter(), time.process_time()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds, cpu_s = time.perf_counter() - self.started, time.process_time() - self.cpu
-            assert trainer.prepared is not None
-            tokens = int(trainer.prepared["completion_mask"].sum())
-            learned = int((trainer.prepared["advantages"] != 0).sum())
-            channel.say(seconds=seconds, cpu_s=cpu_s, tokens=tokens, learned=learned)
+    def report(began: float, seconds: float) -> dict[str, Any]:
+        assert trainer.prepared is not None
+        tokens = int(trainer.prepared["completion_mask"].sum())
+        return {"tokens": tokens, "learned": int((trainer.prepared["advantages"] != 0).sum())}
 
     trainer = Prepared(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -77,7 +63,7 @@ def main() -> None:
         args=GRPOConfig(**settings(args)),
         train_dataset=Dataset.from_dict({"prompt": list(by_prompt)}),
         rollout_func=made_up,
-        callbacks=[Pace()],
+        callbacks=[pace(channel, report)],
     )
     channel.say(startup_s=time.perf_counter() - began, versions=versions("trl", "torch", "transformers"))
     trainer.train()

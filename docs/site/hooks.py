@@ -22,6 +22,9 @@ PAGES = {
     "bench/README.md": "bench.md",
 }
 FOLDERS = ("examples", "bench/results")
+BOOSTS = {"faq.md": 6.0, "guide/": 2.0, "start.md": 2.0, "run-file/": 0.4, "changelog.md": 0.1, "api.md": 0.5}
+"""Weight of pages in the search, by the beginning of their path: who searches asks how something is done, and the
+reference has every word."""
 _LINK = re.compile(r"(\]\(|href=\"|src=\")([^)\"#:\s]+)((?:#[^)\"]*)?[)\"])")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -41,6 +44,8 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     place = page.file.src_uri
+    boost = next((weight for start, weight in BOOSTS.items() if place.startswith(start)), 1.0)
+    page.meta.setdefault("search", {}).setdefault("boost", boost)
     return markdown if place in PAGES.values() else _relinked(markdown, f"docs/{place}", place)
 
 

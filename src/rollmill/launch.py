@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollmill.config.checks.extras import require_extras
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import RayPlacement
 from rollmill.config.workflows import TrafficWorkflow
@@ -201,12 +202,7 @@ def execute(
         from rollmill.remote.supervisor import supervise  # starts a process that calls this function again
 
         return supervise(loaded, run_dir, view, execute, resumed=resumed)
-    if serving is None and any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
-        raise ConfigError(
-            f"{loaded.path}: workflow `traffic` waits for an application: start it by "
-            f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
-        )
-    loaded.config.monitor.require_packages(loaded.path)
+    _require_start(loaded, run_dir if resumed else loaded.path, serving)
     with keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat:
         checkpoints = Checkpoints(run_dir)
         with uncounted_work():
@@ -265,6 +261,15 @@ def execute(
             close_set_aside()
         monitor.close(summary)
         return summary
+
+
+def _require_start(loaded: LoadedRun, source: Path, serving: Serving | None) -> None:
+    """Raise ConfigError for a run that has to be served (`source`: by this command), or lacks a tracker's library."""
+    if serving is None and any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
+        raise ConfigError(
+            f"{loaded.path}: workflow `traffic` waits for an application: start it by `rollmill serve {source} --train`"
+        )
+    require_extras(loaded, "monitor")
 
 
 def _folder(path: Path) -> Path:

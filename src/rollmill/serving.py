@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +20,12 @@ from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.workflows import TrafficWorkflow
+from rollmill.data.images import PICTURES_FOLDER
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import CheckpointError, ConfigError
 from rollmill.launch import CONFIG, resume, start
 from rollmill.models.load import PolicyModel
+from rollmill.models.vision import picture_processor
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.engine import build_native_engine
 from rollmill.orchestrator.manifest import model_files, verifying
@@ -43,6 +46,7 @@ from rollmill.trainer.parity import load_verified_policy
 from rollmill.web import open_listener, server_url
 
 _RUN_FILES = (".yaml", ".yml")
+_MOST_PICTURES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -91,11 +95,12 @@ def serve_checkpoint(
     folder = find_checkpoint(source, step)
     where = choose_device(device)
     with verifying(folder, model_files):
-        policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
+        policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where, pictures=True)
     precision = choose_precision(policy.model, where, StepSize.of_generation())
     engine = build_native_engine(policy, RolloutConfig(), precision)
     sampling = SamplingConfig(max_new_tokens=policy.context)
-    asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFileSink(record)))
+    with keeping_pictures(policy, record):
+        asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFileSink(record)))
 
 
 class ModelServer:
@@ -124,9 +129,10 @@ class ModelServer:
     ) -> None:
         folder, where = find_checkpoint(source, step), choose_device(device)
         with verifying(folder, model_files):
-            self._policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
+            self._policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where, pictures=True)
         precision = choose_precision(self._policy.model, where, StepSize.of_generation())
         self._engine = build_native_engine(self._policy, RolloutConfig(), precision)
+        self._record = record
         self._sink = None if record is None else SessionFileSink(record)
         self._listens, self._ended = threading.Event(), asyncio.Event()
         listener = open_listener(rules.host, port)
@@ -161,7 +167,8 @@ class ModelServer:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            with keeping_pictures(self._policy, self._record):
+                asyncio.run(self._serve())
         except BaseException as error:  # raised by `start`
             self._failure = error
 
@@ -171,6 +178,21 @@ class ModelServer:
         async with _served(self._policy, self._engine, sampling, self._place, self._sink):
             await self._ended.wait()
         await self._engine.close()
+
+
+@contextmanager
+def keeping_pictures(policy: PolicyModel, record: Path | None) -> Iterator[None]:
+    """Keep the pictures of requests in `record`; without it, the newest ones (at most 1 GiB) until the server ends."""
+    processor = picture_processor(policy.model)
+    if processor is None:
+        yield
+    elif record is not None:
+        processor.folder = record / PICTURES_FOLDER
+        yield
+    else:
+        with tempfile.TemporaryDirectory(prefix="rollmill-pictures-") as folder:
+            processor.folder, processor.folder_bytes = Path(folder), _MOST_PICTURES
+            yield
 
 
 def find_checkpoint(source: Path, step: int | None) -> Path:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+from itertools import pairwise
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -18,6 +19,9 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 RoutingArray = npt.NDArray[np.unsignedinteger[Any]]
 """Experts chosen for tokens: uint8 or uint16 [tokens, routers, experts per token], see `rollmill.models.routing`."""
+
+DraftUseArray = npt.NDArray[np.uint8]
+"""A `DraftUse` for each token."""
 
 IMPORTED_FROM = "imported_from"
 """Key of `Experience.info`: the other run that produced the experience; its versions are not this run's."""
@@ -42,6 +46,19 @@ class StopReason(StrEnum):
     LENGTH = "length"  #: max_new_tokens or the model's context was reached
     REPETITION = "repetition"  #: repetition detected
     ABORTED = "aborted"  #: the request was cancelled or interrupted
+
+
+class DraftUse(IntEnum):
+    """Part that a draft token had in one token of a completion."""
+
+    NONE = 0  #: no draft token was verified at its place
+    EARLIER = 1  #: a draft token of an earlier completion, accepted
+    GUESS = 2  #: a guessed token (an n-gram, or an earlier completion after it had differed), which proved right
+    REJECTED = 3  #: sampled in place of a draft token that was rejected
+
+
+DRAFTED_KEY = "drafted"
+"""Key of `Experience.info`: where draft tokens were verified, see `draft_spans`."""
 
 
 class ExperienceSource(StrEnum):
@@ -101,6 +118,7 @@ class Completion:
     top_probs: FloatArray | None = None  #: [T, K]; 0 where unknown
     routing: RoutingArray | None = None
     """[prompt + T - 1, L, k], the experts chosen for every token but the last, if the engine recorded them."""
+    drafted: DraftUseArray | None = None  #: [T]; None if no draft token was verified
     submitted_at: float = 0.0
     started_at: float = 0.0
     finished_at: float = 0.0
@@ -225,6 +243,39 @@ def first_per_rollout(experiences: Sequence[Experience]) -> list[Experience]:
     return list(first.values())
 
 
+def draft_spans(parts: Iterable[tuple[int, DraftUseArray | None]]) -> dict[str, Any]:
+    """Describe draft tokens for `Experience.info`: {DRAFTED_KEY: spans by lower-case name of `DraftUse`}, each span
+    [start, end) of token_ids. Empty if there are none.
+
+    Args:
+        parts: of each completion, the index of its first token in the experience, and its `drafted`.
+    """
+    found: dict[str, list[list[int]]] = {}
+    for offset, drafted in parts:
+        if drafted is None:
+            continue
+        edges = np.flatnonzero(np.diff(drafted, prepend=0, append=0)).tolist()
+        for start, end in pairwise(edges):
+            if drafted[start] != DraftUse.NONE:
+                name = DraftUse(drafted[start]).name.lower()
+                found.setdefault(name, []).append([offset + start, offset + end])
+    return {DRAFTED_KEY: found} if found else {}
+
+
+def drafted_tokens(experience: Experience) -> DraftUseArray | None:
+    """Inverse of `draft_spans`, [T]; None if no draft token is recorded. Spans that are damaged are left out."""
+    spans = experience.info.get(DRAFTED_KEY)
+    if not isinstance(spans, dict):
+        return None
+    drafted = np.zeros(len(experience.token_ids), np.uint8)
+    for use in DraftUse:
+        own = spans.get(use.name.lower())
+        for span in own if isinstance(own, list) else []:
+            if isinstance(span, list) and len(span) == 2 and all(isinstance(each, int) for each in span):
+                drafted[max(span[0], 0) : max(span[1], 0)] = use
+    return drafted
+
+
 def experience_from_completion(
     completion: Completion, *, id: str, task_id: str, group: str, prompt: str, temperature: float
 ) -> Experience:
@@ -251,6 +302,7 @@ def experience_from_completion(
             "queue": completion.started_at - completion.submitted_at,
             "generate": completion.finished_at - completion.started_at,
         },
+        info=draft_spans([(n_prompt, completion.drafted)]),
         routing=completion.routing,
     )
 

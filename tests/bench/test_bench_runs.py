@@ -14,7 +14,10 @@ from gguf_files import write_gguf
 from toys import toy_model, toy_tokenizer
 
 from bench import machine
+from bench.harness import Measured
+from bench.models import Shape
 from bench.packing import lengths
+from bench.roof import Batch, rollout_seconds, training_seconds, weights
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +42,30 @@ def test_rollout_against_transformers(tmp_path: Path) -> None:
     assert line["ratio"] == pytest.approx(line["ours"] / line["peer"], rel=1e-2)
 
 
+@pytest.mark.slow
+def test_shares_of_the_roof(tmp_path: Path) -> None:
+    line = bench(str(tmp_path), "roof", "--models", "tiny")
+    cases = json.loads((tmp_path / "roof.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["tiny rollout", "tiny train"]
+    for case in cases:
+        assert 0 < case["share"] == pytest.approx(case["peer"] / case["ours"], abs=1e-3)
+    assert line["ratio"] == min(case["ratio"] for case in cases)
+
+
+def test_the_roof_counts_every_product_and_byte_once() -> None:
+    shape = Shape(8, 2, 4, 2, 16, 32, 4, 0.05)  # q 8x16, k and v 8x8, o 16x8, three of 8x16
+    assert weights(shape) == (2 * (128 + 64 + 64 + 128 + 3 * 128), 32 * 8)
+    batch = Batch(prompts=1, prompt=3, group=2, new_tokens=2)
+    fast_memory = Measured("roof", {}, [{"fp32": 1e-9, "read_gb_s": 1e9}])  # one operation a second
+    assert training_seconds(shape, batch, "fp32", fast_memory) == pytest.approx(6 * ((3 + 4) * 1536 + 4 * 256))
+    prefill, decode = 2 * (3 * 1536 + 256), 2 * 2 * (1536 + 256)  # of two tokens the first comes from the prompt
+    assert rollout_seconds(shape, batch, "fp32", fast_memory) == (pytest.approx(prefill + decode), "products")
+    slow_memory = Measured("roof", {}, [{"fp32": 1e30, "read_gb_s": 1e-9}])  # one byte a second
+    kept = 2 * 2 * 2 * 4  # keys and values of a token: layers, heads, width
+    read = 4 * (1536 + 256 + 2 * 32 + kept * (3 + 2))
+    assert rollout_seconds(shape, batch, "fp32", slow_memory) == (pytest.approx(read), "memory")
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_step_against_trl(tmp_path: Path) -> None:
@@ -48,6 +75,17 @@ def test_step_against_trl(tmp_path: Path) -> None:
     assert line["peer_name"].startswith("trl")
     case = json.loads((tmp_path / "step.json").read_text())["cases"][0]
     assert list(case["peer_settings"]) == ["trl fp32 static cache", "trl bf16"]
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_memory_of_a_run_against_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    line = bench(str(tmp_path), "memory", "--model", "tiny")
+    cases = json.loads((tmp_path / "memory.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["fp32 weights", "bf16 weights", "LoRA over bf16 weights"]
+    assert line["unit"] == "GiB"
+    assert all(0.1 < case["ours"] < 4 and case["seconds"] > 0 for case in cases)
 
 
 @pytest.mark.thorough

@@ -12,6 +12,7 @@ import yaml
 from rollmill.cli import main
 from rollmill.config.checks import extras
 from rollmill.config.loader import load_run
+from rollmill.config.section import Section
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = {
@@ -49,6 +50,8 @@ def missing(tmp_path: Path, **changes: Any) -> list[str]:
         ),
         ({"rewards": [{"name": "tool_call"}]}, "rewards.0", "schema"),
         ({"pipeline": ["near_duplicates"]}, "pipeline.0", "dedup"),
+        ({"monitor": {"trackers": ["swanlab"]}}, "monitor.trackers.0", "swanlab"),
+        ({"monitor": {"tensorboard": True}}, "monitor.tensorboard", "tensorboard"),
         ({"placement": {"name": "ray", "explorers": 1}}, "placement", "ray"),
         ({"buffer": {"url": "postgresql+psycopg://u@h/d"}, "max_staleness": 1}, "buffer.url", "postgres"),
     ],
@@ -65,7 +68,11 @@ def test_a_run_of_the_core_needs_none(tmp_path: Path) -> None:
 
 def test_the_extras_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {extra for _, extra, _, _ in extras._NEEDS} <= set(project["optional-dependencies"])
+    sections = [Section]
+    for each in sections:
+        sections += each.__subclasses__()
+    named = {each.needs_extra[0] for each in sections if each.needs_extra is not None}
+    assert {"dedup", "gym", "mcp", "ray", "wandb"} <= named <= set(project["optional-dependencies"])
 
 
 def test_check_refuses_and_warns(

@@ -175,6 +175,8 @@ def test_messages_have_image_parts(folder: Path) -> None:
     row = {"prompt": chat, "images": ["pictures/red.png", "pictures/grey.jpg"]}
     refs = image_refs_of(load(folder, row, max_pixels=100).tasks[0].metadata)
     assert [(ref.message, ref.offset, ref.width, ref.max_pixels) for ref in refs] == [(1, 0, 40, 100), (1, 1, 7, 100)]
+    film = [{"role": "user", "content": [{"type": "video", "video": ["pictures/red.png", "pictures/grey.jpg"]}]}]
+    assert [ref.width for ref in image_refs_of(load(folder, {"prompt": film}).tasks[0].metadata)] == [40, 7]
     named = [{"role": "user", "content": [{"type": "image", "path": "pictures/red.png"}]}]
     [ref] = image_refs_of(load(folder, {"prompt": named}, chat=True, system="s").tasks[0].metadata)
     assert (ref.message, ref.offset) == (1, 0)  # after the system message
@@ -183,8 +185,9 @@ def test_messages_have_image_parts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([{"type": "input_audio", "input_audio": {}}], "has a part of type 'input_audio'; text, image and image_url"),
-        ([{"type": "video", "video": "a.mp4"}], "has a part of type 'video'"),
+        ([{"type": "input_audio", "input_audio": {}}], "has a part of type input_audio: audio is not supported"),
+        ([{"type": "film", "video": "a.mp4"}], "has a part of type 'film'; text, image, image_url and video are known"),
+        ([{"type": "video", "video": "a.mp4"}], "type video that is no list of pictures; give its frames"),
         ([{"type": "image"}], "places for 1 images, and no column holds any"),
         ([{"type": "image", "path": "pictures/none.png"}], "none.png cannot be read"),
         ([{"type": "image", "path": "a.png", "url": "b.png"}], "with path and url; give one of them"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from rollmill.config.rollout import NgramConfig, SamplingConfig
 from rollmill.engines.base import CompletionPrefix, Draft, GenerationRequest, SampledToken
 from rollmill.engines.native import NativeEngine, draft_verifier, model_runner
 from rollmill.engines.native.decode import DecodeContext
-from rollmill.types import Completion, StopReason
+from rollmill.types import Completion, DraftUse, StopReason
 
 TOKENIZER = toy_tokenizer("char")
 VOCAB = len(TOKENIZER)
@@ -101,6 +102,9 @@ def test_unchanged_weights_accept_everything(architecture: str) -> None:
         assert set(after.versions.tolist()) == {7}
         np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
         np.testing.assert_allclose(after.kept_logmass, before.kept_logmass, atol=1e-5)
+        assert before.drafted is None
+        assert after.drafted is not None
+        assert set(after.drafted.tolist()) == {DraftUse.EARLIER}
     assert {each.stop_reason for each in flat(again)} == {StopReason.EOS, StopReason.STOP, StopReason.LENGTH}
     counts = engine.core.drafting.counts
     assert counts.reuse_accepted == counts.reuse_tested == sum(len(each.token_ids) for each in flat(first))
@@ -339,3 +343,7 @@ def test_a_draft_of_unknown_origin_is_a_guess() -> None:
     [found] = ask(engine, [replace(request, drafts=drafts)])
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in plain]
     assert engine.core.drafting.counts.guess_accepted > 150
+    uses = Counter(use for each in found for use in ([] if each.drafted is None else each.drafted.tolist()))
+    assert uses[DraftUse.GUESS] == engine.core.drafting.counts.guess_accepted
+    assert uses[DraftUse.GUESS] + uses[DraftUse.REJECTED] == engine.core.drafting.counts.guess_tested
+    assert all(each.drafted is not None and each.drafted[20] == DraftUse.REJECTED for each in found)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import chromium, press
-from feedback_runs import END, TOKENIZER, Served, completion, everything, groups_of, make_run, served, shelf
+from browser import nameless_controls, press, watched
+from feedback_runs import END, TOKENIZER, Served, completion, everything, groups_of, shelf
 from playwright.sync_api import Browser, Page
 
 from rollmill.buffer import ExperienceKind
@@ -39,23 +39,6 @@ HOSTILE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs") / "apples")
-
-
-@pytest.fixture
-def site(made: Path, tmp_path: Path) -> Iterator[Served]:
-    with served(shutil.copytree(made, tmp_path / "apples")) as running:
-        yield running
-
-
 @pytest.fixture(params=["scripts", "no scripts"])
 def page(browser: Browser, site: Served, request: pytest.FixtureRequest) -> Iterator[Page]:
     context = browser.new_context(base_url=site.address, java_script_enabled=request.param == "scripts")
@@ -67,13 +50,8 @@ def page(browser: Browser, site: Served, request: pytest.FixtureRequest) -> Iter
 @pytest.fixture
 def scripted(browser: Browser, site: Served) -> Iterator[Page]:
     """A page with scripts, whose errors are the test's."""
-    context = browser.new_context(base_url=site.address)
-    context.set_default_timeout(15_000)
-    opened, errors = context.new_page(), []
-    opened.on("pageerror", lambda error: errors.append(str(error)))
-    yield opened
-    context.close()
-    assert errors == []
+    with watched(browser, site.address, only_errors=True) as opened:
+        yield opened
 
 
 def tokens(site: Served, shelf_name: ExperienceKind) -> list[list[list[int]]]:
@@ -321,11 +299,6 @@ def test_the_page_is_accessible(scripted: Page) -> None:
     """Every control has a name, every page one main heading and a language."""
     for path in ("/", GROUP, "/history"):
         scripted.goto(path)
-        nameless = scripted.evaluate(
-            """() => [...document.querySelectorAll("input:not([type=hidden]), select, textarea, button, a")]
-                .filter((one) => !(one.labels?.length || one.getAttribute("aria-label") || one.textContent.trim()))
-                .map((one) => one.outerHTML)"""
-        )
-        assert nameless == []
+        assert nameless_controls(scripted) == []
         assert scripted.locator("h1").count() == 1
         assert scripted.evaluate("document.documentElement.lang") == "en"

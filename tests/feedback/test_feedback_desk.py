@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from feedback_runs import ANSWERS, END, TOKENIZER, completion, everything, groups_of, make_run, shelf
+from feedback_runs import ANSWERS, END, TOKENIZER, completion, everything, groups_of, shelf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,11 +31,6 @@ from rollmill.models.run_tokenizer import compute_fingerprint, save_run_tokenize
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Experience, ExperienceSource, StopReason, Task
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs") / "apples")
 
 
 @pytest.fixture

@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feedback_runs import END, TOKENIZER, completion, everything, groups_of, make_run, shelf
+from feedback_runs import END, TOKENIZER, completion, everything, groups_of, shelf
 
 from rollmill.buffer import ExperienceKind
 from rollmill.errors import ConfigError
 from rollmill.feedback import FeedbackError, FeedbackService, open_feedback
 from rollmill.feedback.label_studio import ImportResult, export_tasks, import_annotations
 from rollmill.trackers.rollout_log import RolloutLog
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs") / "apples")
 
 
 @pytest.fixture

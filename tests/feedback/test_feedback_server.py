@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from feedback_runs import Served, everything, make_run, served, shelf
+from feedback_runs import Served, everything, served, shelf
 
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.feedback import open_feedback
@@ -23,17 +23,6 @@ from rollmill.web.keys import KeyRing, make_key
 
 RATE = {"author": "env", "completion": "main-000005/1", "rating": 0.5}
 HTML = {"accept": "text/html"}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("runs") / "apples")
-
-
-@pytest.fixture
-def site(made: Path, tmp_path: Path) -> Iterator[Served]:
-    with served(shutil.copytree(made, tmp_path / "apples")) as running:
-        yield running
 
 
 @pytest.fixture

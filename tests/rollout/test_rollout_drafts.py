@@ -19,6 +19,7 @@ from rollmill.launch import resume, run
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.trackers import load_experiences, read_metrics
 from rollmill.trackers.console import PlainView
+from rollmill.types import DraftUse, drafted_tokens
 
 FEW: dict[str, Any] = {"options": TASKS["options"] | {"size": 8}}
 ONLY_RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-4}, "steps": 6}
@@ -98,7 +99,13 @@ def test_a_second_epoch_takes_over_what_the_new_weights_agree_with(whole: Path) 
         for each in load_experiences(whole, step):
             own = each.versions[each.action_mask]
             assert len(set(own.tolist())) == 1
-            texts.setdefault(each.id.rpartition("/")[2] + each.task_id, []).append([each.response])
+            epochs = texts.setdefault(each.id.rpartition("/")[2] + each.task_id, [])
+            drafted = drafted_tokens(each)
+            assert (drafted is None) == (not epochs)
+            if drafted is not None:
+                assert set(drafted[each.action_mask][:1].tolist()) <= {DraftUse.EARLIER, DraftUse.REJECTED}
+                assert not drafted[~each.action_mask].any()
+            epochs.append([each.response])
     assert sum(len(epochs) > 1 and epochs[0] == epochs[1] for epochs in texts.values()) > 5
 
 

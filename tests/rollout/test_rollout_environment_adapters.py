@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import gymnasium
+import numpy as np
 import pytest
 from environment_pools import in_loop, rollout
+from PIL import Image
 
 from rollmill.config.environments import GymnasiumSection, ReasoningGymSection, TextArenaSection
 from rollmill.config.rows import GeneratorConfig
 from rollmill.data.generators import generate_rows
 from rollmill.errors import ConfigError
+from rollmill.rollout.environments.base import validate_observation
 from rollmill.rollout.environments.gymnasium import GymnasiumEnvironment
 from rollmill.rollout.environments.pool import EnvironmentPool
 from rollmill.rollout.environments.reasoning_gym import ReasoningGymEnvironment
@@ -81,6 +87,58 @@ def test_a_function_may_describe_what_is_not_rendered(tmp_path: Path) -> None:
     (tmp_path / "cards.py").write_text("def cards(environment, observation):\n    return str(observation[0])\n")
     config = GymnasiumSection(id="Blackjack-v1", actions=["stick", "hit"], describe=f"{tmp_path}/cards.py:cards")
     assert 4 <= int(GymnasiumEnvironment(config).reset(task(), 1)) <= 21
+
+
+class Lamp(gymnasium.Env[int, int]):
+    """A lamp that is drawn without further libraries."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode: str) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        self.on = 0
+        return self.on, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.on = action
+        return action, float(action), False, False, {}
+
+    def render(self) -> Any:
+        return np.full((4, 6, 3), 255 * self.on, np.uint8)
+
+
+def test_states_may_be_pictures(tmp_path: Path) -> None:
+    gymnasium.register("Lamp-v0", Lamp)
+    (tmp_path / "lamp.py").write_text("def told(environment, observation):\n    return f'lamp {observation}'\n")
+    config = GymnasiumSection(id="Lamp-v0", actions=["off", "on"], render_mode="rgb_array")
+    env = GymnasiumEnvironment(config)
+    [dark] = env.reset(task(), 1)
+    assert not dark.any()
+    found = env.step("turn it on")
+    assert found.observation[0].min() == 255
+    text, again = env.step("what?").observation
+    assert text.startswith("That is no action")
+    assert again.shape == (4, 6, 3)
+    shown = GymnasiumEnvironment(config.model_copy(update={"describe": f"{tmp_path}/lamp.py:told"}))
+    assert shown.reset(task(), 1)[1] == "lamp 0"
+    [message] = validate_observation(shown.step("on").observation, "Lamp.step")
+    assert message["role"] == "user"
+    drawn, words = message["content"]
+    assert words == {"type": "text", "text": "lamp 1"}
+    with Image.open(io.BytesIO(base64.b64decode(drawn["image"].removeprefix("data:image/png;base64,")))) as image:
+        assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 255, 255))
+    with pytest.raises(ConfigError, match="Blackjack-v1"):
+        GymnasiumEnvironment(config.model_copy(update={"id": "Blackjack-v1"})).reset(task(), 1)
+
+
+@pytest.mark.parametrize("found", [[1], 3, None, np.zeros((2, 2)), [np.zeros((2, 2, 5), np.uint8)]])
+def test_what_is_no_observation_names_the_method(found: Any) -> None:
+    with pytest.raises(TypeError, match=r"Lamp\.step "):
+        validate_observation(found, "Lamp.step")
 
 
 def test_an_answer_may_be_tried_again() -> None:

@@ -166,7 +166,8 @@ def test_messages_join_a_chat_and_plain_text(tmp_path: Path) -> None:
     ]
     picture = [{"type": "image_url", "image_url": {"url": "a.png"}}]
     chat.tell([{"role": "user", "content": picture}, {"role": "user", "content": "a picture"}])
-    assert [each["content"] for each in chat.messages[-2:]] == [picture, "a picture"]
+    joined = [*picture, {"type": "text", "text": "\n\n"}, {"type": "text", "text": "a picture"}]
+    assert [each["content"] for each in chat.messages[-2:]] == ["2", joined]
     plain = PolicyConversation(nobody, "task ")
     plain.tell([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     assert plain._text == "task a\nb"

@@ -132,5 +132,5 @@ def test_numbers_of_any_library_are_numbers(reward: float, done: bool, text: str
     "wrong", [None, 3, [3], [{"content": "no role"}], {"role": "user", "content": "no list"}, b"x"]
 )
 def test_what_is_no_observation_is_refused(wrong: object) -> None:
-    with pytest.raises(TypeError, match=r"X.reset gave .* as observation; give a text, or a list of messages"):
+    with pytest.raises(TypeError, match=r"X.reset gave .* as observation; give a text, a picture, a list"):
         validate_observation(wrong, "X.reset")

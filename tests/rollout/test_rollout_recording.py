@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollmill.progress import Progress, progress_counters
 from rollmill.rollout.recorder import REPETITION_KEY, RecordedCall, Recorder
-from rollmill.types import Completion, Experience, StopReason
+from rollmill.types import DRAFTED_KEY, Completion, DraftUse, Experience, StopReason, drafted_tokens
 
 
 def call(
@@ -51,6 +51,23 @@ def test_turns_that_go_on_are_one_experience() -> None:
         ("prompt", "prompt 0"), ("assistant", "call 0"), ("observation", "5"), ("assistant", "call 1"),
     ]  # fmt: skip
     assert (one.id, one.response, "episode" in one.info) == ("g/0", "call 1", False)
+
+
+def test_an_experience_says_which_tokens_were_drafted() -> None:
+    recorder, drafted = Recorder(), np.array([1, 1, 0, 2, 3], np.uint8)
+    call(recorder, [1, 2], [3, 4, 5, 6, 7], drafted=drafted)
+    call(recorder, [1, 2, 3, 4, 5, 6, 7, 8], [9], drafted=drafted[:1])
+    [one] = experiences(recorder)
+    assert one.info[DRAFTED_KEY] == {"earlier": [[2, 4], [8, 9]], "guess": [[5, 6]], "rejected": [[6, 7]]}
+    found = drafted_tokens(one)
+    assert found is not None
+    assert found.tolist() == [0, 0, 1, 1, 0, 2, 3, 0, 1]
+    one.info[DRAFTED_KEY] = {"earlier": [[-3, 1], None, ["a", 2], [8, 99]], "guess": 3, "unknown": [[0, 1]]}
+    found = drafted_tokens(one)
+    assert found is not None
+    assert np.flatnonzero(found == DraftUse.EARLIER).tolist() == [0, 8]
+    one.info[DRAFTED_KEY] = [1]
+    assert drafted_tokens(one) is None
 
 
 def test_every_completion_counts_as_progress() -> None:

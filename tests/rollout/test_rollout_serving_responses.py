@@ -10,6 +10,7 @@ import openai
 import pytest
 from endpoints import BOTH, KEY, OTHER_KEY, Running, running
 
+from rollmill.rollout.endpoint import session
 from rollmill.rollout.endpoint.service import ServiceLimits
 from rollmill.types import Experience
 
@@ -111,6 +112,49 @@ def test_without_recording_responses_are_held_within_the_limits() -> None:
             ask(model="", input="more", previous_response_id=first.id)
         ask(model="", input="hi", store=False)
         assert len(site.service.sessions) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_read_again_and_deleted(site: Running, stream: bool) -> None:
+    api = client(site, f"again-{stream}").responses
+    options: Any = {"model": "", "input": "hi", "max_output_tokens": 8, "tools": TOOLS, "metadata": {"k": "v"}}
+    made: Any = api.create(**options, top_logprobs=1, stream=stream)
+    made = list(made)[-1].response if stream else made
+    again = api.retrieve(made.id)
+    assert (again.output_text, again.usage, again.status) == (made.output_text, made.usage, made.status)
+    assert again.to_dict() | {"output": []} == made.to_dict() | {"output": []}
+    assert again.to_dict()["output"][0]["content"][0]["logprobs"] == []  # type: ignore[index,call-overload]
+    assert made.output[0].content[0].logprobs
+    with pytest.raises(openai.NotFoundError, match="there is no response"):
+        client(site, key=OTHER_KEY).responses.retrieve(made.id)
+    with pytest.raises(openai.BadRequestError, match="not streamed"):
+        list(api.retrieve(made.id, stream=True))
+    api.delete(made.id)
+    for gone in (api.retrieve, api.delete):
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            gone(made.id)
+    with pytest.raises(openai.NotFoundError, match="there is no response"):
+        api.create(model="", input="more", previous_response_id=made.id)
+    [one] = committed(site, session=f"again-{stream}")  # deleting does not take back what was recorded
+    assert one.action_tokens == 8
+
+
+def test_a_session_holds_its_newest_responses(site: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, made = client(site, "many").responses, []
+    monkeypatch.setattr(session, "MOST_RESPONSES", 3)
+    for number in range(5):
+        previous = made[-1].id if made else None
+        made.append(api.create(model="", input=str(number), max_output_tokens=2, previous_response_id=previous))
+    assert [api.retrieve(each.id).id for each in made[2:]] == [each.id for each in made[2:]]
+    for each in made[:2]:
+        with pytest.raises(openai.NotFoundError):
+            api.retrieve(each.id)
+    monkeypatch.setattr(session, "MOST_RESPONSE_BYTES", 5000)
+    long = [api.create(model="", input="a", max_output_tokens=2, instructions="b" * 500) for _ in range(2)]
+    large = api.create(model="", input="a", max_output_tokens=2, metadata={"k": "v" * 6000})
+    assert api.retrieve(large.id).metadata == {"k": "v" * 6000}
+    with pytest.raises(openai.NotFoundError):
+        api.retrieve(long[0].id)
 
 
 @pytest.mark.parametrize(("held", "stream"), [(False, True), (True, False)])

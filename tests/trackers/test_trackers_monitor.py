@@ -10,7 +10,7 @@ import pytest
 from run_factory import STAGES, evaluation_metrics, make_run, rollouts, training_metrics
 
 from rollmill.config.trackers import MonitorConfig
-from rollmill.errors import ConfigError, RollmillError
+from rollmill.errors import RollmillError
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.trackers import PlainView, peak_rss_mb, read_metrics, read_summary, stored_steps, write_summary
 
@@ -95,16 +95,6 @@ def test_tensorboard_gets_scalars_and_completions_and_survives_a_resume(tmp_path
     assert events.Scalars("eval/greedy")[0].value == pytest.approx(evaluation_metrics(22)["eval/greedy"])
     (text, *_) = events.Tensors("completion/0/text_summary")
     assert b"    What is " in text.tensor_proto.string_val[0]
-
-
-def test_a_missing_tensorboard_is_an_error_that_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ConfigError, match=r"rollmill\[tensorboard\]"):
-        monitor(tmp_path, tensorboard=True).open_trackers()
 
 
 def test_the_summary_is_valid_json_whatever_it_holds(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import tiny_run
 
 from rollmill.cli import main
 from rollmill.config.trackers import MonitorConfig
@@ -84,8 +85,7 @@ def test_a_tracker_without_its_package_is_one_sentence(tmp_path: Path, capsys: p
         "rewards: [{name: exact}]\n"
     )
     expected = (
-        f"{run}: monitor.trackers: the tracker `swanlab` needs the package swanlab: pip install 'rollmill[swanlab]', "
-        "or take it out"
+        f"{run}: monitor.trackers.0 needs the library swanlab, which is not installed: pip install 'rollmill[swanlab]'"
     )
     assert main(["check", str(run)]) == 2
     assert expected in capsys.readouterr().err.replace("\n", " ")
@@ -98,12 +98,17 @@ def test_a_folder_is_not_taken_for_a_package(tmp_path: Path) -> None:
     """W&B leaves a folder of its name where it ran."""
     (tmp_path / "swanlab").mkdir()
     program = (
-        "import sys, importlib.util; from rollmill.config.trackers import MonitorConfig\n"
+        "import sys, importlib.util; from rollmill.config.checks.extras import require_extras\n"
+        "from rollmill.config.loader import load_run\n"
+        "from pathlib import Path; run = load_run(Path(sys.argv[1]), require_files=False)\n"
         "sys.path = ['.'] + [each for each in sys.path if 'site-packages' not in each]; importlib.invalidate_caches()\n"
         "assert importlib.util.find_spec('swanlab') is not None\n"
-        "MonitorConfig.model_validate({'trackers': ['swanlab']}).require_packages('here')"
+        "require_extras(run, 'monitor')"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    run = tiny_run(tmp_path, monitor={"trackers": ["swanlab"]})
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(run)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert "ConfigError" in done.stderr
 
 

@@ -32,6 +32,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         {"name": "mlflow", "uri": f"sqlite:///{folder}/mlflow.db", "names": "verl", "completions": 1},
         {"name": "trackio"},
         {"name": "swanlab", "mode": "offline", "completions": 1},
+        {"name": "aim", "repo": str(folder / "aim"), "names": "trl", "completions": 2},
     ]
     tiny_run(
         folder,
@@ -96,3 +97,18 @@ def test_swanlab_offline_has_both_parts_with_completions(tracked: tuple[Path, di
         assert "eval/pass@2" in text
     assert len(found["swanlab"]["texts"]) == 6
     assert all("--- completion, reward" in text for text in found["swanlab"]["texts"])
+
+
+def test_aim_has_one_run_in_which_repeated_steps_replace_earlier_ones(tracked: tuple[Path, dict[str, Any]]) -> None:
+    run, found = tracked
+    aim, written = found["aim"], {row["step"]: row for row in read_metrics(run)}
+    assert aim["runs"] == [["run", "rollmill"]]
+    assert aim["settings"]["stages"][0]["trainer"]["lr"] == 1e-3
+    for name, ours in (("loss", "loss"), ("train/reward", "reward/mean")):
+        history = dict(aim["history"][name])
+        assert len(aim["history"][name]) == len(history)
+        assert sorted(history) == [1, 2, 3, 4]
+        assert all(value == pytest.approx(written[step][ours]) for step, value in history.items())
+    assert {step for step, _ in aim["history"]["eval/pass@2"]} == {0, 4}
+    assert len(aim["texts"]) == 8
+    assert all("--- completion, reward" in text for text in aim["texts"])

@@ -70,6 +70,26 @@ def read_swanlab(run: Path) -> dict[str, Any]:
     return {"files": found, "texts": [path.read_text() for path in sorted(run.glob("swanlog/run-*/media/text/*.txt"))]}
 
 
+def read_aim(folder: Path) -> dict[str, Any]:
+    from aim import Repo
+    from aim.sdk.index_manager import RepoIndexManager
+    from aim.storage.context import Context
+
+    repo = Repo(str(folder / "aim"))
+    for name in repo.list_all_runs():
+        RepoIndexManager.get_index_manager(repo).index(name)  # as `aim up` does
+    runs = list(repo.iter_runs())
+    history = {each.name: [(step, value) for step, (value, *_) in each.data.items()] for each in runs[0].metrics()}
+    sequences = [runs[0].get_text_sequence(f"completion/{number}", Context({})) for number in (0, 1)]
+    texts = [text.data for each in sequences for _, (text, *_) in each.data.items()]
+    return {
+        "runs": [[each.name, each.experiment] for each in runs],
+        "settings": runs[0]["run_file"],
+        "history": history,
+        "texts": texts,
+    }
+
+
 def run_and_resume(folder: Path) -> Path:
     import rollmill
 
@@ -84,5 +104,5 @@ if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         run = run_and_resume(folder)
         found = {"wandb": read_wandb(run), "mlflow": read_mlflow(folder), "trackio": read_trackio()}
-        found["swanlab"] = read_swanlab(run)
+        found |= {"swanlab": read_swanlab(run), "aim": read_aim(folder)}
     print(json.dumps(found))

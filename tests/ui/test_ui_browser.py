@@ -14,10 +14,10 @@ from pathlib import Path
 import feedback_runs
 import numpy as np
 import pytest
-from browser import chromium
+from browser import nameless_controls, watched
 from feedback_runs import completion
 from playwright.sync_api import Browser, Page, expect
-from ui_runs import ServedRuns, killed_run, make_run, served, step_row
+from ui_runs import ServedRuns, activities, config, killed_run, make_run, served, step_row
 
 from rollmill.data.images import make_image_ref
 from rollmill.feedback import open_feedback
@@ -39,6 +39,7 @@ PAGES = {
     "config": "#/run?run=one&tab=config",
     "compare": "#/compare?a=one&b=two",
 }
+WIDE, SMALL = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 HOSTILE = [
     "<script>window.pwned = 1</script>",
     "</pre></title></style><img src=x onerror='window.pwned = 1'>",
@@ -52,15 +53,9 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRuns]:
     folder = tmp_path_factory.mktemp("runs")
-    make_run(folder / "one", 30)
+    activities(make_run(folder / "one", 30), 30)
     make_run(folder / "two", 30, seed=1, gain=0.01, max_staleness=1)
     killed_run(folder / "killed")
     make_run(folder / "live", 12, seed=2)
@@ -71,25 +66,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRuns]:
 @pytest.fixture
 def page(browser: Browser, site: ServedRuns) -> Iterator[Page]:
     """A page whose errors, and requests for other places, are the test's."""
-    yield from watched(browser, site, width=1280, height=800)
+    with watched(browser, site.address, viewport=WIDE) as opened:
+        yield opened
 
 
 @pytest.fixture
 def small(browser: Browser, site: ServedRuns) -> Iterator[Page]:
-    yield from watched(browser, site, width=390, height=844)
-
-
-def watched(browser: Browser, site: ServedRuns, width: int, height: int) -> Iterator[Page]:
-    context = browser.new_context(base_url=site.address, viewport={"width": width, "height": height})
-    context.set_default_timeout(30_000)
-    opened, problems = context.new_page(), []
-    opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
-    opened.on("request", lambda sent: problems.append(sent.url) if not sent.url.startswith(site.address) else None)
-    opened.on("dialog", lambda dialog: problems.append(dialog.message))
-    yield opened
-    context.close()
-    assert problems == []
+    with watched(browser, site.address, viewport=SMALL) as opened:
+        yield opened
 
 
 def settle(page: Page) -> None:
@@ -182,6 +166,29 @@ def test_two_runs_are_compared(page: Page, tmp_path: Path) -> None:
     assert "grad_norm" not in texts
 
 
+def test_two_settings_are_compared_over_seeds(browser: Browser, tmp_path: Path) -> None:
+    for seed in range(4):
+        make_run(tmp_path / "runs" / f"sync-{seed}", 20, seed=seed)
+        config(tmp_path / "runs" / f"sync-{seed}", seed=seed)
+        make_run(tmp_path / "runs" / f"async-{seed}", 20, seed=10 + seed, gain=0.012 + 0.001 * seed)
+        config(tmp_path / "runs" / f"async-{seed}", seed=seed, max_staleness=1)
+    wide = WIDE | {"height": 1000}
+    with served(tmp_path / "runs") as site, watched(browser, site.address, viewport=wide) as page:
+        page.goto("/#/compare?a=sync-0&b=async-2")
+        section = page.locator(".over-seeds")
+        expect(section.locator("h2")).to_contain_text("in pairs of equal seeds")
+        row = section.locator("tr", has_text="reward/mean")
+        expect(row.locator("td.sure")).to_have_count(1)
+        expect(row.locator("circle")).to_have_count(8)
+        expect(row.locator("line")).to_have_count(4)
+        expect(section.locator("tr", has_text="held-out tasks, step 20").locator("td").nth(1)).to_have_text("4")
+        picture(page, "seeds", tmp_path)
+        section.get_by_role("button", name="All").click()
+        expect(section.locator("tr", has_text="seconds/reward")).to_have_count(1)
+        section.locator(".seeds a").first.click()
+        expect(page.locator("h1")).to_contain_text("sync-0")
+
+
 def test_an_agents_rollout_token_by_token_and_turn_by_turn(page: Page, tmp_path: Path) -> None:
     page.goto("/#/run?run=one&tab=rollouts")
     page.get_by_label("Search").fill("do not know")
@@ -211,6 +218,14 @@ def test_an_agents_rollout_token_by_token_and_turn_by_turn(page: Page, tmp_path:
     assert [ground != "rgba(0, 0, 0, 0)" for ground in grounds["advantage"]] == learned
     for colour in ("log-prob", "engine/trainer gap", "entropy"):
         assert len(set(grounds[colour])) > 5
+    page.get_by_role("button", name="drafts", exact=True).click()
+    found = tokens.evaluate_all("all => all.map((one) => getComputedStyle(one).backgroundColor)")
+    assert len(set(found)) == 4
+    assert all(ground == "rgba(0, 0, 0, 0)" for ground, mine in zip(found, learned, strict=True) if not mine)
+    tokens.nth(learned.index(True)).hover()
+    expect(page.locator(".about")).to_contain_text("an earlier completion's token, accepted")
+    expect(page.locator(".scale")).to_contain_text("sampled in place of a rejected draft")
+    picture(page, "drafts", tmp_path)
     page.get_by_role("button", name="log-prob", exact=True).click()
     picture(page, "tokens", tmp_path)
     page.get_by_role("tab", name="Turns").click()
@@ -229,21 +244,20 @@ def test_an_agents_rollout_token_by_token_and_turn_by_turn(page: Page, tmp_path:
 
 def test_a_completion_is_rated_and_answered_better(browser: Browser, tmp_path: Path) -> None:
     run = feedback_runs.make_run(tmp_path / "apples")
-    with served(tmp_path) as site:
-        for page in watched(browser, site, width=1280, height=800):
-            page.goto("/#/run?run=apples&tab=rollouts&step=2&text=it%20is%2016")
-            page.locator(".rollouts a").first.click()
-            page.get_by_text("Feedback", exact=True).click()
-            page.get_by_role("button", name="2 of 5 stars").click()
-            expect(page.locator(".said")).to_contain_text("ann rated it 0.25")
-            page.get_by_role("button", name="Write a better answer").click()
-            page.get_by_label("A better answer").fill("12 and 3 is 15 jk?")
-            page.get_by_role("button", name="Save answer").click()
-            expect(page.locator(".said li")).to_have_count(2)
-            picture(page, "feedback", tmp_path)
-            page.locator(".said li", has_text="rated").get_by_role("button", name="Undo").click()
-            expect(page.locator(".said li")).to_have_count(1)
-            expect(page.get_by_role("button", name="2 of 5 stars")).to_have_text("☆")
+    with served(tmp_path) as site, watched(browser, site.address, viewport=WIDE) as page:
+        page.goto("/#/run?run=apples&tab=rollouts&step=2&text=it%20is%2016")
+        page.locator(".rollouts a").first.click()
+        page.get_by_text("Feedback", exact=True).click()
+        page.get_by_role("button", name="2 of 5 stars").click()
+        expect(page.locator(".said")).to_contain_text("ann rated it 0.25")
+        page.get_by_role("button", name="Write a better answer").click()
+        page.get_by_label("A better answer").fill("12 and 3 is 15 jk?")
+        page.get_by_role("button", name="Save answer").click()
+        expect(page.locator(".said li")).to_have_count(2)
+        picture(page, "feedback", tmp_path)
+        page.locator(".said li", has_text="rated").get_by_role("button", name="Undo").click()
+        expect(page.locator(".said li")).to_have_count(1)
+        expect(page.get_by_role("button", name="2 of 5 stars")).to_have_text("☆")
     found = feedback_runs.everything(open_feedback(run))
     assert found["rated"] == []
     assert [group.experiences[0].response for group in found["expert"]] == ["12 and 3 is 15 jk?"]
@@ -258,8 +272,17 @@ def test_the_other_tabs(page: Page, tmp_path: Path, name: str) -> None:
         assert "apples/1" in text
         expect(page.locator(".chart canvas")).to_have_count(2)
     elif name == "timeline":
-        assert page.locator(".lane-name b").all_inner_texts()[:3] == ["step", "optimizer", "generate"]
-        expect(page.locator(".chart canvas")).to_have_count(1)
+        lanes = page.locator(".lane-name b").all_inner_texts()
+        assert lanes[:6] == ["trainer", "explorer 0", "explorer 1", "step", "optimizer", "generate"]
+        expect(page.locator(".chart canvas")).to_have_count(3)
+        processes = page.locator("section", has_text="Processes")
+        assert processes.locator(".legend span").all_inner_texts()[:3] == ["rollout", "inference", "reward"]
+        before = processes.locator(".lane-bars i").count()
+        with page.expect_response(lambda answer: "processes" in answer.url and "seconds=60" in answer.url):
+            page.get_by_label("Time").select_option("60")
+        expect(processes.locator(".lane-bars i").nth(before // 2)).to_have_count(0)
+        page.get_by_label("Time").select_option("600")
+        expect(processes.locator(".lane-bars i")).to_have_count(before)
     else:
         assert page.locator(".funnel-name").all_inner_texts() == [
             "before the pipeline",
@@ -312,17 +335,16 @@ def test_pictures_of_a_task_with_the_boxes_of_the_answer(browser: Browser, tmp_p
         "boxes": [[40, 20, 80, 60], [200, 100, 200, 100]],
     }
     RolloutLog(run / "rollouts").write(3, [one])
-    with served(tmp_path / "runs") as site:
-        for page in watched(browser, site, width=1280, height=800):
-            page.goto("/#/run?run=seeing&tab=rollouts&step=3")
-            page.locator(".rollouts a").first.click()
-            shown = page.locator(".pictures img")
-            expect(shown).to_have_count(1)
-            assert shown.evaluate("one => [one.naturalWidth, one.naturalHeight]") == [192, 96]
-            boxes = page.locator(".pictures .box").evaluate_all("all => all.map((one) => one.style.left)")
-            assert boxes == ["19.2px", "96px"]
-            expect(page.locator(".pictures .hint")).to_contain_text("is gone, or has changed")
-            picture(page, "pictures", tmp_path)
+    with served(tmp_path / "runs") as site, watched(browser, site.address, viewport=WIDE) as page:
+        page.goto("/#/run?run=seeing&tab=rollouts&step=3")
+        page.locator(".rollouts a").first.click()
+        shown = page.locator(".pictures img")
+        expect(shown).to_have_count(1)
+        assert shown.evaluate("one => [one.naturalWidth, one.naturalHeight]") == [192, 96]
+        boxes = page.locator(".pictures .box").evaluate_all("all => all.map((one) => one.style.left)")
+        assert boxes == ["19.2px", "96px"]
+        expect(page.locator(".pictures .hint")).to_contain_text("is gone, or has changed")
+        picture(page, "pictures", tmp_path)
 
 
 def test_light_and_dark(page: Page, tmp_path: Path) -> None:
@@ -364,12 +386,7 @@ def test_every_control_has_a_name(page: Page) -> None:
     for path in PAGES.values():
         page.goto(f"/{path}")
         settle(page)
-        nameless = page.evaluate(
-            """() => [...document.querySelectorAll("input, select, button, a")]
-                .filter((one) => !(one.labels?.length || one.getAttribute("aria-label") || one.textContent.trim()))
-                .map((one) => one.outerHTML)"""
-        )
-        assert nameless == []
+        assert nameless_controls(page) == []
 
 
 def test_hostile_texts_are_shown_and_do_nothing(browser: Browser, tmp_path: Path) -> None:
@@ -391,32 +408,31 @@ def test_hostile_texts_are_shown_and_do_nothing(browser: Browser, tmp_path: Path
     log.close()
     (run / "events.jsonl").write_text('{"time": 1, "event": "<img src=x onerror=window.pwned=1>", "text": "<b>"}\n')
     heading = f"/#/run?run={run.name.replace(' ', '%20')}"
-    with served(tmp_path / "runs") as site:
-        for page in watched(browser, site, width=1280, height=800):
-            page.goto("/")
-            page.get_by_role("link", name=run.name).wait_for()
-            for tab in ("overview", "curves", "timeline", "pipeline", "checkpoints", "config"):
-                page.goto(f"{heading}&tab={tab}")
-                settle(page)
-                closed = page.locator("section.group button[aria-expanded=false]")
-                while closed.count():
-                    closed.first.click()
-            page.goto(f"{heading}&tab=rollouts&step=11")
+    with served(tmp_path / "runs") as site, watched(browser, site.address, viewport=WIDE) as page:
+        page.goto("/")
+        page.get_by_role("link", name=run.name).wait_for()
+        for tab in ("overview", "curves", "timeline", "pipeline", "checkpoints", "config"):
+            page.goto(f"{heading}&tab={tab}")
             settle(page)
-            shown = page.locator(".rollouts td.text a").all_inner_texts()
-            assert shown[:5] == HOSTILE[:5]
-            assert shown[5:] == [
-                "\\x1b[2J\\x07 and \\x00",
-                "safe \\u202etxt.exe\\u2066 \\u200b\\ufeff",
-                "&lt;b&gt; &amp; ?",  # as the table can hold it
-            ]
-            for number in range(len(HOSTILE)):
-                page.goto(f"{heading}&tab=rollouts&step=11")
-                page.locator(".rollouts td.text a").nth(number).click()
-                page.get_by_role("tab", name="Turns").click()
-                page.locator(".turn").last.wait_for()
-                page.get_by_text("Further details").click()
-                page.get_by_text("Feedback", exact=True).click()
-                settle(page)
-            assert page.evaluate("window.pwned") is None
-            assert page.locator("main img, main script, main svg").count() == 0
+            closed = page.locator("section.group button[aria-expanded=false]")
+            while closed.count():
+                closed.first.click()
+        page.goto(f"{heading}&tab=rollouts&step=11")
+        settle(page)
+        shown = page.locator(".rollouts td.text a").all_inner_texts()
+        assert shown[:5] == HOSTILE[:5]
+        assert shown[5:] == [
+            "\\x1b[2J\\x07 and \\x00",
+            "safe \\u202etxt.exe\\u2066 \\u200b\\ufeff",
+            "&lt;b&gt; &amp; ?",  # as the table can hold it
+        ]
+        for number in range(len(HOSTILE)):
+            page.goto(f"{heading}&tab=rollouts&step=11")
+            page.locator(".rollouts td.text a").nth(number).click()
+            page.get_by_role("tab", name="Turns").click()
+            page.locator(".turn").last.wait_for()
+            page.get_by_text("Further details").click()
+            page.get_by_text("Feedback", exact=True).click()
+            settle(page)
+        assert page.evaluate("window.pwned") is None
+        assert page.locator("main img, main script, main svg").count() == 0

@@ -58,8 +58,6 @@ def command(
         return
     assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
-    if data:
-        run.config.monitor.require_packages(run.path)
     missing = find_missing_extras(run)
     if missing and data:
         raise ConfigError("\n".join(f"{config}: {each}" for each in missing))

@@ -62,6 +62,11 @@ class BufferConfig(Section):
     `max_staleness`; this limits imported ones. Default: no limit."""
     replay: ReplayConfig | None = None
 
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        postgres = (self.url or "").startswith("postgresql")
+        return {"url": ("postgres", "psycopg")} if postgres else {}
+
     def in_database(self, persistent: bool) -> bool:
         """Returns whether the store is a database. `auto` depends on whether the stage is persistent."""
         return self.store == "sql" or (self.store == "auto" and (persistent or self.url is not None))

@@ -35,11 +35,12 @@ class EnvironmentSection(NamedSection):
 
 
 class GymnasiumSection(EnvironmentSection):
-    """A gymnasium environment with discrete actions, rendered as text (extra `gym`).
+    """A gymnasium environment with discrete actions, rendered as text or as pictures (extra `gym`).
 
     Tasks may have `seed` and `options` in their metadata; these options override those here.
     """
 
+    needs_extra = ("gym", "gymnasium")
     implementation = "rollmill.rollout.environments.gymnasium:GymnasiumEnvironment"
     name: Literal["gymnasium"] = "gymnasium"
     id: str = "FrozenLake-v1"
@@ -53,8 +54,11 @@ class GymnasiumSection(EnvironmentSection):
     """Penalty for a reply without an action. The policy is shown the words and the unchanged state again."""
     max_steps: int | None = Field(None, ge=1)
     """Maximum actions per episode, invalid ones included; null: gymnasium's limit."""
+    render_mode: Literal["ansi", "rgb_array"] = "ansi"
+    """`rgb_array`: the policy sees a picture of each state, and must be a vision-language model. `ansi`: text."""
     describe: str | None = None
-    """FILE.py:NAME of a function (environment, observation) -> text shown to the policy; null: the rendered map."""
+    """FILE.py:NAME of a function (environment, observation) -> text shown to the policy; null: the rendered map. With
+    pictures, the text stands behind each."""
 
 
 class ReasoningGymSection(EnvironmentSection):
@@ -64,6 +68,7 @@ class ReasoningGymSection(EnvironmentSection):
     with the reward `reasoning_gym`.
     """
 
+    needs_extra = ("reasoning", "reasoning_gym")
     implementation = "rollmill.rollout.environments.reasoning_gym:ReasoningGymEnvironment"
     name: Literal["reasoning_gym"] = "reasoning_gym"
     attempts: int = Field(3, ge=1)
@@ -84,6 +89,7 @@ class TextArenaSection(EnvironmentSection):
     Tasks may have `seed` and `options` in their metadata; these options override those here.
     """
 
+    needs_extra = ("textarena", "textarena")
     implementation = "rollmill.rollout.environments.textarena:TextArenaEnvironment"
     name: Literal["textarena"] = "textarena"
     id: str

@@ -77,6 +77,10 @@ class ModelConfig(Section):
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of all weights. Only with a checkpoint folder."""
 
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        return {} if self.lora is None else {"lora": ("lora", "peft")}
+
     def unused_keys(self) -> dict[str, str]:
         """See Section.unused_keys."""
         if self.path != "new":
@@ -153,6 +157,10 @@ class AuxiliaryModelConfig(Section):
     """Timeout of a request over all attempts. The time in which the endpoint is away is not counted."""
     away_s: float = Field(1800.0, gt=0)
     """Longest outage of an endpoint that has answered before. Requests wait until it is back."""
+
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        return {} if self.endpoint is None else {"endpoint": ("judge", "openai")}
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -49,6 +49,8 @@ class RayPlacement(Section):
     are another actor, and so is each further rank of the trainer; `rollmill run` supervises all. With max_staleness 1
     or more, explorers roll out while the trainer trains."""
 
+    needs_extra = ("ray", "ray")
+
     name: Literal["ray"] = "ray"
     address: str | None = None
     """Address of a cluster: `HOST:PORT` of its head (port 6379 by default), or `auto` on one of its hosts. Default:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rollmill.config.hub import parse_reference, reference_of
 from rollmill.config.section import Section
 
 Preset = Literal["gsm8k", "humaneval", "cmath", "cn_middle_school", "gaokao_qa", "gaokao_cloze", "mmlu"]
@@ -14,6 +15,8 @@ Preset = Literal["gsm8k", "humaneval", "cmath", "cn_middle_school", "gaokao_qa",
 
 class GeneratorConfig(Section):
     """A reasoning-gym generator (extra `reasoning`)."""
+
+    needs_extra = ("reasoning", "reasoning_gym")
 
     name: str
     """Name of the reasoning-gym dataset, for example `chain_sum`."""
@@ -53,6 +56,10 @@ class FieldsConfig(Section):
     images: str | None = None
     """Column with an image or a list of images (extra `vision`): paths, relative to the taskset's file; bytes, as in
     Parquet; images of `datasets`; data URLs. Default: `images` or `image`, if it holds these; empty: none."""
+
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        return {"images": ("vision", "PIL")} if self.images else {}
 
 
 class RowsSection(Section):
@@ -95,6 +102,14 @@ class RowsSection(Section):
     """Handling of rows that cannot become tasks. Skipped rows are counted and named in the log."""
     limit: int | None = Field(None, ge=1)
     """Use only the first N tasks, before the pipeline."""
+
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        if self.path is None:
+            return {}
+        remote = parse_reference(str(self.path)) is not None or reference_of(self.path) is not None
+        needed = self.path.suffix.lower() == ".parquet" or self.path.is_dir() or remote
+        return {"path": ("data", "pyarrow")} if needed else {}  # `datasets` reads folders, and brings pyarrow
 
     def sources(self) -> list[str]:
         """Returns the keys that give a data source; there should be exactly one."""

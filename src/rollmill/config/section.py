@@ -39,8 +39,13 @@ class Section(BaseModel):
     #: Import path `module:name` of the class or function that builds the component of the section. It is imported when
     #: a run uses it, since it may need torch. It takes the section, and what its kind of component gets besides.
     implementation: ClassVar[str] = ""
-    #: Extra and module of a library that every use of the section needs (see also `config/checks/extras.py`).
+    #: Extra and module of an optional library that every use of the section needs.
     needs_extra: ClassVar[tuple[str, str] | None] = None
+
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """Returns the optional libraries that the section needs with its values, as extra and module, by the key that
+        needs them; `""` is the section itself."""
+        return {} if self.needs_extra is None else {"": self.needs_extra}
 
     def unused_keys(self) -> dict[str, str]:
         """Returns the keys that have no effect because of the section's other keys, each with the reason."""

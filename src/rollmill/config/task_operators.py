@@ -89,6 +89,10 @@ class DeduplicateTasks(TaskOperatorSection):
     conflicting: Literal["first", "drop"] = "first"
     """Same prompt with different answers: keep the `first`, or `drop` all, because the right answer is unknown."""
 
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        return {"by": ("dedup", "datasketch")} if self.by == "near" else {}
+
     @model_validator(mode="after")
     def _near_only(self) -> Self:
         fields = type(self).model_fields

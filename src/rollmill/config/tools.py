@@ -75,6 +75,7 @@ class PythonTool(ToolSection):
 class SearchTool(ToolSection):
     """Keyword search over local documents (BM25; extra `search`)."""
 
+    needs_extra = ("search", "bm25s")
     implementation = "rollmill.rollout.tools.search:build_search"
     name: Literal["search"] = "search"
     path: Path
@@ -88,6 +89,7 @@ class SearchTool(ToolSection):
 class MCPTool(ToolSection):
     """The tools of an MCP server, which is started, or connected to (extra `mcp`)."""
 
+    needs_extra = ("mcp", "mcp")
     implementation = "rollmill.rollout.tools.mcp_server:build_mcp_tools"
     many: ClassVar[bool] = True
     name: Literal["mcp"] = "mcp"

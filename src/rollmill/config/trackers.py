@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from rollmill.config.section import NamedSection, Section, module_sections, section_union
-from rollmill.errors import ConfigError
 
 
 class TrackerSection(NamedSection):
     """A tracker chosen by name; its other keys are its options."""
-
-    #: Package that the tracker imports; the extra that installs it has the tracker's name.
-    needs_package: ClassVar[str] = ""
 
     names: Literal["rollmill", "trl", "verl"] = "rollmill"
     """Whose names the metrics get: `trl` and `verl` add those of TRL or verl to rollmill's own."""
@@ -29,7 +24,7 @@ class TensorBoardSection(TrackerSection):
     """Writes event files to RUN/tensorboard (extra `tensorboard`)."""
 
     implementation = "rollmill.trackers.tensorboard:TensorBoardTracker"
-    needs_package = "tensorboard"
+    needs_extra = ("tensorboard", "tensorboard")
     name: Literal["tensorboard"] = "tensorboard"
     completions: int = Field(1, ge=0)
     """Number of sample completions to write as text at every step."""
@@ -46,7 +41,7 @@ class WandbSection(ServiceTrackerSection):
     """Weights & Biases (extra `wandb`). A resumed run continues the same run there; files are in RUN/wandb."""
 
     implementation = "rollmill.trackers.wandb:WandbTracker"
-    needs_package = "wandb"
+    needs_extra = ("wandb", "wandb")
     name: Literal["wandb"] = "wandb"
     project: str = "rollmill"
     """Project that the run belongs to."""
@@ -64,7 +59,7 @@ class MLflowSection(ServiceTrackerSection):
     """MLflow (extra `mlflow`). A resumed run continues the same run there."""
 
     implementation = "rollmill.trackers.mlflow:MLflowTracker"
-    needs_package = "mlflow"
+    needs_extra = ("mlflow", "mlflow")
     name: Literal["mlflow"] = "mlflow"
     uri: str | None = None
     """Tracking server or database, such as `http://localhost:5000` or `sqlite:///mlflow.db`. Default: MLflow's own,
@@ -77,7 +72,7 @@ class TrackioSection(ServiceTrackerSection):
     """trackio (extra `trackio`), which stores runs in a local database; `trackio show` opens its dashboard."""
 
     implementation = "rollmill.trackers.trackio:TrackioTracker"
-    needs_package = "trackio"
+    needs_extra = ("trackio", "trackio")
     name: Literal["trackio"] = "trackio"
     project: str = "rollmill"
     """Project that the run belongs to."""
@@ -89,7 +84,7 @@ class SwanLabSection(ServiceTrackerSection):
     """SwanLab (extra `swanlab`). Files are in RUN/swanlog."""
 
     implementation = "rollmill.trackers.swanlab:SwanLabTracker"
-    needs_package = "swanlab"
+    needs_extra = ("swanlab", "swanlab")
     name: Literal["swanlab"] = "swanlab"
     project: str = "rollmill"
     """Project that the run belongs to."""
@@ -97,6 +92,20 @@ class SwanLabSection(ServiceTrackerSection):
     """Workspace. Default: that of the API key."""
     mode: Literal["online", "offline"] = "online"
     """`offline` only writes RUN/swanlog, which `swanlab sync` uploads later."""
+
+
+class AimSection(ServiceTrackerSection):
+    """Aim (extra `aim`), which stores runs in a repository on this machine or on a server; `aim up` opens its pages.
+    A resumed run continues the same run there."""
+
+    implementation = "rollmill.trackers.aim:AimTracker"
+    needs_extra = ("aim", "aim")
+    name: Literal["aim"] = "aim"
+    repo: str | None = None
+    """Folder of the repository, or `aim://HOST:PORT`. Default: Aim's own, the nearest folder with `.aim` from the
+    working folder upwards, or the working folder."""
+    experiment: str = "rollmill"
+    """Experiment that the run belongs to."""
 
 
 if TYPE_CHECKING:
@@ -137,13 +146,6 @@ class MonitorConfig(Section):
             sections.append(TensorBoardSection(completions=self.show_completions))
         return sections
 
-    def require_packages(self, where: object) -> None:
-        """Raises ConfigError for the first tracker whose package is not installed; `where` is named before it."""
-        for each in self.all_trackers():
-            package = type(each).needs_package
-            spec = importlib.util.find_spec(package) if package else None
-            if package and (spec is None or spec.origin is None):  # a folder of that name is no package
-                raise ConfigError(
-                    f"{where}: monitor.trackers: the tracker `{each.name}` needs the package {package}: "
-                    f"pip install 'rollmill[{each.name}]', or take it out"
-                )
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        return {"tensorboard": ("tensorboard", "tensorboard")} if self.tensorboard else {}

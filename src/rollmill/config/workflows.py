@@ -139,6 +139,8 @@ class ProgramWorkflow(WorkflowSection):
     ROLLMILL_TASK. The program's output is its answer.
     """
 
+    needs_extra = ("serve", "uvicorn")
+
     multi_step: ClassVar[bool] = True
 
     implementation = "rollmill.rollout.workflows.program:ProgramRunner"
@@ -323,6 +325,8 @@ class SingleTurnWorkflow(WorkflowSection):
 
 class TrafficWorkflow(WorkflowSection):
     """Sessions of applications with the model that `rollmill serve RUN.yaml --train` serves, rewarded by feedback."""
+
+    needs_extra = ("serve", "uvicorn")
 
     uses_rewards: ClassVar[bool] = False
     uses_tasks: ClassVar[bool] = False

@@ -23,6 +23,8 @@ PILLOW_INSTALL = "pip install 'rollmill[vision]'"
 IMAGE_COLUMNS = ("images", "image")
 """Default columns for images, where the run file names none."""
 
+PICTURES_FOLDER = "pictures"
+"""Folder of a run directory with the pictures that its rollouts have seen, other than those of tasks."""
 
 _MOST_BYTES = 64 << 20
 
@@ -66,12 +68,15 @@ def make_image_ref(path: Path) -> ImageRef:
     return _reference(content, path.absolute(), str(path))
 
 
-def store_image(content: bytes, name: str) -> ImageRef:
-    """Write an image into the cache folder, unless it is there; `name` is for messages. Raises as `make_image_ref`."""
+def store_image(content: bytes, name: str, folder: Path | None = None) -> ImageRef:
+    """Write an image into a folder, by default the cache folder, unless it is there; `name` is for messages.
+
+    Raises as `make_image_ref`.
+    """
     if len(content) > _MOST_BYTES:
         size, most = format_size(len(content)), format_size(_MOST_BYTES)
         raise ValueError(f"{name} has {size}, and {most} are read at most; scale it down")
-    path = cache_folder("images") / hashlib.sha256(content).hexdigest()
+    path = (folder or cache_folder("images")).absolute() / hashlib.sha256(content).hexdigest()
     reference = _reference(content, path, name)
     if not path.is_file() or path.stat().st_size != len(content):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,23 +193,80 @@ def _references(value: Any, name: str, folder: Path) -> list[ImageRef]:
     return [_entry(each, name, folder) for each in entries]
 
 
-def _entry(value: Any, name: str, folder: Path) -> ImageRef:
-    """The reference of an image: a path, a data URL, bytes, an entry of `datasets`, or an image of Pillow."""
+@dataclass
+class PictureFolder:
+    """Keeps the pictures that programs and clients give, named by their hash.
+
+    Attributes:
+        path: None: the cache folder.
+        most_bytes: the oldest ones beyond it are removed; None: all are kept.
+    """
+
+    path: Path | None = None
+    most_bytes: int | None = None
+    _new: int = 0  # bytes since the last look
+
+    def keep(self, value: Any, name: str) -> ImageRef:
+        """Make the reference of a picture: the path of a file, a data URL, bytes, an image of Pillow, pixels (uint8
+        [H, W], [H, W, 3] or [H, W, 4]), or another reference as an object.
+
+        Raises ValueError if it is no picture, with `name`, and ConfigError without Pillow.
+        """
+        if isinstance(value, Mapping) and (found := image_refs_of({"images": [value]})):
+            return found[0]
+        ref = _entry(value, name, Path(), self.path)
+        self._new += ref.size
+        if self.path is not None and self.most_bytes is not None and self._new > self.most_bytes // 8:
+            self._remove_oldest(self.path, self.most_bytes)
+        return ref
+
+    def _remove_oldest(self, path: Path, most: int) -> None:
+        self._new = 0
+        files = sorted(((each, each.stat()) for each in path.iterdir()), key=lambda each: -each[1].st_mtime_ns)
+        total = 0
+        for file, stat in files:
+            total += stat.st_size
+            if total > most:
+                file.unlink(missing_ok=True)
+
+
+def _entry(value: Any, name: str, folder: Path, store: Path | None = None) -> ImageRef:
+    """The reference of an image: a path, a data URL, bytes, an entry of `datasets`, an image of Pillow, or pixels."""
     if isinstance(value, Mapping) and (value.keys() & {"bytes", "path"}):  # `datasets.Image(decode=False)`
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-    if type(value).__module__.startswith("PIL."):
-        content = io.BytesIO()
-        value.save(content, "PNG")
-        value = content.getvalue()
+    if type(value).__module__.startswith("PIL.") or hasattr(value, "__array_interface__"):
+        value = encode_png(value, name)
     if isinstance(value, bytes):
-        return store_image(value, f"the image of {name}")
+        return store_image(value, f"the image of {name}", store)
     if not isinstance(value, str):
         raise ValueError(f"{name} holds {type(value).__name__}, not the path of an image, an image, or a list of these")
     if value.startswith("data:"):
-        return store_image(_decoded(value, name), f"the image of {name}")
+        return store_image(_decoded(value, name), f"the image of {name}", store)
     if "://" in value:
         raise ValueError(f"{name} has {value:.80}; rollmill downloads nothing, so give the path of a file")
     return make_image_ref(folder / value)
+
+
+def encode_png(image: Any, name: str) -> bytes:
+    """An image of Pillow, or pixels (uint8 [H, W], [H, W, 3] or [H, W, 4]), as PNG.
+
+    Raises ValueError for an array of another shape or type, with `name`, and ConfigError without Pillow.
+    """
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tasks with images need Pillow: {PILLOW_INSTALL}") from error
+    if not isinstance(image, Image.Image):
+        shape, kind = getattr(image, "shape", ()), str(getattr(image, "dtype", ""))
+        if kind != "uint8" or len(shape) not in (2, 3) or shape[2:] not in ((), (3,), (4,)) or 0 in shape:
+            raise ValueError(
+                f"{name} has an array of {kind or type(image).__name__} {list(shape)} as picture; give uint8 [height, "
+                "width, 3]"
+            )
+        image = Image.fromarray(image)
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
 
 
 def _decoded(url: str, name: str) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from rollmill.config.rows import FieldsConfig, RowsSection
 from rollmill.config.workflows import workflow_by_name
+from rollmill.data.content_parts import split_content
 from rollmill.data.images import ImagePart, metadata_with_images
 from rollmill.data.layouts import CALLS, TOOLS, message_of, recognised, text_of_calls, tool_schemas
 from rollmill.data.presets import PRESETS
@@ -255,7 +256,10 @@ def _messages(value: list[Any]) -> tuple[list[Message], list[ImagePart]]:
             raise BadRowError(f"message {index} of the prompt is not an object with role and content")
         text = message.get("content")
         if isinstance(text, list):
-            text, own = _joined(text, index)
+            try:
+                text, own = split_content(text, index, f"message {index} of the prompt")
+            except ValueError as error:
+                raise BadRowError(str(error)) from error
             parts += own
         found = message_of({**message, "content": text}, index)
         _check_unicode(found["content"])
@@ -265,45 +269,6 @@ def _messages(value: list[Any]) -> tuple[list[Message], list[ImagePart]]:
     if not messages[-1]["content"].strip() and all(part.message < len(messages) - 1 for part in parts):
         raise BadRowError("the prompt is empty (its last message)")
     return messages, parts
-
-
-def _joined(content: list[Any], index: int) -> tuple[str, list[ImagePart]]:
-    """Text and image parts of a message in the form of OpenAI (`image_url`) or Hugging Face (`image`)."""
-    text, images, where = "", [], f"message {index} of the prompt"
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if not isinstance(part, Mapping) or kind not in _PART_KEYS:
-            named = f"of type {kind!r:.40}" if kind is not None else "without a type"
-            raise BadRowError(f"{where} has a part {named}; text, image and image_url are known")
-        given = {key: each for key, each in part.items() if key != "type" and each is not None}
-        if unknown := given.keys() - _PART_KEYS[kind]:
-            raise BadRowError(f"{where} has a part of type {kind} with {sorted(unknown)[0]}, which is not known")
-        if kind == "text":
-            if not isinstance(given.get("text"), str):
-                raise BadRowError(f"{where} has a part of type text without text")
-            text += given["text"]
-        else:
-            images.append(ImagePart(index, len(text), _image_source(kind, given, where)))
-    return text, images
-
-
-_PART_KEYS = {"text": {"text"}, "image": {"image", "path", "url", "base64"}, "image_url": {"image_url"}}
-"""Types of content parts, and what each may hold."""
-
-
-def _image_source(kind: str, given: Mapping[str, Any], where: str) -> Any:
-    """The picture of a part, or its path; None if it stands for one of the row's column."""
-    if kind == "image_url":
-        url = given.get("image_url")
-        source = url.get("url") if isinstance(url, Mapping) else url
-        if not isinstance(source, str):
-            raise BadRowError(f"{where} has a part of type image_url without url")
-        return source
-    if len(given) > 1:
-        raise BadRowError(f"{where} has a part of type image with {' and '.join(sorted(given))}; give one of them")
-    if "base64" in given:
-        return f"data:image/png;base64,{given['base64']}"  # the content says its format
-    return next(iter(given.values()), None)
 
 
 def _check_unicode(value: Any) -> None:

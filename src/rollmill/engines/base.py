@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.types import Completion, FloatArray, IntArray, RoutingArray
+from rollmill.types import Completion, DraftUseArray, FloatArray, IntArray, RoutingArray
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,7 @@ class CompletionPrefix:
     top_ids: IntArray | None = None
     top_probs: FloatArray | None = None
     routing: RoutingArray | None = None  #: experts of that Completion, prompt included
+    drafted: DraftUseArray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

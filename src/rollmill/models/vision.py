@@ -9,6 +9,7 @@ Shapes: T tokens of a row, P tokens of a prompt, n picture tokens of a prompt, d
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import importlib
 import io
@@ -25,8 +26,12 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoProcessor
+from transformers.utils import output_capturing
 
 from rollmill.errors import ModelError, TasksetError
+
+# Towers get hooks that refer to a context variable of transformers, which other processes have under the same name.
+copyreg.pickle(type(output_capturing._active_collector), lambda _: "_active_collector")
 
 _TOWERS = ("visual", "vision_tower", "vision_model")
 _PROJECTORS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
@@ -36,24 +41,54 @@ _CACHED_FEATURES = 64  # prompts
 
 @dataclass(frozen=True, eq=False)
 class PicturePrompt:
-    """A prompt with pictures, as the checkpoint's processor encodes it."""
+    """A prompt with pictures, as the checkpoint's processor encodes it; or the beginning of a conversation up to its
+    last picture, which consists of several of them with other tokens between."""
 
     key: str  #: hash of text and pictures
     token_ids: list[int]
-    inputs: dict[str, Tensor]  #: arguments of the model's `get_image_features`: pixels, grids, sizes
-    token_types: Tensor | None  #: [1, P], the processor's `mm_token_type_ids`, where positions need it
+    inputs: dict[str, Tensor]  #: arguments of the model's `get_image_features`: pixels, grids, sizes; empty if joined
+    token_types: Tensor  #: int32 [1, P], 1 for picture tokens; tokens of that id that the policy sampled are text
+    joined: tuple[tuple[int, PicturePrompt], ...] = ()  #: prompts that it consists of, with the index of their tokens
+
+    @property
+    def parts(self) -> tuple[tuple[int, PicturePrompt], ...]:
+        """Prompts of one processor call each, with the index of their first token."""
+        return self.joined or ((0, self),)
 
     @property
     def size(self) -> int:
         """Bytes in memory."""
         return sum(each.nbytes for each in self.inputs.values())
 
+    def key_before(self, length: int) -> str:
+        """Hash of the pictures among the first tokens; empty if there are none."""
+        return "".join(part.key for start, part in self.parts if start < length)
+
+
+def join_prompts(token_ids: Sequence[int], parts: Sequence[tuple[int, PicturePrompt]]) -> PicturePrompt:
+    """Join the prompts that stand in the tokens of a conversation at these indices, in order, at least one."""
+    if len(parts) == 1 and parts[0][0] == 0:
+        return parts[0][1]
+    ids = list(token_ids[: parts[-1][0] + len(parts[-1][1].token_ids)])
+    types = torch.zeros(1, len(ids), dtype=torch.int32)
+    digest = hashlib.sha256(torch.tensor(ids).numpy().tobytes())
+    for start, part in parts:
+        types[:, start : start + len(part.token_ids)] = part.token_types
+        digest.update(f"{start} {part.key}".encode())
+    return PicturePrompt(digest.hexdigest(), ids, {}, types, tuple(parts))
+
 
 class PictureProcessor:
-    """The processor of a checkpoint folder, with a bounded cache of encoded prompts."""
+    """The processor of a checkpoint folder, with a bounded cache of encoded prompts.
 
-    def __init__(self, processor: Any, image_token_id: int) -> None:
-        self.processor, self.image_token_id = processor, image_token_id
+    Attributes:
+        folder: for pictures that environments, workflows and clients give; None: the cache folder.
+        folder_bytes: most bytes in it, for `rollmill.data.images.PictureFolder`.
+    """
+
+    def __init__(self, processor: Any, image_token_id: int, folder: Path | None = None) -> None:
+        self.processor, self.image_token_id, self.folder = processor, image_token_id, folder
+        self.folder_bytes: int | None = None
         self._cache: OrderedDict[str, PicturePrompt] = OrderedDict()
         self._bytes = 0  # of the cache
         self._lock = Lock()  # explorers and the trainer encode in threads of their own
@@ -63,10 +98,14 @@ class PictureProcessor:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes get it without the cache, and its class by the one that it was made of."""
+        """Other processes get it without the cache, and its class by the one that it was made of.
+
+        They also get what transformers notes when a model is built: which outputs of layers a tower can record.
+        """
         kind = type(self.processor)
         whole = getattr(kind, "picture_only_of", None)
-        return _rebuild_processor, (whole or kind, whole is not None, vars(self.processor), self.image_token_id)
+        state = vars(self.processor), self.image_token_id, self.folder, dict(output_capturing._CAN_RECORD_REGISTRY)
+        return _rebuild_processor, (whole or kind, whole is not None, *state)
 
     @property
     def image_token(self) -> str:
@@ -91,8 +130,14 @@ class PictureProcessor:
             {"role": each["role"], "content": _parts(each["content"], [o for m, o in at if m == i])}
             for i, each in enumerate(messages)
         ]
+        return self.apply_template(parts, tokenizer)
+
+    def apply_template(self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any = None) -> str:
+        """Render a chat whose contents are parts of the types `text` and `image`. Raises what the template raises."""
         renderer = self.processor if getattr(self.processor, "chat_template", None) else tokenizer
-        text: str = renderer.apply_chat_template(parts, add_generation_prompt=True, tokenize=False)
+        text: str = renderer.apply_chat_template(
+            [dict(each) for each in messages], tools=tools, add_generation_prompt=True, tokenize=False
+        )
         return text
 
     def encode(
@@ -165,12 +210,20 @@ def picture_only(kind: Any) -> Any:
     return type(kind.__name__, (kind,), own)
 
 
-def _rebuild_processor(kind: Any, without_video: bool, state: dict[str, Any], image_token_id: int) -> PictureProcessor:
+def _rebuild_processor(
+    kind: Any,
+    without_video: bool,
+    state: dict[str, Any],
+    image_token_id: int,
+    folder: Path | None,
+    recordable: dict[str, Any],
+) -> PictureProcessor:
+    output_capturing._CAN_RECORD_REGISTRY.update(recordable)
     if without_video:
         kind = picture_only(kind)
     processor = kind.__new__(kind)
     processor.__dict__.update(state)
-    return PictureProcessor(processor, image_token_id)
+    return PictureProcessor(processor, image_token_id, folder)
 
 
 def _processor_class(folder: Path) -> Any:
@@ -234,14 +287,15 @@ class PictureFeatures:
 
 
 def compute_features(model: Any, prompts: Iterable[PicturePrompt]) -> dict[str, PictureFeatures]:
-    """Run the vision tower on the pictures of different prompts, once for all whose inputs have equal shapes.
+    """Run the vision tower on the pictures of prompts, once for all parts whose inputs have equal shapes.
 
-    Returns features by key of the prompt. Raises ModelError if the numbers of features and of picture tokens differ.
+    Returns features by key of the part. Raises ModelError if the numbers of features and of picture tokens differ.
     """
     batches: dict[object, list[PicturePrompt]] = {}
-    for prompt in prompts:
-        shape = tuple((name, tuple(value.shape[1:])) for name, value in prompt.inputs.items())
-        batches.setdefault(shape, []).append(prompt)
+    parts = {part.key: part for prompt in prompts for _, part in prompt.parts}
+    for part in parts.values():
+        shape = tuple((name, tuple(value.shape[1:])) for name, value in part.inputs.items())
+        batches.setdefault(shape, []).append(part)
     found: dict[str, PictureFeatures] = {}
     for batch in batches.values():
         found |= _features(model, batch)
@@ -256,8 +310,7 @@ def _features(model: Any, prompts: list[PicturePrompt]) -> dict[str, PictureFeat
         inputs[name] = value.to(tower.device, tower.dtype if value.is_floating_point() else value.dtype)
     output = model.model.get_image_features(**inputs, return_dict=True)
     rows = _flat(output.pooler_output)
-    token = model.picture_processor.image_token_id
-    counts = [each.token_ids.count(token) for each in prompts]
+    counts = [int(each.token_types.sum()) for each in prompts]
     if len(rows) != sum(counts):
         raise ModelError(
             f"{type(model).__name__} makes {len(rows)} features of a prompt's pictures, but its processor wrote "
@@ -279,7 +332,7 @@ class FeatureCache:
         self.computed = 0  #: passes of the tower so far
 
     def __call__(self, prompt: PicturePrompt) -> PictureFeatures:
-        """Features of a prompt."""
+        """Features of a prompt of one part."""
         if prompt.key not in self._found:
             self._found |= compute_features(self._model, [prompt])
             self.computed += 1
@@ -300,19 +353,24 @@ def compute_positions(model: Any, prompt: PicturePrompt) -> tuple[Tensor, int] |
     positions, offsets = model.model.get_rope_index(
         torch.tensor([prompt.token_ids]),
         mm_token_type_ids=prompt.token_types,
-        image_grid_thw=prompt.inputs["image_grid_thw"],
+        image_grid_thw=torch.cat([part.inputs["image_grid_thw"] for _, part in prompt.parts]),
     )
     return positions[:, 0], int(offsets[0, 0])
 
 
 @dataclass(frozen=True, eq=False)
 class PictureSpan:
-    """Tokens of a row that belong to a sequence whose prompt has pictures."""
+    """Tokens of a row that belong to a sequence with pictures."""
 
-    prompt: PicturePrompt
+    prompt: PicturePrompt  #: the sequence up to its last picture
     start: int  #: of the tokens in the row
     first: int  #: index of the first one in its sequence
     length: int
+
+    def parts(self) -> list[tuple[int, PicturePrompt]]:
+        """Parts of the prompt that have tokens in the row, with their index in the sequence."""
+        last = self.first + self.length
+        return [(at, part) for at, part in self.prompt.parts if at < last and at + len(part.token_ids) > self.first]
 
 
 def build_picture_inputs(
@@ -326,12 +384,12 @@ def build_picture_inputs(
     Args:
         inputs: from `build_forward_inputs`, with `input_ids` [1, T] and `position_ids` [1, T].
         spans: of the sequences with pictures; the row's other sequences are text.
-        features: by key of the prompts; prompts whose picture tokens are not in the row may be missing.
+        features: by key of the prompts' parts; parts whose picture tokens are not in the row may be missing.
     """
     tokens, positions = inputs.pop("input_ids"), inputs["position_ids"]
     positions_3T = positions.expand(3, -1).clone()
     rows: list[int] = []
-    found: list[tuple[str, int]] = []  # key of the prompt and number of the feature
+    found: list[tuple[str, int]] = []  # key of the part and number of the feature
     for span in spans:
         own = compute_positions(model, span.prompt)
         inside = min(span.first + span.length, len(span.prompt.token_ids))
@@ -339,12 +397,11 @@ def build_picture_inputs(
         if own is not None:
             positions_3T[:, span.start : span.start + here] = own[0][:, span.first : inside].to(positions.device)
             positions_3T[:, span.start + here : span.start + span.length] += own[1]
-        number = sum(t == model.picture_processor.image_token_id for t in span.prompt.token_ids[: span.first])
-        for i, token in enumerate(span.prompt.token_ids[span.first : inside]):
-            if token == model.picture_processor.image_token_id:
-                rows.append(span.start + i)
-                found.append((span.prompt.key, number))
-                number += 1
+        for begin, part in span.parts():
+            for number, index in enumerate(part.token_types[0].nonzero()[:, 0].tolist()):
+                if span.first <= begin + index < span.first + span.length:
+                    rows.append(span.start + begin + index - span.first)
+                    found.append((part.key, number))
     inputs["position_ids"] = positions_3T[:, None] if hasattr(model.model, "get_rope_index") else positions
     embeds = model.get_input_embeddings()(tokens)
     if rows:

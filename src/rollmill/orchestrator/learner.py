@@ -14,6 +14,7 @@ from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.config.run import StageConfig
 from rollmill.data import encode_pictures
 from rollmill.data.images import image_refs_of
+from rollmill.data.picture_turns import join_turns, turns_of
 from rollmill.errors import TrainingError
 from rollmill.models.load import PolicyModel
 from rollmill.models.vision import picture_processor
@@ -81,15 +82,21 @@ class Learner:
         return self.trainer.step(experiences, version, probes) | shown
 
     def _attach_pictures(self, experiences: Sequence[Experience]) -> None:
-        """Give experiences the pictures of their tasks, which buffers and other processes do not store.
+        """Give experiences the pictures of their turns or tasks, which buffers and other processes do not store.
 
-        Raises TrainingError if a prompt is not the one of its rollout, or its task is not one of the stage's.
+        Raises TrainingError if a prompt is not the one of its rollout, or its task is not one of the stage's, and
+        TasksetError if a picture is gone.
         """
         processor = picture_processor(self._policy.model)
         if processor is None:
             return
         for experience in experiences:
             if experience.pictures is not None:
+                continue
+            turns = turns_of(experience)
+            if turns is not None:
+                name = f"experience {experience.id}"
+                experience.pictures = join_turns(processor, experience.token_ids.tolist(), turns, name)
                 continue
             task = self._seen.get(experience.task_id)
             if task is None:

@@ -138,7 +138,6 @@ class Monitor:
         """
         if self._trackers is not None:
             return
-        self._config.require_packages(self._run_dir)
         run = TrackedRun(self._run_dir, self._run_name, resumed_after)
         opened: dict[str, tuple[TrackerSection, Tracker]] = {}
         for each in self._config.all_trackers():

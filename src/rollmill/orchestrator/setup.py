@@ -26,6 +26,7 @@ from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import Taskset, load_taskset
+from rollmill.data.images import PICTURES_FOLDER
 from rollmill.errors import ConfigError, CorruptFileError, ModelError
 from rollmill.files import atomic_write, read_json_object
 from rollmill.models.classifier import require_classifier_support
@@ -147,6 +148,8 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
             if stored is None:
                 raise
             raise unreadable(stored, error) from error
+    if (processor := picture_processor(policy.model)) is not None:
+        processor.folder = run_dir / PICTURES_FOLDER
     if _param_dtype(loaded) == "bf16":
         narrow_weights(policy.model)
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):

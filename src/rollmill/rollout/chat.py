@@ -3,6 +3,9 @@
 A conversation continues from the tokens that the policy has produced: the text that the template puts after its turn is
 appended. If a template rewrites the history (it drops earlier reasoning, or formats past turns differently), the
 history is rendered again: the sample forks there.
+
+For a model that sees, a picture in a message is a reference in its text (`rollmill.data.picture_turns`), and a piece of
+a conversation with pictures is encoded by the model's processor.
 """
 
 from __future__ import annotations
@@ -10,13 +13,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollmill.errors import EngineError
+from rollmill.data.images import ImageRef, PictureFolder
+from rollmill.data.picture_turns import PictureTurn, encode_turn, join_turns, referred_pictures, split_references
+from rollmill.errors import EngineError, TasksetError
 from rollmill.rollout.tools.formats import ToolCall, ToolFormat, describe_tools, render_tool_calls, wrap_tool_response
 from rollmill.types import Completion
+
+if TYPE_CHECKING:
+    from rollmill.models.vision import PictureProcessor, PicturePrompt
 
 ChatMessage = Mapping[str, Any]
 """One chat message in OpenAI's format: `role`, `content`, perhaps `tool_calls` and others."""
@@ -41,6 +49,10 @@ class ChatTemplate:
 
     def apply(self, messages: Sequence[ChatMessage], tools: Any = None) -> str:
         """Render messages as text, ready for the policy's turn. Raises whatever the template raises."""
+        processor = _processor(self._tokenizer)
+        if processor is not None:
+            parts = [{**each, "content": _parts(each.get("content"))} for each in messages]
+            return processor.apply_template(parts, self._tokenizer, tools)
         text: str = self._tokenizer.apply_chat_template(
             [dict(each) for each in messages], tools=tools, add_generation_prompt=True, tokenize=False
         )
@@ -154,6 +166,7 @@ class RecordedReply:
     text: str  #: the turn as text, without its end token
     token_ids: tuple[int, ...]  #: prompt and turn
     end: str | None  #: its end token; None if it was truncated, or ended by a stop string
+    turns: tuple[PictureTurn, ...] = ()  #: pieces with pictures before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +177,8 @@ class ChatPrompt:
     text: str
     raw: tuple[ChatMessage, ...]
     continues: RecordedReply | None
+    turns: tuple[PictureTurn, ...] = ()  #: its pieces with pictures
+    pictures: PicturePrompt | None = None  #: the prompt up to its last picture
 
 
 class ChatRenderer:
@@ -171,11 +186,22 @@ class ChatRenderer:
 
     Args:
         eos_ids: the ids that end a turn of the policy.
+
+    Attributes:
+        sees: whether the model is a vision-language model.
+        picture_token: id of its token for a part of a picture.
+        folder: keeps pictures that are no files.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
         self._template = ChatTemplate(tokenizer)
+        self._processor = _processor(tokenizer)
+        self.sees = self._processor is not None
+        self.picture_token = None if self._processor is None else self._processor.image_token_id
+        self.folder = PictureFolder()
+        if self._processor is not None:
+            self.folder = PictureFolder(self._processor.folder, self._processor.folder_bytes)
 
     def render(
         self, messages: Sequence[ChatMessage], tools: Any = None, *, format: ToolFormat = "auto", name: str = "a chat"
@@ -208,7 +234,8 @@ class ChatRenderer:
     ) -> ChatPrompt:
         """Tokenize a conversation, continuing from the longest recorded reply in `replies` that it begins with.
 
-        Raises EngineError like `render`, and what `check` raises for the rendered text, before it is tokenized.
+        Raises EngineError like `render` or if a picture cannot be prepared, and what `check` raises for the rendered
+        text, before it is tokenized.
         """
         known = [each for each in replies if each.tools == tools and _begins(messages, each.messages)]
         known.sort(key=lambda each: len(each.messages), reverse=True)
@@ -219,8 +246,50 @@ class ChatRenderer:
         for each in known:
             behind = self._behind(each, text)
             if behind is not None:
-                return ChatPrompt([*each.token_ids, *self.encode(behind)], text, raw, each)
-        return ChatPrompt(self.encode(text), text, raw, None)
+                images = _pictures(messages[len(each.messages) :])
+                return self._encoded(behind, images, ChatPrompt([*each.token_ids], text, raw, each, each.turns), name)
+        images = _pictures(raw)
+        if self._processor is not None and text.count(self._processor.image_token) != len(images):
+            raw = tuple(self._without_places(each) for each in raw)  # the policy may have written the picture token
+            text = self.render(raw, tools, format=format, name=name)
+        return self._encoded(text, images, ChatPrompt([], text, raw, None), name)
+
+    def _encoded(self, text: str, images: Sequence[ImageRef], before: ChatPrompt, name: str) -> ChatPrompt:
+        """Append a piece of text, which shows these pictures, to the tokens of a prompt."""
+        turns = before.turns
+        if images:
+            turn = PictureTurn(len(before.token_ids), text, tuple(images))
+            turns, added = (*turns, turn), self._seen(turn, name).token_ids
+        else:
+            added = self.encode(text)
+        ids = [*before.token_ids, *added]
+        return replace(before, token_ids=ids, turns=turns, pictures=self.pictures(ids, turns, name))
+
+    def pictures(self, token_ids: Sequence[int], turns: Sequence[PictureTurn], name: str) -> PicturePrompt | None:
+        """The tokens up to the last picture; None without pictures. Raises EngineError if a picture is gone."""
+        if self._processor is None:
+            return None
+        try:
+            return join_turns(self._processor, token_ids, turns, name)
+        except TasksetError as error:
+            raise EngineError(str(error)) from error
+
+    def _seen(self, turn: PictureTurn, name: str) -> PicturePrompt:
+        if self._processor is None:
+            raise EngineError(
+                f"{name}: a message has a picture, and the model reads text only; use a vision-language model"
+            )
+        try:
+            return encode_turn(self._processor, turn, name)
+        except TasksetError as error:
+            raise EngineError(str(error)) from error
+
+    def _without_places(self, message: ChatMessage) -> ChatMessage:
+        """A message without picture tokens, if it is a turn of the policy."""
+        assert self._processor is not None
+        if message["role"] != "assistant" or not isinstance(message.get("content"), str):
+            return message
+        return {**message, "content": message["content"].replace(self._processor.image_token, "")}
 
     def record_reply(
         self, messages: Sequence[ChatMessage], prompt: ChatPrompt, tools: Any, completion: Completion
@@ -235,7 +304,8 @@ class ChatRenderer:
         text = self.decode(ids[:-1] if ended else ids)
         raw = (*prompt.raw, {"role": "assistant", "content": text})
         end = self.decode(ids[-1:]) if ended else None
-        return RecordedReply(tuple(messages), raw, tools, prompt.text, text, (*prompt.token_ids, *ids), end)
+        tokens = (*prompt.token_ids, *ids)
+        return RecordedReply(tuple(messages), raw, tools, prompt.text, text, tokens, end, prompt.turns)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a piece of a chat; the template has added all special tokens."""
@@ -265,3 +335,23 @@ class ChatRenderer:
 
 def _begins(messages: Sequence[ChatMessage], with_: Sequence[ChatMessage]) -> bool:
     return len(with_) < len(messages) and all(a == b for a, b in zip(messages, with_, strict=False))
+
+
+def _processor(tokenizer: Any) -> PictureProcessor | None:
+    found: PictureProcessor | None = getattr(tokenizer, "picture_processor", None)
+    return found
+
+
+def _parts(content: Any) -> Any:
+    """A text with references as content parts; other contents as they are."""
+    if not isinstance(content, str):
+        return content
+    found = [
+        {"type": "text", "text": each} if isinstance(each, str) else {"type": "image"}
+        for each in split_references(content)
+    ]
+    return found or [{"type": "text", "text": ""}]
+
+
+def _pictures(messages: Sequence[ChatMessage]) -> list[ImageRef]:
+    return referred_pictures([each.get("content") for each in messages])

@@ -25,12 +25,12 @@ from rollmill.rollout.draft_cache import DraftCache, draft_from_completion
 from rollmill.rollout.runner import WorkflowRunner, apply_repetition_penalty, assign_reward, trace_reward_result
 from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import GENERATE, Trace
-from rollmill.types import Completion, Experience, StopReason, Task, experience_from_completion
+from rollmill.types import Completion, Experience, StopReason, Task, drafted_tokens, experience_from_completion
 
 
 def completion_prefix(experience: Experience) -> CompletionPrefix:
     """Build the prefix that continues an experience with one turn of the policy: its tokens and their log-probs."""
-    mine = experience.action_mask
+    mine, drafted = experience.action_mask, drafted_tokens(experience)
     logprobs = experience.logprobs[mine]  # untruncated already, so kept_logmass is 0
     return CompletionPrefix(
         experience.token_ids[mine],
@@ -38,6 +38,7 @@ def completion_prefix(experience: Experience) -> CompletionPrefix:
         np.zeros_like(logprobs),
         experience.versions[mine],
         routing=experience.routing,
+        drafted=None if drafted is None else drafted[mine],
     )
 
 

@@ -11,9 +11,12 @@ from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.workflows import RoleConfig
+from rollmill.data.content_parts import join_contents
+from rollmill.data.picture_turns import PictureTurn, refer_to_pictures
 from rollmill.engines.base import GenerationRequest, RolloutEngine
-from rollmill.rollout.chat import ChatMessage, ChatRenderer, RecordedReply
-from rollmill.rollout.environments.base import Observation, observation_text
+from rollmill.errors import EngineError, WorkflowError
+from rollmill.rollout.chat import ChatMessage, ChatPrompt, ChatRenderer, RecordedReply
+from rollmill.rollout.environments.base import Observation, has_pictures, observation_text
 from rollmill.rollout.recorder import Recorder
 from rollmill.rollout.tools.formats import ParsedReply, ToolCall, ToolFormat, parse_tool_calls
 from rollmill.seeds import derive_seed
@@ -80,6 +83,7 @@ class Policy:
         self._engine, self._chat = engine, chat
         self._recorder, self._trace, self._index = recorder, trace, index
         self._replies: list[RecordedReply] = []
+        self._seen: dict[tuple[int, ...], tuple[PictureTurn, ...]] = {}  # by the tokens of prompts up to the last one
         self._num_calls = 0
         self._declared, self._role, self._roles = roles or {}, in_role, dict[str, Policy]()
         own = None if in_role is None else self._declared.get(in_role)
@@ -141,14 +145,17 @@ class Policy:
         history is another branch.
 
         Args:
-            messages: OpenAI's format: `{"role": "user", "content": "..."}`.
+            messages: OpenAI's format: `{"role": "user", "content": "..."}`. For a model that sees, contents may be
+                lists of parts: `{"type": "image", "image": ...}` is the path of a file, an image of Pillow, or pixels
+                (uint8 [H, W, 3]); `{"type": "video", "video": [...]}` is a list of them.
             tools: their descriptions in OpenAI's format. Templates without tools get them in the system message.
             tool_format: format of calls: auto, hermes or json. Calls are parsed if this or tools is given.
             learn: False leaves the reply out of the loss.
             sampling: keys of the section `rollout` that differ for this call: temperature, max_new_tokens, stop ...
 
         Raises:
-            EngineError: there is no chat template, it refuses the messages, or the prompt does not fit.
+            EngineError: there is no chat template, it refuses the messages, or the prompt does not fit; a part is not
+                known, or a picture cannot be read, or the model does not see.
         """
         [reply] = await self.chat_n(messages, 1, tools=tools, tool_format=tool_format, learn=learn, **sampling)
         return reply
@@ -164,11 +171,12 @@ class Policy:
         **sampling: Any,
     ) -> list[Reply]:
         """Generate several independent next turns, see `chat`."""
-        messages = [dict(each) for each in messages]
+        messages = self._readable(messages)
         format = tool_format or "auto"
         prompt = self._chat.prompt(messages, self._replies, tools, format=format, name=self.name)
+        self._note(prompt)
         replies = []
-        for completion in await self._ask(prompt.token_ids, prompt.text, n, learn, sampling):
+        for completion in await self._ask(prompt, n, learn, sampling):
             reading = ParsedReply(completion.text)
             if tools or tool_format:
                 reading = parse_tool_calls(completion.text, format, salt=str(len(messages)))
@@ -190,8 +198,13 @@ class Policy:
         """Generate several independent completions, see `complete`."""
         ids = self.encode(prompt, start=True) if isinstance(prompt, str) else list(prompt)
         text = prompt if isinstance(prompt, str) else self._chat.decode(ids)
-        found = await self._ask(ids, text, n, learn, sampling)
+        found = await self._ask(self._prompt_of(ids, text), n, learn, sampling)
         return [Reply(each.text, each, {"role": "assistant", "content": each.text}) for each in found]
+
+    @property
+    def sees(self) -> bool:
+        """True for a vision-language model: messages may hold pictures."""
+        return self._chat.sees
 
     def encode(self, text: str, *, start: bool = False) -> list[int]:
         """Token ids of a text; `start` adds the special tokens at the start of a whole text."""
@@ -222,7 +235,9 @@ class Policy:
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Tokenize a chat up to the start of the policy's turn, for `complete`. Raises EngineError like `chat`."""
-        return self._chat.prompt([dict(each) for each in messages], name=self.name).token_ids
+        prompt = self._chat.prompt(self._readable(messages), name=self.name)
+        self._note(prompt)
+        return prompt.token_ids
 
     def step(self, reward: float | None = None, *, anchor: str | None = None) -> None:
         """End a step: the calls since the last one become a separate experience.
@@ -243,17 +258,41 @@ class Policy:
         if self._recorder is not None:
             self._recorder.numbers |= {name: float(value) for name, value in numbers.items()}
 
-    async def _ask(self, ids: list[int], text: str, n: int, learn: bool, changes: dict[str, Any]) -> list[Completion]:
+    def _readable(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        """Messages whose contents are texts, with references to their pictures."""
+        found = []
+        for number, message in enumerate(messages):
+            try:
+                content = refer_to_pictures(message.get("content"), f"message {number}", self._chat.folder)
+            except ValueError as error:
+                raise EngineError(f"{self.name}: {error}") from error
+            found.append(dict(message) | ({} if "content" not in message else {"content": content}))
+        return found
+
+    def _note(self, prompt: ChatPrompt) -> None:
+        """Remember where a prompt has pictures, for `complete`, which takes tokens."""
+        if prompt.pictures is not None:
+            self._seen[tuple(prompt.pictures.token_ids)] = prompt.turns
+
+    def _prompt_of(self, ids: list[int], text: str) -> ChatPrompt:
+        """A prompt of tokens, with the pictures of the longest prompt that they begin with."""
+        fitting = [known for known in self._seen if known == tuple(ids[: len(known)])]
+        turns = self._seen[max(fitting, key=len)] if fitting else ()
+        return ChatPrompt(ids, text, (), None, turns, self._chat.pictures(ids, turns, self.name))
+
+    async def _ask(self, prompt: ChatPrompt, n: int, learn: bool, changes: dict[str, Any]) -> list[Completion]:
         sampling = SamplingConfig.model_validate({**self._settings(), **changes}) if changes else self.sampling
         number, self._num_calls = self._num_calls, self._num_calls + 1
-        request = GenerationRequest(ids, sampling, n=n, seed=derive_seed(self.seed, number), id=self.name)
+        seed = derive_seed(self.seed, number)
+        request = GenerationRequest(prompt.token_ids, sampling, n=n, seed=seed, id=self.name, pictures=prompt.pictures)
         found = [replace(each, index=self._index) for each in await self._engine.generate(request)]
         greedy = sampling.temperature == 0 < self.sampling.temperature
         learn = learn and self._learns
         for completion in found:
             if self._recorder is not None:
                 heat, learned = sampling.temperature, learn and not greedy
-                self._recorder.add(completion, text, heat, learned=learned, role=self._role)
+                turns = prompt.turns if self._chat.sees else None
+                self._recorder.add(completion, prompt.text, heat, learned=learned, role=self._role, turns=turns)
             if self._trace is not None:
                 self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
         return found
@@ -294,11 +333,15 @@ class PolicyConversation:
         return self._text is not None
 
     def tell(self, content: Observation, role: str = "user") -> None:
-        """Add the policy's next input: a text, or messages. Empty texts add nothing.
+        """Add the policy's next input: a text, or messages, which may hold pictures. Empty texts add nothing.
 
         A text after a message of the same role is joined to it: many templates require alternating roles. In plain
         text, only the contents of messages are added.
+
+        Raises WorkflowError for a picture in plain text.
         """
+        if self.plain and has_pictures(content):
+            raise WorkflowError("a picture is shown in plain text; give the taskset `chat: true`")
         if not self.plain:
             self._tell_messages([{"role": role, "content": content}] if isinstance(content, str) else content)
         elif self._token_ids is None:
@@ -311,9 +354,9 @@ class PolicyConversation:
             last = self.messages[-1] if self.messages else {}
             if message["content"] == "":
                 continue
-            if _is_users_text(message) and _is_users_text(last):
-                text = f"{last['content']}\n\n{message['content']}"
-                self.messages[-1] = {"role": "user", "content": text}
+            if _is_users(message) and _is_users(last):
+                joined = join_contents(last["content"], message["content"], "\n\n")
+                self.messages[-1] = {"role": "user", "content": joined}
             else:
                 self.messages.append(dict(message))
 
@@ -339,5 +382,7 @@ class PolicyConversation:
         return reply
 
 
-def _is_users_text(message: ChatMessage) -> bool:
-    return message.keys() == {"role", "content"} and message["role"] == "user" and isinstance(message["content"], str)
+def _is_users(message: ChatMessage) -> bool:
+    """True for a message of the user with nothing but texts, and pictures."""
+    plain = message.keys() == {"role", "content"} and message["role"] == "user"
+    return plain and isinstance(message["content"], str | list)

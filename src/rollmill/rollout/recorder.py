@@ -13,8 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from rollmill.data.picture_turns import PictureTurn, describe_turns
 from rollmill.progress import Progress, count_progress
-from rollmill.types import ROLE_KEY, Completion, Experience, IntArray, RoutingArray, StopReason, Turn
+from rollmill.types import ROLE_KEY, Completion, Experience, IntArray, RoutingArray, StopReason, Turn, draft_spans
 
 DecodeTokens = Callable[[Sequence[int]], str]
 
@@ -33,6 +34,7 @@ class RecordedCall:
     step: int  #: number of the step, for rewards by step
     role: str | None = None  #: role in which the policy made it
     reward: float | None = None  #: reward of branches through it, instead of the rollout's
+    turns: tuple[PictureTurn, ...] | None = None  #: pieces of the prompt with pictures; None: the model does not see
     token_ids: IntArray = field(init=False)  #: prompt and completion
 
     def __post_init__(self) -> None:
@@ -63,10 +65,11 @@ class Recorder:
         *,
         learned: bool = True,
         role: str | None = None,
+        turns: tuple[PictureTurn, ...] | None = None,
     ) -> RecordedCall:
         """Record a completion."""
         count_progress(Progress.TOKENS)
-        call = RecordedCall(completion, prompt, temperature or 1.0, learned, len(self.steps), role)
+        call = RecordedCall(completion, prompt, temperature or 1.0, learned, len(self.steps), role, turns=turns)
         self.calls.append(call)
         return call
 
@@ -140,8 +143,12 @@ class Recorder:
 
     @staticmethod
     def _goes_on(call: RecordedCall, earlier: RecordedCall) -> bool:
-        """True if both can be one sequence: same temperature, step and role, and a matching prefix."""
+        """True if both can be one sequence: same temperature, step and role, and a prefix of the same tokens and
+        pictures."""
         before, prompt = earlier.token_ids, call.completion.prompt_ids
+        seen = tuple(turn for turn in call.turns or () if turn.start < len(before))
+        if seen != (earlier.turns or ()):
+            return False
         if (call.step, call.role) != (earlier.step, earlier.role) or call.temperature != earlier.temperature:
             return False
         return bool(np.array_equal(prompt[: len(before)], before))
@@ -165,6 +172,7 @@ class Recorder:
                 at = turns[-1].end
                 turns.append(Turn("observation", at, start, decode(last.token_ids[at:start].tolist())))
             turns.append(Turn("assistant", start, end, call.completion.text))
+        drafted = draft_spans((len(call.completion.prompt_ids), call.completion.drafted) for call in calls)
         repeated = any(call.learned and call.completion.stop_reason is StopReason.REPETITION for call in calls)
         return Experience(
             id=id,
@@ -181,7 +189,10 @@ class Recorder:
             response=last.completion.text,
             reward=next((call.reward for call in reversed(calls) if call.reward is not None), None),
             timings=_timings([call.completion for call in calls]),
-            info=({REPETITION_KEY: True} if repeated else {}) | ({} if last.role is None else {ROLE_KEY: last.role}),
+            info=({REPETITION_KEY: True} if repeated else {})
+            | ({} if last.role is None else {ROLE_KEY: last.role})
+            | ({} if last.turns is None else describe_turns(last.turns))
+            | drafted,
             routing=_routing([call.completion for call in calls]),
         )
 

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.data.content_parts import hide_pictures, show_pictures
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.values import RewardValue, validate_value
 from rollmill.rollout.policy import Policy, Reply
@@ -79,7 +80,8 @@ class Workflow:
         """Run the workflow once. Raises whatever the workflow and its arguments raise."""
         async with AsyncExitStack() as stack:
             parts = {name: await stack.enter_async_context(made(rollout)) for name, made in self._parts.items()}
-            return await self._solve(rollout.task, rollout.policy, **parts)
+            task = show_pictures(rollout.task) if rollout.policy.sees else rollout.task
+            return await self._solve(task, rollout.policy, **parts)
 
     def outcome(self, rollout: Rollout, answer: WorkflowResult) -> RolloutResult:
         """Interpret a workflow's result; None rejects the rollout, unless its steps or branches have rewards.
@@ -158,7 +160,7 @@ class RolloutScorer:
         calls = self._rollout.recorder.calls
         written = calls[-1:] if isinstance(answer, str) else [each for each in calls if each.completion is completion]
         role = written[0].role if written else None
-        scored = task or self._rollout.task
+        scored = hide_pictures(task) if task is not None else self._rollout.task
         judgement = await self._rewards.score(scored, completion, group_follows=True, role=role)
         self._rollout.scored.append((completion, judgement))
         return judgement

@@ -23,6 +23,7 @@ import psutil
 from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import atomic_write, is_locked
+from rollmill.trackers.activity_log import Activity, ActivityLog
 from rollmill.trackers.domains import DomainProgress, DomainState
 from rollmill.trackers.event_log import RESTART, SCALE, read_events
 from rollmill.trackers.metrics_log import read_metrics, read_summary
@@ -63,6 +64,8 @@ class HeartbeatWriter:
         self._now = HeartbeatRecord(name, host, pid, now, now, "start", since=now, started=_start_ticks(pid))
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._write()
+        self._log = ActivityLog(activity_file(run_dir, name))
+        self._log.add(Activity(now, "start"))
         self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -73,6 +76,7 @@ class HeartbeatWriter:
             since = before.since if (doing, waits_for) == (before.doing, before.waits_for) else time.time()
             version = before.version if version is None else version
             self._now = replace(before, doing=doing, waits_for=waits_for, since=since, version=version)
+            self._log.add(Activity(time.time(), doing, waits_for, version))
         if self._now != before:
             self._write()
 
@@ -84,6 +88,7 @@ class HeartbeatWriter:
         self._thread.join()
         with self._lock:
             self._now = replace(self._now, ended=ended, waits_for="")
+            self._log.add(Activity(time.time(), ""))
         self._write()
 
     def _keep_beating(self) -> None:
@@ -137,6 +142,11 @@ def read_beat(run_dir: Path, name: str) -> float | None:
 
 def _heartbeat_path(run_dir: Path, name: str) -> Path:
     return run_dir / HEARTBEAT_FOLDER / f"{name.replace(' ', '-')}.json"
+
+
+def activity_file(run_dir: Path, name: str) -> Path:
+    """The file with what a process did, see `ActivityLog`."""
+    return _heartbeat_path(run_dir, name).with_suffix(".jsonl")
 
 
 def trainer_activity(run_dir: Path) -> str:

@@ -230,9 +230,9 @@ def _families(experiences: Sequence[Experience], table: TokenTable, members: lis
 
 
 def _prefix_ids(experiences: Sequence[Experience], table: TokenTable, i: int) -> bytes:
-    own = experiences[i].pictures
-    ids = experiences[i].token_ids[: _prefix(table, i)].tobytes()
-    return ids if own is None else ids + own.key.encode()
+    own, length = experiences[i].pictures, _prefix(table, i)
+    ids = experiences[i].token_ids[:length].tobytes()
+    return ids if own is None else ids + own.key_before(length).encode()
 
 
 def _prefix(table: TokenTable, i: int) -> int:

@@ -26,9 +26,10 @@ from rollmill.files import to_jsonable
 from rollmill.ui.catalog import RunCatalog
 from rollmill.ui.comparison import config_difference, evaluation_differences, metric_differences
 from rollmill.ui.feedback_desks import FeedbackDesks
-from rollmill.ui.metric_columns import ColumnCache, Curve, XAxis
+from rollmill.ui.metric_columns import ColumnCache, Curve, Numbers, XAxis
 from rollmill.ui.rollout_table import SORTS, RolloutQuery, RolloutTable
-from rollmill.ui.run_details import pipeline_funnel, run_details, run_file, step_timeline
+from rollmill.ui.run_details import pipeline_funnel, process_timeline, run_details, run_file, step_timeline
+from rollmill.ui.seed_groups import compare_seeds, seed_groups
 from rollmill.ui.token_view import DecoderCache, read_experience, token_page, turn_tree
 from rollmill.web import RequestRefusedError
 from rollmill.web.guard import RequestGuard
@@ -220,6 +221,11 @@ def _add_runs(app: FastAPI, views: RunViews) -> None:
         """Spans of a step."""
         return _json(step_timeline(catalog.find(run), step))
 
+    @app.get("/api/processes")
+    def processes(run: str, seconds: Annotated[float | None, Query(gt=0, le=_LARGEST)] = None) -> Response:
+        """Returns what each process did lately."""
+        return _json(process_timeline(catalog.find(run), seconds))
+
     @app.get("/api/checkpoints")
     def checkpoints(run: str) -> Response:
         """Lists the checkpoints of a run, without reading their contents."""
@@ -314,7 +320,7 @@ def _add_feedback(app: FastAPI, views: RunViews) -> None:
 
 
 def _add_comparison(app: FastAPI, views: RunViews) -> None:
-    """Registers the comparison of two runs."""
+    """Registers the comparison of two runs, and of their seeds."""
     catalog, columns = views.catalog, views.columns
 
     @app.get("/api/compare")
@@ -335,3 +341,20 @@ def _add_comparison(app: FastAPI, views: RunViews) -> None:
                 "evaluations": evaluation_differences(one, other),
             }
         )
+
+    @app.get("/api/seeds")
+    def seeds(a: str, b: str) -> Response:
+        """Compares the settings of two runs over their seeds; null where neither was repeated."""
+        one, other = catalog.find(a), catalog.find(b)
+        groups = seed_groups(catalog.paths(), one, other)
+        if groups is None:
+            return _json(None)
+
+        def values(run: Path) -> dict[str, tuple[Numbers, Numbers]]:
+            with columns.lock(run):
+                table = columns.get(run)
+                return {key: table.values(key) for key in table.keys}
+
+        found = compare_seeds(*groups, values)
+        names = {side: {seed: catalog.card(run).id for seed, run in found[side].items()} for side in ("a", "b")}
+        return _json(found | names)

@@ -97,10 +97,14 @@ class RunCatalog:
 
     def cards(self) -> list[RunCard]:
         """Summarise all runs, the most recently changed first."""
-        found = [self.card(path) for path in self._runs(self.root, 0)]
+        found = [self.card(path) for path in self.paths()]
         kept = {self.root / card.id for card in found}
         self._known = {path: facts for path, facts in self._known.items() if path in kept or path == self.root}
         return sorted(found, key=lambda card: -(card.updated or 0.0))
+
+    def paths(self) -> list[Path]:
+        """Folders of all runs, in the order of their names."""
+        return list(self._runs(self.root, 0))
 
     def card(self, path: Path) -> RunCard:
         """Summarise one run; its files are read again only if they changed."""

@@ -19,27 +19,26 @@ from rollmill.ui.metric_columns import MetricColumns
 _BATCHES = 20
 _EVALUATIONS = 20
 """Newest evaluations in which a common one is looked for."""
-_UNCOMPARED = ("version",)
 _T_975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""97.5 % quantiles of Student's t for 1 to 15 degrees of freedom; beyond, `_quantile` approximates."""
+"""97.5 % quantiles of Student's t for 1 to 15 degrees of freedom; beyond, `t_quantile` approximates."""
 
 
 def config_difference(one: Path, other: Path) -> list[dict[str, Any]]:
     """Keys of the run files whose values differ, as `key`, `a` and `b` (YAML-like text; None: not there)."""
-    a, b = (dict(_flat(read_config(run))) for run in (one, other))
+    a, b = (dict(flat_config(read_config(run))) for run in (one, other))
     keys = dict.fromkeys([*a, *b])
     return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in keys if a.get(key) != b.get(key)]
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def flat_config(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Leaves as (dotted key, JSON text); empty containers are leaves."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+            yield from flat_config(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list) and any(isinstance(each, dict | list) for each in value):
         for number, inner in enumerate(value):
             name = inner.get("name") if isinstance(inner, dict) else None
-            yield from _flat(inner, f"{key}[{name or number}]")
+            yield from flat_config(inner, f"{key}[{name or number}]")
     else:
         yield key, json.dumps(value, ensure_ascii=False, default=str)
 
@@ -56,7 +55,7 @@ def metric_differences(a: MetricColumns, b: MetricColumns, first: int, last: int
     """
     rows = []
     for key in a.keys:
-        if key not in b.keys or key in _UNCOMPARED or key.endswith(("_low", "_high")):
+        if key not in b.keys or not is_compared(key):
             continue
         (steps_a, values_a), (steps_b, values_b) = a.values(key), b.values(key)
         common, at_a, at_b = np.intersect1d(steps_a, steps_b, return_indices=True)
@@ -74,25 +73,31 @@ def metric_differences(a: MetricColumns, b: MetricColumns, first: int, last: int
     return rows
 
 
+def is_compared(key: str) -> bool:
+    """False for metrics whose mean says nothing: versions, and bounds of intervals."""
+    return key != "version" and not key.endswith(("_low", "_high"))
+
+
 def _interval(differences: npt.NDArray[np.float64]) -> tuple[float | None, float | None]:
     """95 % interval of the mean of a series, by batch means."""
     batches = min(_BATCHES, len(differences) // 2)
     if batches < 2:
         return None, None
     means = np.array([each.mean() for each in np.array_split(differences, batches)])
-    return _mean_interval(means)
+    return mean_interval(means)
 
 
-def _mean_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+def mean_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     """95 % interval of the mean of independent values, [N] with N > 1."""
-    half = _quantile(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    half = t_quantile(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
     return float(values.mean()) - half, float(values.mean()) + half
 
 
-def _quantile(freedom: int) -> float:
-    """97.5 % quantile of Student's t (beyond 15 by its expansion at infinity; within 0.1 %)."""
-    if freedom <= len(_T_975):
-        return _T_975[freedom - 1]
+def t_quantile(freedom: float) -> float:
+    """97.5 % quantile of Student's t with at least 1 degree of freedom (beyond 15 by its expansion at infinity; within
+    0.1 %). A fraction is rounded down, so that an interval is rather too wide."""
+    if freedom < len(_T_975) + 1:
+        return _T_975[int(freedom) - 1]
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
@@ -105,12 +110,12 @@ def evaluation_differences(one: Path, other: Path) -> dict[str, Any]:
         `difference` with `low` and `high`, its paired 95 % interval, and the number of tasks that are `better`, `worse`
         and `equal` in the other run. A task's score is its share of correct samples, or else its greedy reward.
     """
-    steps_a, steps_b = (_evaluated(run) for run in (one, other))
+    steps_a, steps_b = (evaluated_steps(run) for run in (one, other))
     common = sorted(set(steps_a) & set(steps_b))
     if not common:
         return {"step": None, "sets": []}
     step = common[-1]
-    scores_a, scores_b = (_scores(run / "evaluations" / f"step-{step:06d}.json") for run in (one, other))
+    scores_a, scores_b = (evaluation_scores(run, step) for run in (one, other))
     sets = [
         _paired(name, scores_a[name], scores_b[name])
         for name in scores_a
@@ -123,7 +128,7 @@ def _paired(name: str, a: dict[str, float], b: dict[str, float]) -> dict[str, An
     tasks = [task for task in a if task in b]
     one, other = np.array([a[task] for task in tasks]), np.array([b[task] for task in tasks])
     differences = other - one
-    low, high = _mean_interval(differences) if len(tasks) > 1 else (None, None)
+    low, high = mean_interval(differences) if len(tasks) > 1 else (None, None)
     return {
         "name": name,
         "tasks": len(tasks),
@@ -138,15 +143,16 @@ def _paired(name: str, a: dict[str, float], b: dict[str, float]) -> dict[str, An
     }
 
 
-def _evaluated(run: Path) -> list[int]:
+def evaluated_steps(run: Path) -> list[int]:
+    """Steps of the newest evaluations of a run, in order."""
     names = (path.stem.removeprefix("step-") for path in (run / "evaluations").glob("step-*.json"))
     return sorted(int(name) for name in names if name.isdigit())[-_EVALUATIONS:]
 
 
-def _scores(path: Path) -> dict[str, dict[str, float]]:
-    """Score of every task, by set. Damaged entries are left out."""
+def evaluation_scores(run: Path, step: int) -> dict[str, dict[str, float]]:
+    """Score of every task of an evaluation, by set. Damaged entries are left out."""
     try:
-        data = read_json_object(path)
+        data = read_json_object(run / "evaluations" / f"step-{step:06d}.json")
     except RollmillError:
         return {}
     found: dict[str, dict[str, float]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import numpy as np
 from rollmill.errors import RollmillError
 from rollmill.files import read_text
 from rollmill.report.step_timeline import TIMELINE_FILE
+from rollmill.trackers.activity_log import Activity, read_activities
 from rollmill.trackers.event_log import read_events
-from rollmill.trackers.heartbeat import CONFIG, process_state, read_heartbeats
+from rollmill.trackers.heartbeat import CONFIG, TRAINER_PROCESS, activity_file, process_state, read_heartbeats
 from rollmill.trackers.metrics_log import read_summary
 from rollmill.ui.catalog import read_last_rows
 from rollmill.ui.metric_columns import MetricColumns
 
 _EVENTS = 500
+_SPANS = 800
+"""Spans of a process that a page shows."""
 _FUNNEL_PARTS = ("kept", "changed", "dropped", "added")
 
 
@@ -107,3 +111,65 @@ def step_timeline(run_dir: Path, step: int | None) -> dict[str, Any]:
         return {"steps": [], "timeline": None}
     chosen = step if step in rows else max(rows)
     return {"steps": sorted(rows), "timeline": rows[chosen]}
+
+
+def process_timeline(run_dir: Path, seconds: float | None) -> dict[str, Any]:
+    """Report what each process did in the last `seconds` before the run's last sign of life (None: all recorded).
+
+    Returns:
+        `begin` and `end`, seconds since the epoch, and `processes`, each with `name`, `state` and `spans`, lists of
+        [start, end, activity, what it waited for, version of the weights], start and end in seconds since `begin`.
+        Where more than 800 spans are in the time, a span is the longest of its 800th part.
+    """
+    now = time.time()
+    found = []
+    for beat in read_heartbeats(run_dir):
+        state, activities = process_state(beat, now), read_activities(activity_file(run_dir, beat.name))
+        last = now if state == "alive" else max([beat.beat, *(each.time for each in activities[-1:])])
+        found.append((beat, state, last, activities))
+    found.sort(key=lambda each: not each[0].name.startswith(TRAINER_PROCESS))
+    begins = [activities[0].time for _, _, _, activities in found if activities]
+    if not begins:
+        return {"begin": now, "end": now, "processes": []}
+    end = max(last for _, _, last, _ in found)
+    begin = min(begins) if seconds is None else max(min(begins), end - seconds)
+    processes = [
+        {"name": beat.name, "state": state, "spans": _thinned(_spans(activities, last, begin), end - begin)}
+        for beat, state, last, activities in found
+    ]
+    return {"begin": begin, "end": end, "processes": processes}
+
+
+_Span = tuple[float, float, str, str, int]
+
+
+def _spans(activities: Sequence[Activity], last: float, begin: float) -> list[_Span]:
+    """Spans from `begin` on, relative to it; one goes on until the next, or until the process's `last` sign of life."""
+    found: list[_Span] = []
+    ends = [each.time for each in activities[1:]] + [last]
+    for each, end in zip(activities, ends, strict=True):
+        if each.doing and end > begin:
+            start = max(each.time, begin) - begin
+            found.append((start, max(end - begin, start), each.kind, each.waits_for, each.version))
+    return found
+
+
+def _thinned(spans: list[_Span], length: float) -> list[_Span]:
+    """At most _SPANS spans: of those that begin in the same part of the time, the longest, until the next one begins;
+    neighbours that are alike become one."""
+    if len(spans) > _SPANS:
+        longest: dict[int, _Span] = {}
+        for span in spans:
+            part = int(span[0] / max(length, 1e-9) * _SPANS)
+            if part not in longest or span[1] - span[0] > longest[part][1] - longest[part][0]:
+                longest[part] = span
+        chosen = [longest[part] for part in sorted(longest)]
+        ends = [span[0] for span in chosen[1:]] + [spans[-1][1]]
+        spans = [(span[0], end, *span[2:]) for span, end in zip(chosen, ends, strict=True)]
+    merged: list[_Span] = []
+    for span in spans:
+        if merged and merged[-1][2:] == span[2:] and span[0] - merged[-1][1] < 1e-3:
+            merged[-1] = (merged[-1][0], *span[1:])
+        else:
+            merged.append(span)
+    return [(round(start, 3), round(end, 3), *rest) for start, end, *rest in merged]  # type: ignore[misc]

@@ -14,7 +14,7 @@ import numpy as np
 from rollmill.errors import RollmillError
 from rollmill.report.tokens import Decoder, load_decoder, token_texts, tokenizer_file
 from rollmill.trackers.rollout_log import decode_experience
-from rollmill.types import Experience
+from rollmill.types import DRAFTED_KEY, Experience, drafted_tokens
 
 MOST_TOKENS = 4000
 """Tokens of one page."""
@@ -61,13 +61,14 @@ def token_page(experience: Experience, decode: Decoder | None, start: int) -> di
     """Describe a completion, and up to MOST_TOKENS of its tokens from index `start` on.
 
     Returns:
-        Lists with an entry per token: `ids`, `texts`, `mask`, `logprobs`, `versions`, `advantage`, `trainer_logprobs`
-        and `entropy`; of those that are unknown, None.
+        Lists with an entry per token: `ids`, `texts`, `mask`, `logprobs`, `versions`, `advantage`, `trainer_logprobs`,
+        `entropy` and `drafted` (a `DraftUse`); of those that are unknown, None.
     """
     total = len(experience.token_ids)
     start = min(max(start, 0), total)
     end = min(start + MOST_TOKENS, total)
     texts = _texts(experience, decode, start, end)
+    drafted = drafted_tokens(experience)
     known = {name: getattr(experience, name) for name in ("advantage", "trainer_logprobs", "entropy")}
     floats = {name: None if values is None else values[start:end].tolist() for name, values in known.items()}
     return {
@@ -83,6 +84,7 @@ def token_page(experience: Experience, decode: Decoder | None, start: int) -> di
         "logprobs": experience.logprobs[start:end].tolist(),
         "versions": experience.versions[start:end].tolist(),
         **floats,
+        "drafted": None if drafted is None else drafted[start:end].tolist(),
         "turns": [[turn.role, turn.start, turn.end] for turn in experience.turns],
     }
 
@@ -108,7 +110,7 @@ def describe(experience: Experience) -> dict[str, Any]:
         "stop": str(experience.stop_reason),
         "temperature": experience.temperature,
         "timings": experience.timings,
-        "info": experience.info,
+        "info": {key: value for key, value in experience.info.items() if key != DRAFTED_KEY},
         "length": experience.action_tokens,
     }
 

@@ -74,8 +74,6 @@ def _unsupported(stage: StageConfig) -> Iterator[tuple[str, str]]:
         yield f"engine: {stage.engine.name}", VLLM_SEES
     if stage.trainer.sharding == "tensor":
         yield "trainer.sharding: tensor", "use fsdp or none"
-    if any(workflow.name != "single_turn" for workflow in stage.workflows) or stage.rows_name_workflows:
-        yield "workflow", "use single_turn: pictures belong to the first turn"
     if stage.all_models:
         yield "models", "remove them"
     if stage.experts.others or any(operator.creates_experiences for operator in stage.pipeline):

@@ -116,6 +116,25 @@ def hub_or_path(name: Any, revision: Any = None) -> str | None:
 _FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
+def put_steps(run: ImportedRun, most: Any, epochs: Any, rows: int | None, batch: int, keys: tuple[str, str]) -> int:
+    """Sets and returns the steps of a run: `most`, else epochs over `rows`, else a guess with a note.
+
+    Args:
+        keys: of the other framework's numbers of steps and of epochs, for errors.
+    """
+    if most is not None:
+        steps = whole(most, keys[0])
+    elif rows is not None:
+        steps = max(1, whole(epochs, keys[1]) * (rows // batch))
+    else:
+        steps = 100
+        run.notes.append(
+            f"steps: {steps} is a guess for total_epochs {epochs}: steps = epochs x rows / {batch}; give --rows N"
+        )
+    run.put("steps", steps)
+    return steps
+
+
 def number(value: Any, key: str) -> float:
     """Converts a value to a number. Raises ConfigError naming the key."""
     try:

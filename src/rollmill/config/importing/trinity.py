@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmill.config.importing.foreign import ForeignSettings, ImportedRun, hub_or_path, number, whole
+from rollmill.config.importing.foreign import ForeignSettings, ImportedRun, hub_or_path, number, put_steps, whole
 
 _ALGORITHMS = {
     "sft": "sft", "ppo": "ppo", "grpo": "grpo", "dapo": "dapo", "reinforceplusplus": "reinforce_plus_plus",
@@ -189,16 +189,7 @@ def _steps(run: ImportedRun, settings: ForeignSettings, batch: int, rows: int | 
     most = settings.take("buffer.total_steps", settings.take("trainer.total_steps"))
     settings.take("trainer.total_steps")
     epochs = settings.take("buffer.total_epochs", 1)
-    if most is not None:
-        steps = whole(most, "total_steps")
-    elif rows is not None:
-        steps = max(1, whole(epochs, "buffer.total_epochs") * (rows // batch))
-    else:
-        steps = 100
-        run.notes.append(
-            f"steps: {steps} is a guess for total_epochs {epochs}: steps = epochs x rows / {batch}; give --rows N"
-        )
-    run.put("steps", steps)
+    steps = put_steps(run, most, epochs, rows, batch, ("total_steps", "buffer.total_epochs"))
     optim = "algorithm.optimizer"
     early = settings.take(f"{optim}.lr_warmup_steps", -1)
     share = number(settings.take(f"{optim}.lr_warmup_steps_ratio", 0.0), "lr_warmup_steps_ratio")

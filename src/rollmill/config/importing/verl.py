@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmill.config.importing.foreign import ForeignSettings, ImportedRun, hub_or_path, number, ratio, whole
+from rollmill.config.importing.foreign import ForeignSettings, ImportedRun, hub_or_path, number, put_steps, ratio, whole
 
 _ESTIMATORS = {
     "gae": "ppo",
@@ -260,16 +260,9 @@ def _optimizer(run: ImportedRun, settings: ForeignSettings) -> None:
 def _steps(run: ImportedRun, settings: ForeignSettings, batch: int, rows: int | None) -> None:
     most, epochs = settings.take("trainer.total_training_steps"), settings.take("trainer.total_epochs", 30)
     settings.take(f"{_A}.optim.total_training_steps")
-    if most is not None and whole(most, "trainer.total_training_steps") > 0:
-        steps = whole(most, "trainer.total_training_steps")
-    elif rows is not None:
-        steps = max(1, whole(epochs, "trainer.total_epochs") * (rows // batch))
-    else:
-        steps = 100
-        run.notes.append(
-            f"steps: {steps} is a guess for total_epochs {epochs}: steps = epochs x rows / {batch}; give --rows N"
-        )
-    run.put("steps", steps)
+    keys = "trainer.total_training_steps", "trainer.total_epochs"
+    given = most if most is not None and whole(most, keys[0]) > 0 else None
+    steps = put_steps(run, given, epochs, rows, batch, keys)
     early, share = (
         settings.take(f"{_A}.optim.lr_warmup_steps", -1),
         settings.take(f"{_A}.optim.lr_warmup_steps_ratio", 0.0),

@@ -93,6 +93,10 @@ class JudgeSection(RewardSection):
     completion_price: float = Field(0.0, ge=0)
     """Price of a million completion tokens."""
 
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        return {} if self.endpoint is None else {"endpoint": ("judge", "openai")}
+
     @model_validator(mode="after")
     def _one_model(self) -> Self:
         if (self.endpoint is None) == (self.path is None):

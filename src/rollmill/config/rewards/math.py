@@ -51,6 +51,7 @@ class MathReward(RewardSection):
 class ReasoningGymReward(RewardSection):
     """The score of reasoning-gym's own scorer. Only for tasks of a `generator`."""
 
+    needs_extra = ("reasoning", "reasoning_gym")
     implementation = "rollmill.rewards.reasoning_gym:ReasoningGymScorer"
     decides = True
     largest = 1.0

@@ -67,6 +67,11 @@ class FormatReward(RewardSection):
     words: int = Field(1, ge=1)
     """Minimum number of words inside each tag and section. Only with `tags` and `sections`."""
 
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        keys = [key for key in ("json_schema", "schema_column") if getattr(self, key) is not None]
+        return dict.fromkeys(keys[:1], ("schema", "jsonschema"))
+
     @field_validator("pattern")
     @classmethod
     def _is_regular(cls, value: str | None) -> str | None:
@@ -130,6 +135,10 @@ class LanguageReward(TextReward):
     method: Literal["script", "identify"] = "script"
     """`script` checks the alphabet of each word, which distinguishes English from Chinese but not from French.
     `identify` also detects the language of every 16 words of one alphabet (extra `language`)."""
+
+    def extras(self) -> dict[str, tuple[str, str]]:
+        """See Section.extras."""
+        return {"method": ("language", "py3langid")} if self.method == "identify" else {}
 
 
 class LengthReward(RewardSection):
@@ -216,6 +225,7 @@ class ToolCallReward(TextReward):
     `schema`).
     """
 
+    needs_extra = ("schema", "jsonschema")
     implementation = "rollmill.rewards.text.tool_call:ToolCallScorer"
     largest = 1.0
     name: Literal["tool_call"]

@@ -103,6 +103,7 @@ class CountReward(VisionReward):
 class OCRReward(VisionReward):
     """Similarity to the text of an image, by edit distance (extra `vision`); the best of several references counts."""
 
+    needs_extra = ("vision", "rapidfuzz")
     implementation = "rollmill.rewards.vision.ocr:OCRScorer"
     decides = True
     largest = 1.0

@@ -32,6 +32,7 @@ from rollmill.engines.native.sampler import (
 )
 from rollmill.engines.native.sequence import SequenceState
 from rollmill.seeds import counter_uniforms, derive_seed
+from rollmill.types import DraftUse
 
 # Rejection sampling of draft tokens, so that the result follows the new distribution exactly.
 #
@@ -148,10 +149,12 @@ class DraftVerifier:
             guessed = row.next_draft_tokens(count)
             right = tested = 0
             for at, token in enumerate(guessed, start):
-                ended = row.append(*found.at(at), version, found.top(at))
+                agrees = found.tokens[at] == token
+                use = DraftUse.GUESS if agrees else DraftUse.REJECTED
+                ended = row.append(*found.at(at), version, found.top(at), use)
                 tested += 1
-                right += found.tokens[at] == token
-                if ended or found.tokens[at] != token:
+                right += agrees
+                if ended or not agrees:
                     break
             start += count
             self.counts.guess_tested += tested
@@ -173,7 +176,7 @@ class DraftVerifier:
                     rejected.append((row, at))
                     break
                 accepted += 1
-                if row.append(*found.at(at), version, found.top(at)):
+                if row.append(*found.at(at), version, found.top(at), DraftUse.EARLIER):
                     break
             start += count
             self.counts.reuse_tested += tested
@@ -221,7 +224,7 @@ class DraftVerifier:
         found = HostSamplerOutput.of(*columns)
         for number, row in enumerate(rows):
             same = found.tokens[number] == row.next_draft_tokens(1)[0]  # its old probability was not known
-            row.append(*found.at(number), version, found.top(number))
+            row.append(*found.at(number), version, found.top(number), DraftUse.REJECTED)
             row.checked(int(same), 1)
 
 

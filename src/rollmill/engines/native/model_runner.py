@@ -363,8 +363,8 @@ def _forward_language(
     inputs = build_forward_inputs(network, tokens, positions)
     spans: list[PictureSpan] = context.picture_spans() if isinstance(context, PrefillContext) else []
     if spans:
-        needed = {s.prompt.key: s.prompt for s in spans if s.first < len(s.prompt.token_ids)}
-        features = {key: cache(prompt) for key, prompt in needed.items()}
+        needed = {part.key: part for span in spans for _, part in span.parts()}
+        features = {key: cache(part) for key, part in needed.items()}
         inputs = build_picture_inputs(model, inputs, spans, features)
     with use_attention_context(network, context):
         hidden_Td: Tensor = network(**inputs).last_hidden_state[0]

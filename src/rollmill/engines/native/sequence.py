@@ -23,7 +23,7 @@ from rollmill.engines.stop_strings import (
     stop_matcher_for,
 )
 from rollmill.seeds import derive_seed
-from rollmill.types import Completion, FloatArray, IntArray, RoutingArray, StopReason
+from rollmill.types import Completion, DraftUse, FloatArray, IntArray, RoutingArray, StopReason
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +83,7 @@ class SequenceState:
     logprobs: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)  # `DraftUse` of the tokens
     started_at: float | None = None
     stop_reason: StopReason | None = None
     repetition: RepetitionDetector | None = None
@@ -114,7 +115,9 @@ class SequenceState:
         top: list[TopTokens | None] = [None] * len(prefix.token_ids)
         if prefix.top_ids is not None and prefix.top_probs is not None:
             top = list(zip(prefix.top_ids, prefix.top_probs, strict=True))
-        return any(self.append(*each) for each in zip(*(array.tolist() for array in arrays), top, strict=True))
+        drafted = [DraftUse.NONE] * len(top) if prefix.drafted is None else prefix.drafted.tolist()
+        columns = (*(array.tolist() for array in arrays), top, drafted)
+        return any(self.append(*each) for each in zip(*columns, strict=True))
 
     @property
     def has_draft(self) -> bool:
@@ -156,13 +159,22 @@ class SequenceState:
         """Record the experts of tokens from `start` on, unless an earlier pass has. Empty: routing is not recorded."""
         self.routing.extend(routing[len(self.routing) - start :])
 
-    def append(self, token: int, logprob: float, kept: float, version: int, top: TopTokens | None = None) -> bool:
+    def append(
+        self,
+        token: int,
+        logprob: float,
+        kept: float,
+        version: int,
+        top: TopTokens | None = None,
+        drafted: int = DraftUse.NONE,
+    ) -> bool:
         """Add a sampled token; True if the completion is now finished."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.kept.append(kept)
         self.versions.append(version)
         self.top.append(top)
+        self.drafted.append(drafted)
         group = self.group
         repeats = self.repetition is not None and self.repetition.add(token)
         if token in group.stop_ids:
@@ -193,6 +205,7 @@ class SequenceState:
             top_ids=top_ids,
             top_probs=top_probs,
             routing=self._routing(),
+            drafted=np.array(self.drafted, np.uint8) if any(self.drafted) else None,
             submitted_at=group.submitted_at,
             started_at=now if self.started_at is None else self.started_at,
             finished_at=now,

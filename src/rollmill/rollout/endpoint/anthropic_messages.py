@@ -20,8 +20,9 @@ from rollmill.rollout.endpoint.chat_completions import ChatChoiceState, ChatComp
 from rollmill.rollout.endpoint.extra_fields import check_extra_fields
 from rollmill.rollout.endpoint.messages import normalize_messages, template_error
 from rollmill.rollout.endpoint.middleware import Caller
+from rollmill.rollout.endpoint.pictures import PictureReader, shows_pictures
 from rollmill.rollout.endpoint.protocol import MESSAGES_PATH, ApiError, ChatCompletionRequest
-from rollmill.rollout.endpoint.service import EndpointService
+from rollmill.rollout.endpoint.service import INLINE_BYTES, EndpointService
 from rollmill.rollout.endpoint.session import requested_tools
 from rollmill.rollout.tools.formats import ToolCall
 from rollmill.types import Completion, StopReason
@@ -109,7 +110,7 @@ async def count_tokens(service: EndpointService, body: TokenCountRequest, size: 
 
     def count() -> int:
         try:
-            messages = normalize_messages(chat.messages)
+            messages = normalize_messages(chat.messages, PictureReader(service.chat.sees, service.chat.folder))
             prompt = service.chat.prompt(messages, (), requested_tools(chat), check=service.check_text)
         except EngineError as error:
             raise template_error(error) from error
@@ -118,6 +119,7 @@ async def count_tokens(service: EndpointService, body: TokenCountRequest, size: 
         return len(prompt.token_ids)
 
     with service.gate.preparing():
+        size = max(size, INLINE_BYTES + 1) if shows_pictures(chat.messages) else size
         return TokenCount(input_tokens=await service.tokenized(size, count))
 
 

@@ -14,21 +14,27 @@ from rollmill.rollout.endpoint.protocol import (
     ChatCompletionRequest,
     RequestBody,
     StopText,
-    TextContentPart,
     TokenId,
 )
 
 
-class ContentBlockParam(BaseModel):
-    """A block of a message: `text`, `tool_use` or `tool_result`. Undeclared fields are ignored."""
+class ResultBlockParam(BaseModel):
+    """A block of a tool's result: `text` or `image`. Undeclared fields are ignored."""
 
     type: str
     text: str | None = None
+    source: dict[str, Any] | None = None
+    """The picture of an `image`: `base64` with `media_type` and `data`."""
+
+
+class ContentBlockParam(ResultBlockParam):
+    """A block of a message: `text`, `image`, `tool_use` or `tool_result`."""
+
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[TextContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ResultBlockParam], Field(fail_fast=True)] | None = None
     """The result of a tool."""
 
 
@@ -164,40 +170,62 @@ def _chat_messages(message: AnthropicMessageParam, at: str) -> list[dict[str, An
     """The messages of a chat that one message stands for: each result of a tool is one of its own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    texts, calls, found = list[str](), list[dict[str, Any]](), list[dict[str, Any]]()
+    parts, calls, found = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
 
-    def add_text() -> None:
-        if texts:
-            found.append({"role": message.role, "content": "".join(texts)})
-            texts.clear()
+    def add_parts() -> None:
+        if parts:
+            found.append({"role": message.role, "content": _content(parts)})
+            parts.clear()
 
     for number, block in enumerate(message.content):
         where = f"{at}.content[{number}]"
         if block.type == "tool_result" and message.role == "user":
-            add_text()
-            result = _text(block.content or "", where)
+            add_parts()
+            given = block.content or ""
+            result = given if isinstance(given, str) else _content([_part(each, where) for each in given])
             found.append({"role": "tool", "tool_call_id": _required(block, "tool_use_id", where), "content": result})
         elif block.type == "tool_use" and message.role == "assistant":
             arguments = _json(block.input or {}, where)
             function = {"name": _required(block, "name", where), "arguments": arguments}
             calls.append({"id": _required(block, "id", where), "type": "function", "function": function})
         else:
-            texts.append(_text([block], at))
+            parts.append(_part(block, at))
     if calls:
-        found.append({"role": "assistant", "content": "".join(texts), "tool_calls": calls})
-    elif texts or not found:
-        found.append({"role": message.role, "content": "".join(texts)})
+        found.append({"role": "assistant", "content": _content(parts), "tool_calls": calls})
+    elif parts or not found:
+        found.append({"role": message.role, "content": _content(parts)})
     return found
 
 
-def _text(content: str | Sequence[ContentBlockParam | TextContentPart], at: str) -> str:
-    if isinstance(content, str):
-        return content
-    for block in content:
-        if block.type != "text" or block.text is None:
-            text = f"{at} holds a block of type {block.type[:40]!r}, which is not supported here; this model reads text"
-            raise ApiError(text, code="unsupported_content", param=at)
-    return "".join(block.text or "" for block in content)
+def _part(block: ResultBlockParam, at: str) -> dict[str, Any]:
+    """A block as a part of a chat message. Raises ApiError for other blocks than texts and pictures."""
+    if block.type == "text" and block.text is not None:
+        return {"type": "text", "text": block.text}
+    if block.type != "image":
+        text = f"{at} holds a block of type {block.type[:40]!r}, which is not supported here; send texts and pictures"
+        raise ApiError(text, code="unsupported_content", param=at)
+    source = block.source or {}
+    if source.get("type") == "url":
+        return {"type": "image_url", "image_url": str(source.get("url"))}
+    media, data = source.get("media_type"), source.get("data")
+    if source.get("type") != "base64" or not isinstance(media, str) or not isinstance(data, str):
+        text = f"{at} holds a block of type 'image' without `source`: base64 with `media_type` and `data`"
+        raise ApiError(text, code="unsupported_content", param=at)
+    return {"type": "image_url", "image_url": f"data:{media};base64,{data}"}
+
+
+def _content(parts: Sequence[dict[str, Any]]) -> Any:
+    """The content of a message: a text, or parts if there are pictures."""
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    return "".join(texts) if len(texts) == len(parts) else list(parts)
+
+
+def _text(content: AnthropicContent, at: str) -> str:
+    """A content without pictures. Raises ApiError if it has other blocks than texts."""
+    parts = [] if isinstance(content, str) else [_part(block, at) for block in content]
+    if any(part["type"] != "text" for part in parts):
+        raise ApiError(f"{at} holds a picture; send pictures in messages", code="unsupported_content", param=at)
+    return content if isinstance(content, str) else "".join(part["text"] for part in parts)
 
 
 def _required(block: ContentBlockParam, name: str, at: str) -> str:

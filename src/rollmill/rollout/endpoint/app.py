@@ -30,8 +30,8 @@ from rollmill.rollout.endpoint.protocol import (
     ErrorResponse,
     RewardRequest,
 )
-from rollmill.rollout.endpoint.responses import ResponseHandler
-from rollmill.rollout.endpoint.responses_protocol import ResponseObject, ResponseRequest
+from rollmill.rollout.endpoint.responses import ResponseHandler, forget_response, stored_response
+from rollmill.rollout.endpoint.responses_protocol import DeletedResponse, ResponseObject, ResponseRequest
 from rollmill.rollout.endpoint.service import EndpointService
 from rollmill.web import RequestRefusedError
 
@@ -162,6 +162,19 @@ def _add_completions(app: FastAPI, service: EndpointService) -> None:
         """Generate the next turn of a conversation, which may continue an earlier response."""
         size = len(await request.body())
         return await _answered(ResponseHandler(service, body, caller_of(request.scope), size), request)
+
+    @app.get("/v1/responses/{id}", response_model=ResponseObject)
+    async def read_response(id: str, request: Request, stream: bool = False) -> Response:
+        """Return a response that the server holds, without log-probs."""
+        if stream:
+            raise ApiError("a response that has ended is not streamed", code="unsupported_parameter", param="stream")
+        return Response(stored_response(service, id, caller_of(request.scope)), media_type="application/json")
+
+    @app.delete("/v1/responses/{id}", response_model=DeletedResponse)
+    async def delete_response(id: str, request: Request) -> DeletedResponse:
+        """Give up a response; what its session has recorded stays."""
+        forget_response(service, id, caller_of(request.scope))
+        return DeletedResponse(id=id)
 
 
 def _add_messages(app: FastAPI, service: EndpointService) -> None:

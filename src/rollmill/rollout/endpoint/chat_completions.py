@@ -11,6 +11,7 @@ from rollmill.rollout.endpoint.answer_formats import answer_grammar
 from rollmill.rollout.endpoint.handler import ChoiceState, CompletionHandler
 from rollmill.rollout.endpoint.messages import assistant_message, check_text
 from rollmill.rollout.endpoint.middleware import Caller
+from rollmill.rollout.endpoint.pictures import shows_pictures
 from rollmill.rollout.endpoint.protocol import (
     FINISH_REASONS,
     ApiError,
@@ -22,7 +23,7 @@ from rollmill.rollout.endpoint.protocol import (
     CompletionResponse,
     ResponseMessage,
 )
-from rollmill.rollout.endpoint.service import EndpointService, token_logprobs
+from rollmill.rollout.endpoint.service import INLINE_BYTES, EndpointService, token_logprobs
 from rollmill.rollout.endpoint.session import requested_tools
 from rollmill.rollout.tools.formats import TOOL_CALL_END
 from rollmill.types import Completion
@@ -58,7 +59,8 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         body, session, service = self.body, self.session, self.service
         self._number = session.begin()
         with service.gate.preparing():
-            self.prompt = await service.tokenized(self.size, lambda: session.chat_prompt(body, service.check_text))
+            size = max(self.size, INLINE_BYTES + 1) if shows_pictures(body.messages) else self.size
+            self.prompt = await service.tokenized(size, lambda: session.chat_prompt(body, service.check_text))
             limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             self.sampling, self.penalties = session.settings(body, limit), session.penalties(body)
             if body.parallel_tool_calls is False and requested_tools(body) is not None:
@@ -67,9 +69,11 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
                 service.check_processors()
                 self.grammar = await service.grammars.get(self._format)
             seed = session.seed(self._number, body.seed, int(self.id[-16:], 16))
-            self._start(self.prompt.token_ids, seed, body.top_logprobs or 0)
+            self._start(self.prompt.token_ids, seed, body.top_logprobs or 0, self.prompt.pictures)
         tools, prompt = requested_tools(body) is not None, (self.prompt.text, self.prompt.token_ids)
-        self.choices = [ChatChoiceState(i, *prompt, self._stream(tools=tools)) for i in range(self.count)]
+        self.choices = [
+            ChatChoiceState(i, *prompt, self._stream(tools=tools), turns=self.prompt.turns) for i in range(self.count)
+        ]
 
     def response(self) -> ChatCompletionResponse:
         """See CompletionHandler."""

@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.data.picture_turns import PictureTurn
 from rollmill.engines.base import GenerationRequest, LogitsProcessor, SampledToken, TokenPenalties
 from rollmill.engines.logits_processors import CompiledGrammar, GrammarProcessor, PenaltyProcessor, ProcessorList
 from rollmill.rollout.endpoint.extra_fields import check_extra_fields
@@ -22,6 +23,9 @@ from rollmill.rollout.endpoint.protocol import ApiError, BaseCompletionRequest, 
 from rollmill.rollout.endpoint.service import EndpointService, GenerationTask, new_response_id
 from rollmill.rollout.tools.formats import TOOL_CALL_START
 from rollmill.types import Completion
+
+if TYPE_CHECKING:
+    from rollmill.models.vision import PicturePrompt
 
 _MARKS = (TOOL_CALL_START, "```")
 """Possible beginnings of a tool call."""
@@ -94,6 +98,7 @@ class ChoiceState:
     sampled: list[SampledToken] = field(default_factory=list)
     sent: int = 0  #: number of tokens whose log-probs were sent
     completion: Completion | None = None
+    turns: tuple[PictureTurn, ...] = ()  #: pieces of the prompt with pictures
 
     def unsent(self) -> list[SampledToken]:
         """Return the tokens whose log-probs were not sent yet, and mark them as sent."""
@@ -185,8 +190,10 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield self._frame([]) | {"usage": self._usage().model_dump()}
 
-    def _start(self, prompt_ids: list[int], seed: int, top: int) -> None:
-        request = GenerationRequest(prompt_ids, self.sampling, n=self.count, seed=seed, id=self.id, top=top)
+    def _start(self, prompt_ids: list[int], seed: int, top: int, pictures: PicturePrompt | None = None) -> None:
+        request = GenerationRequest(
+            prompt_ids, self.sampling, n=self.count, seed=seed, id=self.id, top=top, pictures=pictures
+        )
         if self.grammar is not None or not self.penalties.neutral:
             self.service.check_processors()
             request.new_processor = partial(self._new_processor, prompt_ids)
@@ -229,7 +236,7 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
 
     def _record(self, choice: AnyChoice, completion: Completion) -> None:
         choice.completion = completion
-        self.session.record(completion, choice.prompt, self.sampling)
+        self.session.record(completion, choice.prompt, self.sampling, choice.turns)
         self.service.sessions.answered(self.session, self.id)
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Normalizes the messages that clients send, so that the policy's own turns are recognized when they come back.
 
+Contents become texts; in those for a model that sees, pictures are references.
+
 Clients give content as text or parts, write arguments as JSON in various ways and may renumber calls. Normalized,
 arguments are objects, calls are numbered through the conversation, and fields unknown to templates are left out.
 """
@@ -11,14 +13,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.errors import EngineError
-from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam, TextContentPart
+from rollmill.rollout.endpoint.pictures import PictureReader
+from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam
 from rollmill.rollout.tools.formats import ToolCall
 
 
-def normalize_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, Any]]:
-    """Normalize the messages. Raises ApiError naming a message that lacks something or has no text."""
+def normalize_messages(
+    messages: Sequence[ChatMessageParam], pictures: PictureReader | None = None
+) -> list[dict[str, Any]]:
+    """Normalize the messages. Raises ApiError naming a message that lacks something or cannot be read.
+
+    Args:
+        pictures: reads those of one request; None: for a model that reads text only.
+    """
     ids: dict[str, str] = {}
-    return [_message(message, f"messages[{number}]", ids) for number, message in enumerate(messages)]
+    reader = pictures or PictureReader()
+    return [_message(message, f"messages[{number}]", ids, reader) for number, message in enumerate(messages)]
 
 
 def assistant_message(content: str, calls: Sequence[ToolCall]) -> ChatMessageParam:
@@ -43,12 +53,13 @@ def template_error(error: EngineError) -> ApiError:
     return ApiError(str(error), code="invalid_messages", param="messages")
 
 
-def _message(message: ChatMessageParam, at: str, ids: dict[str, str]) -> dict[str, Any]:
+def _message(message: ChatMessageParam, at: str, ids: dict[str, str], reader: PictureReader) -> dict[str, Any]:
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     calls = message.tool_calls if message.role == "assistant" else None
     if message.content is None and not calls:
         raise ApiError(f"{at} has no content; send a text", code="invalid_messages", param=f"{at}.content")
-    found["content"] = content_text(message.content, at)
+    content = message.content or ""
+    found["content"] = content if isinstance(content, str) else "".join(reader.text(part, at) for part in content)
     if calls:
         found["tool_calls"] = [_call(call.id, call.function.name, call.function.arguments, ids) for call in calls]
     if message.role == "tool":
@@ -59,17 +70,6 @@ def _message(message: ChatMessageParam, at: str, ids: dict[str, str]) -> dict[st
     if message.name is not None and message.role != "assistant":
         found["name"] = message.name
     return found
-
-
-def content_text(content: str | Sequence[TextContentPart] | None, at: str) -> str:
-    """The text of a message's content. Raises ApiError for a part that is not text, naming the place `at`."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
-            text = f"{at} holds a part of type {part.type[:40]!r}; this model reads text only"
-            raise ApiError(text, code="unsupported_content", param=f"{at}.content")
-    return "".join(part.text or "" for part in content)
 
 
 def _call(id: str, name: str, arguments: str, ids: dict[str, str]) -> dict[str, Any]:

@@ -115,7 +115,9 @@ class EndpointMiddleware(GuardMiddleware):
 
     def answered(self, scope: Scope, start: ASGIMessage) -> None:
         """See GuardMiddleware."""
-        route = scope["path"] if scope["path"] in _ROUTES else "other"
+        path = scope["path"]
+        of_response = path.startswith("/v1/responses/") and path.count("/") == 3
+        route = path if path in _ROUTES else "/v1/responses/ID" if of_response else "other"
         caller: Caller | None = scope.get(_CALLER)
         self._gauges.requests.labels(route, start["status"], "" if caller is None else caller.client).inc()
         start["headers"] = [*start.get("headers", []), (b"x-content-type-options", b"nosniff")]

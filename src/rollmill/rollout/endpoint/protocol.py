@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
+from rollmill.data.images import ImageRef
 from rollmill.types import StopReason
 from rollmill.web import RequestRefusedError
 
@@ -69,11 +70,23 @@ class BaseCompletionRequest(RequestBody):
     """Add `prompt_token_ids` and every choice's `token_ids` to the response."""
 
 
-class TextContentPart(BaseModel):
-    """A text part of a message."""
+class ContentPartParam(BaseModel):
+    """A part of a message: a text, or a picture (`image_url`, `input_image`)."""
 
     type: str
     text: str | None = None
+    image_url: Any = None
+    """A `data:` URL, or an object with it as `url`."""
+    _image: ImageRef | None = PrivateAttr(None)
+
+    @property
+    def image(self) -> ImageRef | None:
+        """The picture, once it was read."""
+        return self._image
+
+    def keep(self, image: ImageRef) -> None:
+        """Keep the picture that was read, in place of its text, which is much larger."""
+        self._image, self.image_url = image, None
 
 
 class FunctionCall(BaseModel):
@@ -95,7 +108,7 @@ class ChatMessageParam(BaseModel):
     """A chat message. Undeclared fields are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextContentPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPartParam], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None

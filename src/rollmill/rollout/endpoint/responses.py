@@ -13,6 +13,7 @@ from rollmill.rollout.endpoint.middleware import Caller
 from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam
 from rollmill.rollout.endpoint.responses_protocol import ResponseObject, ResponseRequest, ResponseUsageInfo
 from rollmill.rollout.endpoint.service import EndpointService
+from rollmill.rollout.endpoint.session import EndpointSession, StoredResponse
 from rollmill.types import Completion
 
 
@@ -89,14 +90,15 @@ class ResponseHandler(ChatCompletionHandler):
         rest = super()._ended(choice, completion)
         if self.continuable and not self.session.closed:
             answer = assistant_message(choice.content, choice.calls)
-            self.session.responses[self.id] = (*self._messages, answer)
+            body = self._object(choice, logprobs=False).model_dump_json().encode()
+            self.session.keep_response(self.id, StoredResponse((*self._messages, answer), body))
         return rest
 
     def _event(self, type: str, **fields: Any) -> dict[str, Any]:
         self._events += 1
         return {"type": type, "sequence_number": self._events - 1, **fields}
 
-    def _object(self, choice: ChatChoiceState) -> ResponseObject:
+    def _object(self, choice: ChatChoiceState, *, logprobs: bool = True) -> ResponseObject:
         asked, made, status = self.asked, choice.completion is not None, self._status(choice)
         tools = [each.model_dump() | {"strict": bool(each.strict)} for each in asked.tools or ()]
         return ResponseObject.model_validate(
@@ -109,7 +111,7 @@ class ResponseHandler(ChatCompletionHandler):
                 "max_output_tokens": self.sampling.max_new_tokens,
                 "metadata": asked.metadata or {},
                 "model": self.service.name,
-                "output": self._output(choice) if made else [],
+                "output": self._output(choice, logprobs) if made else [],
                 "parallel_tool_calls": asked.parallel_tool_calls is not False,
                 "previous_response_id": asked.previous_response_id,
                 "store": self.continuable,
@@ -127,12 +129,15 @@ class ResponseHandler(ChatCompletionHandler):
             return "in_progress"
         return "incomplete" if choice.reason == "length" else "completed"
 
-    def _output(self, choice: ChatChoiceState) -> list[dict[str, Any]]:
+    def _output(self, choice: ChatChoiceState, logprobs: bool) -> list[dict[str, Any]]:
         calls = self._call_items(choice)
         if calls and not choice.content:
             return calls
-        choice.sent = 0
-        return [self._message_item(choice.content, self._logprob_list(choice), self._status(choice)), *calls]
+        found = list[Any]()
+        if logprobs:
+            choice.sent = 0
+            found = self._logprob_list(choice)
+        return [self._message_item(choice.content, found, self._status(choice)), *calls]
 
     def _message_item(self, text: str, logprobs: list[Any], status: str) -> dict[str, Any]:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -158,18 +163,41 @@ class ResponseHandler(ChatCompletionHandler):
         )
 
 
-def _continued(service: EndpointService, previous: str, caller: Caller) -> tuple[tuple[ChatMessageParam, ...], Caller]:
-    """The conversation up to a previous response, and the caller in its session. Raises ApiError if it is not held."""
+def stored_response(service: EndpointService, id: str, caller: Caller) -> bytes:
+    """A response that the server holds, as JSON without log-probs. Raises ApiError if it does not."""
+    return _session_of(service, id, caller).responses[id].body
+
+
+def forget_response(service: EndpointService, id: str, caller: Caller) -> None:
+    """Give up a response: it can be neither read nor continued any more. What its session has recorded stays, and is
+    trained on. Raises ApiError if it is not held."""
+    del _session_of(service, id, caller).responses[id]
+
+
+def _session_of(service: EndpointService, id: str, caller: Caller) -> EndpointSession:
+    """The session that holds a response. Raises ApiError, the same one for a response of another client."""
     try:
-        session = service.sessions.find(caller.client, answer=previous)
+        session = service.sessions.find(caller.client, answer=id)
     except ApiError as error:
         if error.code != "session_not_found":
             raise
         session = None
-    if session is None or previous not in session.responses or caller.session not in (None, session.id):
+    if session is None or id not in session.responses or caller.session not in (None, session.id):
         text = (
-            f"there is no response {previous[:100]!r}: it was not stored, belongs to another session, or its session "
-            "was committed or dropped; send the whole conversation"
+            f"there is no response {id[:100]!r}: it was not stored or was deleted, belongs to another session, or its "
+            "session was committed or dropped"
         )
-        raise ApiError(text, 404, code="previous_response_not_found", param="previous_response_id")
-    return session.responses[previous], Caller(caller.client, session.id)
+        raise ApiError(text, 404, code="response_not_found")
+    return session
+
+
+def _continued(service: EndpointService, previous: str, caller: Caller) -> tuple[tuple[ChatMessageParam, ...], Caller]:
+    """The conversation up to a previous response, and the caller in its session. Raises ApiError if it is not held."""
+    try:
+        session = _session_of(service, previous, caller)
+    except ApiError as error:
+        if error.code != "response_not_found":
+            raise
+        text = f"{error}; send the whole conversation"
+        raise ApiError(text, 404, code="previous_response_not_found", param="previous_response_id") from error
+    return session.responses[previous].conversation, Caller(caller.client, session.id)

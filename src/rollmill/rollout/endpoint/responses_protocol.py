@@ -7,18 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollmill.rollout.endpoint.messages import content_text
 from rollmill.rollout.endpoint.protocol import (
     MAX_TOP_LOGPROBS,
     ApiError,
     ChatCompletionRequest,
     ChatMessageParam,
+    ContentPartParam,
     RequestBody,
-    TextContentPart,
 )
 
 _LOGPROBS = "message.output_text.logprobs"
-_ItemText = str | Annotated[list[TextContentPart], Field(fail_fast=True)]
+_ItemText = str | Annotated[list[ContentPartParam], Field(fail_fast=True)]
 
 
 class ResponseItemParam(BaseModel):
@@ -131,11 +130,10 @@ class ResponseRequest(RequestBody):
                 found[-1].setdefault("tool_calls", []).append(call)
                 continue
             if item.type == "function_call_output":
-                result = content_text(_required(item, "output", at), at)
+                result = _required(item, "output", at)
                 found.append({"role": "tool", "content": result, "tool_call_id": _required(item, "call_id", at)})
             elif item.type in (None, "message"):
-                text = content_text(_required(item, "content", at), at)
-                found.append({"role": _required(item, "role", at), "content": text})
+                found.append({"role": _required(item, "role", at), "content": _required(item, "content", at)})
             else:
                 text = f"{at} is of type {item.type[:40]!r}, which is not supported here; send messages and calls"
                 raise ApiError(text, code="unsupported_content", param=at)
@@ -201,6 +199,14 @@ class ResponseObject(BaseModel):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsageInfo | None
     user: None = None
+
+
+class DeletedResponse(BaseModel):
+    """A response that the server holds no more."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 def _message(role: str, content: str) -> ChatMessageParam:

@@ -138,9 +138,10 @@ class GenerationTask:
 ResultT = TypeVar("ResultT")
 
 _THREADS = 2
-_INLINE_BYTES = 16 * 1024
+INLINE_BYTES = 16 * 1024
+"""Largest requests that are converted and tokenized at once, not in a thread."""
 _CHARS_PER_TOKEN = 16
-_LEAST_BODY, _MOST_BODY, _BODY_PER_TOKEN = 2**20, 8 * 2**20, 64
+_LEAST_BODY, _MOST_BODY, _BODY_PER_TOKEN, _BODY_WITH_PICTURES = 2**20, 8 * 2**20, 64, 16 * 2**20
 
 
 @dataclass(slots=True, eq=False)
@@ -154,7 +155,7 @@ class EndpointService:
         takes_feedback: whether rewards are used.
         anonymous: creates the session of a call that names none.
         rates: rate limits of clients.
-        most_bytes: longest body; by default it follows from the context.
+        most_bytes: longest body; by default it follows from the context, and is 16 MiB for a model that sees.
     """
 
     engine: RolloutEngine
@@ -181,7 +182,8 @@ class EndpointService:
         self.grammars = GrammarCache(self.chat, self._converting)
         self._longest_token = max(map(len, self.chat.tokenizer.get_vocab()))
         if self.most_bytes is None:
-            self.most_bytes = min(_MOST_BODY, max(_LEAST_BODY, _BODY_PER_TOKEN * self.context))
+            own = min(_MOST_BODY, max(_LEAST_BODY, _BODY_PER_TOKEN * self.context))
+            self.most_bytes = _BODY_WITH_PICTURES if self.chat.sees else own
 
     def close(self) -> None:
         """End the threads."""
@@ -301,7 +303,7 @@ class EndpointService:
 
 
 async def _in_thread(threads: ThreadPoolExecutor, size: int, work: Callable[[], ResultT]) -> ResultT:
-    if size <= _INLINE_BYTES:
+    if size <= INLINE_BYTES:
         return work()
     return await asyncio.get_running_loop().run_in_executor(threads, work)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.data.picture_turns import PictureTurn
 from rollmill.engines.base import TokenPenalties
 from rollmill.errors import EngineError
 from rollmill.rollout.chat import ChatPrompt, ChatRenderer, RecordedReply
 from rollmill.rollout.endpoint.messages import check_text, normalize_messages, template_error
+from rollmill.rollout.endpoint.pictures import PictureReader
 from rollmill.rollout.endpoint.protocol import (
     MAX_REWARD_PARTS,
     ApiError,
@@ -28,6 +31,18 @@ from rollmill.types import Completion, Experience, StopReason
 
 MIN_TEMPERATURE = 0.01
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+
+
+MOST_RESPONSES, MOST_RESPONSE_BYTES = 1000, 1 << 20
+"""Responses that a session holds, and the size of their bodies."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response that its client may ask for again, or continue."""
+
+    conversation: tuple[ChatMessageParam, ...]  #: with the response as the last message
+    body: bytes  #: as JSON, without log-probs
 
 
 class EndpointSession:
@@ -47,7 +62,7 @@ class EndpointSession:
         tokens: recorded tokens, prompts and completions together.
         busy: number of running calls; `running` has their generations.
         answers: ids of the completions.
-        responses: conversations by the id of the response that ends them, for those that can be continued by it.
+        responses: the newest responses that a client may ask for again, or continue, by id.
     """
 
     def __init__(
@@ -66,13 +81,20 @@ class EndpointSession:
         self.id, self.owner, self.sampling, self.recorder = id, owner, sampling, recorder or Recorder()
         self.parts: dict[str, float] = {}
         self.answers: list[str] = []
-        self.responses: dict[str, tuple[ChatMessageParam, ...]] = {}
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.used_at, self.busy, self.closed = time.monotonic(), 0, False
         self.running: set[asyncio.Task[None]] = set()
         self._chat, self._seed, self._index, self._forced = chat, seed, index, forced
         self._replies: list[RecordedReply] = []
         self._cut: list[tuple[str, list[int]]] = []  # truncated texts, with their tokens
         self.tokens, self._num_calls, self._most_tokens = 0, 0, most_tokens
+
+    def keep_response(self, id: str, response: StoredResponse) -> None:
+        """Hold a response; the oldest ones are given up if there are too many, or they are too large."""
+        self.responses[id] = response
+        size = sum(len(each.body) for each in self.responses.values())
+        while len(self.responses) > 1 and (len(self.responses) > MOST_RESPONSES or size > MOST_RESPONSE_BYTES):
+            size -= len(self.responses.popitem(last=False)[1].body)
 
     @property
     def reward(self) -> float | None:
@@ -174,32 +196,42 @@ class EndpointSession:
     def _seen(
         self, messages: Sequence[ChatMessageParam], body: ChatCompletionRequest
     ) -> tuple[list[dict[str, Any]], Any]:
-        return normalize_messages(messages), requested_tools(body)
+        return normalize_messages(messages, PictureReader(self._chat.sees, self._chat.folder)), requested_tools(body)
 
     # -- texts -------------------------------------------------------------------------------------------------
 
     def text_prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], str]:
         """Tokens and text of a prompt; one that begins with a truncated text continues its tokens."""
         if not isinstance(prompt, str):
-            return list(prompt), self._chat.decode(prompt)
+            return self._unseen(list(prompt)), self._chat.decode(prompt)
         check_text(prompt)
         known = [each for each in self._cut if prompt.startswith(each[0])]
         if known:
             text, ids = max(known, key=lambda each: len(each[0]))
-            return [*ids, *self._chat.encode(prompt[len(text) :])], prompt
-        return encode_whole_text(self._chat, prompt), prompt
+            return self._unseen([*ids, *self._chat.encode(prompt[len(text) :])]), prompt
+        return self._unseen(encode_whole_text(self._chat, prompt)), prompt
+
+    def _unseen(self, ids: list[int]) -> list[int]:
+        """The tokens. Raises ApiError if there are places for pictures among them, which a text has not."""
+        if self._chat.picture_token is not None and self._chat.picture_token in ids:
+            text = "a text has no pictures, and this one has the model's token for them; use /v1/chat/completions"
+            raise ApiError(text, code="unsupported_content", param="prompt")
+        return ids
 
     # -- recording ---------------------------------------------------------------------------------------------
 
-    def record(self, completion: Completion, prompt: str, sampling: SamplingConfig) -> None:
-        """Record a completion; ignored after the end of the session."""
+    def record(
+        self, completion: Completion, prompt: str, sampling: SamplingConfig, turns: tuple[PictureTurn, ...] = ()
+    ) -> None:
+        """Record a completion; ignored after the end of the session. `turns` are the pieces with pictures before it."""
         if self.closed:
             return
         completion.index = self._index
         greedy = sampling.temperature == 0 < self.sampling.temperature
-        self.recorder.add(completion, prompt, sampling.temperature, learned=not greedy)
+        seen = turns if self._chat.sees else None
+        self.recorder.add(completion, prompt, sampling.temperature, learned=not greedy, turns=seen)
         self.tokens += len(completion.prompt_ids) + len(completion.token_ids)
-        if completion.stop_reason is StopReason.LENGTH:
+        if completion.stop_reason is StopReason.LENGTH and not turns:
             ids = [*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]
             self._cut.append((prompt + completion.text, ids))
 
@@ -236,7 +268,7 @@ class FinishedSession:
     """A session that was handed over. `id`, that of its first experience, is unique across all runs."""
 
     id: str
-    prompt: str  #: of its first call, as text
+    prompt: str  #: of its first call, as text, with the hashes of its pictures
     experiences: list[Experience]
 
 

@@ -182,7 +182,8 @@ class SessionStore:
                 experience.info["step_reward"] = (session.reward or 0.0) if experience is made[-1] else 0.0
         repeated = any(call.learned and call.completion.stop_reason is StopReason.REPETITION for call in calls)
         apply_repetition_penalty(made, session.sampling, repeated)
-        return FinishedSession(id, calls[0].prompt, made)
+        seen = [image.sha256 for turn in calls[0].turns or () for image in turn.images]
+        return FinishedSession(id, "\n".join([calls[0].prompt, *seen]), made)
 
     def _require_kept(self, key: tuple[str, str]) -> None:
         """Raise ApiError if a session was open when the server was started again."""

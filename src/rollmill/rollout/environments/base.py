@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollmill.config.environments import EnvironmentSection
+from rollmill.data.content_parts import content_text
+from rollmill.data.images import encode_png
 from rollmill.errors import ConfigError, EpisodeError
 from rollmill.registry import build_component, import_object
 from rollmill.types import Task
 
 Observation = str | Sequence[Mapping[str, Any]]
-"""The policy's input: a text, or chat messages in OpenAI's format."""
+"""The policy's input: a text, or chat messages in OpenAI's format, whose contents may be lists of parts with pictures.
+
+An environment may also return a picture (an image of Pillow, or pixels: uint8 [H, W, 3]), or a list of texts and
+pictures, which becomes a message of the user.
+"""
+
+
+_FRAMES = ("video", "frames")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +64,57 @@ class EnvironmentCrashError(EpisodeError):
 
 
 def validate_observation(found: Any, where: str) -> Observation:
-    """Convert an observation to plain types: a text, or a list of messages.
+    """Convert an observation to plain types: a text, or a list of messages, with pictures as `data:` URLs.
 
     Raises TypeError naming `where`, the class and method, for anything else.
     """
     if isinstance(found, str):
         return drop_surrogates(found)
     if isinstance(found, Sequence) and all(isinstance(each, Mapping) and _is_message(each) for each in found):
-        return [dict(each) for each in found]
-    raise TypeError(f"{where} gave {_kind(found)} as observation; give a text, or a list of messages (role, content)")
+        return [{**each, "content": _plain_content(each["content"], where)} for each in found]
+    if _is_picture(found) or (isinstance(found, Sequence) and all(_is_part(each) for each in found)):
+        parts = found if isinstance(found, Sequence) else [found]
+        return [{"role": "user", "content": _plain_content(parts, where)}]
+    raise TypeError(
+        f"{where} gave {_kind(found)} as observation; give a text, a picture, a list of texts and pictures, or a list "
+        "of messages (role, content)"
+    )
+
+
+def _is_picture(value: Any) -> bool:
+    return type(value).__module__.startswith("PIL.") or hasattr(value, "__array_interface__")
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, str) or _is_picture(value) or (isinstance(value, Mapping) and "type" in value)
+
+
+def _plain_content(content: Any, where: str) -> Any:
+    """Contents of a message that other processes can read. Raises TypeError for what is no picture."""
+    return (
+        [_plain_part(part, where) for part in content]
+        if isinstance(content, Sequence) and not isinstance(content, str)
+        else content
+    )
+
+
+def _plain_part(part: Any, where: str) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": drop_surrogates(part)}
+    if isinstance(part, Mapping):
+        listed = {key: [_plain_picture(each, where) for each in value] for key, value in part.items() if key in _FRAMES}
+        return {key: _plain_picture(value, where) for key, value in part.items()} | listed
+    return {"type": "image", "image": _plain_picture(part, where)}
+
+
+def _plain_picture(value: Any, where: str) -> Any:
+    """A picture as `data:` URL; other values as they are."""
+    if not _is_picture(value):
+        return value
+    try:
+        return f"data:image/png;base64,{base64.b64encode(encode_png(value, where)).decode()}"
+    except ValueError as error:
+        raise TypeError(str(error)) from error
 
 
 def validate_step(found: Any, where: str) -> StepResult:
@@ -90,7 +142,13 @@ def observation_text(observation: Observation) -> str:
     """An observation as one text: the messages' contents, line by line."""
     if isinstance(observation, str):
         return observation
-    return "\n".join(str(each.get("content") or "") for each in observation)
+    return "\n".join(content_text(each.get("content")) for each in observation)
+
+
+def has_pictures(observation: Observation) -> bool:
+    """True if a message has parts that are no texts."""
+    contents = [] if isinstance(observation, str) else [each.get("content") for each in observation]
+    return any(part.get("type") != "text" for each in contents if isinstance(each, list) for part in each)
 
 
 def _is_message(message: Mapping[str, Any]) -> bool:

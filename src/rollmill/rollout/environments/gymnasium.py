@@ -1,4 +1,4 @@
-"""Gymnasium environments with discrete actions, as text."""
+"""Gymnasium environments with discrete actions, as text or as pictures."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class GymnasiumEnvironment:
         self._describe = None if config.describe is None else import_object(config.describe)
         self._env: Any = None
         self._made: dict[str, Any] | None = None
-        self._taken, self._seen = 0, ""
+        self._taken, self._seen = 0, [""]
 
-    def reset(self, task: Task, seed: int) -> str:
-        """Start an episode; return the map, or the text of `describe`."""
+    def reset(self, task: Task, seed: int) -> Any:
+        """Start an episode; return the map, the text of `describe`, a picture, or a list of picture and text."""
         self._make({**self._config.options, **task.metadata.get("options", {})})
         observation, _ = self._env.reset(seed=int(task.metadata.get("seed", seed)) % 2**31)
         self._taken, self._seen = 0, self._shown(observation)
-        return self._seen
+        return self._joined(self._seen)
 
     def step(self, action: str) -> StepResult:
         """Perform the last action named in the text; without one nothing happens, at a penalty."""
@@ -48,11 +48,11 @@ class GymnasiumEnvironment:
         late = self._config.max_steps is not None and self._taken >= self._config.max_steps
         found = self._pattern.findall(action)
         if not found:
-            text = f"That is no action; there are {', '.join(self._words)}.\n"
-            return StepResult(text + self._seen, -self._config.invalid_penalty, late, {"invalid": 1.0})
+            shown = self._joined([f"That is no action; there are {', '.join(self._words)}.\n", *self._seen])
+            return StepResult(shown, -self._config.invalid_penalty, late, {"invalid": 1.0})
         observation, reward, ended, cut, info = self._env.step(self._words.index(found[-1].lower()))
         self._seen = self._shown(observation)
-        return StepResult(self._seen, float(reward), ended or cut or late, {"invalid": 0.0, **info})
+        return StepResult(self._joined(self._seen), float(reward), ended or cut or late, {"invalid": 0.0, **info})
 
     def close(self) -> None:
         """Free the environment."""
@@ -69,14 +69,15 @@ class GymnasiumEnvironment:
         except ModuleNotFoundError as error:
             raise ConfigError("environment gymnasium needs its library: pip install 'rollmill[gym]'") from error
         self.close()
-        mode = {} if self._describe is not None else {"render_mode": "ansi"}
+        wanted = self._config.render_mode
+        mode = {} if self._describe is not None and wanted == "ansi" else {"render_mode": wanted}
         try:
             self._env = gymnasium.make(self._config.id, **{**mode, **options})
         except (gymnasium.error.Error, TypeError, ValueError) as error:
             raise ConfigError(f"environment.id: gymnasium does not make {self._config.id}: {error}") from error
-        if "ansi" not in self._env.metadata.get("render_modes", []) and self._describe is None:
-            text = f"environment.id: {self._config.id} is not rendered as text; give environment.describe"
-            raise ConfigError(text)
+        if mode and wanted not in self._env.metadata.get("render_modes", []):
+            as_what = "as text; give environment.describe" if wanted == "ansi" else "as pictures; remove render_mode"
+            raise ConfigError(f"environment.id: {self._config.id} is not rendered {as_what}")
         self._made, self._words = dict(options), self._known_words()
         ordered = sorted(map(re.escape, self._words), key=len, reverse=True)
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(ordered)})(?!\w)", re.IGNORECASE)
@@ -91,10 +92,22 @@ class GymnasiumEnvironment:
             raise ConfigError(f"environment.actions: {self._config.id} {has}; give one for each")
         return [word.lower() for word in words]
 
-    def _shown(self, observation: Any) -> str:
-        return (
-            strip_colours(self._env.render()) if self._describe is None else str(self._describe(self._env, observation))
-        )
+    def _shown(self, observation: Any) -> list[Any]:
+        """What the policy sees of a state: texts and pictures."""
+        import gymnasium
+
+        text = [] if self._describe is None else [str(self._describe(self._env, observation))]
+        if text and self._config.render_mode == "ansi":
+            return text
+        try:
+            rendered = self._env.render()
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise ConfigError(f"environment.render_mode: {self._config.id} cannot be drawn: {error}") from error
+        return [strip_colours(rendered)] if self._config.render_mode == "ansi" else [rendered, *text]
+
+    @staticmethod
+    def _joined(seen: list[Any]) -> Any:
+        return "".join(seen) if all(isinstance(each, str) for each in seen) else seen
 
 
 def strip_colours(rendered: str) -> str:

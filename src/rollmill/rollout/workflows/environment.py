@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import deque
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Protocol
 
 from rollmill.config.workflows import EnvironmentWorkflow
 from rollmill.errors import ContextLengthError
-from rollmill.rollout.environments.base import Observation
+from rollmill.rollout.environments.base import Observation, has_pictures
 from rollmill.rollout.environments.pool import RunningEnvironment
 from rollmill.rollout.policy import Policy, PolicyConversation, Reply
 from rollmill.types import Task
@@ -49,8 +50,11 @@ async def environment_turns(
 
 
 def _anchor_state(observation: Observation) -> str:
-    """Text that is equal for equal observations."""
-    return observation if isinstance(observation, str) else json.dumps(observation, sort_keys=True, default=str)
+    """Text that is equal for equal observations; a hash of those with pictures, which are long."""
+    if isinstance(observation, str):
+        return observation
+    text = json.dumps(observation, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest() if has_pictures(observation) else text
 
 
 class _HistoryPolicy(Protocol):

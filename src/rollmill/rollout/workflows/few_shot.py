@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from rollmill.config.workflows import FewShotWorkflow
+from rollmill.data.content_parts import content_text, show_pictures
 from rollmill.errors import WorkflowError
 from rollmill.rollout.policy import Policy
 from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
@@ -22,7 +23,7 @@ async def few_shot(
     config: FewShotWorkflow, task: Task, policy: Policy, judge: RolloutScorer, examples: list[Task]
 ) -> WorkflowResult:
     """Return the rewards of the completion."""
-    chosen = choose_examples(config, task, examples)
+    chosen = choose_examples(config, task, examples, sees=policy.sees)
     if isinstance(task.prompt, str):
         shown = [f"{prompt}{response}{config.separator}" for prompt, response in chosen]
         return await judge(await policy.complete("".join([*map(str, shown), task.prompt])))
@@ -31,8 +32,11 @@ async def few_shot(
     return await judge(await policy.chat([*system, *turns, *(e for e in task.prompt if e["role"] != "system")]))
 
 
-def choose_examples(config: FewShotWorkflow, task: Task, examples: list[Task]) -> list[Example]:
-    """Choose the examples of a task, the same each time. Raises WorkflowError if there are too few."""
+def choose_examples(config: FewShotWorkflow, task: Task, examples: list[Task], *, sees: bool = False) -> list[Example]:
+    """Choose the examples of a task, the same each time; `sees`: with their pictures.
+
+    Raises WorkflowError if there are too few.
+    """
     draw = random.Random(f"{config.seed}/{task.id}") if config.choose == "random" else None
     fitting: Iterator[Example]
     if config.examples:
@@ -44,7 +48,7 @@ def choose_examples(config: FewShotWorkflow, task: Task, examples: list[Task]) -
         alike = (
             each for each in _ordered(examples, draw) if isinstance(each.prompt, str) == isinstance(task.prompt, str)
         )
-        fitting = ((each.prompt, each.response or "") for each in alike)
+        fitting = (((show_pictures(each) if sees else each).prompt, each.response or "") for each in alike)
         where = "tasks of the training taskset with a worked solution, besides the task itself"
     found = list(islice(fitting, config.count))
     if len(found) < config.count:
@@ -73,4 +77,4 @@ def _turns(prompt: str | Sequence[Any], response: str) -> list[dict[str, Any]]:
 
 
 def _question(task: Task) -> str:
-    return task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
+    return task.prompt if isinstance(task.prompt, str) else content_text(task.prompt[-1]["content"])

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollmill.config.workflows import ProgramWorkflow
+from rollmill.data.content_parts import sendable_prompt
 from rollmill.errors import WorkflowError
 from rollmill.files import to_jsonable
 from rollmill.rollout.endpoint.policy_endpoint import EndpointAccess
@@ -91,7 +92,7 @@ async def _run(config: ProgramWorkflow, task: Task, endpoint: EndpointAccess) ->
 
 
 def _task_json(config: ProgramWorkflow, task: Task) -> dict[str, Any]:
-    fields = {"id": task.id, "prompt": task.prompt, "metadata": task.metadata}
+    fields = {"id": task.id, "prompt": sendable_prompt(task), "metadata": task.metadata}
     payload: dict[str, Any] = to_jsonable(fields | ({"answer": task.answer} if config.show_answer else {}))
     return payload
 

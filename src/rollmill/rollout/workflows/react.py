@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill.config.workflows import ReActWorkflow
+from rollmill.data.content_parts import join_contents
 from rollmill.errors import ContextLengthError
 from rollmill.files import parse_strict_json
 from rollmill.rollout.policy import Policy, Reply
@@ -91,9 +92,9 @@ def _start(config: ReActWorkflow, task: Task, policy: Policy, tools: Toolbox) ->
         return policy.encode(f"{guide}\n\n{task.prompt}" if guide else task.prompt, start=True)
     messages: list[dict[str, Any]] = [dict(each) for each in task.prompt]
     if guide and messages[0]["role"] == "system":
-        messages[0]["content"] = f"{messages[0]['content']}\n\n{guide}"
+        messages[0]["content"] = join_contents(messages[0]["content"], guide, "\n\n")
     elif guide:
-        messages[0]["content"] = f"{guide}\n\n{messages[0]['content']}"
+        messages[0]["content"] = join_contents(guide, messages[0]["content"], "\n\n")
     return policy.prompt(messages)
 
 

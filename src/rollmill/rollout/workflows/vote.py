@@ -10,6 +10,7 @@ from typing import Any
 import regex
 
 from rollmill.config.workflows import JudgedWorkflow, VoteWorkflow
+from rollmill.data.content_parts import content_text
 from rollmill.rewards.base import text_after
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
@@ -64,7 +65,7 @@ async def model_judged(config: JudgedWorkflow, task: Task, policy: Policy, **mod
     if isinstance(task.prompt, str):
         reply, prompt = await policy.complete(task.prompt), task.prompt
     else:
-        reply, prompt = await policy.chat(list(task.prompt)), task.prompt[-1]["content"]
+        reply, prompt = await policy.chat(list(task.prompt)), content_text(task.prompt[-1]["content"])
     places = {"prompt": prompt, "response": reply.text, "answer": str(task.answer), "scale": f"{config.scale:g}"}
     question = re.sub(r"\{(prompt|response|answer|scale)\}", lambda found: places[found[1]], config.question)
     verdict = await models[config.by].chat([{"role": "user", "content": question}])

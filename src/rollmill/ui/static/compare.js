@@ -26,6 +26,34 @@ function Evaluations({ found, names }) {
       <${Difference} row=${each} /><td><${Interval} ...${each} value=${each.difference} most=${most} /></td><td class="number">${each.better}</td><td class="number">${each.worse}</td><td class="number">${each.equal}</td></tr>`)}</tbody></table></div></section>`;
 }
 
+// The two settings over all seeds that the folder has of them: a run is one sample.
+function Seeds({ a, b, revision, names }) {
+  const [whole, setWhole] = useState(false);
+  const { data, error } = useAsk("seeds", { a, b }, revision);
+  if (error) return html`<${Problem} text=${error} />`;
+  if (!data) return null;
+  const place = ({ key }) => (MAIN.includes(key) ? MAIN.indexOf(key) : MAIN.length + 1);
+  const main = data.metrics.filter((row) => whole || MAIN.includes(row.key)).sort((one, other) => place(one) - place(other));
+  const rows = [...data.evaluations.map((row) => ({ ...row, title: `${row.key || "held-out tasks"}, step ${data.evaluated}` })), ...main];
+  const paired = data.paired.length > 1;
+  const of = (side) => html`<span class="seeds">${Object.entries(data[side]).map(([seed, run]) => html`<a href=${link("run", { run })} title=${run}>${seed}</a> `)}</span>`;
+  return html`<section class="over-seeds"><h2>Over seeds <small>${paired ? "in pairs of equal seeds" : "without common seeds (Welch’s interval)"}; a run is one sample</small></h2>
+    <p class="hint">${names[0]}: seeds ${of("a")} ${names[1]}: seeds ${of("b")} ${paired ? `Compared: ${data.paired.join(", ")}.` : ""} Means up to step ${data.until}.</p>
+    <div class="scroll"><table><thead><tr><th>What</th><th class="number">Runs</th><th class="number">${names[0]}</th><th class="number">${names[1]}</th><th class="number">Difference</th><th class="number">95 % interval</th><th></th><th>Runs one by one</th></tr></thead>
+      <tbody>${rows.map((row) => html`<tr><td>${shown(row.title ?? row.key)}</td><td class="number">${row.seeds_a === row.seeds_b ? row.seeds_a : `${row.seeds_a}, ${row.seeds_b}`}</td><td class="number">${number(row.a)}</td><td class="number">${number(row.b)}</td><${Difference} row=${row} />
+        <td><${Interval} ...${row} value=${row.difference} most=${row.low === null ? 0 : Math.max(Math.abs(row.low), Math.abs(row.high))} /></td><td><${Points} each=${row.each} paired=${row.paired} /></td></tr>`)}</tbody></table></div>
+    ${data.metrics.length > main.length || whole ? html`<button class="quiet" onClick=${() => setWhole(!whole)}>${whole ? "Main metrics only" : `All ${data.metrics.length} metrics`}</button>` : null}</section>`;
+}
+
+// The runs of both sides as points, the upper row the first side; lines join pairs.
+function Points({ each, paired }) {
+  const all = each.flat(), low = Math.min(...all), high = Math.max(...all);
+  const x = (value) => (high > low ? 5 + 110 * (value - low) / (high - low) : 60);
+  return html`<svg class="points" width="120" height="26" role="img" aria-label=${`from ${number(low)} to ${number(high)}`}>
+    ${paired && each[0].map((value, at) => html`<line x1=${x(value)} y1="6" x2=${x(each[1][at])} y2="20" />`)}
+    ${each.map((side, row) => side.map((value) => html`<circle class=${row ? "second" : "first"} cx=${x(value)} cy=${row ? 20 : 6} r="3.5"><title>${number(value)}</title></circle>`))}</svg>`;
+}
+
 function Metrics({ rows, names }) {
   const [text, setText] = useState("");
   const [sure, setSure] = useState(false);
@@ -62,6 +90,7 @@ export function ComparePage({ runs, params }) {
     <${Problem} text=${error} />
     ${!a || !b ? html`<${Empty}>Choose two runs.</${Empty}>` : !data ? !error && html`<p class="loading">Comparing</p>` : html`
       <div class=${stale ? "stale" : ""}><${Evaluations} found=${data.evaluations} names=${names} />
+      <${Seeds} a=${data.a} b=${data.b} revision=${revision} names=${names} />
       <${Settings} rows=${data.config} names=${names} />
       <${Metrics} rows=${data.metrics} names=${names} /></div>
       ${found.length === 2 && html`<h2 class="above-curves">Curves</h2><${Curves} runs=${found} keys=${keys} stages=${[]} domains=${[]} revision=${revision} />`}`}`;

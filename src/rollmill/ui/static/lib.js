@@ -143,7 +143,7 @@ export function duration(seconds) {
   if (s === 0) return "0 s";
   if (s < 0.1) return `${number(s * 1000, 3)} ms`;
   if (s < 90) return `${number(s, 3)} s`;
-  if (s < 5400) return `${Math.round(s / 60)} min`;
+  if (s < 5400) return `${s < 600 ? Math.round(s / 6) / 10 : Math.round(s / 60)} min`;
   if (s < 172800) return `${number(s / 3600, 3)} h`;
   return `${number(s / 86400, 3)} days`;
 }

@@ -10,22 +10,29 @@ const COLOURS = {
   gap: { title: "engine/trainer gap", value: (t, i) => (t.trainer_logprobs ? t.trainer_logprobs[i] - t.logprobs[i] : null), signed: true, low: "engine likelier", high: "trainer likelier" },
   entropy: { title: "entropy", value: (t, i) => t.entropy?.[i] ?? null, low: "certain", high: "undecided" },
   version: { title: "version", value: (t, i) => (t.versions[i] < 0 ? null : t.versions[i]), low: "old", high: "new", spread: true },
+  drafts: { title: "drafts", value: (t, i) => t.drafted?.[i] || null, kinds: true },
   mask: { title: "mask", value: (t, i) => t.mask[i], place: (value) => value * 0.6, low: "not learned", high: "learned" },
 };
 
+// Parts that draft tokens had in a token, by number: what it says of the token, and its colour.
+const DRAFTED = [
+  ["not drafted", null], ["an earlier completion's token, accepted", "var(--accent)"],
+  ["guessed, and right", "var(--warm)"], ["sampled in place of a rejected draft", "var(--cold)"],
+];
+
 function scale(name, tokens) {
-  const { value, signed, place, spread } = COLOURS[name];
+  const { value, signed, place, spread, kinds } = COLOURS[name];
   const values = tokens.ids.map((_, i) => (tokens.mask[i] || name === "mask" ? value(tokens, i) : null));
   const known = values.filter((each) => each !== null && Number.isFinite(each));
   const most = Math.max(signed ? 1e-9 : 1e-6, ...known.map(Math.abs)), least = Math.min(...known);
-  const at = place ?? (spread ? (each) => (most > least ? (each - least) / (most - least) : 0.5) : (each) => each / most);
+  const at = kinds ? (each) => each : place ?? (spread ? (each) => (most > least ? (each - least) / (most - least) : 0.5) : (each) => each / most);
   return { values, at: values.map((each) => (each === null || !Number.isFinite(each) ? null : at(each))), most, least, known: known.length > 0 };
 }
 
-function ground(at, signed, dark) {
+function ground(at, { signed, kinds }, dark) {
   if (at === null) return undefined;
-  const strength = Math.round(Math.min(1, Math.abs(at)) * (dark ? 75 : 62));
-  const hue = signed ? (at < 0 ? "var(--cold)" : "var(--warm)") : "var(--heat)";
+  const strength = Math.round(kinds ? 45 : Math.min(1, Math.abs(at)) * (dark ? 75 : 62));
+  const hue = kinds ? DRAFTED[at][1] : signed ? (at < 0 ? "var(--cold)" : "var(--warm)") : "var(--heat)";
   return strength ? `color-mix(in srgb, ${hue} ${strength}%, transparent)` : undefined;
 }
 
@@ -48,6 +55,7 @@ function About({ tokens, at }) {
       ["advantage", tokens.advantage ? number(tokens.advantage[i]) : null],
       ["entropy", tokens.entropy ? `${number(tokens.entropy[i])} nats` : null],
       ["version", tokens.versions[i]],
+      ["drafts", tokens.drafted ? DRAFTED[tokens.drafted[i]][0] : null],
     ] : []),
   ].filter(([, value]) => value !== null);
   return html`<div class="about" role="status"><code class="token-text">${tokenText(tokens.texts[i])}</code><dl>${rows.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl></div>`;
@@ -61,7 +69,7 @@ function TokenMap({ tokens, onPage }) {
   const usable = useMemo(() => Object.fromEntries(Object.keys(COLOURS).map((name) => [name, scale(name, tokens)])), [tokens]);
   const colour = usable[wanted]?.known ? wanted : "logprob";
   const { at: places, most, least } = usable[colour];
-  const { signed, low, high } = COLOURS[colour];
+  const { signed, low, high, kinds } = COLOURS[colour];
   const starts = new Map(tokens.turns.map(([role, start]) => [start - tokens.start, role]));
   useEffect(() => setAt(null), [tokens]);
   const step = (by) => {
@@ -71,7 +79,7 @@ function TokenMap({ tokens, onPage }) {
   };
   // The spans are made once for a colouring; what the pointer is at changes one class.
   const spans = useMemo(() => tokens.ids.map((_, i) => html`${starts.has(i) && html`<span class=${`role ${starts.get(i)}`}>${starts.get(i)}</span>`}<span
-    class=${`token${tokens.mask[i] ? "" : " context"}`} data-at=${i} style=${{ background: ground(places[i], signed, dark) }}>${tokenText(tokens.texts[i])}</span>`), [tokens, colour, dark]);
+    class=${`token${tokens.mask[i] ? "" : " context"}`} data-at=${i} style=${{ background: ground(places[i], COLOURS[colour], dark) }}>${tokenText(tokens.texts[i])}</span>`), [tokens, colour, dark]);
   useEffect(() => {
     const marked = place.current?.querySelector(`[data-at="${at}"]`);
     marked?.classList.add("at");
@@ -83,7 +91,7 @@ function TokenMap({ tokens, onPage }) {
     <div class="bar-of-controls">
       <div class="chips" role="group" aria-label="Colour by">${Object.entries(COLOURS).map(([name, { title }]) => html`<button class="chip" aria-pressed=${colour === name} disabled=${!usable[name].known}
         title=${usable[name].known ? "" : "not recorded for this completion"} onClick=${() => setColour(name)}>${title}</button>`)}</div>
-      <span class="scale">${signed ? html`${low} <i class="signed"></i> ${high}, up to ±${number(most, 3)}` : html`${low} <i></i> ${high}${colour === "logprob" ? ", up to 4 nats" : colour === "version" ? `, ${least} to ${most}` : colour === "mask" ? "" : `, up to ${number(most, 3)}`}`}</span>
+      <span class="scale">${kinds ? DRAFTED.slice(1).map(([what, hue]) => html`<i class="kind" style=${{ background: `color-mix(in srgb, ${hue} 45%, transparent)` }}></i> ${what}`) : signed ? html`${low} <i class="signed"></i> ${high}, up to ±${number(most, 3)}` : html`${low} <i></i> ${high}${colour === "logprob" ? ", up to 4 nats" : colour === "version" ? `, ${least} to ${most}` : colour === "mask" ? "" : `, up to ${number(most, 3)}`}`}</span>
     </div>
     <div class="token-page">
       <div class="tokens" ref=${place} tabindex="0" aria-label="Tokens" onMouseOver=${point} onClick=${point}

@@ -1,9 +1,10 @@
 // Where time goes: seconds by phase over the run, single steps span by span; and what the pipeline keeps.
 import { useMemo, useState } from "preact/hooks";
-import { bytes, count, duration, Empty, html, lineColour, number, Problem, shown, useAsk } from "./lib.js";
+import { bytes, clock, count, duration, Empty, html, lineColour, number, plain, Problem, shown, useAsk, useKept } from "./lib.js";
 import { Chart } from "./chart.js";
 
 const PHASES = ["rollout", "inference", "reward", "train", "move", "eval", "checkpoint"];
+const PHASE_PLACES = Object.fromEntries(PHASES.map((name, at) => [name, at]));
 const MOST_BARS = 300;
 
 function phaseColour(name) {
@@ -90,8 +91,59 @@ function Step({ run, revision }) {
     <ul class="legend">${used.map((kind) => html`<li><i style=${{ background: phaseColour(kind) }}></i><span>${kind}</span></li>`)}<li><i class="pale"></i><span>waiting: for a place in the engine's batch, or for a worker</span></li></ul></section>`;
 }
 
+const WINDOWS = { 60: "the last minute", 600: "the last 10 minutes", 3600: "the last hour", "": "all that is recorded" };
+const ACTIVITIES = { "roll out": "rollout", evaluate: "eval", "write the checkpoint of step": "checkpoint" };
+
+// The phase that an activity belongs to: its colour is that of the phase.
+function phaseOf(activity) {
+  const plain = activity.replace(/\s*\d+$/, "");
+  const found = ACTIVITIES[plain] ?? (plain.startsWith("roll out") ? "rollout" : plain);
+  return PHASES.includes(found) ? found : "other";
+}
+
+// What each process did, and what it waited for, over the last minutes.
+function Processes({ run, revision }) {
+  const [seconds, setSeconds] = useKept("window", "600");
+  const { data, error } = useAsk("processes", { run, seconds }, revision);
+  if (error) return html`<${Problem} text=${error} />`;
+  if (!data || !data.processes.length) return null;
+  const span = Math.max(data.end - data.begin, 1e-3);
+  const place = (at) => `${(100 * at) / span}%`;
+  const used = [...new Set(data.processes.flatMap((each) => each.spans.map(([, , kind]) => phaseOf(kind))))];
+  const explorers = data.processes.some((each) => each.name.startsWith("explorer"));  // else this process generates itself
+  const waiting = (kind, waits) => Boolean(waits) && (explorers || !["rollout", "eval"].includes(phaseOf(kind)));
+  const inOrder = [...PHASES, "other"].filter((name) => used.includes(name));
+  return html`<section><h2>Processes <select aria-label="Time" value=${seconds} onChange=${(event) => setSeconds(event.target.value)}>
+      ${Object.entries(WINDOWS).map(([value, title]) => html`<option value=${value}>${title}</option>`)}</select> <small>until ${clock(data.end)}</small></h2>
+    <div class="step-timeline processes">${data.processes.map((one) => {
+      const busy = one.spans.reduce((sum, [from, to, kind, waits]) => sum + (waiting(kind, waits) ? 0 : to - from), 0);
+      return html`<div class="lane"><div class="lane-name"><b>${shown(one.name)}</b><small>${one.spans.length ? `computes ${Math.round((100 * busy) / span)} %` : "nothing in this time"}</small></div>
+        <div class="lane-bars" style=${{ height: "18px" }}>${one.spans.map(([from, to, kind, waits, version]) => html`<i class=${waiting(kind, waits) ? "waiting" : ""} style=${{ left: place(from), width: `max(1px, ${place(to - from)})`, height: "18px", background: phaseColour(phaseOf(kind)) }}
+          title=${plain(`${kind}${waits ? `, waits for ${waits}` : ""}: ${duration(to - from)}${version < 0 ? "" : `, version ${version}`}, from ${duration(from)}`)}></i>`)}</div></div>`;
+    })}
+      <div class="lane axis"><div class="lane-name"></div><div class="lane-bars">${[0, 0.25, 0.5, 0.75, 1].map((share) => html`<span style=${{ left: `${100 * share}%` }}>${duration(share * span)}</span>`)}</div></div></div>
+    <ul class="legend">${inOrder.map((kind) => html`<li><i style=${{ background: phaseColour(kind) }}></i><span>${kind}</span></li>`)}<li><i class="pale"></i><span>waiting, for what the pointer says</span></li></ul></section>`;
+}
+
+// What each phase held in memory, and what was moved for it, over the run.
+function Residents({ run, keys, revision }) {
+  const memory = keys.filter((key) => key.startsWith("memory/")), moved = keys.filter((key) => /^residency\/.*\/gb$/.test(key));
+  const wanted = [...memory, ...moved];
+  const { data, error } = useAsk("curves", wanted.length ? { run, key: wanted, points: 250 } : null, revision);
+  const lines = useMemo(() => (some, name) => some.flatMap((key, at) => {
+    const curve = data?.curves.find((each) => each.key === key);
+    return curve ? [{ label: name(key), colour: name(key) in PHASE_PLACES ? PHASE_PLACES[name(key)] : at, x: curve.x, y: curve.y, low: curve.low, high: curve.high }] : [];
+  }), [data]);
+  const peaks = useMemo(() => lines(memory, (key) => key.slice(7)), [lines]);
+  const moves = useMemo(() => lines(moved, (key) => key.slice(10, -3)), [lines]);
+  if (!wanted.length) return null;
+  return html`<section><h2>On the device <small>with residency, over the run</small></h2>${error ? html`<${Problem} text=${error} />`
+    : html`<div class="charts">${peaks.length > 0 && html`<${Chart} title="Peak memory by phase, GB" lines=${peaks} />`}${moves.length > 0 && html`<${Chart} title="Moved or freed in a step, GB" lines=${moves} />`}</div>`}</section>`;
+}
+
 export function TimelineTab({ run, keys, revision }) {
-  return html`<${Phases} run=${run} keys=${keys} revision=${revision} /><${Step} run=${run} revision=${revision} />`;
+  return html`<${Phases} run=${run} keys=${keys} revision=${revision} /><${Processes} run=${run} revision=${revision} />
+    <${Residents} run=${run} keys=${keys} revision=${revision} /><${Step} run=${run} revision=${revision} />`;
 }
 
 // -- pipeline --------------------------------------------------------------------------------------------------

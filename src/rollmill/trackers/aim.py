@@ -1,0 +1,46 @@
+"""Sends metrics and sample completions to Aim (extra `aim`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollmill.config.trackers import AimSection
+from rollmill.trackers.metrics_log import Metrics, TrackedRun, numbers
+from rollmill.types import Experience
+
+
+class AimTracker:
+    """Logs to one run of an Aim repository, which a resumed run continues."""
+
+    def __init__(self, config: AimSection, run: TrackedRun) -> None:
+        import aim
+
+        key = f"aim/{config.repo or 'default'}"
+        known = run.service_id(key)
+        self._run: Any = aim.Run(
+            known,
+            repo=config.repo,
+            experiment=config.experiment,
+            force_resume=known is not None,  # a killed run has left its lock
+            system_tracking_interval=None,
+            capture_terminal_logs=False,
+        )
+        run.keep_service_id(key, self._run.hash)
+        self._run.name = run.folder.resolve().name
+        self._run.set("run_file", run.settings(), strict=False)
+
+    def write(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:
+        """Track the numbers of a step, and its first completions as text. A repeated step replaces the earlier one."""
+        from aim import Text
+
+        step = metrics["step"]
+        for name, value in numbers(metrics).items():
+            self._run.track(value, name=name, step=step)
+        for index, each in enumerate(experiences):
+            text = f"{each.prompt}\n--- completion, reward {each.reward}\n{each.response}"
+            self._run.track(Text(text), name=f"completion/{index}", step=step)
+
+    def close(self) -> None:
+        """Write what is left and end the run."""
+        self._run.close()
