@@ -62,7 +62,8 @@ def _warm_start(out: Path, seed: int, steps: int) -> Path:
     model = out.with_suffix(".model")
     import_object(f"{EXAMPLE.with_suffix('.py')}:write_checkpoint")(model, seed)
     config = load_run(EXAMPLE, [f"seed={seed}", f"model.path={model}"]).resolved()
-    only = {"stages": [config["stages"][0] | {"steps": steps, "evaluation": None}]}
+    evaluation = {"every": steps, "at_start": False}
+    only = {"stages": [config["stages"][0] | {"steps": steps, "evaluation": evaluation}]}
     file = out.with_suffix(".json")  # JSON is YAML
     file.write_text(json.dumps(config | only))
     rollmill.run(file, [], out)

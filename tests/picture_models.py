@@ -12,6 +12,8 @@ import yaml
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -28,7 +30,7 @@ from rollmill.models.vision import picture_only
 
 FAMILIES = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava", "llava_next", "llava_onevision", "internvl",
-    "mistral3",
+    "mistral3", "gemma3",
 ]  # fmt: skip
 
 _SPECIAL = [
@@ -36,6 +38,7 @@ _SPECIAL = [
     "<end_of_utterance>", "<global-img>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<IMG_CONTEXT>", "<img>", "</img>",
     *(f"<row_{r}_col_{c}>" for r in range(1, 4) for c in range(1, 4)),
 ]  # fmt: skip
+_GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 _PLACES = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
     "idefics3": "<image>",
@@ -45,6 +48,7 @@ _PLACES = {
     "llava_onevision": "<image>",
     "internvl": "<IMG_CONTEXT>",
     "mistral3": "[IMG]",
+    "gemma3": "<start_of_image>",
 }
 
 
@@ -53,10 +57,11 @@ def picture_tokenizer(place: str) -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<pad>", "<eos>", *map(chr, range(32, 127)), "\n"])}
     backend = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    own = _GEMMA if place == _PLACES["gemma3"] else {}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
+        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>", extra_special_tokens=own
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": _SPECIAL})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*_SPECIAL, *own.values()]})
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% else %}"
         "{% for p in m.content %}{% if p.type == 'image' %}" + place + "{% else %}{{ p.text }}{% endif %}{% endfor %}"
@@ -72,6 +77,8 @@ def picture_checkpoint(folder: Path, family: str, seed: int = 0, **text: Any) ->
     config = _config(family, tokenizer, text)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
+    if family == "gemma3":  # its projector begins with zeros
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     _processor(family, tokenizer).save_pretrained(folder)
@@ -139,6 +146,14 @@ def _config(family: str, tokenizer: Any, text: dict[str, Any]) -> Any:
             "internvl", text_config=own | {"model_type": "qwen2"}, vision_config=vision,
             image_token_id=ids("<IMG_CONTEXT>"), downsample_ratio=0.5, **common,
         )  # fmt: skip
+    if family == "gemma3":
+        vision = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 7, "vision_use_head": False}
+        return AutoConfig.for_model(
+            "gemma3",
+            text_config={**own, "query_pre_attn_scalar": 8, "sliding_window": 24, "sliding_window_pattern": 2},
+            vision_config=vision | tower, mm_tokens_per_image=16, image_token_index=ids("<image_soft_token>"),
+            boi_token_index=ids("<start_of_image>"), eoi_token_index=ids("<end_of_image>"), initializer_range=0.2,
+        )  # fmt: skip
     vision = {"model_type": "pixtral", "image_size": 56, "patch_size": 7, "head_dim": 8, **tower}
     return AutoConfig.for_model(
         "mistral3", text_config=own | {"model_type": "mistral"}, vision_config=vision,
@@ -165,6 +180,9 @@ def _processor(family: str, tokenizer: Any) -> Any:
             images, tokenizer, patch_size=14, vision_feature_select_strategy="full", image_token="[IMG]",
             num_additional_image_tokens=0, chat_template=template,
         )  # fmt: skip
+    if family == "gemma3":
+        images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+        return Gemma3Processor(images, tokenizer, image_seq_length=16, chat_template=template)
     if family == "llava_next":
         images = LlavaNextImageProcessorPil(
             size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=_GRID

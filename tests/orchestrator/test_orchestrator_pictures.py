@@ -46,6 +46,17 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
+def test_sft_and_grpo_train_a_policy_whose_pictures_attend_in_both_directions(tmp_path: Path) -> None:
+    changes = {"trainer": {"lr": 1e-3, "ranks": 2, "micro_batch_tokens": 64}}
+    rollmill.run(picture_run(tmp_path, "gemma3", **changes), out=tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    gaps = [line["logprob_gap/max"] for line in lines if "logprob_gap/max" in line]
+    assert gaps
+    assert max(gaps) < 1e-4
+
+
+@pytest.mark.slow
 def test_sft_and_grpo_train_a_policy_that_sees(tmp_path: Path) -> None:
     held_out = {"taskset": {"path": str(tmp_path / "data/rows.jsonl"), "chat": True}, "every": 2}
     rollmill.run(picture_run(tmp_path, evaluation=held_out), out=tmp_path / "out")

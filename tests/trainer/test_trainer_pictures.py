@@ -28,7 +28,7 @@ from rollmill.trainer.trainer import Trainer
 from rollmill.types import Experience, experience_from_demonstration
 
 CPU = torch.device("cpu")
-FAMILIES = ["qwen3_vl", pytest.param("llava", marks=pytest.mark.thorough)]
+FAMILIES = ["qwen3_vl", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("llava", "gemma3"))]
 
 
 def load(folder: Path, family: str, seed: int = 0) -> PolicyModel:
@@ -79,7 +79,8 @@ def batch(policy: PolicyModel) -> list[Experience]:
 def own_hidden(network: Any, token: int, e: Experience, seen: PicturePrompt, ids: np.ndarray[Any, Any]) -> torch.Tensor:
     """Hidden states that predict the action tokens, by the model's own forward pass over one sequence."""
     tokens = torch.from_numpy(ids).long()[None]
-    types = {"mm_token_type_ids": (tokens == token).int()} if hasattr(network, "get_rope_index") else {}
+    name = "token_type_ids" if seen.both_ways else "mm_token_type_ids"
+    types = {name: (tokens == token).int()} if seen.both_ways or hasattr(network, "get_rope_index") else {}
     hidden = network(input_ids=tokens, use_cache=False, **seen.inputs, **types).last_hidden_state[0]
     return hidden[-e.action_tokens - 1 : -1]
 
@@ -148,7 +149,7 @@ def test_the_policy_teaches_itself_after_a_prompt_with_pictures_and_the_answer(f
     assert giver.give([first])["teacher/context"] == 1
     seen: PicturePrompt = first.teacher_pictures
     shown = policy.tokenizer.decode(seen.token_ids)
-    assert shown.replace(" ", "").startswith("u:know7:see<")
+    assert "".join(shown.split()).startswith("u:know7:see<")
     assert first.teacher_prompt is not None
     assert first.teacher_prompt.tolist() == seen.token_ids
     trainer = distilling(policy, options.model_dump(), None)

@@ -95,10 +95,10 @@ def _picture_arguments(model: Any, pictures: PicturePrompt, tokens: Tensor) -> d
     """Pixels and token types of one sequence, whose prompt has pictures."""
     dtype = next(model.parameters()).dtype
     inputs = {k: v.to(tokens.device, dtype if v.is_floating_point() else v.dtype) for k, v in pictures.inputs.items()}
-    if not hasattr(model.model, "get_rope_index"):
-        return inputs
     types = (tokens == model.picture_processor.image_token_id).to(torch.int32)
-    return inputs | {"mm_token_type_ids": types}
+    if pictures.both_ways:
+        return inputs | {"token_type_ids": types}
+    return inputs | ({"mm_token_type_ids": types} if hasattr(model.model, "get_rope_index") else {})
 
 
 def hf_layer_outputs(model: Any, ids: list[int]) -> list[Tensor]:

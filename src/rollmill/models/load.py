@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rollmill.config.checks.pictures import VISION_MODELS
+from rollmill.config.checks.pictures import BOTH_WAYS, VISION_MODELS
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.errors import ModelError
 from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
@@ -189,7 +189,10 @@ def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrained
         )
         if sees:
             token = config.image_token_id
-            processor = _read_or_model_error(lambda: read_processor(folder, options, token), folder, "the processor")
+            both = config.model_type in BOTH_WAYS
+            processor = _read_or_model_error(
+                lambda: read_processor(folder, options, token, both), folder, "the processor"
+            )
             setattr(model, "picture_processor", processor)  # noqa: B010  (an attribute that transformers does not know)
             setattr(tokenizer, "picture_processor", processor)  # noqa: B010
     forget_quantization(model)

@@ -18,6 +18,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -37,6 +38,7 @@ copyreg.pickle(type(output_capturing._active_collector), lambda _: "_active_coll
 _TOWERS = ("visual", "vision_tower", "vision_model")
 _PROJECTORS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
 _VIDEO_CONFIG = "video_preprocessor_config.json"
+_OF_TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}  # of what a processor returns
 _CACHED_BYTES = 1 << 29  # pixels kept in memory
 _CACHED_FEATURES = 64  # prompts
 
@@ -54,6 +56,7 @@ class PicturePrompt:
     text: str = ""  #: as rendered, with a place for each picture; empty if joined
     pictures: tuple[bytes, ...] = ()  #: contents of the files; empty if joined
     pixels: tuple[tuple[int, int], ...] = ()  #: least and most of each picture
+    both_ways: bool = False  #: tokens of a picture attend to each other in both directions (Gemma 3)
 
     @property
     def parts(self) -> tuple[tuple[int, PicturePrompt], ...]:
@@ -64,6 +67,25 @@ class PicturePrompt:
     def size(self) -> int:
         """Bytes in memory."""
         return sum(each.nbytes for each in self.inputs.values()) + sum(map(len, self.pictures))
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Index of the first token, and of the one after the last, of runs that attend in both directions."""
+        if not self.both_ways:
+            return []
+        edges = torch.nn.functional.pad(self.token_types[0], (1, 1)).diff().nonzero()[:, 0].tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+    def blocks_within(self, first: int, length: int) -> list[tuple[int, int]]:
+        """Those of `blocks` that have tokens among `length` ones from `first` on, relative to `first`."""
+        return [(a - first, b - first) for a, b in self.blocks if a < first + length and b > first]
+
+    def whole_blocks(self, first: int, length: int) -> int:
+        """Number of tokens, near `length` and at least one, that cuts no block if a pass ends after them."""
+        for a, b in self.blocks:
+            if a < first + length < b:
+                return a - first if a > first else b - first
+        return length
 
     def key_before(self, length: int) -> str:
         """Hash of the pictures among the first tokens; empty if there are none."""
@@ -80,7 +102,8 @@ def join_prompts(token_ids: Sequence[int], parts: Sequence[tuple[int, PicturePro
     for start, part in parts:
         types[:, start : start + len(part.token_ids)] = part.token_types
         digest.update(f"{start} {part.key}".encode())
-    return PicturePrompt(digest.hexdigest(), ids, {}, types, tuple(parts))
+    both_ways = any(part.both_ways for _, part in parts)
+    return PicturePrompt(digest.hexdigest(), ids, {}, types, tuple(parts), both_ways=both_ways)
 
 
 class PictureProcessor:
@@ -90,10 +113,14 @@ class PictureProcessor:
         folder: for pictures that environments, workflows and clients give; None: the cache folder.
         folder_bytes: most bytes in it, for `rollmill.data.images.PictureFolder`.
         video: configuration of the part for videos, where it was left out; other programs need it.
+        both_ways: tokens of a picture attend to each other in both directions.
     """
 
-    def __init__(self, processor: Any, image_token_id: int, folder: Path | None = None) -> None:
+    def __init__(
+        self, processor: Any, image_token_id: int, folder: Path | None = None, both_ways: bool = False
+    ) -> None:
         self.processor, self.image_token_id, self.folder = processor, image_token_id, folder
+        self.both_ways = both_ways
         self.folder_bytes: int | None = None
         self.video: dict[str, Any] | None = None
         self._cache: OrderedDict[str, PicturePrompt] = OrderedDict()
@@ -111,7 +138,12 @@ class PictureProcessor:
         """
         kind = type(self.processor)
         whole = getattr(kind, "picture_only_of", None)
-        own = {"image_token_id": self.image_token_id, "folder": self.folder, "video": self.video}
+        own = {
+            "image_token_id": self.image_token_id,
+            "folder": self.folder,
+            "both_ways": self.both_ways,
+            "video": self.video,
+        }
         state = vars(self.processor), own, dict(output_capturing._CAN_RECORD_REGISTRY)
         return _rebuild_processor, (whole or kind, whole is not None, *state)
 
@@ -187,7 +219,7 @@ class PictureProcessor:
             found = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # processors raise errors of many kinds
             raise TasksetError(f"{name}: the model's processor refuses its text and pictures: {error}") from error
-        rest = {k: v for k, v in found.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+        rest = {name: value for name, value in found.items() if name not in _OF_TEXT}
         ids = found["input_ids"][0]
         if not bool((ids == self.image_token_id).any()):
             raise TasksetError(
@@ -195,11 +227,15 @@ class PictureProcessor:
                 "of the type `image`"
             )
         types = (ids == self.image_token_id).to(torch.int32)[None]
-        seen = tuple(pictures), tuple(limits)
-        return PicturePrompt(key, ids.tolist(), rest, types, text=text, pictures=seen[0], pixels=seen[1])
+        files, pixels, both_ways = tuple(pictures), tuple(limits), self.both_ways
+        return PicturePrompt(
+            key, ids.tolist(), rest, types, text=text, pictures=files, pixels=pixels, both_ways=both_ways
+        )
 
 
-def read_processor(folder: Path, options: dict[str, Any], image_token_id: int) -> PictureProcessor:
+def read_processor(
+    folder: Path, options: dict[str, Any], image_token_id: int, both_ways: bool = False
+) -> PictureProcessor:
     """Load the processor of a checkpoint folder, whose pictures are prepared by Pillow. Raises what it raises.
 
     Processors for pictures and videos need torchvision only for videos; without it, they are loaded without that part.
@@ -207,7 +243,9 @@ def read_processor(folder: Path, options: dict[str, Any], image_token_id: int) -
     kind: Any = _processor_class(folder)
     without_video = kind is not None and "video_processor" in kind.get_attributes() and not _has_torchvision()
     loader: Any = picture_only(kind) if without_video else AutoProcessor
-    found = PictureProcessor(loader.from_pretrained(folder, use_fast=False, **options), image_token_id)
+    found = PictureProcessor(
+        loader.from_pretrained(folder, use_fast=False, **options), image_token_id, both_ways=both_ways
+    )
     found.video = _video_config(folder) if without_video else None
     return found
 
@@ -239,8 +277,9 @@ def _rebuild_processor(
         kind = picture_only(kind)
     processor = kind.__new__(kind)
     processor.__dict__.update(state)
-    made = PictureProcessor(processor, own["image_token_id"], own["folder"])
-    made.video = own["video"]
+    video = own.pop("video")
+    made = PictureProcessor(processor, **own)
+    made.video = video
     return made
 
 

@@ -6,6 +6,7 @@ P the longest parent, m distinct parents.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +59,20 @@ class _Block:
 
 
 class PackedAttention:
-    """AttentionContext of one packed row (see `rollmill.models.attention`)."""
+    """AttentionContext of one packed row (see `rollmill.models.attention`).
 
-    def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
-        self._layout = layout
+    Args:
+        both_ways: by number of a segment, runs of its tokens (first, last + 1) that attend to each other in both
+            directions.
+    """
+
+    def __init__(
+        self,
+        layout: SegmentLayout,
+        device: torch.device,
+        both_ways: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    ) -> None:
+        self._layout, self._both_ways = layout, {i: runs for i, runs in (both_ways or {}).items() if runs}
         self._blocks = _blocks(layout, device)
         self._device = device
         self._masks: dict[tuple[int, AttentionWindow, torch.dtype], Tensor | None] = {}
@@ -72,7 +83,7 @@ class PackedAttention:
         """Attention of one layer: query [1, H, T, D], key [1, K, T, D] and value [1, K, T, V] -> [1, T, H, V]."""
         dtype = value.dtype
         q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
-        plain = options.softcap is None and options.sinks is None and options.chunk is None
+        plain = options.softcap is None and options.sinks is None and options.chunk is None and not self._both_ways
         if self._varlen is not None and plain and dtype in (torch.bfloat16, torch.float16):
             return self._varlen.attend(q, k, v, options.scaling, options.sliding_window)[None]
         sizes = [block.tokens for block in self._blocks]
@@ -85,7 +96,8 @@ class PackedAttention:
                 k_pad = torch.cat([_parents(k, block), k_pad], dim=1)
                 v_pad = torch.cat([_parents(v, block), v_pad], dim=1)
             by_products = options.softcap is not None or _short(q_pad, k_pad)
-            mask = self._mask(i, options.window, dtype, always=by_products or options.sinks is not None)
+            always = by_products or options.sinks is not None or self._runs(i) != []
+            mask = self._mask(i, options.window, dtype, always=always)
             if options.sinks is not None:
                 assert mask is not None
                 heads_first = [x.transpose(1, 2) for x in (q_pad, k_pad, v_pad)]
@@ -121,6 +133,16 @@ class PackedAttention:
         row: Tensor = _ScatterRows.apply(torch.cat(pieces), None, order, hidden.shape[1])  # type: ignore[no-untyped-call]
         return row[None]
 
+    def _runs(self, i: int) -> list[tuple[int, int, int]]:
+        """Runs of a block's tokens that attend in both directions: number of the sequence, first, last + 1."""
+        before = sum(block.n for block in self._blocks[:i])
+        return [
+            (segment - before, *run)
+            for segment, runs in self._both_ways.items()
+            if before <= segment < before + self._blocks[i].n
+            for run in runs
+        ]
+
     def _mask(self, i: int, reach: AttentionWindow, dtype: torch.dtype, *, always: bool) -> Tensor | None:
         """Additive mask [n or 1, 1, S, P + S] of a block; None if plain causal attention is correct."""
         block = self._blocks[i]
@@ -129,7 +151,7 @@ class PackedAttention:
         if block.parents is None and reach == (None, None) and not always:
             return None
         if (i, reach, dtype) not in self._masks:
-            self._masks[i, reach, dtype] = _block_mask(block, reach, self._device, dtype)
+            self._masks[i, reach, dtype] = _block_mask(block, reach, self._device, dtype, self._runs(i))
         return self._masks[i, reach, dtype]
 
 
@@ -220,7 +242,9 @@ def _unfused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: f
     return output.permute(0, 3, 1, 2, 4).reshape(n, longest, heads, -1)
 
 
-def _block_mask(block: _Block, reach: AttentionWindow, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _block_mask(
+    block: _Block, reach: AttentionWindow, device: torch.device, dtype: torch.dtype, runs: list[tuple[int, int, int]]
+) -> Tensor:
     own = torch.arange(block.longest, device=device)
     if block.parents is None:
         query_depth, key_depth = own[None], own[None]
@@ -235,6 +259,10 @@ def _block_mask(block: _Block, reach: AttentionWindow, device: torch.device, dty
         real = torch.cat([before < lengths, torch.ones_like(query_depth, dtype=torch.bool)], dim=1)
     at_query, at_key = query_depth[:, :, None], key_depth[:, None, :]
     seen = (at_key <= at_query) & real[:, None, :]
+    if runs:
+        seen = seen.repeat(block.n // seen.shape[0], 1, 1)
+        for sequence, a, b in runs:
+            seen[sequence, a:b, block.parent_longest + a : block.parent_longest + b] = True
     hidden = window_mask(at_query, at_key, reach)
     if hidden is not None:
         seen &= ~hidden

@@ -296,7 +296,7 @@ def _micro_batch(
         experiences=list(homes),
         input_ids=tensor([experiences[s.experience].token_ids[s.first : s.last] for s in segments])[None],
         position_ids=tensor([np.arange(s.first, s.last) for s in segments])[None],
-        attention=PackedAttention(layout, device),
+        attention=PackedAttention(layout, device, _both_ways(experiences, segments)),
         rows=tensor([_rows(table.positions[i] - 1, *home) for i, home in homes.items()]),
         tokens=tensor([np.arange(table.offsets[i], table.offsets[i + 1]) for i in homes]),
         sequence=tensor([np.full(len(table.positions[i]), n) for n, i in enumerate(homes)]),
@@ -310,6 +310,12 @@ def _micro_batch(
         ),
         routing=None if routing is None else _routing(experiences, segments, routing, device),
     )
+
+
+def _both_ways(experiences: Sequence[Experience], segments: list[_Segment]) -> dict[int, list[tuple[int, int]]]:
+    """Runs of tokens of pictures that attend in both directions, by number of the segment, relative to it."""
+    seen = ((n, s, experiences[s.experience].pictures) for n, s in enumerate(segments))
+    return {n: own.blocks_within(s.first, s.length) for n, s, own in seen if own is not None}
 
 
 def _routing(

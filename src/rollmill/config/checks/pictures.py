@@ -15,10 +15,13 @@ from rollmill.errors import ConfigError
 VISION_MODELS = frozenset(
     {
         *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"),
-        *("llava", "llava_next", "llava_onevision", "internvl", "mistral3"),
+        *("llava", "llava_next", "llava_onevision", "internvl", "mistral3", "gemma3"),
     }
 )
 """`model_type` of the vision-language models that can be trained."""
+
+BOTH_WAYS = frozenset({"gemma3"})
+"""Those whose tokens of a picture attend to each other in both directions."""
 
 
 VLLM_SEES_WITHOUT_TORCHVISION = frozenset({"idefics3"})

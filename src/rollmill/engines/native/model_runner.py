@@ -123,7 +123,7 @@ class ModelRunner:
         work: list[tuple[SequenceGroup, PrefillChunk]] = []
         for group in groups:
             prompt = group.request.prompt_ids
-            if budget == 0 or room <= 0:
+            if budget <= 0 or room <= 0:
                 break
             room -= len(group.waiting)
             if group.logits_V is not None:
@@ -131,6 +131,8 @@ class ModelRunner:
             if group.entry is None:
                 group.entry = self._cache.prompt(len(prompt))
             take = min(budget, len(prompt) - group.prefilled)
+            if (pictures := group.request.pictures) is not None:
+                take = pictures.whole_blocks(group.prefilled, take)
             tokens = list(prompt[group.prefilled : group.prefilled + take])
             work.append((group, PrefillChunk(group.entry, group.prefilled, tokens, group.request.pictures)))
             budget -= take

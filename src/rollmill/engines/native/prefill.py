@@ -34,6 +34,13 @@ class PrefillChunk:
     pictures: PicturePrompt | None = None  #: of the prompt that these tokens belong to or continue
 
     @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Runs of these tokens that attend in both directions, relative to the first one."""
+        if self.pictures is None:
+            return []
+        return self.pictures.blocks_within(self.entry.offset + self.start, len(self.tokens))
+
+    @property
     def fresh(self) -> bool:
         """True if nothing comes before these tokens."""
         return self.start == 0 and self.entry.parent is None
@@ -86,6 +93,7 @@ class PrefillContext:
             store_k[segment.entry.index, :, span] = k[0]
             store_v[segment.entry.index, :, span] = v[0]
         plain = options.softcap is None and options.sinks is None and fits_window(max(lengths), options.window)
+        plain = plain and not any(segment.blocks for segment in self.segments)
         if plain and all(segment.fresh for segment in self.segments):
             if value.dtype in (torch.bfloat16, torch.float16) and varlen_available(value.device):
                 self._varlen = self._varlen or VarlenAttention(lengths, [-1] * len(lengths), value.device)
@@ -133,6 +141,8 @@ class PrefillContext:
         at_query = torch.arange(total - n, total, device=key.device)[:, None]
         at_key = torch.arange(total, device=key.device)[None]
         unseen = at_key > at_query
+        for a, b in segment.blocks:
+            unseen[max(a, 0) : b, total - n + a : total - n + b] = False
         hidden = window_mask(at_query, at_key, options.window)
         return masked_attention(query, key, value, unseen if hidden is None else unseen | hidden, options)
 
