@@ -230,12 +230,12 @@ def picture_rows(folder: Path, count: int = 8) -> Path:
     return folder / "rows.jsonl"
 
 
-def picture_run(folder: Path, family: str = "qwen2_vl", **changes: Any) -> Path:
-    """Write a run file of two stages that trains a tiny policy on pictures."""
+def picture_run(folder: Path, family: str = "qwen2_vl", text: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """Write a run file of two stages that trains a tiny policy on pictures; `text` changes its text config."""
     rows = picture_rows(folder / "data")
     run: dict[str, Any] = {
         "name": "see",
-        "model": {"path": str(picture_checkpoint(folder / "model", family))},
+        "model": {"path": str(picture_checkpoint(folder / "model", family, **(text or {})))},
         "taskset": {"path": str(rows), "chat": True},
         "rewards": [{"name": "format", "pattern": "[0-9]"}],
         "rollout": {"batch": 2, "group_size": 4, "max_new_tokens": 4},

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import rollmill
 from rollmill.config import section as parts
 from rollmill.config.loader import load_run
+from rollmill.config.task_operators import DeduplicateTasks
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import Taskset, load_taskset
 from rollmill.data.operators import TaskBatch
@@ -167,6 +168,38 @@ def test_near_duplicates_share_most_of_their_words(folder: Path) -> None:
     operator = {"name": "deduplicate", "by": "near"}
     assert [task.id for task in loaded(rows, {**operator, "threshold": 0.9}).tasks] == ["t:0", "t:1", "t:2"]
     assert [task.id for task in loaded(rows, {**operator, "threshold": 0.6}).tasks] == ["t:0", "t:2"]
+
+
+def test_pictures_that_look_the_same_are_duplicates(folder: Path) -> None:
+    """Scaled, compressed and in another format; other shapes and other colours are other pictures."""
+    image = pytest.importorskip("PIL.Image")
+    draw = pytest.importorskip("PIL.ImageDraw")
+
+    def drawn(shape: str, colour: str) -> Any:
+        made = image.new("RGB", (120, 80), "white")
+        getattr(draw.Draw(made), shape)((20, 10, 80, 60), fill=colour)
+        return made
+
+    first = drawn("ellipse", "red")
+    first.save("a.png")
+    first.save("b.jpg", quality=60)
+    first.resize((61, 40)).save("c.png")
+    drawn("rectangle", "red").save("d.png")
+    drawn("ellipse", "blue").save("e.png")
+    first.transpose(image.Transpose.FLIP_LEFT_RIGHT).save("f.png")
+    names = ["a.png", "b.jpg", "c.png", "d.png", "e.png", "f.png"]
+    rows: list[dict[str, Any]] = [{"prompt": "what?", "images": [name], "answer": "1"} for name in names]
+    rows += [{"prompt": "what?", "images": ["a.png", "d.png"]}, {"prompt": "what?", "images": ["c.png", "e.png"]}]
+    rows += [{"prompt": "why?", "images": ["a.png"]}, {"prompt": "what?"}, {"prompt": "What?"}]
+    every = [f"t:{i}" for i in range(10)]
+    assert [task.id for task in loaded(rows, "deduplicate").tasks] == every
+    alike = {"name": "deduplicate", "pictures": "alike"}
+    kept = [each for each in every if each not in ("t:1", "t:2")]
+    assert [task.id for task in loaded(rows, alike).tasks] == kept
+    pytest.importorskip("datasketch")
+    assert [task.id for task in loaded(rows, alike | {"by": "near"}).tasks] == kept
+    with pytest.raises(ValueError, match="picture_distance is honoured with pictures: alike"):
+        DeduplicateTasks(name="deduplicate", picture_distance=3)
 
 
 def test_words_are_signs_numbers_and_characters() -> None:

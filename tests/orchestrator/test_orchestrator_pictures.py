@@ -93,7 +93,6 @@ def test_an_interrupted_run_resumes_bit_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"engine": "vllm"}, "engine: vllm"),
         ({"trainer": {"ranks": 2, "sharding": "tensor"}}, "trainer.sharding: tensor"),
         ({"models": {"judge": {"policy": "initial"}}, "workflow": "reflection"}, "models"),
         ({"algorithm": {"name": "reward_model"}, "rewards": None, "rollout": None}, "algorithm: reward_model"),
@@ -110,6 +109,13 @@ def test_check_refuses_what_does_not_see_yet(
     path.write_text(yaml.safe_dump(run))
     assert main(["check", str(path)]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_check_refuses_vllm_for_pictures_that_attend_in_both_directions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(picture_run(tmp_path, "gemma3", engine="vllm"))]) == 2
+    assert "engine: vllm does not work with Gemma3ForConditionalGeneration" in capsys.readouterr().err
 
 
 def test_other_uses_of_a_model_that_sees_are_refused(seeing: Any) -> None:

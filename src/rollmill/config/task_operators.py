@@ -86,6 +86,11 @@ class DeduplicateTasks(TaskOperatorSection):
     """Words per n-gram. Only with `near`."""
     permutations: int = Field(128, ge=16)
     """Length of the MinHash signatures; longer ones miss fewer duplicates. Only with `near`."""
+    pictures: Literal["exact", "alike"] = "exact"
+    """Pictures of duplicates: `exact`: the same files. `alike`: they look the same, scaled or compressed in another way
+    (perceptual hash)."""
+    picture_distance: int = Field(4, ge=0, le=32)
+    """Bits, of 64, in which the hashes of pictures may differ. Only with `pictures: alike`."""
     conflicting: Literal["first", "drop"] = "first"
     """Same prompt with different answers: keep the `first`, or `drop` all, because the right answer is unknown."""
 
@@ -99,6 +104,8 @@ class DeduplicateTasks(TaskOperatorSection):
         for key in ("threshold", "ngram", "permutations"):
             if self.by == "exact" and getattr(self, key) != fields[key].default:
                 raise ValueError(f"{key} is honoured with by: near; set it or remove {key}")
+        if self.pictures == "exact" and self.picture_distance != fields["picture_distance"].default:
+            raise ValueError("picture_distance is honoured with pictures: alike; set it or remove picture_distance")
         return self
 
 

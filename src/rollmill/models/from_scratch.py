@@ -85,7 +85,7 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dire
         tokenizer.save_pretrained(directory)
         processor = picture_processor(model)
         if processor is not None:
-            processor.processor.save_pretrained(directory)
+            processor.save(directory)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoProcessor
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import output_capturing
 
 from rollmill.errors import ModelError, TasksetError
@@ -36,6 +37,7 @@ copyreg.pickle(type(output_capturing._active_collector), lambda _: "_active_coll
 
 _TOWERS = ("visual", "vision_tower", "vision_model")
 _PROJECTORS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
+_VIDEO_CONFIG = "video_preprocessor_config.json"
 _OF_TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}  # of what a processor returns
 _CACHED_BYTES = 1 << 29  # pixels kept in memory
 _CACHED_FEATURES = 64  # prompts
@@ -52,6 +54,9 @@ class PicturePrompt:
     token_types: Tensor  #: int32 [1, P], 1 for picture tokens; tokens of that id that the policy sampled are text
     joined: tuple[tuple[int, PicturePrompt], ...] = ()  #: prompts that it consists of, with the index of their tokens
     both_ways: bool = False  #: tokens of a picture attend to each other in both directions (Gemma 3)
+    text: str = ""  #: as rendered, with a place for each picture; empty if joined
+    pictures: tuple[bytes, ...] = ()  #: contents of the files; empty if joined
+    pixels: tuple[tuple[int, int], ...] = ()  #: least and most of each picture
 
     @property
     def parts(self) -> tuple[tuple[int, PicturePrompt], ...]:
@@ -61,7 +66,7 @@ class PicturePrompt:
     @property
     def size(self) -> int:
         """Bytes in memory."""
-        return sum(each.nbytes for each in self.inputs.values())
+        return sum(each.nbytes for each in self.inputs.values()) + sum(map(len, self.pictures))
 
     @cached_property
     def blocks(self) -> list[tuple[int, int]]:
@@ -108,6 +113,7 @@ class PictureProcessor:
         folder: for pictures that environments, workflows and clients give; None: the cache folder.
         folder_bytes: most bytes in it, for `rollmill.data.images.PictureFolder`.
         both_ways: tokens of a picture attend to each other in both directions.
+        video: configuration of the part for videos, where it was left out; other programs need it.
     """
 
     def __init__(
@@ -116,6 +122,7 @@ class PictureProcessor:
         self.processor, self.image_token_id, self.folder = processor, image_token_id, folder
         self.both_ways = both_ways
         self.folder_bytes: int | None = None
+        self.video: dict[str, Any] | None = None
         self._cache: OrderedDict[str, PicturePrompt] = OrderedDict()
         self._bytes = 0  # of the cache
         self._lock = Lock()  # explorers and the trainer encode in threads of their own
@@ -131,8 +138,8 @@ class PictureProcessor:
         """
         kind = type(self.processor)
         whole = getattr(kind, "picture_only_of", None)
-        recordable = dict(output_capturing._CAN_RECORD_REGISTRY)
-        state = vars(self.processor), self.image_token_id, self.folder, self.both_ways, recordable
+        own = {name: getattr(self, name) for name in ("image_token_id", "folder", "both_ways", "video")}
+        state = vars(self.processor), own, dict(output_capturing._CAN_RECORD_REGISTRY)
         return _rebuild_processor, (whole or kind, whole is not None, *state)
 
     @property
@@ -140,6 +147,12 @@ class PictureProcessor:
         """Text of the token that stands for a picture."""
         token: str = self.processor.image_token
         return token
+
+    def save(self, folder: Path) -> None:
+        """Write its files into a checkpoint's folder, with those of a part for videos that was left out."""
+        self.processor.save_pretrained(folder)
+        if self.video is not None:
+            (folder / _VIDEO_CONFIG).write_text(json.dumps(self.video, indent=2), encoding="utf-8")
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, places: Sequence[tuple[int | None, int]]
@@ -195,11 +208,8 @@ class PictureProcessor:
     def _encode(
         self, key: str, text: str, pictures: Sequence[bytes], name: str, pixels: Sequence[tuple[int, int]]
     ) -> PicturePrompt:
-        limits = pixels or [(0, 0)] * len(pictures)
-        images = [
-            _decode(each, f"{name}: picture {i}", *limit)
-            for i, (each, limit) in enumerate(zip(pictures, limits, strict=True))
-        ]
+        limits = list(pixels or [(0, 0)] * len(pictures))
+        images = _decoded(pictures, limits, name)
         try:
             found = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # processors raise errors of many kinds
@@ -212,7 +222,8 @@ class PictureProcessor:
                 "of the type `image`"
             )
         types = (ids == self.image_token_id).to(torch.int32)[None]
-        return PicturePrompt(key, ids.tolist(), rest, types, both_ways=self.both_ways)
+        seen = text, tuple(pictures), tuple(limits)
+        return PicturePrompt(key, ids.tolist(), rest, types, (), self.both_ways, *seen)
 
 
 def read_processor(
@@ -223,12 +234,21 @@ def read_processor(
     Processors for pictures and videos need torchvision only for videos; without it, they are loaded without that part.
     """
     kind: Any = _processor_class(folder)
-    if kind is not None and "video_processor" in kind.get_attributes() and not _has_torchvision():
-        loader: Any = picture_only(kind)
-    else:
-        loader = AutoProcessor
+    without_video = kind is not None and "video_processor" in kind.get_attributes() and not _has_torchvision()
+    loader: Any = picture_only(kind) if without_video else AutoProcessor
     processor = loader.from_pretrained(folder, use_fast=False, **options)
-    return PictureProcessor(processor, image_token_id, both_ways=both_ways)
+    found = PictureProcessor(processor, image_token_id, both_ways=both_ways)
+    found.video = _video_config(folder) if without_video else None
+    return found
+
+
+def _video_config(folder: Path) -> dict[str, Any] | None:
+    """Configuration of a processor's part for videos; None if the folder has none."""
+    own, whole = folder / _VIDEO_CONFIG, folder / "processor_config.json"
+    if own.is_file():
+        return dict(json.loads(own.read_text(encoding="utf-8")))
+    found = json.loads(whole.read_text(encoding="utf-8")) if whole.is_file() else {}
+    return found.get("video_processor")
 
 
 def picture_only(kind: Any) -> Any:
@@ -242,20 +262,16 @@ def picture_only(kind: Any) -> Any:
 
 
 def _rebuild_processor(
-    kind: Any,
-    without_video: bool,
-    state: dict[str, Any],
-    image_token_id: int,
-    folder: Path | None,
-    both_ways: bool,
-    recordable: dict[str, Any],
+    kind: Any, without_video: bool, state: dict[str, Any], own: dict[str, Any], recordable: dict[str, Any]
 ) -> PictureProcessor:
     output_capturing._CAN_RECORD_REGISTRY.update(recordable)
     if without_video:
         kind = picture_only(kind)
     processor = kind.__new__(kind)
     processor.__dict__.update(state)
-    return PictureProcessor(processor, image_token_id, folder, both_ways)
+    made = PictureProcessor(processor, own["image_token_id"], own["folder"], own["both_ways"])
+    made.video = own["video"]
+    return made
 
 
 def _processor_class(folder: Path) -> Any:
@@ -296,6 +312,13 @@ def vision_parts(model: Any) -> dict[str, str]:
         return {}
     parts = dict.fromkeys(_TOWERS, "vision") | dict.fromkeys(_PROJECTORS, "projector")
     return {f"model.{name}": parts[name] for name, _ in model.model.named_modules() if name in parts}
+
+
+def checkpoint_names(model: Any) -> dict[str, str]:
+    """Names in a checkpoint of the parameters that have others in memory, as of many vision-language models."""
+    own = {name: parameter.detach() for name, parameter in model.named_parameters() if ".lora_" not in name}
+    found = {id(weight): name for name, weight in revert_weight_conversion(model, dict(own)).items()}
+    return {name: found[id(weight)] for name, weight in own.items() if found.get(id(weight), name) != name}
 
 
 def freeze_parts(model: Any, frozen: Sequence[str]) -> None:
@@ -480,6 +503,34 @@ def _parts(text: str, offsets: Sequence[int]) -> list[dict[str, str]]:
         parts.append({"type": "image"})
         before = max(before, offset)
     return [*parts, {"type": "text", "text": text[before:]}] if before < len(text) or not parts else parts
+
+
+def unexpanded_prompt(
+    processor: PictureProcessor, prompt: PicturePrompt, token_ids: Sequence[int]
+) -> tuple[list[int], list[bytes]]:
+    """A prompt for an engine that prepares pictures itself: one token for each picture, and pictures as PNG, scaled.
+
+    Args:
+        token_ids: of the whole prompt, which begins with that of `prompt`.
+    """
+    ids: list[int] = []
+    images: list[bytes] = []
+    end = 0
+    for start, part in prompt.parts:
+        ids += [*token_ids[end:start], *processor.processor.tokenizer.encode(part.text, add_special_tokens=False)]
+        end = start + len(part.token_ids)
+        for image in _decoded(part.pictures, part.pixels, "a prompt"):
+            content = io.BytesIO()
+            image.save(content, "PNG", compress_level=1)
+            images.append(content.getvalue())
+    return [*ids, *token_ids[end:]], images
+
+
+def _decoded(pictures: Sequence[bytes], limits: Sequence[tuple[int, int]], name: str) -> list[Any]:
+    return [
+        _decode(each, f"{name}: picture {i}", *limit)
+        for i, (each, limit) in enumerate(zip(pictures, limits, strict=True))
+    ]
 
 
 def _decode(content: bytes, name: str, least: int, most: int) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rollmill.config.checks.engine import uses_engine
+from rollmill.config.checks.pictures import VLLM_SEES_WITHOUT_TORCHVISION
 from rollmill.config.engines import NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import StageConfig
@@ -18,9 +19,11 @@ from rollmill.engines.native import NativeEngine
 from rollmill.engines.vllm.engine import VLLMEngine
 from rollmill.engines.vllm.process import VLLMLaunchConfig, current_python, make_engine_folder, probe_python
 from rollmill.errors import ConfigError, ModelError
+from rollmill.models.from_scratch import silence_transformers
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import merged_weights
 from rollmill.models.routing import routing_shape
+from rollmill.models.vision import checkpoint_names, picture_processor, text_model
 from rollmill.registry import build_component
 from rollmill.weights import (
     InPlacePublisher,
@@ -30,6 +33,13 @@ from rollmill.weights import (
     shared_memory_folder,
 )
 from rollmill.weights.layout import CRC32, XXH3
+
+_SEEING = {
+    "skip_tokenizer_init": False,  # the processor needs one
+    "mm_device_do_normalize": False,  # constants in buffers, which vLLM's start with random weights overwrites
+    "mm_processor_kwargs": {"use_fast": False},  # pixels as in the trainer: resized by Pillow
+}
+"""Arguments of vLLM for a vision-language model."""
 
 
 def build_engine(
@@ -138,7 +148,8 @@ def build_vllm_engine(
     policy: PolicyModel, engine: VLLMEngineConfig, rollout: RolloutConfig, precision: str, weights: Path | None = None
 ) -> VLLMEngine:
     """Build the vLLM engine, whose process starts with the first request."""
-    if any(weight.ndim > 2 for weight in policy.model.parameters()):
+    processor = picture_processor(policy.model)
+    if any(weight.ndim > 2 for weight in text_model(policy.model).parameters()):
         raise ModelError(
             "engine `vllm` cannot be given this model's weights: it is a mixture of experts, whose weights have other "
             "names in memory than vLLM reads; use engine `native`"
@@ -153,6 +164,10 @@ def build_vllm_engine(
     settings = policy.model.config.__class__.from_dict(policy.model.config.to_dict())
     settings.architectures = [type(policy.model).__name__]
     settings.save_pretrained(model)
+    if processor is not None:
+        _require_torchvision(policy.model.config.model_type, python, found)
+        with silence_transformers():
+            processor.save(model)
     at_once = rollout.prefill_tokens + rollout.max_sequences
     arguments = {
         "model": str(model),
@@ -165,12 +180,18 @@ def build_vllm_engine(
         "kv_cache_memory_bytes": int(engine.cache_gb * 2**30),
         "enforce_eager": not (gpu if engine.compile == "auto" else engine.compile),
         **({"enable_sleep_mode": True} if engine.sleep else {}),
+        **({} if processor is None else _SEEING),
         **engine.options,
     }
     launch = VLLMLaunchConfig(
         python,
         folder,
-        {"arguments": arguments, "weights": str(weights or folder / "weights"), "folder": str(folder)},
+        {
+            "arguments": arguments,
+            "weights": str(weights or folder / "weights"),
+            "folder": str(folder),
+            "names": {} if processor is None else checkpoint_names(policy.model),
+        },
         threads=torch.get_num_threads(),
         deadline_s=engine.deadline_s,
         lock=lock,
@@ -183,6 +204,15 @@ def build_vllm_engine(
         restarts=engine.restarts,
         checksum=_checksum(found),
     )
+
+
+def _require_torchvision(model_type: str, python: Path, found: dict[str, bool]) -> None:
+    """Raise ConfigError if vLLM's environment lacks what its implementation of a vision-language model imports."""
+    if model_type not in VLLM_SEES_WITHOUT_TORCHVISION and not found["torchvision"]:
+        raise ConfigError(
+            f"engine.python: {python} has no torchvision, which vLLM needs for {model_type}: install the one that "
+            f"belongs to its torch there, or use engine `native`"
+        )
 
 
 def _checksum(found: dict[str, bool]) -> str:

@@ -17,8 +17,11 @@ class SharedWeightsExtension:
     model_runner: Any
     _receiver: SharedMemoryReceiver | None = None
 
-    def load_shared_weights(self, path: str) -> int:
+    def load_shared_weights(self, path: str, names: dict[str, str]) -> int:
         """Loads the newest version in shared memory into the model; returns its number.
+
+        Args:
+            names: of weights in a checkpoint, where those in memory differ.
 
         Raises:
             WeightSyncError: the weights are damaged.
@@ -29,7 +32,9 @@ class SharedWeightsExtension:
         version, weights = self._receiver.hold()
         try:
             with torch.no_grad():
-                self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+                self.model_runner.reload_weights(
+                    weights_iterator=((names.get(name, name), weight) for name, weight in weights.items())
+                )
                 _repack_tied(self.model_runner.model)
         except (KeyError, ValueError, RuntimeError, AttributeError) as error:
             raise WeightSyncError(f"vLLM cannot load the policy's weights: {type(error).__name__}: {error}") from error

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from rollmill.config.checks.pictures import VLLM_SEES
 from rollmill.config.engines import VLLMEngineConfig
 
 
@@ -234,7 +233,6 @@ FEATURES = (
         "model.path",
         {"model": {"path": "seeing", "new": None}},
         _TESTS + "a_policy_sees",
-        vllm=VLLM_SEES,
     ),
     ModeFeature("resume", "", {}, _TESTS + "a_killed_run_goes_on"),
 )

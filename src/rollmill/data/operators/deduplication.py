@@ -13,7 +13,8 @@ import regex
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks
 from rollmill.data.images import image_refs_of
 from rollmill.data.operators.batch import TaskBatch, TaskReader
-from rollmill.errors import ConfigError
+from rollmill.data.operators.picture_hash import PictureHash, PictureIndex, hash_picture
+from rollmill.errors import ConfigError, TasksetError
 from rollmill.types import Task
 
 _WORD = regex.compile(
@@ -57,11 +58,12 @@ def word_ngrams(of: list[str], length: int) -> Iterator[str]:
 def deduplicate(options: DeduplicateTasks) -> Callable[[TaskBatch], None]:
     """Keeps the first task of each group of duplicates; with `conflicting: drop` none if their answers differ.
 
-    Tasks with different images are not duplicates.
+    Tasks with different images are not duplicates; which are different, `pictures` says.
     """
 
     def apply(batch: TaskBatch) -> None:
-        groups = _same(batch.tasks) if options.by == "exact" else _near(batch.tasks, options)
+        seen = _looks(batch.tasks, options)
+        groups = _same(batch.tasks, seen) if options.by == "exact" else _near(batch.tasks, options, seen)
         for group in groups:
             answers = {_answer(task) for task in group}
             if len(answers) > 1 and options.conflicting == "drop":
@@ -79,14 +81,31 @@ def _answer(task: Task) -> str:
     return json.dumps(task.answer, sort_keys=True, default=str)
 
 
-def _same(tasks: list[Task]) -> Iterator[list[Task]]:
-    groups: dict[Any, list[Task]] = {}
+def _looks(tasks: list[Task], options: DeduplicateTasks) -> list[Any]:
+    """For each task something that is equal for the same images: digests, or the first task with images alike."""
+    if options.pictures == "exact":
+        return [image_digests(task) for task in tasks]
+    index, found = PictureIndex(options.picture_distance), list[int]()
+    hashes: dict[str, PictureHash] = {}
     for task in tasks:
-        groups.setdefault((normalize_text(flatten_prompt(task)), image_digests(task)), []).append(task)
+        own = []
+        for image in image_refs_of(task.metadata):
+            try:
+                own.append(hashes.get(image.sha256) or hashes.setdefault(image.sha256, hash_picture(image)))
+            except TasksetError as error:
+                raise TasksetError(f"task {task.id}: {error}") from error
+        found.append(index.find(own))
+    return found
+
+
+def _same(tasks: list[Task], seen: list[Any]) -> Iterator[list[Task]]:
+    groups: dict[Any, list[Task]] = {}
+    for task, own in zip(tasks, seen, strict=True):
+        groups.setdefault((normalize_text(flatten_prompt(task)), own), []).append(task)
     yield from groups.values()
 
 
-def _near(tasks: list[Task], options: DeduplicateTasks) -> Iterator[list[Task]]:
+def _near(tasks: list[Task], options: DeduplicateTasks, seen: list[Any]) -> Iterator[list[Task]]:
     """Group tasks around the first of each group: MinHash finds candidates, the Jaccard similarity decides."""
     try:
         from datasketch import MinHash, MinHashLSH
@@ -95,15 +114,15 @@ def _near(tasks: list[Task], options: DeduplicateTasks) -> Iterator[list[Task]]:
     index = MinHashLSH(threshold=options.threshold, num_perm=options.permutations)
     groups: list[list[Task]] = []
     kept: list[set[str]] = []
-    for task in tasks:
+    looks: list[Any] = []
+    for task, own in zip(tasks, seen, strict=True):
         shingles = set(word_ngrams(words(normalize_text(flatten_prompt(task))), options.ngram))
         sketch = MinHash(num_perm=options.permutations, seed=1)
         sketch.update_batch([shingle.encode(errors="surrogatepass") for shingle in shingles])
         candidates = sorted(
             number
             for number in index.query(sketch)
-            if _jaccard(kept[number], shingles) >= options.threshold
-            and image_digests(groups[number][0]) == image_digests(task)
+            if _jaccard(kept[number], shingles) >= options.threshold and looks[number] == own
         )
         if candidates:
             groups[candidates[0]].append(task)
@@ -111,6 +130,7 @@ def _near(tasks: list[Task], options: DeduplicateTasks) -> Iterator[list[Task]]:
         index.insert(len(groups), sketch)
         groups.append([task])
         kept.append(shingles)
+        looks.append(own)
     yield from groups
 
 

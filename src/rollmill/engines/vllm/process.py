@@ -35,7 +35,7 @@ _TOGETHER_S = 2.0
 """Wait for the end of a process whose subprocesses are gone: if it was killed, they end a moment before it."""
 _PROBE = """
 import importlib.util, json, sys
-found = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "xxhash")}
+found = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "xxhash", "torchvision")}
 print(json.dumps(found | {"version": sys.version_info[:2]}))
 """
 
@@ -78,7 +78,7 @@ def make_engine_folder(parent: Path) -> tuple[Path, IO[str] | None]:
 
 
 def probe_python(python: Path) -> dict[str, bool]:
-    """Find out which of vllm and xxhash a Python can import. Raises ConfigError if it cannot be used."""
+    """Find out which of vllm, xxhash and torchvision a Python can import. Raises ConfigError if it cannot be used."""
     advice = "give a Python that has vLLM, such as .venv-vllm/bin/python (`make vllm-setup` makes it)"
     try:
         command = [str(python), "-c", _PROBE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from rollmill.engines.stop_strings import (
     stop_matcher_for,
 )
 from rollmill.errors import UnsupportedRequestError
+from rollmill.models.vision import PicturePrompt, unexpanded_prompt
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, StopReason
 
@@ -48,10 +50,17 @@ class VLLMSequenceGroup(RunningRequest):
             "stop_token_ids": sorted(self.stop_ids),
         }
         prompt = [int(token) for token in self.request.prompt_ids]
+        seen = {} if self.request.pictures is None else self._seen(self.request.pictures, prompt)
         own = [(each.number, each.seed, self.limit - len(each.tokens), each.tokens) for each in samples]
         return {
             "samples": own, "prompt": prompt, "sampling": sampling, "stream": self.streamed, "top": self.request.top,
+            **seen,
         }  # fmt: skip
+
+    def _seen(self, pictures: PicturePrompt, prompt: list[int]) -> dict[str, Any]:
+        """The prompt with one token for each picture, and the pictures, which vLLM prepares by the same processor."""
+        short, images = unexpanded_prompt(self.tokenizer.picture_processor, pictures, prompt)
+        return {"short": short, "pictures": [base64.b64encode(each).decode() for each in images]}
 
 
 @dataclass(slots=True, eq=False)

@@ -11,7 +11,9 @@ subprocesses.
 from __future__ import annotations
 
 import asyncio
+import base64
 import ctypes
+import io
 import json
 import os
 import shutil
@@ -25,13 +27,18 @@ MAX_LINE_BYTES = 1 << 28
 _EXTENSION = "rollmill.weights.vllm_extension.SharedWeightsExtension"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _PR_SET_PDEATHSIG = 1
+_OTHER_TOKENS = (
+    "it writes other tokens for the pictures of a prompt than the checkpoint's processor in the trainer, so what it "
+    "samples could not be learned from; use engine `native`"
+)
 
 
 class VLLMServer:
     """Serves the requests of one parent process."""
 
-    def __init__(self, engine: Any, weights: str, writer: asyncio.StreamWriter) -> None:
-        self._engine, self._weights, self._writer = engine, weights, writer
+    def __init__(self, engine: Any, settings: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self._engine, self._writer = engine, writer
+        self._weights, self._names = settings["weights"], settings.get("names", {})
         self._paused = self._asleep = False
         self.keeps_folder = False  #: the parent starts another process there
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,12 +72,13 @@ class VLLMServer:
         if self._asleep:
             await engine.wake_up(tags=["weights"])
         await engine.pause_generation(mode="keep", clear_cache=False)
-        versions = await engine.collective_rpc("load_shared_weights", args=(self._weights,))
+        versions = await engine.collective_rpc("load_shared_weights", args=(self._weights, self._names))
         await engine.update_weight_version(str(versions[0]))
         if self._asleep:
             await engine.wake_up(tags=["kv_cache"])
             self._asleep = False
         await engine.reset_prefix_cache(reset_running_requests=True)
+        await engine.reset_encoder_cache()  # features of pictures
         await self._switch(self._paused)
         return int(versions[0])
 
@@ -123,8 +131,12 @@ class VLLMServer:
             output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         )
         try:
-            prompt = {"prompt_token_ids": [*message["prompt"], *begun]}
+            prompt: dict[str, Any] = {"prompt_token_ids": [*message.get("short", message["prompt"]), *begun]}
+            if "pictures" in message:
+                prompt["multi_modal_data"] = {"image": [_picture(each) for each in message["pictures"]]}
             async for output in self._engine.generate(prompt, params, str(number)):
+                if "pictures" in message and output.prompt_token_ids != [*message["prompt"], *begun]:
+                    raise ValueError(_OTHER_TOKENS)
                 self._tell(number, output.outputs[0], top)
                 await self._writer.drain()
                 await asyncio.sleep(0)  # let messages of the parent be read
@@ -148,6 +160,13 @@ class VLLMServer:
             message["ended"] = found.finish_reason
             message["versions"] = [(int(each.version), each.end - each.start) for each in found.weight_versions or []]
         self.send(**message)
+
+
+def _picture(content: str) -> Any:
+    """A picture from PNG as base64."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(content))).convert("RGB")
 
 
 def start_engine(settings: dict[str, Any]) -> Any:
@@ -195,7 +214,7 @@ async def serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
     settings = json.loads(await reader.readline())
     engine = start_engine(settings)
-    server = VLLMServer(engine, settings["weights"], writer)
+    server = VLLMServer(engine, settings, writer)
     server.send(id=0, value=await server.load())
     while line := await reader.readline():
         await server.handle(json.loads(line))
