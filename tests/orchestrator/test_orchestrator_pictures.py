@@ -111,6 +111,13 @@ def test_check_refuses_what_does_not_see_yet(
     assert named in capsys.readouterr().err
 
 
+def test_check_refuses_vllm_for_pictures_that_attend_in_both_directions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(picture_run(tmp_path, "gemma3", engine="vllm"))]) == 2
+    assert "engine: vllm does not work with Gemma3ForConditionalGeneration" in capsys.readouterr().err
+
+
 def test_other_uses_of_a_model_that_sees_are_refused(seeing: Any) -> None:
     _, folder = seeing
     with pytest.raises(ModelError, match="only the policy"):  # judges, other models, serve

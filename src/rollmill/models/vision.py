@@ -53,10 +53,10 @@ class PicturePrompt:
     inputs: dict[str, Tensor]  #: arguments of the model's `get_image_features`: pixels, grids, sizes; empty if joined
     token_types: Tensor  #: int32 [1, P], 1 for picture tokens; tokens of that id that the policy sampled are text
     joined: tuple[tuple[int, PicturePrompt], ...] = ()  #: prompts that it consists of, with the index of their tokens
+    both_ways: bool = False  #: tokens of a picture attend to each other in both directions (Gemma 3)
     text: str = ""  #: as rendered, with a place for each picture; empty if joined
     pictures: tuple[bytes, ...] = ()  #: contents of the files; empty if joined
     pixels: tuple[tuple[int, int], ...] = ()  #: least and most of each picture
-    both_ways: bool = False  #: tokens of a picture attend to each other in both directions (Gemma 3)
 
     @property
     def parts(self) -> tuple[tuple[int, PicturePrompt], ...]:
@@ -103,7 +103,7 @@ def join_prompts(token_ids: Sequence[int], parts: Sequence[tuple[int, PicturePro
         types[:, start : start + len(part.token_ids)] = part.token_types
         digest.update(f"{start} {part.key}".encode())
     both_ways = any(part.both_ways for _, part in parts)
-    return PicturePrompt(digest.hexdigest(), ids, {}, types, tuple(parts), both_ways=both_ways)
+    return PicturePrompt(digest.hexdigest(), ids, {}, types, tuple(parts), both_ways)
 
 
 class PictureProcessor:
@@ -112,8 +112,8 @@ class PictureProcessor:
     Attributes:
         folder: for pictures that environments, workflows and clients give; None: the cache folder.
         folder_bytes: most bytes in it, for `rollmill.data.images.PictureFolder`.
-        video: configuration of the part for videos, where it was left out; other programs need it.
         both_ways: tokens of a picture attend to each other in both directions.
+        video: configuration of the part for videos, where it was left out; other programs need it.
     """
 
     def __init__(
@@ -138,12 +138,7 @@ class PictureProcessor:
         """
         kind = type(self.processor)
         whole = getattr(kind, "picture_only_of", None)
-        own = {
-            "image_token_id": self.image_token_id,
-            "folder": self.folder,
-            "both_ways": self.both_ways,
-            "video": self.video,
-        }
+        own = {name: getattr(self, name) for name in ("image_token_id", "folder", "both_ways", "video")}
         state = vars(self.processor), own, dict(output_capturing._CAN_RECORD_REGISTRY)
         return _rebuild_processor, (whole or kind, whole is not None, *state)
 
@@ -227,10 +222,8 @@ class PictureProcessor:
                 "of the type `image`"
             )
         types = (ids == self.image_token_id).to(torch.int32)[None]
-        files, pixels, both_ways = tuple(pictures), tuple(limits), self.both_ways
-        return PicturePrompt(
-            key, ids.tolist(), rest, types, text=text, pictures=files, pixels=pixels, both_ways=both_ways
-        )
+        seen = text, tuple(pictures), tuple(limits)
+        return PicturePrompt(key, ids.tolist(), rest, types, (), self.both_ways, *seen)
 
 
 def read_processor(
@@ -243,9 +236,8 @@ def read_processor(
     kind: Any = _processor_class(folder)
     without_video = kind is not None and "video_processor" in kind.get_attributes() and not _has_torchvision()
     loader: Any = picture_only(kind) if without_video else AutoProcessor
-    found = PictureProcessor(
-        loader.from_pretrained(folder, use_fast=False, **options), image_token_id, both_ways=both_ways
-    )
+    processor = loader.from_pretrained(folder, use_fast=False, **options)
+    found = PictureProcessor(processor, image_token_id, both_ways=both_ways)
     found.video = _video_config(folder) if without_video else None
     return found
 
@@ -277,9 +269,8 @@ def _rebuild_processor(
         kind = picture_only(kind)
     processor = kind.__new__(kind)
     processor.__dict__.update(state)
-    video = own.pop("video")
-    made = PictureProcessor(processor, **own)
-    made.video = video
+    made = PictureProcessor(processor, own["image_token_id"], own["folder"], own["both_ways"])
+    made.video = own["video"]
     return made
 
 

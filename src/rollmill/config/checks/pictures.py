@@ -66,13 +66,21 @@ def require_picture_support(model: ModelConfig, stages: Sequence[StageConfig]) -
                     "is trained; remove one of the two"
                 )
         for view in stage.by_domain().values() if name is not None else ():
-            for key, remedy in _unsupported(view):
+            facts = _facts(model) or {}
+            for key, remedy in _unsupported(view, both_ways=facts.get("model_type") in BOTH_WAYS):
                 raise ConfigError(f"stage {stage.name}: {key} does not work with {name}, which sees pictures: {remedy}")
 
 
-def _unsupported(stage: StageConfig) -> Iterator[tuple[str, str]]:
-    """Yields keys that are not supported yet, each with a remedy."""
+def _unsupported(stage: StageConfig, both_ways: bool) -> Iterator[tuple[str, str]]:
+    """Yields keys that are not supported yet, each with a remedy.
+
+    Args:
+        both_ways: the model is one of `BOTH_WAYS`.
+    """
     algorithm = stage.algorithm
+    if both_ways and stage.engine.name != "native":
+        remedy = "use `native`: vLLM's attention within a picture, in both directions, is not verified"
+        yield f"engine: {stage.engine.name}", remedy
     if stage.engine.name not in ("native", "vllm"):
         yield f"engine: {stage.engine.name}", "use `native` or `vllm`: other engines are not known to take pictures"
     if stage.trainer.sharding == "tensor":
