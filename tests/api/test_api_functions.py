@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -100,3 +101,23 @@ def test_a_finished_run_has_nothing_to_resume(trained: rollmill.TrainingRun) -> 
     assert len(rollmill.resume(trained.folder).metrics) == steps
     with pytest.raises(ConfigError, match="holds no run"):
         rollmill.resume(trained.folder / "inputs")
+
+
+@pytest.mark.slow
+def test_functions_of_trl_and_verl_are_rewards(tmp_path: Path) -> None:
+    """Closures too, which are stored; both parts are in the metrics, with what they log."""
+    wanted = 4
+
+    def brief(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+        kwargs["log_metric"]("letters", len(completions[0]))
+        return [float(len(text) <= wanted) for text in completions]
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+        return {"score": float(ground_truth in solution_str), "shown": 1.0}
+
+    run = rollmill.GRPO(**SMALL, rewards=[brief, compute_score], steps=2, out=tmp_path / "run").train()
+    for row in run.metrics:
+        if "reward/mean" in row:
+            assert row["reward/mean"] == pytest.approx(row["reward/brief"] + row["reward/compute_score"])
+            assert row["reward/compute_score/shown"] == 1.0
+            assert row["reward/brief/letters"] > 0

@@ -214,12 +214,15 @@ def test_overrides_of_verl(tmp_path: Path) -> None:
         "- algorithm.adv_estimator=gae\n- data.train_files=train.parquet\n- data.train_batch_size=64\n"
         "- actor_rollout_ref.model.path=./model\n- actor_rollout_ref.actor.ppo_mini_batch_size=32\n"
         "- critic.optim.lr=1e-5\n- +trainer.total_training_steps=9\n- 'algorithm.use_kl_in_reward=True'\n"
-        "- algorithm.kl_ctrl.kl_coef=0.02\n"
+        "- algorithm.kl_ctrl.kl_coef=0.02\n- custom_reward_function.path=mine/score.py\n"
+        "- custom_reward_function.name=graded\n- +custom_reward_function.reward_kwargs.scale=2\n"
     )
     run, found = imported(tmp_path, text, "overrides.yaml")
     algorithm: Any = run.stages[0].algorithm
     assert (algorithm.name, algorithm.critic.lr, run.stages[0].steps) == ("ppo", 1e-5, 9)
     assert (algorithm.kl.coefficient, algorithm.kl.where) == (0.02, "reward")
+    [reward] = found.sections["rewards"]
+    assert reward == {"name": "python", "function": "mine/score.py:graded", "options": {"scale": 2}}
     assert found.lost == {}
 
 

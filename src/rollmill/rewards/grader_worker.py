@@ -99,13 +99,14 @@ def _load_reasoning_gym(setup: str) -> None:
 def _load_python(setup: str) -> None:
     import rollmill.rewards.values
     import rollmill.types  # noqa: F401 - what the arguments are made of
+    from rollmill.rewards.foreign_functions import adapt_function
     from rollmill.user_code import import_object
 
-    functions[setup] = import_object(setup)
+    functions[setup] = adapt_function(import_object(setup))
 
 
 def _python(setup: str, payload: tuple[list[Any], dict[str, Any]]) -> dict[str, Any]:
-    """Return the validated result of a user's function for these arguments."""
+    """Return the validated result of a user's function for these arguments: values, and numbers that are logged."""
     from rollmill.errors import user_code_location
     from rollmill.rewards.values import validate_result
 

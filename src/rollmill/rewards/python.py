@@ -16,6 +16,7 @@ from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import find_reward
 from rollmill.rewards.base import OK, TIMEOUT, RewardResult, RewardValue, Score
+from rollmill.rewards.foreign_functions import VerlFunction, adapt_function, unadapted
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError, start_user_task
 from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.resources import RewardResources
@@ -29,7 +30,8 @@ RewardFunction = Callable[..., Any]
 def build_python_reward(config: PythonReward, resources: RewardResources) -> PythonScorer | PythonGroupScorer:
     """Build the reward of a user's function. Raises ConfigError if it is missing or does not take the options."""
     function = load_reward_function(config)
-    source = None if config.run_in == "thread" or _is_async(function) else function_source(config.function, function)
+    in_process = config.run_in != "thread" and not _is_async(function)
+    source = function_source(config.function, unadapted(function)) if in_process else None
     if source is None:
         caller: Callable[[list[Any]], Awaitable[_FunctionResult]] = partial(
             _in_thread, config, function, resources.threads
@@ -48,8 +50,17 @@ def build_python_reward(config: PythonReward, resources: RewardResources) -> Pyt
 
 
 def load_reward_function(config: PythonReward) -> RewardFunction:
-    """Load the function of a `python` reward. Raises ConfigError if it is missing or does not take the options."""
+    """Load the function of a `python` reward; one that was written for TRL or verl is adapted.
+
+    Raises ConfigError if it is missing or does not take the options.
+    """
     function = find_reward(config.function)
+    try:
+        function = adapt_function(function)
+    except TypeError as error:
+        raise ConfigError(f"{config.function}: {error}") from error
+    if isinstance(function, VerlFunction) and (unknown := function.not_taken(config.options)):
+        raise ConfigError(f"{config.function} takes no option `{unknown[0]}`; correct the reward's `options`")
     group = getattr(function, "group", False)
     judged = {"judged": None} if group and "judged" in _parameters(function) else {}
     try:
@@ -83,9 +94,10 @@ def function_source(name: str, function: RewardFunction) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _FunctionResult:
-    """The function's return value, if it returned in time."""
+    """The values that the function returned, if it did in time, and of each the numbers that are only logged."""
 
-    value: Any
+    values: list[RewardValue]
+    details: list[dict[str, float]]
     in_time: bool
     queue_s: float = 0.0
     run_s: float | None = None
@@ -101,7 +113,7 @@ class PythonScorer:
         answer = await self._caller([task, completion])
         if not answer.in_time:
             return Score(self._config.timeout_reward, TIMEOUT, answer.queue_s, answer.run_s)
-        return Score(answer.value, OK, answer.queue_s, answer.run_s)
+        return Score(answer.values[0], OK, answer.queue_s, answer.run_s, answer.details[0])
 
 
 class PythonGroupScorer:
@@ -123,8 +135,8 @@ class PythonGroupScorer:
         answer = await self._caller(arguments + ([[each.parts for each in judged]] if self._wants_judged else []))
         if not answer.in_time:
             return [Score(self._config.timeout_reward, TIMEOUT, answer.queue_s, answer.run_s)] * len(completions)
-        values: list[RewardValue] = answer.value
-        return [Score(value, OK, answer.queue_s, answer.run_s) for value in values]
+        found = zip(answer.values, answer.details, strict=True)
+        return [Score(value, OK, answer.queue_s, answer.run_s, details) for value, details in found]
 
 
 async def _in_process(config: PythonReward, source: str, pool: GraderPool, arguments: list[Any]) -> _FunctionResult:
@@ -137,7 +149,8 @@ async def _in_process(config: PythonReward, source: str, pool: GraderPool, argum
         raise RewardError(f"the task cannot be sent to another process ({error}); set run_in: thread") from error
     if reply.outcome not in (OK, TIMEOUT):
         raise RewardError(f"it ran out of {reply.outcome}")
-    return _FunctionResult(reply.value, reply.outcome == OK, reply.queue_s, reply.run_s)
+    values, details = reply.value if reply.outcome == OK else ([], [])
+    return _FunctionResult(values, details, reply.outcome == OK, reply.queue_s, reply.run_s)
 
 
 async def _in_thread(
@@ -160,7 +173,8 @@ async def _in_thread(
             left = config.time_limit_s - (loop.time() - started)
             work = _within(lambda: found, max(left, 0.0))
             found, in_time = await threads.run(config.function, work, config.time_limit_s)
-    return _FunctionResult(validate_result(found, isinstance(arguments[1], list)) if in_time else None, in_time)
+    values, details = validate_result(found, isinstance(arguments[1], list)) if in_time else ([], [])
+    return _FunctionResult(values, details, in_time)
 
 
 def _parameters(function: RewardFunction) -> list[str]:
@@ -171,6 +185,8 @@ def _parameters(function: RewardFunction) -> list[str]:
 
 
 def _is_async(function: RewardFunction) -> bool:
+    if getattr(function, "is_async", False):
+        return True
     called = function if inspect.isroutine(function) else type(function).__call__
     return inspect.iscoroutinefunction(called)
 

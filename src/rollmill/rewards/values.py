@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 RewardValue = float | dict[str, float | None] | None
 """A number, several named parts, or None if the reward does not apply to the task."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedScore:
+    """A value with numbers that are logged, but do not count."""
+
+    value: Any
+    details: dict[str, float] = field(default_factory=dict)
 
 
 def validate_value(found: Any) -> RewardValue:
@@ -23,13 +32,16 @@ def validate_value(found: Any) -> RewardValue:
     return _number(found, "")
 
 
-def validate_result(found: Any, in_groups: bool) -> RewardValue | list[RewardValue]:
-    """Check what a user's function returned: a RewardValue, or a list of them from a group reward."""
+def validate_result(found: Any, in_groups: bool) -> tuple[list[RewardValue], list[dict[str, float]]]:
+    """Check what a user's function returned: a RewardValue, or a list of them from a group reward. A LoggedScore stands
+    for its value. Return the values, and of each the numbers that are only logged."""
     if not in_groups:
-        return validate_value(found)
-    if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
+        found = [found]
+    elif isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
         raise TypeError(f"returned {found!r:.80}; a group reward returns a list with one value per completion")
-    return [validate_value(value) for value in found]
+    scores = [each if isinstance(each, LoggedScore) else LoggedScore(each) for each in found]
+    details = [{key: value for key, value in each.details.items() if math.isfinite(value)} for each in scores]
+    return [validate_value(each.value) for each in scores], details
 
 
 def _key(key: Any) -> str:

@@ -228,8 +228,8 @@ def _rewards(run: ImportedRun, settings: ForeignSettings) -> None:
         else:
             rewards.append({"name": "python", "function": f"rewards.py:{short}"})
             run.lost[f"reward_funcs: {name}"] = (
-                f"write it as `def {short}(task, completion) -> float` into rewards.py: one completion at a time, and "
-                "the row's columns are in task.metadata"
+                f"copy `{short}` into rewards.py, unchanged (it is called for each completion; with the attribute "
+                "`group = True` once for all completions of a task)"
             )
     if not rewards:
         rewards.append({"name": "python", "function": "rewards.py:reward"})

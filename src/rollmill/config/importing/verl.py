@@ -212,6 +212,7 @@ def _rewards(run: ImportedRun, settings: ForeignSettings) -> None:
         settings.take("custom_reward_function.path"),
         settings.take("custom_reward_function.name", "compute_score"),
     )
+    options = settings.section("custom_reward_function.reward_kwargs")
     settings.section("custom_reward_function")
     overlong = settings.section("reward_model.reward_kwargs.overlong_buffer_cfg") or settings.section(
         "reward_model.overlong_buffer"
@@ -227,11 +228,8 @@ def _rewards(run: ImportedRun, settings: ForeignSettings) -> None:
     if settings.take("reward_model.enable", False):
         run.put("rewards", [{"name": "model", "path": hub_or_path(settings.take("reward_model.model.path"))}])
     elif own is not None:
-        run.put("rewards", [{"name": "python", "function": f"rewards.py:{name}"}])
-        run.lost["custom_reward_function"] = (
-            f"{own}: write `def {name}(task, completion) -> float` into rewards.py, which calls yours with "
-            "task.metadata['data_source'], completion, task.answer and task.metadata['extra_info']"
-        )
+        reward = {"name": "python", "function": f"{own}:{name}"}
+        run.put("rewards", [reward | ({"options": options} if options else {})])
     else:
         run.put("rewards", [{"name": "math"}])
         run.notes.append("rewards: verl chooses by data_source; `math` compares the final answer with ground_truth")

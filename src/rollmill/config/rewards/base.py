@@ -101,7 +101,7 @@ class RewardManagerConfig(Section):
 
 
 class PythonReward(RewardSection):
-    """A user's function `(task, completion) -> float | dict | None`, plain or async."""
+    """A user's function `(task, completion) -> float | dict | None`, plain or async; or one written for TRL or verl."""
 
     implementation = "rollmill.rewards.python:build_python_reward"
     name: Literal["python"]
