@@ -25,6 +25,8 @@ from rollmill.launch import resume
 from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.vision import read_processor
 from rollmill.orchestrator.setup import set_up_run
+from rollmill.rollout.chat import ChatRenderer
+from rollmill.types import Task
 
 BASE: dict[str, Any] = {
     "rewards": [{"name": "format", "pattern": "[0-9]"}],
@@ -156,6 +158,20 @@ def test_pictures_stand_where_the_messages_show_them(seeing: Any, tmp_path: Path
     rows.write_text(swapped + "\n")
     other = encode_pictures(load_taskset(TasksetConfig(path=rows)).tasks[0], policy.tokenizer)
     assert torch.equal(other.inputs["pixel_values"].flip(0), pictures.inputs["pixel_values"])
+
+
+def test_a_task_without_pictures_is_rendered_by_a_template_that_takes_parts_only(tmp_path: Path) -> None:
+    """As LLaVA's, which shows nothing of a content that is a text."""
+    config = ModelConfig(path=picture_checkpoint(tmp_path / "model", "llava"))
+    policy = load_policy(config, texts=[], seed=0, device=torch.device("cpu"), pictures=True)
+    policy.model.picture_processor.processor.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}\n"
+        "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    task = Task("1", [{"role": "user", "content": "how many?"}])
+    assert render_prompt(task, policy.tokenizer) == "u:how many?a:"
+    chat = ChatRenderer(policy.tokenizer, frozenset())
+    assert chat.prompt(list(task.prompt)).text == "u:how many?a:"
 
 
 def test_pixels_have_limits(tmp_path: Path) -> None:

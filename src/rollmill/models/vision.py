@@ -146,11 +146,21 @@ class PictureProcessor:
         ]
         return self.apply_template(parts, tokenizer)
 
-    def apply_template(self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any = None) -> str:
+    def apply_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Render a chat whose contents are parts of the types `text` and `image`. Raises what the template raises."""
         renderer = self.processor if getattr(self.processor, "chat_template", None) else tokenizer
         text: str = renderer.apply_chat_template(
-            [dict(each) for each in messages], tools=tools, add_generation_prompt=True, tokenize=False
+            [dict(each) for each in messages],
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
         )
         return text
 
