@@ -23,7 +23,7 @@ from rollmill.data import encode_pictures, load_taskset, render_prompt
 from rollmill.errors import ConfigError, ModelError, TasksetError
 from rollmill.launch import resume
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.models.vision import read_processor
+from rollmill.models.picture_prompts import read_processor
 from rollmill.orchestrator.setup import set_up_run
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.types import Task

@@ -12,7 +12,7 @@ from rollmill.errors import TasksetError
 from rollmill.types import Experience, ExperienceSource, Message, Task, Turn, experience_from_demonstration
 
 if TYPE_CHECKING:
-    from rollmill.models.vision import PictureProcessor, PicturePrompt
+    from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
 
 
 def render_prompt(task: Task, tokenizer: Any) -> str:
