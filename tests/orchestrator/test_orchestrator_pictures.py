@@ -102,6 +102,18 @@ def test_check_refuses_what_does_not_see_yet(
     assert named in capsys.readouterr().err
 
 
+def test_a_text_model_is_refused_an_environment_that_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy_checkpoint(tmp_path / "toy", "qwen3")
+    run = {"model": {"path": str(tmp_path / "toy")}, "rollout": BASE["rollout"], "workflow": "environment"}
+    run["taskset"] = {"path": str(picture_rows(tmp_path / "data")), "chat": True, "images": "text"}
+    run["environment"] = {"name": "gymnasium", "render_mode": "rgb_array"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 2
+    assert "environment.render_mode: rgb_array shows pictures, and the model reads text" in capsys.readouterr().err
+
+
 def test_other_uses_of_a_model_that_sees_are_refused(seeing: Any) -> None:
     _, folder = seeing
     with pytest.raises(ModelError, match="only the policy"):  # judges, other models, serve
