@@ -27,7 +27,7 @@ def load(model: str) -> Any:
     from transformers import AutoModelForImageTextToText
 
     from rollmill.models.load import PolicyModel
-    from rollmill.models.vision import read_processor
+    from rollmill.models.picture_prompts import read_processor
 
     folder = vision_dir(model)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -42,6 +42,7 @@ def repeat_tower(times: int) -> None:
     """Run the tower `times` as often as it is needed: on copies of the pictures."""
     import rollmill.models.vision as vision
     import rollmill.trainer.logprobs as logprobs
+    from rollmill.models.picture_prompts import PicturePrompt
 
     once = vision.compute_features
 
@@ -50,7 +51,7 @@ def repeat_tower(times: int) -> None:
         if not found:
             return {}
         copies = [
-            vision.PicturePrompt(f"{each.key}/{i}", each.token_ids, each.inputs, each.token_types)
+            PicturePrompt(f"{each.key}/{i}", each.token_ids, each.inputs, each.token_types)
             for each in found
             for i in range(times)
         ]

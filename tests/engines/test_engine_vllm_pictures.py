@@ -27,7 +27,7 @@ from rollmill.engines.vllm.engine import VLLMEngine
 from rollmill.errors import ConfigError
 from rollmill.models.hf_forward import hf_logprobs
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.models.vision import PicturePrompt, join_prompts
+from rollmill.models.picture_prompts import PicturePrompt, join_prompts
 from rollmill.orchestrator.engine import build_engine, build_publisher, build_vllm_engine
 from rollmill.types import Completion
 from rollmill.weights import WeightPublisher

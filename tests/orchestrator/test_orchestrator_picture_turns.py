@@ -94,21 +94,21 @@ def test_an_environment_shows_pictures_and_the_run_resumes_bit_equal(tmp_path: P
         "workflow": "environment",
         "rewards": None,
         "buffer": {"replay": {"groups": 1}},
+        "steps": 2,
     }
     path = turns_run(tmp_path, COLOURS, **changes)
     rollmill.run(path, out=tmp_path / "whole")
-    assert len(gaps(tmp_path / "whole")) == 3
+    assert len(gaps(tmp_path / "whole")) == 2
     assert max(gaps(tmp_path / "whole")) < 1e-4
     episode = learned(tmp_path / "whole")[0]
     assert [turn.role for turn in episode.turns] == ["prompt", *["assistant", "observation"] * 2, "assistant"]
     seen = [(Path(each["path"]).parent.name, each["width"]) for each in episode.info["images"]]
     assert seen[-3:] == [("pictures", 28), ("pictures", 42), ("pictures", 56)]  # after those of the task
     rollmill.run(path, out=tmp_path / "parts")
-    for step in (2, 3):  # as if it had been killed after its first step
-        (tmp_path / f"parts/checkpoints/step-{step:06d}").rename(tmp_path / f"gone-{step}")
+    (tmp_path / "parts/checkpoints/step-000002").rename(tmp_path / "gone")  # as if it had been killed after its first
     resume(tmp_path / "parts")
     whole, parts = (
-        load_file(tmp_path / name / "checkpoints/step-000003/model.safetensors") for name in ("whole", "parts")
+        load_file(tmp_path / name / "checkpoints/step-000002/model.safetensors") for name in ("whole", "parts")
     )
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     report = (tmp_path / "whole/report.html").read_text()
@@ -142,7 +142,7 @@ def test_a_workflow_shows_pictures_in(flow: str, tmp_path: Path) -> None:
 def test_traffic_with_pictures_is_trained_on(tmp_path: Path) -> None:
     """Sessions of OpenAI's client; those with equal words and other pictures are not compared with each other."""
     changes = {"workflow": {"name": "traffic", "group": "prompt"}, "taskset": None, "rewards": None, "plugins": None}
-    path = turns_run(tmp_path, "", max_staleness=2, rollout=ROLLOUT | {"group_size": 2}, **changes)
+    path = turns_run(tmp_path, "", max_staleness=2, steps=2, rollout=ROLLOUT | {"group_size": 2}, **changes)
     url = [_url(tmp_path / f"data/{number}.png") for number in range(4)]
 
     def application(address: str) -> None:
@@ -167,7 +167,7 @@ def test_traffic_with_pictures_is_trained_on(tmp_path: Path) -> None:
 
     out = tmp_path / "out"
     serve(path)
-    assert len(gaps(out)) == 3
+    assert len(gaps(out)) == 2
     assert max(gaps(out)) < 1e-4
     groups: dict[str, set[str]] = {}
     for each in load_experiences(out):

@@ -23,8 +23,10 @@ from rollmill.data import encode_pictures, load_taskset, render_prompt
 from rollmill.errors import ConfigError, ModelError, TasksetError
 from rollmill.launch import resume
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.models.vision import read_processor
+from rollmill.models.picture_prompts import read_processor
 from rollmill.orchestrator.setup import set_up_run
+from rollmill.rollout.chat import ChatRenderer
+from rollmill.types import Task
 
 BASE: dict[str, Any] = {
     "rewards": [{"name": "format", "pattern": "[0-9]"}],
@@ -118,6 +120,18 @@ def test_check_refuses_vllm_for_pictures_that_attend_in_both_directions(
     assert "engine: vllm does not work with Gemma3ForConditionalGeneration" in capsys.readouterr().err
 
 
+def test_a_text_model_is_refused_an_environment_that_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy_checkpoint(tmp_path / "toy", "qwen3")
+    run = {"model": {"path": str(tmp_path / "toy")}, "rollout": BASE["rollout"], "workflow": "environment"}
+    run["taskset"] = {"path": str(picture_rows(tmp_path / "data")), "chat": True, "images": "text"}
+    run["environment"] = {"name": "gymnasium", "render_mode": "rgb_array"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 2
+    assert "environment.render_mode: rgb_array shows pictures, and the model reads text" in capsys.readouterr().err
+
+
 def test_other_uses_of_a_model_that_sees_are_refused(seeing: Any) -> None:
     _, folder = seeing
     with pytest.raises(ModelError, match="only the policy"):  # judges, other models, serve
@@ -174,6 +188,20 @@ def test_pictures_stand_where_the_messages_show_them(seeing: Any, tmp_path: Path
     rows.write_text(swapped + "\n")
     other = encode_pictures(load_taskset(TasksetConfig(path=rows)).tasks[0], policy.tokenizer)
     assert torch.equal(other.inputs["pixel_values"].flip(0), pictures.inputs["pixel_values"])
+
+
+def test_a_task_without_pictures_is_rendered_by_a_template_that_takes_parts_only(tmp_path: Path) -> None:
+    """As LLaVA's, which shows nothing of a content that is a text."""
+    config = ModelConfig(path=picture_checkpoint(tmp_path / "model", "llava"))
+    policy = load_policy(config, texts=[], seed=0, device=torch.device("cpu"), pictures=True)
+    policy.model.picture_processor.processor.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}\n"
+        "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    task = Task("1", [{"role": "user", "content": "how many?"}])
+    assert render_prompt(task, policy.tokenizer) == "u:how many?a:"
+    chat = ChatRenderer(policy.tokenizer, frozenset())
+    assert chat.prompt(list(task.prompt)).text == "u:how many?a:"
 
 
 def test_pixels_have_limits(tmp_path: Path) -> None:

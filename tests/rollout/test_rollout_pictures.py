@@ -16,15 +16,19 @@ from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.picture_turns import join_turns, turns_of
 from rollmill.engines.native.engine import NativeEngine
-from rollmill.errors import EngineError
+from rollmill.errors import EngineError, WorkflowError
 from rollmill.models.hf_forward import hf_logprobs
 from rollmill.models.load import PolicyModel, load_policy
+from rollmill.rewards.function_threads import FunctionThreads
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.policy import Policy
 from rollmill.rollout.recorder import Recorder
+from rollmill.rollout.tools.formats import ToolCall, tool_result_message
+from rollmill.rollout.tools.function_tool import FunctionTool
+from rollmill.rollout.tools.toolbox import Tool, Toolbox
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
-from rollmill.types import Experience
+from rollmill.types import Experience, Task
 
 CPU = torch.device("cpu")
 QUICK = {"qwen2_vl", "idefics3"}
@@ -236,3 +240,36 @@ def test_texts_that_name_the_picture_token_are_refused_beside_pictures(seeing: P
         policy.prompt([{"role": "user", "content": [picture(28, 28, 0), text("an <image>")]}])
     own = [{"role": "user", "content": [picture(28, 28, 0)]}, {"role": "assistant", "content": "an <image>"}]
     assert len(policy.prompt([*own, {"role": "user", "content": "x"}])) > 16  # the policy's own are left out
+
+
+def test_tools_show_pictures_to_a_policy_that_sees(seeing: PolicyModel) -> None:
+    """Others are told that there is one; a picture that cannot be read is an error of the tool."""
+
+    def look(size: int) -> Any:
+        """Look through the window."""
+        return ["seen", pixels(size, 28, 0)]
+
+    async def broken(arguments: dict[str, Any]) -> Any:
+        return [{"type": "image", "image": "data:image/png;base64,AAAA"}]
+
+    async def called(policy: Any) -> list[Any]:
+        tool = FunctionTool(look)
+        threads = FunctionThreads("tools", WorkflowError, 2, most_stuck=2)
+        call = tool.caller(Task("1", "?"), {}, threads, 10.0)
+        tools = [tool.tool("look", None, call), Tool("broken", "", {}, broken)]
+        folder = policy.folder if policy is not None else None
+        box = Toolbox(tools, {"look": 100, "broken": 100}, {}, folder=folder)
+        calls = [ToolCall("a", "look", {"size": 56}), ToolCall("b", "broken", {})]
+        found = [tool_result_message(each, (await box.answered(each)).content) for each in calls]
+        threads.close()
+        return found
+
+    chat = ChatRenderer(seeing.tokenizer, frozenset())
+    policy = Policy(None, chat, SamplingConfig(), seed=0, name="task 7")  # type: ignore[arg-type]
+    first, second = asyncio.run(called(policy))
+    assert second["content"].startswith("Error: its picture cannot be read")
+    start: list[Any] = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "a call"}]
+    ids = policy.prompt([*start, first, second])
+    assert ids.count(seeing.model.picture_processor.image_token_id) == 16
+    [first, _] = asyncio.run(called(None))
+    assert first["content"] == "seen\n(image, not shown)"

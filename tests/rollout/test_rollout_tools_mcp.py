@@ -259,10 +259,27 @@ def _listens(port: int) -> bool:
 
 
 def test_structured_results_without_text_are_json() -> None:
-    from rollmill.rollout.tools.mcp_server import _result_text
+    from rollmill.rollout.tools.mcp_server import _result_content
 
     result = rollmill_result(content=[], structured_content={"a": [1]})
-    assert json.loads(_result_text(result)) == {"a": [1]}
+    found = _result_content(result)
+    assert isinstance(found, str)
+    assert json.loads(found) == {"a": [1]}
+
+
+def test_pictures_in_results_are_parts() -> None:
+    from mcp.types import AudioContent, ImageContent, TextContent
+
+    from rollmill.rollout.tools.mcp_server import _result_content
+
+    drawn = ImageContent(type="image", data="AAAA", mime_type="image/png")
+    heard = AudioContent(type="audio", data="AAAA", mime_type="audio/wav")
+    found = _result_content(rollmill_result(content=[TextContent(type="text", text="a"), drawn, heard]))
+    assert found == [
+        {"type": "text", "text": "a"},
+        {"type": "image", "image": "data:image/png;base64,AAAA"},
+        {"type": "text", "text": "(audio, not shown)"},
+    ]
 
 
 def rollmill_result(**fields: Any) -> Any:

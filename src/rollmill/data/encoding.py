@@ -12,7 +12,7 @@ from rollmill.errors import TasksetError
 from rollmill.types import Experience, ExperienceSource, Message, Task, Turn, experience_from_demonstration
 
 if TYPE_CHECKING:
-    from rollmill.models.vision import PictureProcessor, PicturePrompt
+    from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
 
 
 def render_prompt(task: Task, tokenizer: Any) -> str:
@@ -46,9 +46,15 @@ def _rendered(task: Task, tokenizer: Any, messages: list[Any], *, add_generation
     """Messages as text, with the tools of the task. Raises TasksetError if the template does not show the tools."""
     tools = task.metadata.get(TOOLS)
     options: dict[str, Any] = {} if tools is None else {"tools": tools}
-    text: str = tokenizer.apply_chat_template(
-        [dict(each) for each in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **options
-    )
+    processor: PictureProcessor | None = getattr(tokenizer, "picture_processor", None)
+    text: str
+    if processor is not None:  # many templates of such models take no text in place of parts
+        parts = [{**each, "content": [{"type": "text", "text": each.get("content") or ""}]} for each in messages]
+        text = processor.apply_template(parts, tokenizer, add_generation_prompt=add_generation_prompt, **options)
+    else:
+        text = tokenizer.apply_chat_template(
+            [dict(each) for each in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **options
+        )
     names = [each.get("function", each)["name"] for each in tools or []]
     if missing := [name for name in names if name not in text]:
         raise TasksetError(

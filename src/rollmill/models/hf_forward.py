@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollmill.models.vision import PicturePrompt, picture_processor
+from rollmill.models.picture_prompts import PicturePrompt
+from rollmill.models.vision import picture_processor
 
 SHORT_WINDOW = 8  #: windows and chunks shrink to this, so that short sequences exceed them
 _KEPT = 2  # layers kept of each kind

@@ -28,9 +28,10 @@ from rollmill.models.from_scratch import init_model, silence_transformers, train
 from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, pretrained_source
 from rollmill.models.hf_forward import picture_prompts
 from rollmill.models.lora import add_lora
+from rollmill.models.picture_prompts import read_processor
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storage import ensure_own_memory
-from rollmill.models.vision import picture_processor, read_processor, text_model
+from rollmill.models.vision import picture_processor, text_model
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.data import encode_privileged_prompt
 from rollmill.data.template import PromptTemplate
-from rollmill.models.vision import PicturePrompt
+from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.types import ROLE_KEY, Experience, IntArray, Task
 
 

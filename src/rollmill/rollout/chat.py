@@ -24,7 +24,7 @@ from rollmill.rollout.tools.formats import ToolCall, ToolFormat, describe_tools,
 from rollmill.types import Completion
 
 if TYPE_CHECKING:
-    from rollmill.models.vision import PictureProcessor, PicturePrompt
+    from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
 
 ChatMessage = Mapping[str, Any]
 """One chat message in OpenAI's format: `role`, `content`, perhaps `tool_calls` and others."""

@@ -12,6 +12,7 @@ from typing import Any
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.workflows import RoleConfig
 from rollmill.data.content_parts import join_contents
+from rollmill.data.images import PictureFolder
 from rollmill.data.picture_turns import PictureTurn, refer_to_pictures
 from rollmill.engines.base import GenerationRequest, RolloutEngine
 from rollmill.errors import EngineError, WorkflowError
@@ -205,6 +206,11 @@ class Policy:
     def sees(self) -> bool:
         """True for a vision-language model: messages may hold pictures."""
         return self._chat.sees
+
+    @property
+    def folder(self) -> PictureFolder:
+        """The folder that keeps pictures which are no files."""
+        return self._chat.folder
 
     def encode(self, text: str, *, start: bool = False) -> list[int]:
         """Token ids of a text; `start` adds the special tokens at the start of a whole text."""

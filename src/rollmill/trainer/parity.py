@@ -41,8 +41,8 @@ from rollmill.models.hf_forward import (
 )
 from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.norms import find_norms, use_fast_norms
+from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.models.storage import ensure_own_memory
-from rollmill.models.vision import PicturePrompt
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_hidden_states, compute_logprobs, use_packed_attention
 from rollmill.trainer.model_setup import evaluation_mode

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollmill.config.environments import GymnasiumSection
 from rollmill.config.model import ModelConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.trainer import TrainerConfig
@@ -49,7 +50,7 @@ def _facts(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def require_picture_support(model: ModelConfig, stages: Sequence[StageConfig]) -> None:
-    """Raise ConfigError for what does not work with a model that sees, or for `trainer.freeze` without one."""
+    """Raise ConfigError for what does not work with a model that sees, and for what needs one without it."""
     if _facts(model) is None:
         return
     name = vision_model_name(model)
@@ -64,6 +65,12 @@ def require_picture_support(model: ModelConfig, stages: Sequence[StageConfig]) -
                 raise ConfigError(
                     f"stage {stage.name}: trainer.freeze: with model.lora, adapters in the language part are all that "
                     "is trained; remove one of the two"
+                )
+        for view in stage.by_domain().values() if name is None else ():
+            if isinstance(view.environment, GymnasiumSection) and view.environment.render_mode == "rgb_array":
+                raise ConfigError(
+                    f"stage {stage.name}: environment.render_mode: rgb_array shows pictures, and the model reads text "
+                    "only; write ansi, or train a vision-language model"
                 )
         for view in stage.by_domain().values() if name is not None else ():
             facts = _facts(model) or {}

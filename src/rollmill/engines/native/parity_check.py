@@ -29,7 +29,7 @@ from rollmill.models.hf_forward import (
     record_layer_outputs,
     shrink_model,
 )
-from rollmill.models.vision import PicturePrompt
+from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.types import Completion
 
 PROMPT_LENGTHS = (29, 14)  #: tokens; the first exceeds one prefill chunk

@@ -20,8 +20,9 @@ from rollmill.models.attention import (
     varlen_available,
     window_mask,
 )
+from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.models.recurrent import RecurrentCall
-from rollmill.models.vision import PicturePrompt, PictureSpan
+from rollmill.models.vision import PictureSpan
 
 
 @dataclass(slots=True)

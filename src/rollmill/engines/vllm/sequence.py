@@ -19,7 +19,7 @@ from rollmill.engines.stop_strings import (
     stop_matcher_for,
 )
 from rollmill.errors import UnsupportedRequestError
-from rollmill.models.vision import PicturePrompt, unexpanded_prompt
+from rollmill.models.picture_prompts import PicturePrompt, unexpanded_prompt
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, StopReason
 

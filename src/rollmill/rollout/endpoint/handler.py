@@ -25,7 +25,7 @@ from rollmill.rollout.tools.formats import TOOL_CALL_START
 from rollmill.types import Completion
 
 if TYPE_CHECKING:
-    from rollmill.models.vision import PicturePrompt
+    from rollmill.models.picture_prompts import PicturePrompt
 
 _MARKS = (TOOL_CALL_START, "```")
 """Possible beginnings of a tool call."""

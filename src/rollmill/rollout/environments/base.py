@@ -81,6 +81,17 @@ def validate_observation(found: Any, where: str) -> Observation:
     )
 
 
+def picture_parts(found: Any, where: str) -> list[dict[str, Any]] | None:
+    """A picture, or a list of texts and pictures, as content parts with `data:` URLs; None for anything else.
+
+    Raises TypeError naming `where` for an array that is no picture.
+    """
+    listed = found if isinstance(found, list | tuple) else [found]
+    if not any(_is_picture(each) for each in listed) or not all(isinstance(e, str) or _is_picture(e) for e in listed):
+        return None
+    return [_plain_part(each, where) for each in listed]
+
+
 def _is_picture(value: Any) -> bool:
     return type(value).__module__.startswith("PIL.") or hasattr(value, "__array_interface__")
 

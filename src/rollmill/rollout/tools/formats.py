@@ -121,7 +121,7 @@ def describe_tools(tools: Sequence[Mapping[str, Any]], format: ToolFormat = "aut
     )
 
 
-def tool_result_message(call: ToolCall, content: str) -> dict[str, Any]:
+def tool_result_message(call: ToolCall, content: str | list[dict[str, Any]]) -> dict[str, Any]:
     """Build a tool's result message in OpenAI's format."""
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 

@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 from rollmill.config.section import source_location
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
+from rollmill.rollout.environments.base import picture_parts
 from rollmill.rollout.tools.toolbox import Tool, ToolCallable, ToolError
 from rollmill.types import Task
 
@@ -73,10 +74,12 @@ class FunctionTool:
         """Build the callable for one rollout; `options` are its keyword-only parameters."""
         given = {TASK_PARAMETER: task} if self._takes_task else {}
 
-        async def call(arguments: dict[str, Any]) -> str:
+        async def call(arguments: dict[str, Any]) -> str | list[dict[str, Any]]:
             work = partial(self._function, **self.checked(arguments), **given, **options)
             try:
                 found = await self._result(work, threads, time_limit_s)
+                if (parts := picture_parts(found, self._function.__name__)) is not None:
+                    return parts
                 return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
             except (RollmillError, ToolError):
                 raise

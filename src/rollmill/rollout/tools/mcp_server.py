@@ -19,7 +19,7 @@ from typing import IO, Any
 from rollmill.config.tools import MCPTool
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.rollout.tools.pool import ToolFactory, ToolPool
-from rollmill.rollout.tools.toolbox import Tool, ToolCallable, ToolError
+from rollmill.rollout.tools.toolbox import Tool, ToolCallable, ToolError, ToolResult
 from rollmill.types import Task
 
 try:
@@ -106,7 +106,7 @@ class MCPConnection:
     def caller(self, name: str) -> ToolCallable:
         """Build the callable of a tool."""
 
-        async def call(arguments: dict[str, Any]) -> str:
+        async def call(arguments: dict[str, Any]) -> str | list[dict[str, Any]]:
             opened = self._open
             if opened is None:
                 opened = await asyncio.to_thread(self._opened)
@@ -129,10 +129,10 @@ class MCPConnection:
             except Exception as error:  # a result that contradicts the tool's own schema, for example
                 raise ToolError(f"{type(error).__name__}: {error}") from error
             self._late = 0
-            text = _result_text(result)
+            content = _result_content(result)
             if result.is_error:
-                raise ToolError(text or "the tool has failed, and does not say why")
-            return text
+                raise ToolError(ToolResult(content, False).text or "the tool has failed, and does not say why")
+            return content
 
         return call
 
@@ -241,9 +241,20 @@ def _shown(section: MCPTool) -> str:
     return f"`{section.url or ' '.join(section.command)}`"
 
 
-def _result_text(result: Any) -> str:
-    """The text of a result: its texts, else its structured content as JSON. Other content is named, not shown."""
-    parts = [each.text if each.type == "text" else f"({each.type}, not shown)" for each in result.content]
-    if not parts and result.structured_content is not None:
+def _result_content(result: Any) -> str | list[dict[str, Any]]:
+    """The content of a result: its texts and pictures, else its structured content as JSON. Other content is named,
+    not shown."""
+    if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(parts)
+    parts = [_part(each) for each in result.content]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(content: Any) -> dict[str, Any]:
+    if content.type == "text":
+        return {"type": "text", "text": content.text}
+    if content.type == "image":
+        return {"type": "image", "image": f"data:{content.mime_type};base64,{content.data}"}
+    return {"type": "text", "text": f"({content.type}, not shown)"}

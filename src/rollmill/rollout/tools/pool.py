@@ -54,7 +54,8 @@ class ToolPool:
         async with AsyncExitStack() as stack:
             made = [make(rollout.task, stack) for make in self._open]
             tools = [tool for each in made for tool in ([each] if isinstance(each, Tool) else each)]
-            yield Toolbox(tools, self._result_chars, self._counters)
+            folder = rollout.policy.folder if rollout.policy is not None and rollout.policy.sees else None
+            yield Toolbox(tools, self._result_chars, self._counters, folder=folder)
 
     def counters(self) -> dict[str, float]:
         """Sums so far: NAME/calls, NAME/errors, NAME/seconds, malformed and unknown."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from rollmill.data.images import PictureFolder
 from rollmill.rollout.environments.base import drop_surrogates
 from rollmill.rollout.policy import Reply
 from rollmill.rollout.tools.formats import ToolCall, tool_result_message
 
-ToolCallable = Callable[[dict[str, Any]], Awaitable[str]]
-"""Maps arguments to a result. Raises ToolError with a message for the policy."""
+ToolCallable = Callable[[dict[str, Any]], Awaitable[str | list[dict[str, Any]]]]
+"""Maps arguments to a result: a text, or content parts with pictures. Raises ToolError with a message for the model."""
 
 
 class ToolError(Exception):
@@ -39,6 +40,7 @@ class Tool:
         return {"type": "function", "function": function}
 
 
+_HIDDEN = "(image, not shown)"
 MALFORMED_CALLS, UNKNOWN_CALLS = "malformed", "unknown"
 
 
@@ -46,18 +48,37 @@ MALFORMED_CALLS, UNKNOWN_CALLS = "malformed", "unknown"
 class ToolResult:
     """Result of a call, or its error if not `ok`."""
 
-    content: str
+    content: str | list[dict[str, Any]]  #: a text; with pictures content parts, for a policy that sees
     ok: bool
+
+    @property
+    def text(self) -> str:
+        """The result without its pictures, which are named."""
+        parts = [self.content] if isinstance(self.content, str) else self.content
+        return "\n".join(
+            each if isinstance(each, str) else each["text"] if each["type"] == "text" else _HIDDEN for each in parts
+        )
 
 
 class Toolbox:
     """The workflow argument `tools`. Concurrent calls are allowed.
 
+    Args:
+        folder: keeps pictures of results, which are shown to the policy; None: it is no vision-language model.
+
     Attributes:
         calls, errors: number of calls and of failed ones in this rollout, malformed ones included.
     """
 
-    def __init__(self, tools: Sequence[Tool], result_chars: dict[str, int], counters: dict[str, float]) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        result_chars: dict[str, int],
+        counters: dict[str, float],
+        *,
+        folder: PictureFolder | None = None,
+    ) -> None:
+        self._folder = folder
         self._tools = {tool.name: tool for tool in tools}
         self._result_chars, self._counters = result_chars, counters
         self.calls = self.errors = 0
@@ -86,7 +107,7 @@ class Toolbox:
             return ToolResult(f"Error: there is no tool `{name[:64]}`; there are {', '.join(self._tools)}", False)
         started = time.perf_counter()
         try:
-            result = ToolResult(self._cut(name, await tool.call(arguments)), True)
+            result = self._result(name, await tool.call(arguments))
         except ToolError as error:
             self.errors += 1
             self._count(f"{name}/errors")
@@ -114,6 +135,22 @@ class Toolbox:
         self.errors += len(malformed)
         self._count(MALFORMED_CALLS, len(malformed))
         return "Error: " + "; ".join(f"a call that cannot be read ({each})" for each in malformed)
+
+    def _result(self, name: str, content: str | list[dict[str, Any]]) -> ToolResult:
+        """The result of a call that has not failed. Raises ToolError if a picture cannot be read."""
+        found = ToolResult(content, True)
+        if isinstance(content, str) or self._folder is None:
+            return ToolResult(self._cut(name, found.text), True)
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            if part["type"] == "text":
+                parts.append({"type": "text", "text": self._cut(name, part["text"])})
+                continue
+            try:
+                parts.append({"type": "image", "image": asdict(self._folder.keep(part["image"], "the result"))})
+            except ValueError as error:
+                raise ToolError(f"its picture cannot be read: {error}") from error
+        return ToolResult(parts, True)
 
     def _cut(self, name: str, text: str) -> str:
         text = drop_surrogates(text)

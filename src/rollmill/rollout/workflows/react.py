@@ -107,4 +107,4 @@ async def _observed(text: str, tools: Toolbox) -> str:
     action = parse_action(text, tools)
     if action.wrong:
         return tools.malformed_message([action.wrong])
-    return (await tools.call(action.name, action.arguments)).content
+    return (await tools.call(action.name, action.arguments)).text
