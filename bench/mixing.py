@@ -21,6 +21,7 @@ import rollmill
 from bench.harness import BenchError, note
 from bench.report import Case, finish
 from rollmill.config.loader import load_run
+from rollmill.user_code import import_object
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "kimi.yaml"
 DOMAINS = ("math", "code", "school", "pictures")
@@ -57,8 +58,10 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def _warm_start(out: Path, seed: int, steps: int) -> Path:
-    """Run the example's first stage; returns its checkpoint."""
-    config = load_run(EXAMPLE, [f"seed={seed}"]).resolved()
+    """Run the example's first stage on a new model; returns its checkpoint."""
+    model = out.with_suffix(".model")
+    import_object(f"{EXAMPLE.with_suffix('.py')}:write_checkpoint")(model, seed)
+    config = load_run(EXAMPLE, [f"seed={seed}", f"model.path={model}"]).resolved()
     only = {"stages": [config["stages"][0] | {"steps": steps, "evaluation": None}]}
     file = out.with_suffix(".json")  # JSON is YAML
     file.write_text(json.dumps(config | only))

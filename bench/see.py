@@ -3,14 +3,18 @@ completion.
 
 64 completions (8 prompts x 8) of 64 tokens, one thread; a prompt has a picture of 64 tokens and 20 words. The model is
 a LLaVA with random weights and a frozen tower. TRL runs with several settings in turn; the fastest counts.
+
+`--learn` measures instead what examples/see.yaml learns, and writes see_learn.json: `bench/see_learn.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from bench.harness import Measured, Side, need, note, run_in_turn
+from bench.harness import ROOT, Measured, Side, need, note, run_in_turn
 from bench.report import Case, best, finish
+from bench.see_learn import learn
 from bench.step import TRL_HOW, TRL_SETTINGS
 
 
@@ -21,7 +25,19 @@ def main(arguments: list[str], only_json: bool) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto", choices=("auto", "fp32", "bf16"), help="ours")
     parser.add_argument("--trl", nargs="+", default=["fp32", "bf16"], choices=TRL_SETTINGS, help="settings of TRL")
+    parser.add_argument("--learn", action="store_true", help="run examples/see.yaml, and measure nothing else")
+    parser.add_argument("--seeds", default="0,1,2", help="of --learn")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=ROOT / "runs" / "bench-see",
+        help="of --learn: where the runs are; finished ones are kept",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of --learn: override a key")
     args = parser.parse_args(arguments)
+    if args.learn:
+        seeds = [int(seed) for seed in args.seeds.split(",")]
+        return learn(seeds, args.runs.absolute(), args.set, only_json)
     need("trl", TRL_HOW)
     cases: list[Case] = []
     raw: list[Measured] = []

@@ -1,15 +1,25 @@
-"""Tasks of four small domains for kimi.yaml: arithmetic, code, school questions, and pictures told as text.
+"""Tasks of four small domains for kimi.yaml, and a model that sees: arithmetic, code, school questions and pictures.
+
+    python examples/kimi.py       # writes the checkpoint folder models/kimi, of a model with random weights
 
 A `forgetful` taskset makes mistakes in its solutions, so that a model that imitates it has something left to learn.
 """
 
 from __future__ import annotations
 
+import argparse
+import io
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from PIL import Image
+from see import write_llava
+
 Row = dict[str, Any]
+CELL, SIDE = 4, 3
+SIGNS = {"x": ("#..#", ".##.", ".##.", "#..#"), "o": ("####", "#..#", "#..#", "####"), " ": ("....",) * 4}
 
 
 def _numbers(seed: int, held_out: bool) -> random.Random:
@@ -51,10 +61,43 @@ def school(size: int, seed: int = 0, held_out: bool = False, forgetful: float = 
 
 
 def pictures(size: int, seed: int = 0, held_out: bool = False, forgetful: float = 0.0) -> Iterator[Row]:
-    """A row of signs; how many are x? A forgetful solution is one too low."""
+    """A picture of signs; how many are x? A forgetful solution is one too low."""
     numbers = _numbers(seed, held_out)
     for _ in range(size):
-        row = "".join(numbers.choice("x.o") for _ in range(8))
-        count = row.count("x")
+        signs = numbers.choices("xo ", k=SIDE * SIDE)
+        count = signs.count("x")
         told = max(count - 1, 0) if numbers.random() < forgetful else count
-        yield {"prompt": f"[{row}] x: ", "answer": str(count), "response": str(told)}
+        yield {"prompt": "x? ", "images": [_drawn(signs)], "answer": str(count), "response": str(told)}
+
+
+def _drawn(signs: list[str]) -> bytes:
+    """The signs row by row, black on white, as PNG."""
+    image = Image.new("RGB", (CELL * SIDE, CELL * SIDE), "white")
+    for i, sign in enumerate(signs):
+        for y, line in enumerate(SIGNS[sign]):
+            for x, dot in enumerate(line):
+                if dot == "#":
+                    image.putpixel((i % SIDE * CELL + x, i // SIDE * CELL + y), (0, 0, 0))
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
+
+
+def write_checkpoint(folder: Path, seed: int = 0) -> None:
+    """Write a LLaVA of 0.4M parameters with random weights, one token per character and cell of a picture."""
+    characters = [*map(chr, range(ord(" "), ord("~") + 1)), "\n"]
+    write_llava(folder, characters, r"[\s\S]", pixels=CELL * SIDE, patch=CELL, seed=seed)
+
+
+def main() -> None:
+    """Write the checkpoint."""
+    parser = argparse.ArgumentParser(description="A small vision-language model with random weights, for kimi.yaml.")
+    parser.add_argument("--out", type=Path, default=Path("models/kimi"))
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    write_checkpoint(arguments.out, arguments.seed)
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

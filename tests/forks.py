@@ -139,7 +139,8 @@ def _new_server() -> socket.socket:
     """Return a connection to a new server."""
     if not _importer or _importer[0][0] != os.getpid():
         ours, theirs = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC), "TOKENIZERS_PARALLELISM": "false"}
+        path = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, __file__, str(theirs.fileno())]
         fds, nothing = [theirs.fileno()], subprocess.DEVNULL
         subprocess.Popen(command, pass_fds=fds, stdin=nothing, stdout=nothing, env=environment, start_new_session=True)

@@ -166,6 +166,8 @@ class Experience:
     """`rollmill.models.vision.PicturePrompt` of a prompt with pictures, set before the training step."""
     teacher_prompt: IntArray | None = field(default=None, metadata={"stored": False})
     """Teacher's prompt, in place of the tokens before the first action; set before the training step."""
+    teacher_pictures: Any = field(default=None, metadata={"stored": False})
+    """`PicturePrompt` of `teacher_prompt`, where that has pictures."""
     routing: RoutingArray | None = field(default=None, metadata={"stored": False})
     """[R, L, k] with R <= T: the experts that the rollout chose for the first R tokens; None if unknown."""
     trainer_logprobs: FloatArray | None = field(default=None, metadata={"stored": False})

@@ -217,6 +217,22 @@ def test_see_against_trl(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+def test_what_the_example_with_pictures_learns(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    steps = ("stages.0.steps=2", "stages.0.trainer.warmup_steps=1", "stages.0.evaluation.every=2", "stages.1.steps=2")
+    sizes = ("evaluation.every=2", "rollout.batch=4", "stages.0.taskset.options.size=64")
+    few = [f"evaluation.sets.{name}.limit=4" for name in ("count", "locate", "add", "blank")]
+    settings = [part for each in (*steps, *sizes, *few) for part in ("--set", each)]
+    bench(str(tmp_path), "see", "--learn", "--seeds", "3", "--runs", str(tmp_path / "runs"), *settings)
+    cases = {case["case"]: case for case in json.loads((tmp_path / "see_learn.json").read_text())["cases"]}
+    assert cases.keys() == {"count", "locate", "add", "blank"}
+    rows = [json.loads(line) for line in (tmp_path / "runs/seed-3/metrics.jsonl").read_text().splitlines()]
+    assert cases["count"]["greedy_before"] == [rows[1]["eval/count/greedy"]]
+    assert cases["add"]["sampled_after"] == [rows[3]["eval/add/sampled"]]
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_train_step_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     settings = ("fp32, 32 a pass", "bf16, 8 a pass")

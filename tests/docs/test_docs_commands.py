@@ -57,9 +57,11 @@ RUN_ELSEWHERE = {
     "make vllm-setup": "Makefile",  # 3 GB: by hand
     "make verifiers-setup": "Makefile",  # 300 MB: by hand
     "rollmill run examples/frozen_lake.yaml": "tests/claims/test_frozen_lake.py::test_success_rises",
-    "python examples/see.py": "tests/examples/test_see.py::test_the_example_runs_and_its_report_shows_the_pictures",
+    "python examples/see.py": (
+        "tests/examples/test_see.py::test_digits_are_added_by_looking_and_the_report_shows_the_pictures"
+    ),
     "rollmill run examples/see.yaml": (
-        "tests/examples/test_see.py::test_the_example_runs_and_its_report_shows_the_pictures"
+        "tests/examples/test_see.py::test_digits_are_added_by_looking_and_the_report_shows_the_pictures"
     ),
     "rollmill run examples/nim.yaml": "tests/examples/test_examples.py::test_self_play_finds_perfect_moves",
     "python examples/shortest.py runs/mine --sft short.jsonl --pairs pairs.jsonl": (

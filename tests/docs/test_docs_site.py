@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from doc_blocks import ROOT
+
+from bench.see_learn import markdown
 
 DOCS = ROOT / "docs"
 GENERATED = {"index.md", "bench.md", "contributing.md", "changelog.md"}
@@ -75,6 +78,11 @@ def script(name: str) -> ModuleType:
 
 def test_the_cookbook_shows_the_committed_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert script("cookbook.py").main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_the_page_on_policies_that_see_shows_the_committed_results() -> None:
+    rows = markdown(json.loads((ROOT / "bench/results/see_learn.json").read_text()))
+    assert "\n".join(rows) in (DOCS / "guide/vision-language.md").read_text()
 
 
 def test_every_example_is_in_the_cookbook_or_the_first_run() -> None:

@@ -1,4 +1,7 @@
-"""examples/kimi.yaml: four domains learn together, with partial rollouts, replay, curricula and kimi's algorithm."""
+"""examples/kimi.yaml: four domains learn together, with partial rollouts, replay, curricula and kimi's algorithm.
+
+The policy sees the pictures of one of them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from tiny import outcome
 from waiting import wait_until
 
 from rollmill.cli import main
+from rollmill.user_code import import_object
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "kimi.yaml"
 DOMAINS = ("math", "code", "school", "pictures")
@@ -38,8 +42,16 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the example's model."""
+    import_object(f"{EXAMPLE.with_suffix('.py')}:write_checkpoint")(tmp_path / "models/kimi")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.slow
-def test_each_domains_right_answer_earns_exactly_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_domains_right_answer_earns_exactly_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taught = settings(
         *(f"domains.{name}.taskset.options.forgetful=0" for name in DOMAINS)
     )  # solutions without mistakes
@@ -53,21 +65,21 @@ def test_each_domains_right_answer_earns_exactly_1(capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_twice_it_ends_as_if_nothing_had_happened(server: Forks, tmp_path: Path) -> None:
-    once = server.run("run", EXAMPLE, "--out", "once", *settings(*SHORT), folder=tmp_path)
+def test_killed_twice_it_ends_as_if_nothing_had_happened(server: Forks, folder: Path) -> None:
+    once = server.run("run", EXAMPLE, "--out", "once", *settings(*SHORT), folder=folder)
     assert once.code == 0, once.err
-    twice = tmp_path / "twice"
+    twice = folder / "twice"
     command: list[Any] = ["run", EXAMPLE, "--out", "twice", *settings(*SHORT, "supervise.restarts=0")]
     for step in (32, 34):
-        server.start(*command, folder=tmp_path)
+        server.start(*command, folder=folder)
         checkpoint = twice / f"checkpoints/step-{step:06d}"
         wait_until(checkpoint.is_dir, 400)
         send(server.pid)
         assert server.wait().code == -signal.SIGKILL
         command = ["resume", "twice"]
-    ended = server.run(*command, folder=tmp_path)
+    ended = server.run(*command, folder=folder)
     assert ended.code == 0, ended.err
-    assert outcome(twice) == outcome(tmp_path / "once")
+    assert outcome(twice) == outcome(folder / "once")
     trained = [row for row in rows(twice) if row.get("stage") == "kimi" and "loss" in row]
     assert sum(row["rollout/partial"] for row in trained) > 0
     assert any("replay/age" in row for row in trained)
@@ -77,26 +89,26 @@ def test_killed_twice_it_ends_as_if_nothing_had_happened(server: Forks, tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("place", ["processes", pytest.param("ray", marks=[pytest.mark.service, pytest.mark.thorough])])
-def test_two_explorers_go_on_after_its_trainer_was_killed_twice(server: Forks, tmp_path: Path, place: str) -> None:
+def test_two_explorers_go_on_after_its_trainer_was_killed_twice(server: Forks, folder: Path, place: str) -> None:
     given = settings(*SHORT, "supervise.restarts=0", *({"ray": RAY, "processes": ["mode=train"]}[place]))
     command: list[Any] = ["run", EXAMPLE, "--out", "out", *given]
     with ExitStack() as stack:
         explorers = [stack.enter_context(forks()) for _ in range(2 if place == "processes" else 0)]
         for each in explorers:
             explore = settings(*SHORT, "supervise.restarts=0", "mode=explore")
-            each.start("run", EXAMPLE, "--out", "out", *explore, folder=tmp_path)
+            each.start("run", EXAMPLE, "--out", "out", *explore, folder=folder)
         for step in (32, 34):
-            server.start(*command, folder=tmp_path)
-            assert server.reaches((tmp_path / f"out/checkpoints/step-{step:06d}").is_dir, 600), server.wait().err
+            server.start(*command, folder=folder)
+            assert server.reaches((folder / f"out/checkpoints/step-{step:06d}").is_dir, 600), server.wait().err
             send(server.pid)
             assert server.wait().code == -signal.SIGKILL
             command = ["resume", "out"]
-        ended = server.run(*command, folder=tmp_path)
+        ended = server.run(*command, folder=folder)
         assert ended.code == 0, ended.err
         for each in explorers:
             done = each.wait()
             assert done.code == 0, done.err
-    trained = [row for row in rows(tmp_path / "out") if row.get("stage") == "kimi" and "loss" in row]
+    trained = [row for row in rows(folder / "out") if row.get("stage") == "kimi" and "loss" in row]
     assert [row["step"] for row in trained] == list(range(31, 37))
     assert sum(row["rollout/partial"] for row in trained) > 0
     assert any("replay/age" in row for row in trained)
@@ -107,9 +119,9 @@ def test_two_explorers_go_on_after_its_trainer_was_killed_twice(server: Forks, t
 @pytest.mark.thorough
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_every_domain_learns(server: Forks, tmp_path: Path, seed: int) -> None:
-    ended = server.run("run", EXAMPLE, "--out", "out", *settings(f"seed={seed}"), folder=tmp_path)
+def test_every_domain_learns(server: Forks, folder: Path, seed: int) -> None:
+    ended = server.run("run", EXAMPLE, "--out", "out", *settings(f"seed={seed}"), folder=folder)
     assert ended.code == 0, ended.err
-    evaluated = [row for row in rows(tmp_path / "out") if "eval/math/sampled" in row]
+    evaluated = [row for row in rows(folder / "out") if "eval/math/sampled" in row]
     for name in DOMAINS:
         assert evaluated[-1][f"eval/{name}/sampled"] > evaluated[0][f"eval/{name}/sampled"], name

@@ -39,6 +39,22 @@ def test_a_half_precision_input_is_summed_in_the_weights_type() -> None:
         assert torch.equal(rms_norm(x, weight, 1e-6), expected)
 
 
+def test_under_autocast_hidden_states_are_cast_once() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 7, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    upstream = torch.randn(1, 7, 16).bfloat16()
+    expected = rms_norm(x, weight, 1e-6).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = rms_norm(x, weight, 1e-6)
+        assert rms_norm(x[:, None], weight, 1e-6).dtype == torch.float32  # heads: positions are applied to them
+        with torch.no_grad():
+            assert torch.equal(rms_norm(x, weight, 1e-6), expected)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, expected)
+    for a, b in zip(*(torch.autograd.grad(y, [x, weight], upstream) for y in (got, expected)), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(("architecture", "per_layer"), [("qwen3", 4), ("llama", 2), ("gemma", 2), ("gemma2", 4)])
 def test_every_norm_of_a_model_is_found_and_put_back(architecture: str, per_layer: int) -> None:
     model = toy_model(architecture)

@@ -16,7 +16,7 @@ from tiny import GRPO, HELD_OUT, SFT, outcome, tiny_run
 
 import rollmill
 from rollmill.config.loader import load_run
-from rollmill.errors import ConfigError
+from rollmill.errors import ConfigError, RewardError
 from rollmill.launch import evaluate, resume
 from rollmill.orchestrator.evaluation import Evaluation
 from rollmill.rollout import Explorer
@@ -55,6 +55,55 @@ def stored(folder: Path, step: int) -> dict[str, Any]:
 def experiences(folder: Path, step: int) -> list[Experience]:
     lines = (folder / "out/evaluations" / f"step-{step:06d}.jsonl").read_text().splitlines()
     return [decode_experience(json.loads(line)) for line in lines]
+
+
+LOST = """
+import os
+from pathlib import Path
+
+def even(task, completion):
+    if Path(__file__).with_name("lost").exists():
+        os._exit(1)
+    return float(len(completion.token_ids) % 2 == 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("every", "failed"),
+    [pytest.param(100, 5, id="the last one"), pytest.param(2, 2, id="one alone between two steps")],
+)
+def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path: Path, every: int, failed: int) -> None:
+    (tmp_path / "even.py").write_text(LOST)
+    rewards = [{"name": "python", "function": f"{tmp_path}/even.py:even"}]
+    path = tiny_run(
+        tmp_path,
+        stages=[GRPO | {"steps": 5}],
+        evaluation={"every": every, "at_start": False, "rewards": rewards},
+        early_stop={"metric": "eval/greedy", "patience": 9},
+        checkpoint={"every": 100},
+        supervise={"restarts": 0},
+    )
+    rollmill.run(path, out=tmp_path / "whole")
+    (tmp_path / "lost").touch()
+    with pytest.raises(RewardError, match="the python grader died twice"):
+        rollmill.run(path, out=tmp_path / "out")
+    checkpoint = tmp_path / f"out/checkpoints/step-{failed:06d}"
+    assert checkpoint.is_dir()
+    with pytest.raises(RewardError, match="the python grader died twice"):  # the step is not made again
+        resume(tmp_path / "out")
+    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
+    (tmp_path / "lost").unlink()
+    resume(tmp_path / "out")
+    whole, resumed = outcome(tmp_path / "whole"), outcome(tmp_path / "out")
+    assert resumed.pop("checkpoints") == sorted({checkpoint.name, *whole.pop("checkpoints")})
+    lines = [{}, {}]
+    for merged, side in zip(lines, (whole, resumed), strict=True):
+        for line in side.pop("metrics"):
+            merged.setdefault(line["step"], {}).update(line)
+    assert lines[0] == lines[1]
+    assert resumed == whole
+    resume(tmp_path / "out")  # it is finished
 
 
 def test_a_set_may_show_worked_examples_of_the_training_tasks(tmp_path: Path) -> None:

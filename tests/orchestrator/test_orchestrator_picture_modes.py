@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from picture_models import picture_run
+from picture_models import picture_checkpoint, picture_run
 from safetensors.torch import load_file
 
 import rollmill
@@ -33,9 +33,14 @@ MODES: dict[str, dict[str, Any]] = {
     "residency": {"residency": "auto"},
     "whole model": {"trainer": {"lr": 1e-3, "gradient_checkpointing": True, "freeze": []}},
     "mix": {"algorithm": {"name": "mix"}},
+    "critic": {"algorithm": {"name": "ppo"}},
+    "critic of ranks": {"algorithm": {"name": "ppo"}, "trainer": {"lr": 1e-3, "ranks": 2, "sharding": "fsdp"}},
+    "teacher": {"algorithm": {"name": "distill", "teacher": ""}},
+    "teacher of ranks": {"algorithm": {"name": "distill", "teacher": ""}, "trainer": {"lr": 1e-3, "ranks": 2}},
+    "own teacher": {"algorithm": {"name": "self_distill", "context": "answer", "weights": "ema"}},
     "ray": {"placement": {"name": "ray", "explorers": 2}},
 }
-PICKED = {"lora", "fsdp"}
+PICKED = {"lora", "fsdp", "own teacher"}
 
 
 def one_stage(folder: Path, **changes: Any) -> Path:
@@ -67,8 +72,11 @@ def weights(out: Path, step: int = 3) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [m if m in PICKED else pytest.param(m, marks=pytest.mark.thorough) for m in MODES])
 def test_a_policy_that_sees_trains_in(mode: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    rollmill.run(one_stage(tmp_path, **MODES[mode]), out=out)
+    out, changes = tmp_path / "out", dict(MODES[mode])
+    if "teacher" in changes.get("algorithm", {}):
+        teacher = picture_checkpoint(tmp_path / "teacher", "qwen2_vl", seed=1)
+        changes["algorithm"] = changes["algorithm"] | {"teacher": str(teacher)}
+    rollmill.run(one_stage(tmp_path, **changes), out=out)
     assert len(gaps(out)) == 3
     # other pictures, or none, would move log-probs of this model by whole nats
     assert max(gaps(out)) < (0.3 if mode == "bf16" else 1e-4)

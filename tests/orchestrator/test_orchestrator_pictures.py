@@ -85,7 +85,7 @@ def test_an_interrupted_run_resumes_bit_equal(tmp_path: Path) -> None:
         ({"engine": "vllm"}, "engine: vllm"),
         ({"trainer": {"ranks": 2, "sharding": "tensor"}}, "trainer.sharding: tensor"),
         ({"models": {"judge": {"policy": "initial"}}, "workflow": "reflection"}, "models"),
-        ({"algorithm": {"name": "ppo"}}, "algorithm: ppo"),
+        ({"algorithm": {"name": "reward_model"}, "rewards": None, "rollout": None}, "algorithm: reward_model"),
         ({"model": {"lora": {}}, "trainer": {"freeze": []}}, "trainer.freeze"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rollmill.data.images import ImageRef, image_refs_of, read_image
@@ -121,11 +121,16 @@ def _pictures(task: Task, tokenizer: Any) -> list[ImageRef]:
     return sorted(found, key=lambda each: (user if each.message is None else each.message, each.offset))
 
 
-def encode_privileged_prompt(task: Task, tokenizer: Any, template: PromptTemplate, context: str) -> list[int]:
-    """Token ids of the prompt with additional context: `template` filled with `prompt` and `context`.
+def encode_privileged_prompt(
+    task: Task, tokenizer: Any, template: PromptTemplate, context: str
+) -> tuple[list[int], PicturePrompt | None]:
+    """Token ids of the prompt with additional context, and its pictures for a policy that sees: `template` filled with
+    `prompt` and `context`.
 
-    In a chat, the filled template replaces the last message. Raises TasksetError, see `render_prompt`.
+    In a chat, the filled template replaces the last message, whose pictures stay where they are in the text. Raises
+    TasksetError, see `render_prompt`.
     """
+    metadata = task.metadata
     prompt: str | list[Message]
     if isinstance(task.prompt, str):
         prompt = template.fill({"prompt": task.prompt, "context": context})
@@ -133,7 +138,12 @@ def encode_privileged_prompt(task: Task, tokenizer: Any, template: PromptTemplat
         *before, last = task.prompt
         filled = template.fill({"prompt": last["content"], "context": context})
         prompt = [*before, Message(role=last["role"], content=filled)]
-    return encode_prompt(replace(task, prompt=prompt), tokenizer)
+        if images := image_refs_of(metadata):
+            added = max(filled.find(last["content"]), 0)
+            moved = [replace(i, offset=i.offset + added) if i.message == len(before) else i for i in images]
+            metadata = {**metadata, "images": [asdict(each) for each in moved]}
+    shown = replace(task, prompt=prompt, metadata=metadata)
+    return encode_prompt(shown, tokenizer), encode_pictures(shown, tokenizer)
 
 
 def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str | None = None) -> tuple[list[int], int]:

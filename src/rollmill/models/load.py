@@ -26,10 +26,11 @@ from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.errors import ModelError
 from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
 from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, pretrained_source
+from rollmill.models.hf_forward import picture_prompts
 from rollmill.models.lora import add_lora
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storage import ensure_own_memory
-from rollmill.models.vision import read_processor, text_model
+from rollmill.models.vision import picture_processor, read_processor, text_model
 
 log = logging.getLogger(__name__)
 
@@ -112,18 +113,43 @@ def wrap_policy(model: Any, tokenizer: Any, device: torch.device, where: str) ->
 def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     """Loads a frozen model whose next-token distributions can be compared with the policy's.
 
+    A policy that sees has a teacher that sees, too, and both are shown what the policy's processor makes of a picture.
+
     Raises:
-        ModelError: the folder is not a causal language model, or its vocabulary is not the policy's.
+        ModelError: the folder is not a model of the policy's kind, its vocabulary is not the policy's, or its processor
+            prepares pictures otherwise.
     """
-    teacher, tokenizer = _read(folder, trust=False)
+    sees = picture_processor(policy.model) is not None
+    teacher, tokenizer = _read(folder, trust=False, pictures=sees)
     rows = [model.get_output_embeddings().weight.shape[0] for model in (teacher, policy.model)]
     if tokenizer.get_vocab() != policy.tokenizer.get_vocab() or rows[0] != rows[1]:
         raise ModelError(
             f"algorithm.teacher: {folder} has another vocabulary than the policy ({rows[0]} and {rows[1]} rows), so "
             "their distributions cannot be compared; choose a teacher of the same family"
         )
+    if sees and picture_processor(teacher) is None:
+        raise ModelError(
+            f"algorithm.teacher: {folder} is a text model, and the policy sees pictures; choose one that does"
+        )
+    if sees and not _prepare_equally(teacher, policy.model):
+        raise ModelError(
+            f"algorithm.teacher: the processor of {folder} prepares pictures otherwise than the policy's, so the "
+            "teacher cannot read its prompts; choose a teacher of the same family and with the same processor settings"
+        )
     frozen: PreTrainedModel = teacher.to(policy.device).requires_grad_(False).eval()
     return frozen
+
+
+def _prepare_equally(one: Any, other: Any) -> bool:
+    """True if the processors of two vision-language models have the same settings and encode samples equally."""
+    settings = [model.picture_processor.processor.image_processor.to_dict() for model in (one, other)]
+    samples = zip(picture_prompts(one), picture_prompts(other), strict=True)
+    return settings[0] == settings[1] and all(
+        a.token_ids == b.token_ids
+        and a.inputs.keys() == b.inputs.keys()
+        and all(torch.equal(value, b.inputs[name]) for name, value in a.inputs.items())
+        for a, b in samples
+    )
 
 
 def build_meta_model(folder: Path, trust: bool = False, weights: bool = True) -> PreTrainedModel:

@@ -19,29 +19,28 @@ NormReplacements = list[tuple[nn.Module, Callable[[Tensor], Tensor]]]
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467)."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467), returned in `dtype`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         wide = x.to(weight.dtype)
         scale = _scale(wide, eps)
         ctx.save_for_backward(x, weight, scale)
-        y: Tensor = (wide * scale).mul_(weight)
-        return y
+        return (wide * scale).mul_(weight).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         # The layer norm kernel with mean 0 gives scale * (gw - mean(gw) - x^ mean(gw x^)), gw = grad * weight, in one
         # pass; adding scale * mean(gw) makes it RMS norm's.
         x, weight, scale = ctx.saved_tensors
         size = x.shape[-1]
-        grad, scale = grads[0].reshape(-1, size), scale.reshape(-1, 1)
+        grad, scale = grads[0].reshape(-1, size).to(weight.dtype), scale.reshape(-1, 1)
         wide = x.reshape(-1, size).to(weight.dtype)
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, wide, [size], torch.zeros_like(scale), scale, weight, None, [True, True, False]
         )
         grad_x.addcmul_(torch.mv(grad, weight).div_(size)[:, None], scale)
-        return grad_x.view(x.shape).to(x.dtype), grad_weight, None
+        return grad_x.view(x.shape).to(x.dtype), grad_weight, None, None
 
 
 def _scale(x: Tensor, eps: float) -> Tensor:
@@ -50,11 +49,17 @@ def _scale(x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dimension of `x`, computed and returned in the weight's type (float32 or float64)."""
+    """RMS norm over the last dimension of `x`, computed and returned in the weight's type (float32 or float64).
+
+    Under autocast, norms of hidden states [1, T, d] are returned in its type: the linear layers that read them would
+    each cast them.
+    """
+    reads = x.ndim == 3 and torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if reads else weight.dtype
     if not torch.is_grad_enabled():
         wide = x.to(weight.dtype)
-        return (wide * _scale(wide, eps)).mul_(weight)
-    result: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return (wide * _scale(wide, eps)).mul_(weight).to(dtype)
+    result: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
     return result
 
 

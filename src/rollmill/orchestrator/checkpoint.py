@@ -8,6 +8,7 @@ if the process was killed or the power failed. Damaged ones are kept as `damaged
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from rollmill.orchestrator.manifest import FORMAT, STATE, TRAINER, read_manifest
 from rollmill.orchestrator.state import RunState
 
 FOLDER = "checkpoints"
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and the flag of Linux's renameat2
 _NAME = re.compile(r"step-(\d{6,})")
 _ASIDE = re.compile(r"damaged-(\d{6,})(?:-\d+)?")
 
@@ -56,7 +58,7 @@ class Checkpoints:
         machine: dict[str, Any],
         export: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Write the checkpoint of a step that has none.
+        """Write the checkpoint of a step. Another one of the same step is replaced when the new one is complete.
 
         Args:
             machine: contents of machine.json, which are lost with that file otherwise.
@@ -70,7 +72,6 @@ class Checkpoints:
         from rollmill.models.from_scratch import save_policy
 
         final = self.path(step)
-        assert not final.exists(), "replacing a checkpoint would leave a moment without any"
         temporary = self.folder / f".writing-{step:06d}-{os.getpid()}"
         try:
             make_durable_folder(self.folder)
@@ -82,7 +83,11 @@ class Checkpoints:
                 torch.save(trainer, file)
             (temporary / STATE).write_text(json.dumps({"format": FORMAT, **state}, allow_nan=False) + "\n")
             write_manifest(temporary, step=step, machine=machine, stores=state["current"]["stores"])
-            temporary.rename(final)
+            if final.exists():
+                _exchange(temporary, final)
+                shutil.rmtree(temporary)
+            else:
+                temporary.rename(final)
             sync(self.folder)
         except Exception as error:  # libraries wrap the operating system's error
             shutil.rmtree(temporary, ignore_errors=True)
@@ -154,6 +159,14 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"cannot read the checkpoint {path}: {error}. Remove that folder to resume from the one before it."
     )
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two folders at once, so that `old` always names a complete one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_HERE, os.fsencode(new.absolute()), _HERE, os.fsencode(old.absolute()), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(old))
 
 
 def _reason(error: BaseException) -> str:

@@ -136,8 +136,7 @@ class Orchestrator:
         if state.step == 0 and _evaluation_key(before) != _evaluation_key(config):
             self.state.best_value = self.state.best_step = None  # another metric: not comparable
         try:
-            if config.evaluates_exclusively and state.step == 0 and config.evaluation and config.evaluation.at_start:
-                await self._evaluate_at_start(config, stage)
+            await self._evaluate_before(config, stage)
             while state.step < config.steps and not state.stopped:
                 await self._one_step(config, loop)
                 started = self._clock(config.name, started)
@@ -166,11 +165,15 @@ class Orchestrator:
                 raise
             error.add_note(f"no checkpoint of step {self.state.step} could be written: {failure}")
 
-    async def _evaluate_at_start(self, config: StageConfig, stage: Stage) -> None:
-        """Evaluate before the first step, unless the stage before has just run the same evaluation."""
+    async def _evaluate_before(self, config: StageConfig, stage: Stage) -> None:
+        """Evaluate before the next step what is still due: the weights that the stage starts with, unless the stage
+        before has just run the same evaluation, or those of a checkpoint that was written when their evaluation failed.
+        """
         done = [(each["step"], each["stage"]) for each in self.state.evaluations]
-        if (self.state.step, config.name) in done or _already_evaluated(self.state, self._stages, config):
+        if not _is_evaluated_alone(config, stage.state.step) or (self.state.step, config.name) in done:
             return  # also if the run was interrupted between the evaluation and the first step
+        if stage.state.step == 0 and _already_evaluated(self.state, self._stages, config):
+            return
         metrics = await self._interrupts.guard(self._evaluate(config, stage))
         self._monitor.evaluation({"step": self.state.step, **metrics})
 
@@ -233,11 +236,13 @@ class Orchestrator:
         metrics["tokens_per_second"] = (result.generated_tokens or result.metrics["tokens"]) / result.seconds["total"]
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in result.seconds.items()}
         metrics["seconds/checkpoint"], self._checkpoint_seconds = self._checkpoint_seconds, 0.0
-        last = stage.state.step == config.steps
-        due = config.evaluates_exclusively and config.evaluation and stage.state.step % config.evaluation.every == 0
-        if config.evaluation is not None and (last or due):
+        if _is_evaluated_alone(config, stage.state.step):
             began = time.perf_counter()
-            metrics |= await self._evaluate(config, stage)
+            try:
+                metrics |= await self._evaluate(config, stage)
+            except Exception:  # a checkpoint of this step may follow, and a resumed run repeats the evaluation only
+                self._monitor.step(metrics, result.experiences, result.began, result.spans)
+                raise
             metrics["seconds/eval"] = time.perf_counter() - began
         # metrics before the checkpoint: a run killed in between repeats the step and drops these metrics
         self._monitor.step(metrics, result.experiences, result.began, result.spans)
@@ -247,7 +252,7 @@ class Orchestrator:
         stage.state.stopped |= self._stuck.report(metrics, self._monitor)
         self._control.after_step(metrics, result.experiences)
         every = stage.state.step % self._config.checkpoint.every == 0
-        if not last and not stage.state.stopped and (every or self._is_best()):
+        if stage.state.step < config.steps and not stage.state.stopped and (every or self._is_best()):
             await self._timed_checkpoint(stage)
 
     def _is_best(self) -> bool:
@@ -305,6 +310,15 @@ class Orchestrator:
         config = self._config.checkpoint
         best = self.state.best_step if config.keep_best else None
         self._checkpoints.prune(config.keep_last, [] if best is None else [best])
+
+
+def _is_evaluated_alone(config: StageConfig, step: int) -> bool:
+    """True if the weights after this step of the stage are evaluated without another step beside them."""
+    if config.evaluation is None:
+        return False
+    if step == 0:
+        return config.evaluates_exclusively and config.evaluation.at_start
+    return step == config.steps or (config.evaluates_exclusively and step % config.evaluation.every == 0)
 
 
 def _already_evaluated(state: RunState, stages: list[StageConfig], config: StageConfig) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.data import encode_privileged_prompt
 from rollmill.data.template import PromptTemplate
+from rollmill.models.vision import PicturePrompt
 from rollmill.types import ROLE_KEY, Experience, IntArray, Task
 
 
@@ -41,7 +42,8 @@ class PrivilegedContext:
         for each in experiences:
             task = self._tasks.get(each.task_id)
             context = None if task is None else self._context(each, task, groups[each.group, each.info.get(ROLE_KEY)])
-            each.teacher_prompt = None if task is None or context is None else self._prompt(each, task, context)
+            known = None if task is None or context is None else self._prompt(each, task, context)
+            each.teacher_prompt, each.teacher_pictures = known or (None, None)
             if each.teacher_prompt is not None:
                 lengths.append(len(each.teacher_prompt))
         share = {"teacher/context": len(lengths) / max(len(experiences), 1)}
@@ -56,8 +58,8 @@ class PrivilegedContext:
         others = (each for each in group if each is not experience)
         return next((each.response for each in others if each.reward is not None and each.reward >= least), None)
 
-    def _prompt(self, experience: Experience, task: Task, context: str) -> IntArray | None:
-        ids = encode_privileged_prompt(task, self._tokenizer, self._template, context)
+    def _prompt(self, experience: Experience, task: Task, context: str) -> tuple[IntArray | None, PicturePrompt | None]:
+        ids, pictures = encode_privileged_prompt(task, self._tokenizer, self._template, context)
         start = int(np.argmax(experience.action_mask))
         fits = len(ids) + len(experience.token_ids) - start <= self._longest
-        return np.array(ids, np.int32) if fits else None
+        return (np.array(ids, np.int32), pictures) if fits else (None, None)

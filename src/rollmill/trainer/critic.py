@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,10 +19,11 @@ from rollmill.algorithms.aggregation import token_mean
 from rollmill.algorithms.losses import value_loss
 from rollmill.config.algorithms.base import CriticOptions
 from rollmill.models.attention import use_attention_context
+from rollmill.models.vision import picture_processor, text_model
 from rollmill.progress import Progress, count_progress
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.distributed.fsdp import load_full_weights
-from rollmill.trainer.logprobs import ForwardPasses
+from rollmill.trainer.logprobs import ForwardPasses, compute_hidden_states
 from rollmill.trainer.loss import BatchAdvantages, PrecomputedScores
 from rollmill.trainer.optimizer import (
     TensorGetter,
@@ -53,6 +54,8 @@ class ValueModel(nn.Module):
         self._shared = [] if own_network else [policy.base_model]  # in a list, so it is not registered as a submodule
         if own_network:
             self.copied = copy.deepcopy(policy.base_model)
+        if (processor := picture_processor(policy)) is not None:
+            self.picture_processor = processor
         weight = policy.get_output_embeddings().weight
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
@@ -63,13 +66,34 @@ class ValueModel(nn.Module):
         """The network that computes the hidden states."""
         return self.copied if self._own else self._shared[0]
 
+    @property
+    def base_model(self) -> Any:
+        """The network, under the name that it has in a policy."""
+        return self.network
+
+    @property
+    def model(self) -> Any:
+        """The network, under the name that it has in a vision-language policy."""
+        return self.network
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Embeddings of the network's tokens."""
+        embeddings: nn.Module = self.network.get_input_embeddings()
+        return embeddings
+
+    @contextmanager
+    def use_packed_attention(self, micro: MicroBatch) -> Iterator[None]:
+        """Context in which `forward` and its backward pass must run."""
+        network = self.network if picture_processor(self) is None else text_model(self)
+        with use_attention_context(network, micro.attention):
+            yield
+
     def forward(self, micro: MicroBatch, *, bf16: bool) -> Tensor:
-        """Values [M] of a micro-batch's action tokens; call it inside `use_attention_context`."""
+        """Values [M] of a micro-batch's action tokens; call it inside `use_packed_attention`."""
         count_progress(Progress.MICRO_BATCHES)
-        autocast = torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext()
-        with autocast, torch.set_grad_enabled(self._own and torch.is_grad_enabled()):
-            output = self.network(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
-        hidden_Md = output.last_hidden_state[0].index_select(0, micro.rows)
+        with torch.set_grad_enabled(self._own and torch.is_grad_enabled()):
+            hidden_Td = compute_hidden_states(self, micro, bf16=bf16)
+        hidden_Md = hidden_Td.index_select(0, micro.rows)
         values: Tensor = self.head(hidden_Md.to(self.head.weight.dtype))[
             :, 0
         ].clone()  # FSDP hooks do not work on views
@@ -100,7 +124,7 @@ class Critic:
         """Values of the micro-batches' tokens: float32 [A], 0 for all other tokens."""
         result = torch.zeros(len(table.target), device=table.target.device)
         for micro in micros:
-            with use_attention_context(self.model.network, micro.attention):
+            with self.model.use_packed_attention(micro):
                 result[micro.tokens] = self.model(micro, bf16=self._passes.precision == "bf16").float()
         return self._ranks.add(result)
 
@@ -134,7 +158,7 @@ class Critic:
         weights = token_mean(table.lengths * counted)[table.experience]
         total = torch.zeros((), dtype=torch.float64, device=table.target.device)
         for micro in self._passes.rows(batch.experiences, table, chosen):
-            with use_attention_context(self.model.network, micro.attention):
+            with self.model.use_packed_attention(micro):
                 values, tokens = self.model(micro, bf16=self._passes.precision == "bf16"), micro.tokens
                 losses = value_loss(values, old_values[tokens], returns[tokens], clip=self.options.value_clip)
                 loss = torch.dot(weights[tokens].to(losses.dtype), losses)

@@ -131,6 +131,7 @@ def _after_teacher_prompt(e: Experience) -> Experience:
         action_mask=np.concatenate([np.zeros(len(prompt), bool), e.action_mask[start:]]),
         logprobs=np.zeros(len(token_ids), np.float32),
         versions=np.full(len(token_ids), -1, np.int32),
+        pictures=e.teacher_pictures,
     )
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.algorithms.base import PolicyGradientOptions
-from rollmill.config.algorithms.distillation import DistillationOptions, SelfDistill
 from rollmill.config.model import ModelConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.trainer import TrainerConfig
@@ -80,7 +78,6 @@ def _unsupported(stage: StageConfig) -> Iterator[tuple[str, str]]:
         yield "models", "remove them"
     if stage.experts.others or any(operator.creates_experiences for operator in stage.pipeline):
         yield "experts.sources (or an operator that creates experiences)", "their pictures are not stored; remove it"
-    distils = isinstance(algorithm, DistillationOptions | SelfDistill)
-    critic = isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic
-    if not algorithm.trains_policy or distils or critic:
-        yield f"algorithm: {algorithm.name}", "use an algorithm without critic, teacher or reward model"
+    if not algorithm.trains_policy:
+        remedy = "transformers has no sequence classifier that sees, so no program could load it; train the policy"
+        yield f"algorithm: {algorithm.name}", remedy
