@@ -14,6 +14,7 @@ import yaml
 from doc_blocks import DOCUMENTS, ROOT, blocks
 
 from rollmill.cli import COMMANDS, main
+from rollmill.config.field_docs import document_sections
 from rollmill.config.section import Section
 from rollmill.config.validation_errors import section_locations
 
@@ -101,6 +102,7 @@ def test_a_page_of_the_reference_begins_with_a_purpose_and_an_example(page: Path
 
 
 def test_every_key_has_a_meaning() -> None:
+    document_sections()
     silent = [
         f"{home.prefix}.{key} ({home.section.__name__})"
         for home in section_locations()

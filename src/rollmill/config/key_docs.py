@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithms.base import PolicyGradientOptions
+from rollmill.config.field_docs import document_sections
 from rollmill.config.section import Section
 from rollmill.config.validation_errors import section_classes, unwrap_annotation
 
@@ -88,6 +89,7 @@ def _code(text: str) -> str:
 
 def describe_meaning(key: str, field: FieldInfo) -> str:
     """Returns the documentation of a key on one line."""
+    document_sections()
     inner = unwrap_annotation(field.annotation)
     sections = section_classes(get_args(inner)[0] if get_origin(inner) is list else inner)
     if field.description:

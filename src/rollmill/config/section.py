@@ -34,7 +34,7 @@ _LONGEST_NAME = 100
 class Section(BaseModel):
     """Base of configuration sections."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
     #: Import path `module:name` of the class or function that builds the component of the section. It is imported when
     #: a run uses it, since it may need torch. It takes the section, and what its kind of component gets besides.
@@ -207,8 +207,6 @@ def section_from_signature(target: Callable[..., Any], base: type[NamedSection])
         name,
         __base__=base,
         __doc__=inspect.getdoc(target) or f"`{name}`.",
-        # there are none; and CPython's parser, which looks for them, fails where other threads parse (SystemError)
-        __cls_kwargs__={"use_attribute_docstrings": False},
         name=(Literal[name], name),
         **fields,
     )

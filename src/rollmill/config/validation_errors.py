@@ -13,6 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from rollmill.config.field_docs import document_section
 from rollmill.config.run import RunConfig
 from rollmill.config.section import NamedSection, Section, is_named_section, registered_sections, section_tag
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, locate_key, truncate_text
@@ -276,6 +277,7 @@ def _text(details: ErrorDetails, owner: type[Section], path: KeyPath) -> str:
     if kind == "extra_forbidden":
         return explain_unknown_key(str(path[-1]), owner)
     if kind == "missing":
+        document_section(owner)
         field = owner.model_fields.get(str(path[-1]))
         return f"is required; {field.description or 'add it'}" if field else "is required; the list is too short"
     if kind == "value_error":
