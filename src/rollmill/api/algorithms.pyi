@@ -51,7 +51,8 @@ class RunSettings(TypedDict, total=False):
     """Speculative reuse of earlier completions; `{}` uses the defaults. Only for tasks that are rolled out repeatedly
     with workflow `single_turn`. The sampling distribution is exactly that of the new weights."""
     deadline_s: float
-    """Timeout for one batch of completions and their rewards."""
+    """Timeout for one batch of completions and their rewards. An evaluation with more completions than a batch has
+    proportionally longer."""
     refills: int
     """Maximum number of batches' worth of groups that one step may lose to the pipeline or the workflow before the run
     ends with an error. Each lost group is replaced by another task."""
