@@ -76,20 +76,20 @@ def judge(architecture: str, folder: Path) -> Finding:
     except NotBuiltError as error:
         finding.verdict, finding.why = "not built", UNBUILT.get(architecture, str(error))
         return finding
-    policy = _guarded(
+    policy = guarded(
         finding,
         "load",
         lambda: load_verified_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu")),
     )
     if policy is None:
-        return _without(folder, finding)
-    _guarded(finding, "rollout", lambda: _compare_rollouts(policy, reference, finding))
-    _guarded(finding, "training", lambda: _compare_training(policy.model, reference, finding))
+        return without_folder(folder, finding)
+    guarded(finding, "rollout", lambda: _compare_rollouts(policy, reference, finding))
+    guarded(finding, "training", lambda: _compare_training(policy.model, reference, finding))
     _decide(finding, reference)
-    return _without(folder, finding)
+    return without_folder(folder, finding)
 
 
-def _without(folder: Path, finding: Finding) -> Finding:
+def without_folder(folder: Path, finding: Finding) -> Finding:
     """Remove the temporary folder from the reason, so that results can be compared."""
     finding.why = (
         finding.why.removeprefix("model.path: ").removeprefix(f"{folder}: ").replace(str(folder), "the folder")
@@ -134,7 +134,7 @@ def _widen_bounds(finding: Finding, reference: Any) -> None:
     finding.gradient_bound = max(GRADIENT, 4 * _difference(single_grads, double_grads)[0])
 
 
-def _guarded(finding: Finding, stage: str, work: Callable[[], Any]) -> Any:
+def guarded(finding: Finding, stage: str, work: Callable[[], Any]) -> Any:
     """Run `work`; None if it failed. The first failure decides, but an unexpected one overrides a refusal."""
     try:
         return work()

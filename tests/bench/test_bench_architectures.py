@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.architectures import BEGIN, END, judged, matrix, with_matrix
+from bench.architectures import BEGIN, END, PAGE, judged, matrix, with_matrix
 from bench.harness import BenchError
 from bench.ours.architectures import judge
+from bench.ours.vision_architectures import judge_pictures, picture_types
 from bench.tiny_architectures import WINDOW, tiny_model
+from bench.tiny_pictures import FAMILIES
+from rollmill.config.checks.pictures import VISION_MODELS
+from rollmill.models import hf_forward
 from rollmill.models.load import load_policy
 from rollmill.trainer.attention import PackedAttention
 
@@ -44,6 +48,47 @@ def test_three_architectures() -> None:
     for name in ("llama", "qwen3"):
         assert 0 < max(findings[name][key] for key in ("rollout_gap", "chunked_gap", "training_gap")) < 1e-4
         assert 0 < findings[name]["gradient"] < 1e-3
+
+
+@pytest.mark.slow
+def test_two_families_that_see_and_one_that_is_refused() -> None:
+    code, line = bench("--pictures", "--only", "qwen2_5_vl", "gemma3", "paligemma", "--json")
+    assert (code, line["right"], line["refused"]) == (0, 2, 1)
+    findings = {finding["name"]: finding for finding in line["findings"]}
+    assert "PaliGemmaForConditionalGeneration, which sees pictures" in findings["paligemma"]["why"]
+    for name in ("qwen2_5_vl", "gemma3"):
+        assert findings[name]["verdict"] == "right"
+        assert 0 < max(findings[name][key] for key in ("rollout_gap", "training_gap", "gradient")) < 2e-5
+        assert all(findings[name]["picture_tokens"])
+
+
+@pytest.mark.slow
+def test_other_pictures_than_the_reference_sees_are_found_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = hf_forward._picture_arguments
+
+    def darker(*given: Any) -> dict[str, Any]:
+        return {k: v * 0.5 if v.is_floating_point() else v for k, v in arguments(*given).items()}
+
+    monkeypatch.setattr(hf_forward, "_picture_arguments", darker)
+    finding = judge_pictures("qwen2_vl", tmp_path)
+    assert finding.verdict == "wrong"
+    assert finding.rollout_gap is not None
+    assert finding.rollout_gap > 1e-3
+    assert "engine: prefill and decode" in finding.why
+
+
+def test_every_family_that_is_trained_has_a_tiny_checkpoint_and_a_right_finding() -> None:
+    recorded = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())["vision"]["findings"]
+    right = {finding["name"] for finding in recorded if finding["verdict"] == "right"}
+    assert right == set(FAMILIES) == VISION_MODELS
+    assert {finding["name"] for finding in recorded} == set(picture_types())
+
+
+def test_the_page_is_that_of_the_last_result() -> None:
+    record = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())
+    assert with_matrix(PAGE.read_text(), record) == PAGE.read_text()
 
 
 @pytest.mark.slow
@@ -93,6 +138,8 @@ def test_an_error_in_the_trainer_is_a_traceback(tmp_path: Path, monkeypatch: pyt
 def test_an_architecture_that_is_not_known_is_named() -> None:
     with pytest.raises(BenchError, match="no causal language model of type lama"):
         judged(["llama", "lama"], workers=1, progress=False)
+    with pytest.raises(BenchError, match="no vision-language model of type llama"):
+        judged(["llama", "llava"], workers=1, progress=False, pictures=True)
 
 
 def test_tiny_models_use_windows_and_leave_no_norm_at_one() -> None:
@@ -107,16 +154,26 @@ def test_tiny_models_use_windows_and_leave_no_norm_at_one() -> None:
 def test_the_matrix_goes_between_its_markers() -> None:
     gaps = {"rollout_gap": 1e-6, "chunked_gap": 2e-6, "training_gap": 3e-6, "gradient": 4e-7}
     findings = [
-        {"name": "llama", "verdict": "right", "why": "", **gaps},
-        {"name": "bloom", "verdict": "refused", "why": "model.path: /tmp/x is | not\nsupported"},
+        {"name": "llama", "model": "LlamaForCausalLM", "verdict": "right", "why": "", **gaps},
+        {"name": "bloom", "model": "", "verdict": "refused", "why": "model.path: /tmp/x is | not\nsupported"},
+        {"name": "gemma3", "model": "Gemma3ForConditionalGeneration", "verdict": "refused", "why": "not causal"},
     ]
-    record = {"versions": {"transformers": "5.0"}, "architectures": 2, "findings": findings}
+    families = [
+        {"name": "gemma3", "model": "Gemma3", "verdict": "right", "why": "", **gaps, "picture_tokens": [8, 4]},
+        {"name": "aria", "model": "Aria", "verdict": "refused", "why": "the folder is Aria; of those models, ..."},
+    ]
+    vision = {"versions": {"transformers": "5.1"}, "architectures": 2, "findings": families}
+    record = {"versions": {"transformers": "5.0"}, "architectures": 3, "findings": findings, "vision": vision}
     page = with_matrix(f"before\n{BEGIN}\nold\n{END}\nafter\n", record)
-    assert page.startswith(f"before\n{BEGIN}\n\ntransformers 5.0, 2 architectures: 1 right, 1 refused.")
+    assert page.startswith(f"before\n{BEGIN}\n\ntransformers 5.0, 3 architectures: 1 right, 2 refused.")
     assert page.endswith(f"{END}\nafter\n")
     assert "| llama | 1e-06 | 2e-06 | 3e-06 | 4e-07 |" in page
     assert "| bloom | is \\| not supported |" in page
-    assert "old" not in page
+    assert "| gemma3 | sees pictures: see [Vision-language models](#vision-language-models) |" in page
+    assert "### Vision-language models\n\ntransformers 5.1, 2 architectures: 1 right, 1 refused." in page
+    assert "| gemma3 | 1e-06 | 3e-06 | 4e-07 | 8, 4 |" in page
+    assert "| aria | the folder is Aria |" in page
+    assert "\nold\n" not in page
     assert with_matrix(page, record) == page
     assert matrix(record) in page
     with pytest.raises(BenchError, match="lacks the markers"):
@@ -146,7 +203,8 @@ def test_architectures_of_every_kind_are_as_recorded() -> None:
 @pytest.mark.timeout(1800)
 def test_no_architecture_is_wrong(tmp_path: Path) -> None:
     _, line = bench("--json", "--folder", str(tmp_path))
-    findings = json.loads((tmp_path / "architectures.json").read_text())["findings"]
+    record = json.loads((tmp_path / "architectures.json").read_text())
+    findings = record["findings"] + record["vision"]["findings"]
     bad = [f"{f['name']}: {f['verdict']}, {f['why']}" for f in findings if f["verdict"] in ("wrong", "traceback")]
     assert not bad, "\n".join(bad)
     assert line["right"] >= 60
