@@ -1,9 +1,10 @@
 """A pretrained model of 135M parameters learns to write bookings: what it reaches, and the cost of a step beside TRL.
 
 Per seed, examples/real.yaml runs as with `rollmill run`; right bookings of its 200 held-out requests are counted before
-it and after each stage (greedy). Then ours and TRL make steps of its GRPO stage on the model as it comes, with the same
-requests, reward, batch and learning rate, in turn on one core. TRL runs with several settings; the fastest counts. The
-unit is seconds of the processor, which other programs on the machine change less than the time on the wall.
+it and after each stage (greedy). Then, unless `--trl` is given without a setting, ours and TRL make steps of its GRPO
+stage on the model as it comes, with the same requests, reward, batch and learning rate, in turn on one core. TRL runs
+with several settings; the fastest counts. The unit is seconds of the processor, which other programs on the machine
+change less than the time on the wall.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from bench.harness import ROOT, BenchError, Side, need, note, run_in_turn
 from bench.report import Case, best, finish
 from bench.step import TRL_HOW
+from bench.worker import versions
 
 RUN_FILE = ROOT / "examples" / "real.yaml"
 #: bf16 autocast over fp32 weights, as ours computes, by completions per forward pass; and weights in bf16, which is
@@ -40,14 +42,21 @@ def main(arguments: list[str], only_json: bool) -> None:
     )
     parser.add_argument("--rounds", type=int, default=2, help="measured steps of each side")
     parser.add_argument("--warmups", type=int, default=1, help="steps before these")
-    parser.add_argument("--trl", nargs="+", default=list(TRL_SETTINGS), choices=TRL_SETTINGS, help="settings of TRL")
+    parser.add_argument("--trl", nargs="*", default=list(TRL_SETTINGS), choices=TRL_SETTINGS, help="settings of TRL")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the run file"
     )
     args = parser.parse_args(arguments)
-    need("trl", TRL_HOW)
+    if args.trl:
+        need("trl", TRL_HOW)
     need("gguf", "pip install 'rollmill[gguf]'")
     learned = [learn(int(seed), args.runs, args.set) for seed in args.seeds.split(",") if seed]
+    if not args.trl:
+        accuracies = [list(one["accuracy"].values()) for one in learned]
+        after, before = ([each[at] for each in accuracies] for at in (-1, -2))
+        case = Case("right bookings after GRPO", "after SFT", "share", after, before, True, {"learned": learned})
+        finish("real", [case], versions=versions("torch", "transformers", "gguf"), only_json=only_json)
+        return
     changed = [part for setting in args.set for part in ("--set", setting)]
     sides = [Side("ours", "bench.ours.real", tuple(changed))]
     sides += [Side(f"trl {name}", "bench.peers.trl_real", (*TRL_SETTINGS[name], *changed)) for name in args.trl]
@@ -71,8 +80,8 @@ def main(arguments: list[str], only_json: bool) -> None:
         higher_is_better=False,
         extra=extra,
     )
-    versions = {one.name: one.ready["versions"] for one in measured}
-    finish("real", [case], versions=versions, only_json=only_json, raw=measured)
+    found = {one.name: one.ready["versions"] for one in measured}
+    finish("real", [case], versions=found, only_json=only_json, raw=measured)
 
 
 def learn(seed: int, runs: Path, settings: list[str]) -> dict[str, Any]:
