@@ -77,6 +77,7 @@ def test_the_limit_is_hard_and_counts_from_the_start_of_the_work(pool: GraderPoo
 
 @pytest.mark.slow
 def test_closing_leaves_no_process_and_ends_what_is_under_way() -> None:
+    before = set(threading.enumerate())  # pools of other tests may live as long as their module
     pool = GraderPool(workers=2)
     pool.submit("math", EASY, 10).result(30)
     first = set(pool.pids())
@@ -92,7 +93,7 @@ def test_closing_leaves_no_process_and_ends_what_is_under_way() -> None:
     assert endless[2].cancelled()
     with pytest.raises(RewardError, match="closed"):
         pool.submit("math", EASY, 1)
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollmill-grader"]
+    assert not [each for each in set(threading.enumerate()) - before if each.name == "rollmill-grader"]
 
 
 @pytest.mark.slow
