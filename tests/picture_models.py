@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import yaml
 from PIL import Image
 
 from bench.tiny_pictures import FAMILIES, picture_checkpoint
+from rollmill.config.model import ModelConfig
+from rollmill.models.load import PolicyModel, load_policy
+from rollmill.models.picture_prompts import PicturePrompt
 
-__all__ = ["COLOURS", "FAMILIES", "picture_checkpoint", "picture_rows", "picture_run"]
+__all__ = [
+    "COLOURS",
+    "FAMILIES",
+    "load_seeing",
+    "noise_picture",
+    "picture_checkpoint",
+    "picture_prompt",
+    "picture_rows",
+    "picture_run",
+]
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (250, 250, 250)]
+
+
+def load_seeing(folder: Path, family: str, seed: int = 0) -> PolicyModel:
+    """A tiny model of a family, loaded from a checkpoint in `folder`."""
+    config = ModelConfig(path=picture_checkpoint(folder, family, seed))
+    return load_policy(config, texts=[], seed=0, device=torch.device("cpu"), pictures=True)
+
+
+def noise_picture(width: int, height: int, seed: int) -> bytes:
+    """A PNG of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "PNG")
+    return content.getvalue()
+
+
+def picture_prompt(policy: PolicyModel, question: str, *pictures: bytes) -> PicturePrompt:
+    """A question after these pictures, encoded by the model's processor."""
+    processor: Any = policy.model.picture_processor
+    text = processor.render([{"role": "user", "content": question}], policy.tokenizer, [(None, 0)] * len(pictures))
+    found: PicturePrompt = processor.encode(text, pictures, "task 1")
+    return found
 
 
 def picture_rows(folder: Path, count: int = 8) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,18 @@ import psutil
 import pytest
 import torch
 from toys import toy_checkpoint
-from vllm_service import PYTHON, needs_vllm
+from vllm_service import RunningEngine, needs_vllm
 
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
-from rollmill.config.run import StageConfig
 from rollmill.engines.base import CompletionPrefix, GenerationRequest, SampledToken
 from rollmill.engines.stop_strings import RepetitionDetector
-from rollmill.engines.vllm.engine import VLLMEngine
 from rollmill.errors import ConfigError, ContextLengthError, EngineError, EngineLostError
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.orchestrator.engine import build_engine, build_native_engine, build_publisher
+from rollmill.orchestrator.engine import build_engine, build_native_engine
 from rollmill.types import Completion, StopReason
-from rollmill.weights import InPlacePublisher, WeightPublisher
+from rollmill.weights import InPlacePublisher
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(900), needs_vllm]
 
@@ -40,33 +38,14 @@ LONG = 1500
 PROMPTS = [[5, 6, 7, 8, 9, 10], [20, 21, 22]]
 
 
-class Running:
-    """An engine with its policy, and an event loop that outlasts a test."""
+class Running(RunningEngine):
+    """An engine of a text model."""
 
     def __init__(self, folder: Path, restarts: int) -> None:
         shape = {"head_dim": 32, "tie_word_embeddings": True, "max_position_embeddings": 4096, "num_hidden_layers": 8}
-        checkpoint = toy_checkpoint(folder / "model", "qwen3", **shape)
-        self.policy: PolicyModel = load_policy(
-            ModelConfig(path=checkpoint), texts=(), seed=0, device=torch.device("cpu")
-        )
-        section = {"name": "vllm", "python": PYTHON, "cache_gb": 0.25, "restarts": restarts}
-        few = {"prefill_tokens": 64, "max_sequences": 16}
-        self.config = StageConfig.model_validate({"engine": section, "rollout": few})
-        self.loop = asyncio.new_event_loop()
-        engine = build_engine(self.policy, self.config, "fp32")
-        assert isinstance(engine, VLLMEngine)
-        self.engine = engine
-        self.publisher: WeightPublisher = build_publisher(self.policy, engine, "fp32")
-        self.version, self.noise = 0, torch.Generator().manual_seed(0)
-        self.publish()
-
-    def publish(self, noise: float = 0.0) -> None:
-        """Move the weights and publish them as the next version."""
-        with torch.no_grad():
-            for parameter in self.policy.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=self.noise) * noise)
-        self.version += 1
-        self.publisher.publish(self.version)
+        config = ModelConfig(path=toy_checkpoint(folder / "model", "qwen3", **shape))
+        policy = load_policy(config, texts=(), seed=0, device=torch.device("cpu"))
+        super().__init__(policy, {"prefill_tokens": 64, "max_sequences": 16}, restarts=restarts)
 
     def update(self) -> None:
         """`publish` from outside of the event loop."""
@@ -76,22 +55,10 @@ class Running:
 
         self.run(publish())
 
-    def run(self, work: Awaitable[Any]) -> Any:
-        async def within() -> Any:
-            async with asyncio.timeout(800):
-                return await work
-
-        return self.loop.run_until_complete(within())
-
     def generate(self, prompt: list[int], n: int = 1, seed: int = 0, **sampling: Any) -> list[Completion]:
         options = SamplingConfig(**{"max_new_tokens": 24, **sampling})
         found: list[Completion] = self.run(self.engine.generate(GenerationRequest(prompt, options, n=n, seed=seed)))
         return found
-
-    def close(self) -> None:
-        self.run(self.engine.close())
-        self.publisher.close()
-        self.loop.close()
 
 
 @pytest.fixture(scope="module")

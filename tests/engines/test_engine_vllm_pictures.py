@@ -6,74 +6,36 @@ Idefics3 is the family whose implementation in vLLM needs no torchvision, which 
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from picture_models import picture_checkpoint
-from PIL import Image
-from vllm_service import PYTHON, needs_vllm
+from picture_models import noise_picture, picture_checkpoint
+from vllm_service import PYTHON, RunningEngine, needs_vllm
 
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
-from rollmill.config.run import StageConfig
 from rollmill.engines.base import GenerationRequest, SampledToken
-from rollmill.engines.vllm.engine import VLLMEngine
 from rollmill.errors import ConfigError
 from rollmill.models.hf_forward import hf_logprobs
-from rollmill.models.load import PolicyModel, load_policy
+from rollmill.models.load import load_policy
 from rollmill.models.picture_prompts import PicturePrompt, join_prompts
-from rollmill.orchestrator.engine import build_engine, build_publisher, build_vllm_engine
+from rollmill.orchestrator.engine import build_vllm_engine
 from rollmill.types import Completion
-from rollmill.weights import WeightPublisher
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(900), needs_vllm]
 
 
-def png(width: int, height: int, seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, "PNG")
-    return content.getvalue()
-
-
-class Running:
-    """An engine with its policy, and an event loop that outlasts a test."""
+class Running(RunningEngine):
+    """An engine of a model that sees."""
 
     def __init__(self, folder: Path) -> None:
-        checkpoint = picture_checkpoint(folder / "model", "idefics3", head_dim=32)
-        self.policy: PolicyModel = load_policy(
-            ModelConfig(path=checkpoint), texts=(), seed=0, device=torch.device("cpu"), pictures=True
-        )
-        section = {"name": "vllm", "python": PYTHON, "cache_gb": 0.25}
-        config = StageConfig.model_validate({"engine": section, "rollout": {"max_sequences": 16}})
-        self.loop = asyncio.new_event_loop()
-        engine = build_engine(self.policy, config, "fp32")
-        assert isinstance(engine, VLLMEngine)
-        self.engine = engine
-        self.publisher: WeightPublisher = build_publisher(self.policy, engine, "fp32")
-        self.version, self.noise = 0, torch.Generator().manual_seed(0)
-        self.publish()
-
-    def publish(self, noise: float = 0.0) -> None:
-        """Move all weights, those of the tower included, and publish them as the next version."""
-        with torch.no_grad():
-            for parameter in self.policy.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=self.noise) * noise)
-        self.version += 1
-        self.publisher.publish(self.version)
-
-    def run(self, work: Awaitable[Any]) -> Any:
-        async def within() -> Any:
-            async with asyncio.timeout(800):
-                return await work
-
-        return self.loop.run_until_complete(within())
+        config = ModelConfig(path=picture_checkpoint(folder / "model", "idefics3", head_dim=32))
+        policy = load_policy(config, texts=(), seed=0, device=torch.device("cpu"), pictures=True)
+        super().__init__(policy, {"max_sequences": 16})
 
     def prompt(self, text: str, *pictures: bytes) -> PicturePrompt:
         found: PicturePrompt = self.policy.model.picture_processor.encode(text, pictures, "task 1")
@@ -83,11 +45,6 @@ class Running:
         ids = [*prompt.token_ids, *self.policy.tokenizer.encode(tail, add_special_tokens=False)]
         options = SamplingConfig(max_new_tokens=12)
         return await self.engine.generate(GenerationRequest(ids, options, n=n, seed=seed, pictures=prompt))
-
-    def close(self) -> None:
-        self.run(self.engine.close())
-        self.publisher.close()
-        self.loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +68,9 @@ def check(running: Running, completions: list[Completion], whole: PicturePrompt)
 
 def test_pictures_of_different_sizes_have_the_trainers_logprobs_after_every_update(running: Running) -> None:
     prompts = [
-        running.prompt("u:<image><image>what?\na:", png(56, 28, 0), png(28, 40, 1)),
-        running.prompt("u:and <image>?\na:", png(56, 56, 2)),
-        running.prompt("u:and <image>?\na:", png(56, 56, 3)),  # the same tokens, another picture
+        running.prompt("u:<image><image>what?\na:", noise_picture(56, 28, 0), noise_picture(28, 40, 1)),
+        running.prompt("u:and <image>?\na:", noise_picture(56, 56, 2)),
+        running.prompt("u:and <image>?\na:", noise_picture(56, 56, 3)),  # the same tokens, another picture
     ]
 
     async def after_update(number: int) -> list[list[Completion]]:
@@ -131,7 +88,7 @@ def test_pictures_of_different_sizes_have_the_trainers_logprobs_after_every_upda
 
 def test_weights_change_in_the_middle_of_a_completion_that_sees(running: Running) -> None:
     """Features of its picture are computed anew: later log-probs are those of the new weights."""
-    prompt = running.prompt("u:<image>on and on\na:", png(56, 56, 8))
+    prompt = running.prompt("u:<image>on and on\na:", noise_picture(56, 56, 8))
     for attempt in range(10):  # on a busy machine all tokens may be there before the new weights are
         told: list[SampledToken] = []
 
@@ -159,19 +116,19 @@ def test_weights_change_in_the_middle_of_a_completion_that_sees(running: Running
 
 
 def test_later_turns_show_pictures_between_the_policys_own_tokens(running: Running) -> None:
-    first = running.prompt("u:<image>a\na:", png(28, 28, 4))
+    first = running.prompt("u:<image>a\na:", noise_picture(28, 28, 4))
     said = running.policy.tokenizer.encode("xyz", add_special_tokens=False)
-    second = running.prompt("\nu:<image>b\na:", png(56, 28, 5))
+    second = running.prompt("\nu:<image>b\na:", noise_picture(56, 28, 5))
     ids = [*first.token_ids, *said, *second.token_ids]
     joined = join_prompts(ids, [(0, first), (len(first.token_ids) + len(said), second)])
-    whole = running.prompt("u:<image>a\na:xyz\nu:<image>b\na:so", png(28, 28, 4), png(56, 28, 5))
+    whole = running.prompt("u:<image>a\na:xyz\nu:<image>b\na:so", noise_picture(28, 28, 4), noise_picture(56, 28, 5))
     completions = running.run(running.generate(joined, n=3, tail="so"))
     assert completions[0].prompt_ids.tolist() == whole.token_ids
     assert check(running, completions, whole) > 0
 
 
 def test_a_picture_matters_and_texts_need_none(running: Running) -> None:
-    seen, other = (running.prompt("u:<image>\na:", png(28, 28, seed)) for seed in (6, 7))
+    seen, other = (running.prompt("u:<image>\na:", noise_picture(28, 28, seed)) for seed in (6, 7))
     [one] = running.run(running.generate(seen, n=1, seed=3))
     with torch.no_grad():
         ids = [*one.prompt_ids.tolist(), *one.token_ids.tolist()]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from picture_models import FAMILIES, picture_checkpoint
-from PIL import Image
+from picture_models import FAMILIES, load_seeing, noise_picture, picture_checkpoint, picture_prompt
 from transformers import AutoConfig
 
 from rollmill.config.model import ModelConfig
@@ -30,24 +28,6 @@ from rollmill.types import Completion, Experience, experience_from_completion
 CPU = torch.device("cpu")
 QUICK = {"qwen3_vl", "llava"}
 BY_FAMILY = [each if each in QUICK else pytest.param(each, marks=pytest.mark.thorough) for each in FAMILIES]
-
-
-def load(folder: Path, family: str) -> PolicyModel:
-    config = ModelConfig(path=picture_checkpoint(folder, family))
-    return load_policy(config, texts=[], seed=0, device=CPU, pictures=True)
-
-
-def picture(width: int, height: int, seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, "PNG")
-    return content.getvalue()
-
-
-def prompt(policy: PolicyModel, question: str, *pictures: bytes) -> PicturePrompt:
-    processor = policy.model.picture_processor
-    text = processor.render([{"role": "user", "content": question}], policy.tokenizer, [(None, 0)] * len(pictures))
-    return processor.encode(text, pictures, "task 1")
 
 
 def generate(
@@ -71,7 +51,7 @@ def generate(
 
 @pytest.mark.parametrize("family", BY_FAMILY)
 def test_the_check_at_load_covers_pictures(family: str, tmp_path: Path) -> None:
-    policy = load(tmp_path, family)
+    policy = load_seeing(tmp_path, family)
     gaps = check_parity(policy.model, tmp_path)
     assert [gap.path for gap in gaps] == ["engine: prefill and decode", "trainer: log-probs", "trainer: gradient"]
     assert all(gap.value < 2e-5 for gap in gaps), gaps
@@ -79,12 +59,12 @@ def test_the_check_at_load_covers_pictures(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", BY_FAMILY)
 def test_pictures_of_different_sizes_in_one_batch(family: str, tmp_path: Path) -> None:
-    policy = load(tmp_path, family)
+    policy = load_seeing(tmp_path, family)
     second = (28, 56) if family == "mistral3" else (40, 28)  # its processor of the tests takes one size per prompt
     prompts = [
-        prompt(policy, "what is this?", picture(28, 56, 0), picture(*second, 1)),
-        prompt(policy, "and?", picture(56, 56, 2)),
-        prompt(policy, "and?", picture(56, 56, 3)),  # the same tokens, another picture
+        picture_prompt(policy, "what is this?", noise_picture(28, 56, 0), noise_picture(*second, 1)),
+        picture_prompt(policy, "and?", noise_picture(56, 56, 2)),
+        picture_prompt(policy, "and?", noise_picture(56, 56, 3)),  # the same tokens, another picture
     ]
     assert prompts[1].token_ids == prompts[2].token_ids
     engine, groups = generate(policy, prompts)
@@ -109,7 +89,7 @@ def test_pictures_of_different_sizes_in_one_batch(family: str, tmp_path: Path) -
         with torch.no_grad(), use_packed_attention(policy.model, micro):
             found[micro.tokens] = compute_logprobs(policy.model, micro, table)[0]
     assert (found - table.rollout_logprob).abs().max() < 2e-5
-    blank = prompt(policy, "and?", picture(56, 56, 4))
+    blank = picture_prompt(policy, "and?", noise_picture(56, 56, 4))
     last = experiences[-1]
     with torch.no_grad():
         other = hf_logprobs(policy.model, [last.token_ids.tolist()], 6, blank)[0]
@@ -117,8 +97,8 @@ def test_pictures_of_different_sizes_in_one_batch(family: str, tmp_path: Path) -
 
 
 def test_a_picture_that_attends_in_one_direction_only_is_another_model(tmp_path: Path) -> None:
-    policy = load(tmp_path, "gemma3")
-    seen = prompt(policy, "what is this?", picture(28, 56, 0), picture(40, 28, 1))
+    policy = load_seeing(tmp_path, "gemma3")
+    seen = picture_prompt(policy, "what is this?", noise_picture(28, 56, 0), noise_picture(40, 28, 1))
     first, second = seen.blocks
     assert [b - a for a, b in (first, second)] == [16, 16]
     assert seen.whole_blocks(0, first[0]) == first[0]
@@ -132,7 +112,7 @@ def test_a_picture_that_attends_in_one_direction_only_is_another_model(tmp_path:
 
 
 def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
-    model = load(tmp_path, "qwen3_vl").model
+    model = load_seeing(tmp_path, "qwen3_vl").model
 
     def trained() -> set[str]:
         return {name for name, each in model.named_parameters() if each.requires_grad}
@@ -147,12 +127,12 @@ def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_encoded_names_the_task(tmp_path: Path) -> None:
-    policy = load(tmp_path, "llava")
+    policy = load_seeing(tmp_path, "llava")
     with pytest.raises(TasksetError, match="task 1: picture 0 cannot be decoded"):
-        prompt(policy, "what?", b"no picture")
+        picture_prompt(policy, "what?", b"no picture")
     processor = policy.model.picture_processor
     with pytest.raises(TasksetError, match="task 1"):
-        processor.encode("u:no place\na:", [picture(28, 28, 0)], "task 1")
+        processor.encode("u:no place\na:", [noise_picture(28, 28, 0)], "task 1")
 
 
 @pytest.mark.parametrize("family", ["paligemma", "idefics2"])

@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from picture_models import FAMILIES, picture_checkpoint
+from picture_models import FAMILIES, load_seeing
 from toys import toy_tokenizer
 
-from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.picture_turns import join_turns, turns_of
 from rollmill.engines.native.engine import NativeEngine
 from rollmill.errors import EngineError, WorkflowError
 from rollmill.models.hf_forward import hf_logprobs
-from rollmill.models.load import PolicyModel, load_policy
+from rollmill.models.load import PolicyModel
 from rollmill.rewards.function_threads import FunctionThreads
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.policy import Policy
@@ -41,12 +40,7 @@ BY_FAMILY = [
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> PolicyModel:
-    return load(tmp_path_factory.mktemp("seeing"), "llava")
-
-
-def load(folder: Path, family: str) -> PolicyModel:
-    config = ModelConfig(path=picture_checkpoint(folder, family))
-    return load_policy(config, texts=[], seed=0, device=CPU, pictures=True)
+    return load_seeing(tmp_path_factory.mktemp("seeing"), "llava")
 
 
 def pixels(width: int, height: int, seed: int) -> Any:
@@ -104,7 +98,7 @@ def trainer_logprobs(model: PolicyModel, experiences: list[Experience]) -> np.nd
 @pytest.mark.parametrize("family", BY_FAMILY)
 def test_turns_with_pictures_have_the_model_s_own_logprobs(family: str, tmp_path: Path) -> None:
     """The reference is transformers' own forward on the whole conversation, encoded by the processor in one piece."""
-    model = load(tmp_path, family)
+    model = load_seeing(tmp_path, family)
     other = (56, 56) if family == "mistral3" else (42, 28)  # its processor of the tests takes one size
     turns = [
         [picture(56, 56, 0), text("first")],
@@ -141,12 +135,18 @@ def test_turns_with_pictures_have_the_model_s_own_logprobs(family: str, tmp_path
     assert np.abs(trainer_logprobs(model, [attach(model, experience)]) - exact[mask]).max() < 1e-4
 
 
-@pytest.mark.parametrize("content", [[picture(28, 28, 1), text("x")], "x"])
-def test_a_call_on_other_pictures_is_another_branch(content: Any, tmp_path: Path) -> None:
-    model = load(tmp_path, "qwen2_vl")
+def chatting(model: PolicyModel, seed: int) -> tuple[ChatRenderer, Recorder, Policy]:
+    """A policy on an engine of its own, whose calls are recorded."""
     chat = ChatRenderer(model.tokenizer, frozenset([model.tokenizer.eos_token_id]))
     engine, recorder = NativeEngine(model.model, model.tokenizer, context=model.context), Recorder()
-    policy = Policy(engine, chat, SamplingConfig(max_new_tokens=3), seed=1, name="task 1", recorder=recorder)
+    options = SamplingConfig(max_new_tokens=3)
+    return chat, recorder, Policy(engine, chat, options, seed=seed, name="task 1", recorder=recorder)
+
+
+@pytest.mark.parametrize("content", [[picture(28, 28, 1), text("x")], "x"])
+def test_a_call_on_other_pictures_is_another_branch(content: Any, tmp_path: Path) -> None:
+    model = load_seeing(tmp_path, "qwen2_vl")
+    chat, recorder, policy = chatting(model, seed=1)
 
     async def both() -> None:
         said = await policy.chat([{"role": "user", "content": [picture(28, 28, 0), text("x")]}])
@@ -162,10 +162,8 @@ def test_a_call_on_other_pictures_is_another_branch(content: Any, tmp_path: Path
 
 
 def test_tokens_continue_a_chat_with_its_pictures(tmp_path: Path) -> None:
-    model = load(tmp_path, "qwen3_vl")
-    chat = ChatRenderer(model.tokenizer, frozenset([model.tokenizer.eos_token_id]))
-    engine, recorder = NativeEngine(model.model, model.tokenizer, context=model.context), Recorder()
-    policy = Policy(engine, chat, SamplingConfig(max_new_tokens=3), seed=3, name="task 1", recorder=recorder)
+    model = load_seeing(tmp_path, "qwen3_vl")
+    chat, recorder, policy = chatting(model, seed=3)
 
     async def both() -> None:
         said = await policy.chat([{"role": "user", "content": [picture(56, 28, 0), text("x")]}])
@@ -181,7 +179,7 @@ def test_tokens_continue_a_chat_with_its_pictures(tmp_path: Path) -> None:
 
 
 def test_rollouts_that_see_different_turns_share_their_prompt(tmp_path: Path) -> None:
-    model = load(tmp_path, "qwen2_5_vl")
+    model = load_seeing(tmp_path, "qwen2_5_vl")
     opening = [picture(56, 28, 0), text("x")]
     made = [
         attach(model, rolled_out(model, [opening, [picture(28 * (1 + i), 28, i)], "end"], 10 * i)[0][0])

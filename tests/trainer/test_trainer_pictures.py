@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 from algorithm_batches import options_of, trainer_of
-from picture_models import picture_checkpoint
-from PIL import Image
+from picture_models import load_seeing, noise_picture, picture_checkpoint, picture_prompt
 from toys import toy_checkpoint
 
 from rollmill.config.algorithms.distillation import SelfDistill
-from rollmill.config.model import ModelConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import load_taskset
 from rollmill.errors import ModelError
-from rollmill.models.load import PolicyModel, load_policy, load_teacher
+from rollmill.models.load import PolicyModel, load_teacher
 from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.orchestrator.privileged_context import PrivilegedContext
 from rollmill.trainer.batch import build_micro_batches, build_token_table
@@ -31,31 +28,12 @@ CPU = torch.device("cpu")
 FAMILIES = ["qwen3_vl", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("llava", "gemma3"))]
 
 
-def load(folder: Path, family: str, seed: int = 0) -> PolicyModel:
-    config = ModelConfig(path=picture_checkpoint(folder, family, seed))
-    return load_policy(config, texts=[], seed=0, device=CPU, pictures=True)
-
-
-def picture(width: int, height: int, seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    content = io.BytesIO()
-    Image.fromarray(pixels).save(content, "PNG")
-    return content.getvalue()
-
-
-def prompt(policy: PolicyModel, question: str, *pictures: bytes) -> PicturePrompt:
-    processor: Any = policy.model.picture_processor
-    text = processor.render([{"role": "user", "content": question}], policy.tokenizer, [(None, 0)] * len(pictures))
-    found: PicturePrompt = processor.encode(text, pictures, "task 1")
-    return found
-
-
 def batch(policy: PolicyModel) -> list[Experience]:
     """Groups of two completions: of two pictures, of one, and of the same tokens with another picture."""
     prompts = [
-        prompt(policy, "what is this?", picture(28, 56, 0), picture(40, 28, 1)),
-        prompt(policy, "and?", picture(56, 56, 2)),
-        prompt(policy, "and?", picture(56, 56, 3)),
+        picture_prompt(policy, "what is this?", noise_picture(28, 56, 0), noise_picture(40, 28, 1)),
+        picture_prompt(policy, "and?", noise_picture(56, 56, 2)),
+        picture_prompt(policy, "and?", noise_picture(56, 56, 3)),
     ]
     found = []
     for i, seen in enumerate(prompts):
@@ -90,7 +68,7 @@ def own_hidden(network: Any, token: int, e: Experience, seen: PicturePrompt, ids
 def test_values_and_their_gradient_equal_those_of_the_models_own_forward_pass(
     family: str, own_network: bool, tmp_path: Path
 ) -> None:
-    policy = load(tmp_path, family)
+    policy = load_seeing(tmp_path, family)
     critic = ValueModel(policy.model, own_network=own_network)
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
     token = policy.model.picture_processor.image_token_id
@@ -119,7 +97,7 @@ def test_values_and_their_gradient_equal_those_of_the_models_own_forward_pass(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_teachers_distributions_equal_those_of_its_own_forward_pass(family: str, tmp_path: Path) -> None:
-    policy = load(tmp_path / "policy", family)
+    policy = load_seeing(tmp_path / "policy", family)
     teacher: Any = load_teacher(picture_checkpoint(tmp_path / "teacher", family, seed=1), policy)
     trainer = distilling(policy, {"name": "distill", "teacher": str(tmp_path / "teacher")}, teacher)
     experiences = batch(policy)
@@ -136,9 +114,9 @@ def test_a_teachers_distributions_equal_those_of_its_own_forward_pass(family: st
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_policy_teaches_itself_after_a_prompt_with_pictures_and_the_answer(family: str, tmp_path: Path) -> None:
     """The hidden context moves a picture within the text, and the teacher sees the pictures there."""
-    policy = load(tmp_path / "policy", family)
+    policy = load_seeing(tmp_path / "policy", family)
     rows = tmp_path / "rows.jsonl"
-    (tmp_path / "a.png").write_bytes(picture(28, 56, 0))
+    (tmp_path / "a.png").write_bytes(noise_picture(28, 56, 0))
     parts = '[{"type": "text", "text": "see "}, {"type": "image"}, {"type": "text", "text": "what?"}]'
     rows.write_text(f'{{"prompt": [{{"role": "user", "content": {parts}}}], "images": ["a.png"], "answer": "7"}}\n')
     [task] = load_taskset(TasksetConfig(path=rows)).tasks
@@ -178,7 +156,7 @@ def teacher_states(trainer: Trainer, experiences: list[Experience]) -> tuple[tor
 
 
 def test_a_teacher_that_sees_otherwise_is_refused(tmp_path: Path) -> None:
-    policy = load(tmp_path / "policy", "llava")
+    policy = load_seeing(tmp_path / "policy", "llava")
     toy_checkpoint(tmp_path / "text", "qwen3")
     with pytest.raises(ModelError, match="vocabulary"):
         load_teacher(tmp_path / "text", policy)

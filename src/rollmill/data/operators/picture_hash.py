@@ -21,7 +21,7 @@ _MOST_COLOUR = 12
 
 @dataclass(frozen=True, slots=True)
 class PictureHash:
-    """What a picture looks like: 64 bits of its shapes, and the mean of each colour channel (0 to 255)."""
+    """Perceptual hash of a picture: 64 bits of its shapes, and the mean of each colour channel (0 to 255)."""
 
     bits: int
     colour: tuple[int, ...]

@@ -93,7 +93,7 @@ class GymnasiumEnvironment:
         return [word.lower() for word in words]
 
     def _shown(self, observation: Any) -> list[Any]:
-        """What the policy sees of a state: texts and pictures."""
+        """Texts and pictures that the policy sees of a state."""
         import gymnasium
 
         text = [] if self._describe is None else [str(self._describe(self._env, observation))]
