@@ -24,6 +24,7 @@ from bench.step import TRL_HOW
 from bench.worker import versions
 
 RUN_FILE = ROOT / "examples" / "real.yaml"
+LEAST = 1 / 200  #: share of one held-out request, for ratios
 #: bf16 autocast over fp32 weights, as ours computes, by completions per forward pass; and weights in bf16, which is
 #: faster, but rounds most updates of this learning rate away.
 TRL_SETTINGS = {
@@ -52,10 +53,13 @@ def main(arguments: list[str], only_json: bool) -> None:
     need("gguf", "pip install 'rollmill[gguf]'")
     learned = [learn(int(seed), args.runs, args.set) for seed in args.seeds.split(",") if seed]
     if not args.trl:
+        if not learned:
+            raise BenchError("nothing to do: give --seeds, or settings of --trl")
         accuracies = [list(one["accuracy"].values()) for one in learned]
         after, before = ([each[at] for each in accuracies] for at in (-1, -2))
+        before = [max(share, LEAST) for share in before]
         case = Case("right bookings after GRPO", "after SFT", "share", after, before, True, {"learned": learned})
-        finish("real", [case], versions=versions("torch", "transformers", "gguf"), only_json=only_json)
+        finish("real_learn", [case], versions=versions("torch", "transformers", "gguf"), only_json=only_json)
         return
     changed = [part for setting in args.set for part in ("--set", setting)]
     sides = [Side("ours", "bench.ours.real", tuple(changed))]

@@ -40,7 +40,8 @@ def site() -> Iterator[str]:
     index = SITE / "search/search_index.json"
     if not index.is_file():
         pytest.skip("the site is not built: make docs")
-    newest = max(path.stat().st_mtime for path in (ROOT / "docs").rglob("*.md"))
+    sources = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs/site").glob("*.py"), ROOT / "mkdocs.yml"]
+    newest = max(path.stat().st_mtime for path in sources)
     if index.stat().st_mtime < newest:
         pytest.skip("the built site is older than the documentation: make docs")
 

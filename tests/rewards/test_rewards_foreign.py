@@ -12,6 +12,7 @@ from reward_helpers import completion
 from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.foreign_functions import adapt_function
 from rollmill.types import Task
 
 OURS = """
@@ -158,3 +159,11 @@ def test_functions_of_trls_own_package() -> None:
     expected = trl.think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
     messages = [{"role": "user", "content": "q"}]
     assert [scored(rewards, text, prompt=messages).reward for text in texts] == expected == [1.0, 0.0]
+
+
+def test_a_group_function_of_rollmill_may_name_its_parameters_freely() -> None:
+    def spread(item: Any, completions: Any, **options: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    spread.group = True  # type: ignore[attr-defined]
+    assert adapt_function(spread) is spread

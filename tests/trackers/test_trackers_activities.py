@@ -55,7 +55,7 @@ def test_damaged_lines_and_folders_that_are_gone(tmp_path: Path) -> None:
 def test_the_timeline_of_several_processes(tmp_path: Path) -> None:
     activities(tmp_path, 20)
     whole = process_timeline(tmp_path, None)
-    assert whole["end"] - whole["begin"] == pytest.approx(100, abs=2)
+    assert whole["end"] - whole["begin"] >= 99  # until now
     spans = {each["name"]: each["spans"] for each in whole["processes"]}
     assert [span[2] for span in spans["trainer"][:5]] == ["roll out", "reward", "inference", "train", "roll out"]
     assert spans["trainer"][0][:2] == (0.0, 2.0)

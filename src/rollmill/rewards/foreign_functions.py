@@ -37,7 +37,10 @@ def adapt_function(function: Callable[..., Any]) -> Callable[..., Any]:
         return VerlFunction(function, parameters)
     first = next(iter(parameters), "")
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    if takes_any and (first in ("prompts", "completions") or ("completions" in parameters and first != "task")):
+    later = "completions" in parameters and first != "task" and not getattr(function, "group", False)
+    if takes_any and (
+        first in ("prompts", "completions") or later
+    ):  # (item, completions) is a group function of rollmill
         return TRLFunction(function, parameters)
     return function
 
