@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -117,8 +118,8 @@ def cache_folder(name: str) -> Path:
 
 
 def temporary_path(path: Path) -> Path:
-    """The path beside `path` under which this process writes it before it is renamed."""
-    return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
+    """The path beside `path` under which this thread writes it before it is renamed."""
+    return path.with_name(f".{path.name}.{threading.get_ident()}.{os.getpid()}@{socket.gethostname()}.tmp")
 
 
 def sweep_temporary(folder: Path) -> list[Path]:

@@ -6,7 +6,10 @@ import base64
 import hashlib
 import io
 import json
+import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,16 @@ import pytest
 from rollmill.cli import main
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import Taskset, load_taskset
-from rollmill.data.images import ImageRef, data_url, image_refs_of, make_image_ref, metadata_with_images, read_image
+from rollmill.data.images import (
+    ImageRef,
+    PictureFolder,
+    data_url,
+    image_refs_of,
+    make_image_ref,
+    metadata_with_images,
+    read_image,
+    scaled_url,
+)
 from rollmill.errors import ConfigError, TasksetError
 
 Image = pytest.importorskip("PIL.Image")
@@ -77,7 +89,7 @@ def test_a_picture_that_changed_is_an_error(folder: Path) -> None:
     url = data_url(ref)
     assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == read_image(ref)
     Image.new("RGB", (40, 20), "blue").save(folder / "pictures/red.png")
-    with pytest.raises(TasksetError, match=r"red\.png has changed since the taskset was loaded .*put the old one back"):
+    with pytest.raises(TasksetError, match=r"red\.png has changed since it was first read .*put the old one back"):
         read_image(ref)
     (folder / "pictures/red.png").unlink()
     with pytest.raises(TasksetError, match=r"red\.png cannot be read: No such file or directory; put it back"):
@@ -252,3 +264,55 @@ def test_sizes_of_pictures_reach_rewards_and_grade(folder: Path, capsys: pytest.
     options = ["--option", "coordinates=unit", "--option", "reference=pixels"]
     assert main(["grade", "--reward", "boxes", "--input", str(folder / "answers.jsonl"), *options]) == 0
     assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [1.0, 1.0]
+
+
+def test_threads_keep_pictures_at_once(tmp_path: Path) -> None:
+    """The same ones and new ones, while the oldest are removed."""
+    folder = PictureFolder(tmp_path / "kept", most_bytes=3000)
+
+    def keep(number: int) -> ImageRef:
+        return folder.keep(Image.new("RGB", (8, 8), (number // 4 % 256, 0, 0)), "a part")
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(keep, range(400)))
+    assert len({each.sha256 for each in found}) == 100
+    assert sum(each.stat().st_size for each in folder.path.iterdir()) <= 3000 + 3000 // 8  # type: ignore[union-attr]
+    assert all(re.fullmatch("[0-9a-f]{64}", each.name) for each in folder.path.iterdir())  # type: ignore[union-attr]
+
+
+def test_a_file_that_is_kept_may_change(tmp_path: Path) -> None:
+    shown = tmp_path / "screen.png"
+    Image.new("RGB", (4, 4), "red").save(shown)
+    ref = PictureFolder(tmp_path / "kept").keep(str(shown), "a part")
+    content = shown.read_bytes()
+    Image.new("RGB", (4, 4), "blue").save(shown)
+    assert read_image(ref) == content
+
+
+def test_a_refused_picture_is_not_stored(tmp_path: Path) -> None:
+    def accept(found: ImageRef) -> None:
+        raise ValueError(f"{found.media_type} {found.width}x{found.height}")
+
+    with pytest.raises(ValueError, match="image/png 4x5"):
+        PictureFolder(tmp_path / "kept").keep(Image.new("RGB", (4, 5)), "a part", accept)
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("limits", "format", "size", "media_type"),
+    [
+        ({}, "PNG", (40, 20), "image/png"),
+        ({"max_pixels": 200}, "JPEG", (20, 10), "image/png"),
+        ({"min_pixels": 3200}, "PNG", (80, 40), "image/png"),
+        ({}, "BMP", (40, 20), "image/png"),
+        ({}, "JPEG", (40, 20), "image/jpeg"),
+    ],
+)
+def test_programs_get_pictures_as_the_policy_sees_them(
+    tmp_path: Path, limits: dict[str, int], format: str, size: tuple[int, int], media_type: str
+) -> None:
+    Image.new("RGB", (40, 20), "red").save(tmp_path / "picture", format)
+    url = scaled_url(replace(make_image_ref(tmp_path / "picture"), **limits), ["image/png", "image/jpeg"])
+    head, _, data = url.partition(",")
+    assert head == f"data:{media_type};base64"
+    assert Image.open(io.BytesIO(base64.b64decode(data))).size == size

@@ -44,6 +44,19 @@ def rewritten(folder: Path, **changes: Any) -> None:
     (folder / MANIFEST).write_text(json.dumps(content | {"sha256": manifest._digest(content)}))
 
 
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_checkpoint_whose_replacement_did_not_arrive_is_put_back(tmp_path: Path, arrived: bool) -> None:
+    """As a kill leaves it on a file system that cannot swap two folders at once."""
+    checkpoints = Checkpoints(tmp_path)
+    made(tmp_path, 12).rename(checkpoints.folder / ".replaced-000012")
+    if arrived:
+        (made(tmp_path, 12) / "new").touch()
+    checkpoints.sweep()
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-000012"]
+    assert (checkpoints.path(12) / "new").exists() == arrived
+    assert not find_damage(checkpoints.path(12)) or arrived
+
+
 def test_a_manifest_has_origin_buffer_mark_and_files(tmp_path: Path) -> None:
     found = read_manifest(made(tmp_path, 12))
     assert found is not None

@@ -384,7 +384,7 @@ def test_pictures_go_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sha256": "0" * 64}, "the image .+ has changed since the taskset was loaded"),
+        ({"sha256": "0" * 64}, "the image .+ has changed since it was first read"),
         ({"path": "/nowhere.png"}, "image /nowhere.png cannot be read: No such file"),
     ],
 )

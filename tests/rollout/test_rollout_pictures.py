@@ -178,6 +178,25 @@ def test_tokens_continue_a_chat_with_its_pictures(tmp_path: Path) -> None:
     assert np.abs(trainer_logprobs(model, [made]) - found).max() > 1e-3  # the picture matters
 
 
+def test_prompts_of_the_same_tokens_keep_their_own_pictures(tmp_path: Path) -> None:
+    model = load_seeing(tmp_path, "qwen3_vl")
+    _, recorder, policy = chatting(model, seed=3)
+
+    async def both() -> None:
+        first, second = (
+            policy.prompt([{"role": "user", "content": [picture(28, 28, seed), text("x")]}]) for seed in (0, 1)
+        )
+        assert first == second
+        await policy.complete(first)
+        await policy.complete(second)
+        with pytest.raises(EngineError, match="begin like 2 prompts with different pictures"):
+            await policy.complete([*first])
+
+    asyncio.run(both())
+    one, other = recorder.calls
+    assert one.turns != other.turns
+
+
 def test_rollouts_that_see_different_turns_share_their_prompt(tmp_path: Path) -> None:
     model = load_seeing(tmp_path, "qwen2_5_vl")
     opening = [picture(56, 28, 0), text("x")]

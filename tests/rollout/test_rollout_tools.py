@@ -11,19 +11,22 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
 from rollmill.config.tools import CalculatorTool, PythonTool, SearchTool, ToolSection
+from rollmill.data.images import PictureFolder
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.registry import tool
+from rollmill.rollout.environments.base import picture_parts
 from rollmill.rollout.tools.calculator import calculator
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.pool import ToolPool
 from rollmill.rollout.tools.search import BM25Index, split_passages
-from rollmill.rollout.tools.toolbox import Toolbox, ToolError
+from rollmill.rollout.tools.toolbox import Tool, Toolbox, ToolError
 from rollmill.rollout.workflow import Rollout
 from rollmill.types import Task
 
@@ -229,6 +232,25 @@ def test_a_result_that_is_no_json_is_told() -> None:
 
     found, _, _ = used([TypeAdapter(ToolConfig).validate_python("pairs")], ("pairs", {}))
     assert found[0].content.startswith("Error: TypeError: keys must be str")
+
+
+@pytest.mark.parametrize("value", [np.float64(3.5), np.int64(4), np.zeros(2), [np.float64(1)], np.zeros((2, 2))])
+def test_numbers_of_numpy_are_no_pictures(value: Any) -> None:
+    assert picture_parts(value, "tool") is None
+
+
+def test_pixels_of_a_tool_are_a_picture() -> None:
+    [part] = picture_parts(np.zeros((2, 3, 3), np.uint8), "tool") or []
+    assert part["image"].startswith("data:image/png;base64,")
+
+
+def test_texts_beside_pictures_are_cut_together(tmp_path: Path) -> None:
+    async def call(_: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": letter * 60} for letter in "XYZ"]
+
+    toolbox = Toolbox([Tool("t", "", {}, call)], {"t": 100}, {}, folder=PictureFolder(tmp_path))
+    result = asyncio.run(toolbox.call("t", {}))
+    assert [result.text.count(letter) for letter in "XYZ"] == [60, 40, 0]
 
 
 def test_a_search_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from rollmill.data.images import ImagePart, ImageRef, data_url, image_refs_of
+from rollmill.data.images import ImagePart, ImageRef, image_refs_of, scaled_url
 from rollmill.types import Task
 
 _PART_KEYS = {
@@ -19,7 +19,10 @@ _PART_KEYS = {
     "video": {"video", "frames"},
 }
 """Types of content parts, and what each may hold."""
-_AUDIO = frozenset({"audio", "audio_url", "input_audio"})
+AUDIO = frozenset({"audio", "audio_url", "input_audio"})
+"""Types of parts with sound, which are refused."""
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+"""Formats of pictures that the endpoint takes, and that are sent to it."""
 PictureText = tuple[str, list[ImagePart]]
 """A message's text, and its pictures by the characters before them."""
 
@@ -32,7 +35,7 @@ def split_content(content: Sequence[Any], message: int, where: str) -> PictureTe
     text, images = "", list[ImagePart]()
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in _AUDIO:
+        if kind in AUDIO:
             raise ValueError(f"{where} has a part of type {kind}: audio is not supported; policies read text and see")
         if not isinstance(part, Mapping) or kind not in _PART_KEYS:
             named = f"of type {kind!r:.40}" if kind is not None else "without a type"
@@ -122,7 +125,10 @@ def hide_pictures(task: Task) -> Task:
 
 
 def sendable_prompt(task: Task) -> Any:
-    """A prompt of `show_pictures` in OpenAI's format, with `data:` URLs. Raises TasksetError: see `data_url`."""
+    """A prompt of `show_pictures` in OpenAI's format, with `data:` URLs. Pictures are scaled to their limits.
+
+    Raises TasksetError: see `scaled_url`.
+    """
     if isinstance(task.prompt, str):
         return task.prompt
     messages: list[Any] = []
@@ -136,4 +142,4 @@ def sendable_prompt(task: Task) -> Any:
 def _sendable(part: dict[str, Any]) -> dict[str, Any]:
     if part["type"] == "text":
         return part
-    return {"type": "image_url", "image_url": {"url": data_url(ImageRef(**part["image"]))}}
+    return {"type": "image_url", "image_url": {"url": scaled_url(ImageRef(**part["image"]), MEDIA_TYPES)}}

@@ -9,9 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from rollmill.config.taskset import TasksetConfig
@@ -54,33 +57,41 @@ class ImagePart:
     source: Any = None
 
 
+Accept = Callable[[ImageRef], None]
+"""Called before an image is stored; raises an error for one that is refused."""
+
+
 def make_image_ref(path: Path) -> ImageRef:
     """Make the reference of an image file. Raises ValueError if it is not an image, and ConfigError without Pillow."""
+    return _reference(_read_file(path), path.absolute(), str(path))
+
+
+def _read_file(path: Path) -> bytes:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(
                 f"the image {path} has {format_size(path.stat().st_size)}, and {format_size(_MOST_BYTES)} are read at "
                 "most; scale it down"
             )
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"the image {path} cannot be read: {error.strerror or error}") from error
-    return _reference(content, path.absolute(), str(path))
 
 
-def store_image(content: bytes, name: str, folder: Path | None = None) -> ImageRef:
+def store_image(content: bytes, name: str, folder: Path | None = None, accept: Accept | None = None) -> ImageRef:
     """Write an image into a folder, by default the cache folder, unless it is there; `name` is for messages.
 
-    Raises as `make_image_ref`.
+    Raises as `make_image_ref`, and what `accept` raises.
     """
     if len(content) > _MOST_BYTES:
         size, most = format_size(len(content)), format_size(_MOST_BYTES)
         raise ValueError(f"{name} has {size}, and {most} are read at most; scale it down")
     path = (folder or cache_folder("images")).absolute() / hashlib.sha256(content).hexdigest()
     reference = _reference(content, path, name)
+    if accept is not None:
+        accept(reference)
     if not path.is_file() or path.stat().st_size != len(content):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, content)
+        atomic_write(path, content, durable=folder is not None)  # a resumed run needs those of its folder
     return reference
 
 
@@ -102,8 +113,8 @@ def image_refs_of(metadata: Mapping[str, Any]) -> list[ImageRef]:
     """References in a task's metadata; an empty list if its column `images` holds anything else."""
     images = metadata.get("images")
     entries = images if isinstance(images, list) else []
-    known = {field.name for field in fields(ImageRef)}
-    needed = {field.name for field in fields(ImageRef) if field.default is MISSING}
+    known = {each.name for each in fields(ImageRef)}
+    needed = {each.name for each in fields(ImageRef) if each.default is MISSING}
     return [ImageRef(**each) for each in entries if isinstance(each, Mapping) and needed <= each.keys() <= known]
 
 
@@ -141,10 +152,42 @@ def read_image(ref: ImageRef) -> bytes:
     found = hashlib.sha256(content).hexdigest()
     if found != ref.sha256:
         raise TasksetError(
-            f"the image {ref.path} has changed since the taskset was loaded (sha256 {found[:12]}, it was "
+            f"the image {ref.path} has changed since it was first read (sha256 {found[:12]}, it was "
             f"{ref.sha256[:12]}); put the old one back, or start a new run"
         )
     return content
+
+
+def decode_picture(content: bytes, name: str, least: int = 0, most: int = 0) -> Any:
+    """Decode a picture as RGB, scaled to at least `least` and at most `most` pixels (0: any number).
+
+    Raises TasksetError with `name` if it cannot be decoded.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            plain = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise TasksetError(f"{name} cannot be decoded: {error}") from error
+    count = plain.width * plain.height
+    wanted = max(count, least) if not most else min(max(count, least), most)
+    if wanted == count:
+        return plain
+    scale = (wanted / count) ** 0.5
+    rounded = math.floor if wanted < count else math.ceil
+    size = (max(1, rounded(plain.width * scale)), max(1, rounded(plain.height * scale)))
+    return plain.resize(size, Image.Resampling.BICUBIC)
+
+
+def scaled_url(ref: ImageRef, media_types: Collection[str]) -> str:
+    """The image as the policy sees it, as a `data:` URL: scaled to its limits, and as PNG unless it has one of these
+    media types. Raises TasksetError like `read_image`."""
+    most = ref.max_pixels or ref.width * ref.height
+    if ref.min_pixels <= ref.width * ref.height <= most and ref.media_type in media_types:
+        return data_url(ref)
+    image = decode_picture(read_image(ref), f"the image {ref.path}", ref.min_pixels, ref.max_pixels)
+    return f"data:image/png;base64,{base64.b64encode(encode_png(image, ref.path)).decode()}"
 
 
 def data_url(ref: ImageRef) -> str:
@@ -195,7 +238,7 @@ def _references(value: Any, name: str, folder: Path) -> list[ImageRef]:
 
 @dataclass
 class PictureFolder:
-    """Keeps the pictures that programs and clients give, named by their hash.
+    """Keeps the pictures that programs and clients give, named by their hash. Threads may share it.
 
     Attributes:
         path: None: the cache folder.
@@ -205,43 +248,53 @@ class PictureFolder:
     path: Path | None = None
     most_bytes: int | None = None
     _new: int = 0  # bytes since the last look
+    _lock: Lock = field(default_factory=Lock)
 
-    def keep(self, value: Any, name: str) -> ImageRef:
-        """Make the reference of a picture: the path of a file, a data URL, bytes, an image of Pillow, pixels (uint8
-        [H, W], [H, W, 3] or [H, W, 4]), or another reference as an object.
+    def keep(self, value: Any, name: str, accept: Accept | None = None) -> ImageRef:
+        """Make the reference of a picture: the path of a file, which is copied, since its owner may change it; a data
+        URL, bytes, an image of Pillow, pixels (uint8 [H, W], [H, W, 3] or [H, W, 4]), or another reference as an
+        object.
 
-        Raises ValueError if it is no picture, with `name`, and ConfigError without Pillow.
+        Raises ValueError if it is no picture, with `name`, ConfigError without Pillow, and what `accept` raises.
         """
         if isinstance(value, Mapping) and (found := image_refs_of({"images": [value]})):
             return found[0]
-        ref = _entry(value, name, Path(), self.path)
-        self._new += ref.size
-        if self.path is not None and self.most_bytes is not None and self._new > self.most_bytes // 8:
-            self._remove_oldest(self.path, self.most_bytes)
+        if isinstance(value, str) and not value.startswith("data:") and "://" not in value:
+            value = _read_file(Path(value))
+        if self.path is None or self.most_bytes is None:
+            return _entry(value, name, Path(), self.path, accept)
+        with self._lock:
+            ref = _entry(value, name, Path(), self.path, accept)
+            os.utime(ref.path)  # one that is kept again is new
+            self._new += ref.size
+            if self._new > self.most_bytes // 8:
+                self._new = 0
+                _remove_oldest(self.path, self.most_bytes)
         return ref
 
-    def _remove_oldest(self, path: Path, most: int) -> None:
-        self._new = 0
-        files = sorted(((each, each.stat()) for each in path.iterdir()), key=lambda each: -each[1].st_mtime_ns)
-        total = 0
-        for file, stat in files:
-            total += stat.st_size
-            if total > most:
-                file.unlink(missing_ok=True)
+
+def _remove_oldest(folder: Path, most_bytes: int) -> None:
+    """Remove the files of a folder that were written longest ago, until the others fit into `most_bytes`."""
+    found = [(file, file.stat()) for file in folder.iterdir()]
+    total = 0
+    for file, stat in sorted(found, key=lambda each: -each[1].st_mtime_ns):
+        total += stat.st_size
+        if total > most_bytes:
+            file.unlink(missing_ok=True)
 
 
-def _entry(value: Any, name: str, folder: Path, store: Path | None = None) -> ImageRef:
+def _entry(value: Any, name: str, folder: Path, store: Path | None = None, accept: Accept | None = None) -> ImageRef:
     """The reference of an image: a path, a data URL, bytes, an entry of `datasets`, an image of Pillow, or pixels."""
     if isinstance(value, Mapping) and (value.keys() & {"bytes", "path"}):  # `datasets.Image(decode=False)`
         value = value["bytes"] if value.get("bytes") is not None else value.get("path")
     if type(value).__module__.startswith("PIL.") or hasattr(value, "__array_interface__"):
         value = encode_png(value, name)
     if isinstance(value, bytes):
-        return store_image(value, f"the image of {name}", store)
+        return store_image(value, f"the image of {name}", store, accept)
     if not isinstance(value, str):
         raise ValueError(f"{name} holds {type(value).__name__}, not the path of an image, an image, or a list of these")
     if value.startswith("data:"):
-        return store_image(_decoded(value, name), f"the image of {name}", store)
+        return store_image(_decoded(value, name), f"the image of {name}", store, accept)
     if "://" in value:
         raise ValueError(f"{name} has {value:.80}; rollmill downloads nothing, so give the path of a file")
     return make_image_ref(folder / value)

@@ -127,11 +127,17 @@ def describe_turns(turns: Sequence[PictureTurn]) -> dict[str, Any]:
 
 
 def turns_of(experience: Experience) -> list[PictureTurn] | None:
-    """The pieces with pictures of an experience that was recorded call by call; None for another one."""
+    """The pieces with pictures of an experience that was recorded call by call; None for another one.
+
+    Raises TasksetError if it has more or fewer pictures than its turns show.
+    """
     listed = experience.info.get(PICTURE_TURNS)
     if listed is None:
         return None
-    images = iter(image_refs_of(experience.info))
+    found = image_refs_of(experience.info)
+    if len(found) != sum(each["images"] for each in listed):
+        raise TasksetError(f"{experience.id}: its turns and its pictures do not belong together; was it edited?")
+    images = iter(found)
     return [
         PictureTurn(each["start"], each["text"], tuple(next(images) for _ in range(each["images"]))) for each in listed
     ]

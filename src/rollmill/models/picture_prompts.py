@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import io
 import json
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch import Tensor
 from transformers import AutoProcessor
 from transformers.utils import output_capturing
 
+from rollmill.data.images import decode_picture
 from rollmill.errors import TasksetError
 
 # Towers get hooks that refer to a context variable of transformers, which other processes have under the same name.
@@ -331,24 +331,6 @@ def unexpanded_prompt(
 
 def _decoded(pictures: Sequence[bytes], limits: Sequence[tuple[int, int]], name: str) -> list[Any]:
     return [
-        _decode(each, f"{name}: picture {i}", *limit)
+        decode_picture(each, f"{name}: picture {i}", *limit)
         for i, (each, limit) in enumerate(zip(pictures, limits, strict=True))
     ]
-
-
-def _decode(content: bytes, name: str, least: int, most: int) -> Any:
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            plain = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise TasksetError(f"{name} cannot be decoded: {error}") from error
-    count = plain.width * plain.height
-    wanted = max(count, least) if not most else min(max(count, least), most)
-    if wanted == count:
-        return plain
-    scale = (wanted / count) ** 0.5
-    rounded = math.floor if wanted < count else math.ceil
-    size = (max(1, rounded(plain.width * scale)), max(1, rounded(plain.height * scale)))
-    return plain.resize(size, Image.Resampling.BICUBIC)

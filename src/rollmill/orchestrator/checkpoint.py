@@ -9,6 +9,7 @@ if the process was killed or the power failed. Damaged ones are kept as `damaged
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import re
@@ -84,8 +85,7 @@ class Checkpoints:
             (temporary / STATE).write_text(json.dumps({"format": FORMAT, **state}, allow_nan=False) + "\n")
             write_manifest(temporary, step=step, machine=machine, stores=state["current"]["stores"])
             if final.exists():
-                _exchange(temporary, final)
-                shutil.rmtree(temporary)
+                self._replace(step, temporary)
             else:
                 temporary.rename(final)
             sync(self.folder)
@@ -148,8 +148,24 @@ class Checkpoints:
             sync(self.folder)  # nor after a power failure
         self.sweep()
 
+    def _replace(self, step: int, new: Path) -> None:
+        """Put a complete checkpoint in the place of another one of the same step."""
+        if _exchange(new, self.path(step)):
+            shutil.rmtree(new)
+            return
+        old = self.folder / f".replaced-{step:06d}"  # `sweep` puts it back after a kill at this moment
+        self.path(step).rename(old)
+        new.rename(self.path(step))
+        shutil.rmtree(old)
+
     def sweep(self) -> None:
-        """Remove unfinished checkpoints."""
+        """Remove unfinished checkpoints, and put back one whose replacement did not arrive."""
+        for old in self.folder.glob(".replaced-*"):
+            step = int(old.name.removeprefix(".replaced-"))
+            if self.path(step).exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(self.path(step))
         for left in [*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")]:
             shutil.rmtree(left, ignore_errors=True)
 
@@ -161,12 +177,16 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders at once, so that `old` always names a complete one."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(_HERE, os.fsencode(new.absolute()), _HERE, os.fsencode(old.absolute()), _RENAME_EXCHANGE):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(old))
+def _exchange(new: Path, old: Path) -> bool:
+    """Swap two folders at once, so that `old` always names a complete one; False where the system cannot."""
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if swap is None:
+        return False
+    if not swap(_HERE, os.fsencode(new.absolute()), _HERE, os.fsencode(old.absolute()), _RENAME_EXCHANGE):
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # of some file systems
+        return False
+    raise OSError(number, os.strerror(number), str(old))
 
 
 def _reason(error: BaseException) -> str:

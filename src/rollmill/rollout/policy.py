@@ -46,6 +46,14 @@ class Reply:
         return [*self.completion.prompt_ids.tolist(), *self.completion.token_ids.tolist()]
 
 
+class PromptTokens(list[int]):
+    """Tokens of a prompt, which know its pictures. Lists that are made of them do not."""
+
+    def __init__(self, token_ids: Sequence[int], turns: tuple[PictureTurn, ...]) -> None:
+        super().__init__(token_ids)
+        self.turns = turns
+
+
 _ROLES = 0x401E  # keeps the random numbers of roles apart from those of the policy's own calls
 
 _ROLE_NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -84,7 +92,7 @@ class Policy:
         self._engine, self._chat = engine, chat
         self._recorder, self._trace, self._index = recorder, trace, index
         self._replies: list[RecordedReply] = []
-        self._seen: dict[tuple[int, ...], tuple[PictureTurn, ...]] = {}  # by the tokens of prompts up to the last one
+        self._seen: dict[tuple[int, ...], list[tuple[PictureTurn, ...]]] = {}  # by the tokens up to the last picture
         self._num_calls = 0
         self._declared, self._role, self._roles = roles or {}, in_role, dict[str, Policy]()
         own = None if in_role is None else self._declared.get(in_role)
@@ -199,7 +207,9 @@ class Policy:
         """Generate several independent completions, see `complete`."""
         ids = self.encode(prompt, start=True) if isinstance(prompt, str) else list(prompt)
         text = prompt if isinstance(prompt, str) else self._chat.decode(ids)
-        found = await self._ask(self._prompt_of(ids, text), n, learn, sampling)
+        turns = prompt.turns if isinstance(prompt, PromptTokens) else self._turns_of(ids)
+        pictures = self._chat.pictures(ids, turns, self.name)
+        found = await self._ask(ChatPrompt(ids, text, (), None, turns, pictures), n, learn, sampling)
         return [Reply(each.text, each, {"role": "assistant", "content": each.text}) for each in found]
 
     @property
@@ -243,7 +253,7 @@ class Policy:
         """Tokenize a chat up to the start of the policy's turn, for `complete`. Raises EngineError like `chat`."""
         prompt = self._chat.prompt(self._readable(messages), name=self.name)
         self._note(prompt)
-        return prompt.token_ids
+        return PromptTokens(prompt.token_ids, prompt.turns)
 
     def step(self, reward: float | None = None, *, anchor: str | None = None) -> None:
         """End a step: the calls since the last one become a separate experience.
@@ -278,13 +288,25 @@ class Policy:
     def _note(self, prompt: ChatPrompt) -> None:
         """Remember where a prompt has pictures, for `complete`, which takes tokens."""
         if prompt.pictures is not None:
-            self._seen[tuple(prompt.pictures.token_ids)] = prompt.turns
+            known = self._seen.setdefault(tuple(prompt.pictures.token_ids), [])
+            if prompt.turns not in known:
+                known.append(prompt.turns)
 
-    def _prompt_of(self, ids: list[int], text: str) -> ChatPrompt:
-        """A prompt of tokens, with the pictures of the longest prompt that they begin with."""
+    def _turns_of(self, ids: list[int]) -> tuple[PictureTurn, ...]:
+        """The pictures of the longest prompt that tokens begin with.
+
+        Raises EngineError if there were prompts of the same tokens with other pictures.
+        """
         fitting = [known for known in self._seen if known == tuple(ids[: len(known)])]
-        turns = self._seen[max(fitting, key=len)] if fitting else ()
-        return ChatPrompt(ids, text, (), None, turns, self._chat.pictures(ids, turns, self.name))
+        if not fitting:
+            return ()
+        turns = self._seen[max(fitting, key=len)]
+        if len(turns) > 1:
+            raise EngineError(
+                f"{self.name}: policy.complete was given tokens that begin like {len(turns)} prompts with different "
+                "pictures; give what policy.prompt returned, or use policy.chat"
+            )
+        return turns[0]
 
     async def _ask(self, prompt: ChatPrompt, n: int, learn: bool, changes: dict[str, Any]) -> list[Completion]:
         sampling = SamplingConfig.model_validate({**self._settings(), **changes}) if changes else self.sampling

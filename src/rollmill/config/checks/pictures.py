@@ -22,7 +22,7 @@ VISION_MODELS = frozenset(
 """`model_type` of the vision-language models that can be trained."""
 
 BOTH_WAYS = frozenset({"gemma3"})
-"""Those whose tokens of a picture attend to each other in both directions."""
+"""`model_type` of models whose tokens of a picture attend to each other in both directions."""
 
 
 VLLM_SEES_WITHOUT_TORCHVISION = frozenset({"idefics3"})

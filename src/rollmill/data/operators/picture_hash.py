@@ -6,12 +6,11 @@ thumbnail of 9 x 8 grey values, 64 bits. It does not see colours, so mean colour
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollmill.data.images import ImageRef, read_image
-from rollmill.errors import ConfigError, TasksetError
+from rollmill.data.images import ImageRef, decode_picture, read_image
+from rollmill.errors import ConfigError
 
 _WIDTH, _HEIGHT = 9, 8
 _BITS = (_WIDTH - 1) * _HEIGHT
@@ -36,11 +35,7 @@ def hash_picture(ref: ImageRef) -> PictureHash:
     """Hash a picture. Raises TasksetError if it has changed or cannot be decoded."""
     from PIL import Image
 
-    try:
-        with Image.open(io.BytesIO(read_image(ref))) as image:
-            plain = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise TasksetError(f"the image {ref.path} cannot be decoded: {error}") from error
+    plain = decode_picture(read_image(ref), f"the image {ref.path}")
     small = plain.convert("L").resize((_WIDTH, _HEIGHT), Image.Resampling.LANCZOS).tobytes()
     bits = 0
     for row in range(_HEIGHT):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollmill.data.content_parts import AUDIO, MEDIA_TYPES
 from rollmill.data.images import ImageRef, PictureFolder
 from rollmill.data.picture_turns import refer_to
 from rollmill.errors import ConfigError
@@ -11,9 +12,7 @@ from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam, Conte
 
 MAX_PIXELS = 1 << 26
 """Most pixels of all pictures of a request together; decoded, they take three bytes each."""
-MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _PICTURES = ("image_url", "input_image")
-_AUDIO = ("input_audio", "audio", "audio_url")
 
 
 def shows_pictures(messages: Sequence[ChatMessageParam]) -> bool:
@@ -41,7 +40,7 @@ class PictureReader:
         """
         if part.type in ("text", "input_text", "output_text") and part.text is not None:
             return part.text
-        if part.type in _AUDIO:
+        if part.type in AUDIO:
             raise _refused(f"{at} holds audio, which is not supported; send text", at)
         if part.type not in _PICTURES:
             readable = "text and pictures" if self._sees else "text only"
@@ -50,11 +49,14 @@ class PictureReader:
             raise _refused(f"{at} holds a part of type {part.type!r}, a picture; this model reads text only", at)
         image = part.image or self._read(part, at)
         part.keep(image)
+        self._require_room(image, at)
         self._pixels += image.width * image.height
-        if self._pixels > MAX_PIXELS:
+        return refer_to(image)
+
+    def _require_room(self, image: ImageRef, at: str) -> None:
+        if self._pixels + image.width * image.height > MAX_PIXELS:
             text = f"the pictures have more than {MAX_PIXELS >> 20} million pixels together; scale them down"
             raise ApiError(text, code="invalid_value", param=f"{at}.content")
-        return refer_to(image)
 
     def _read(self, part: ContentPartParam, at: str) -> ImageRef:
         given = part.image_url
@@ -64,13 +66,17 @@ class PictureReader:
         if not url.startswith("data:"):
             text = f"{at} holds a picture by address ({url[:80]!r}); nothing is fetched: send data:image/png;base64,..."
             raise _refused(text, at)
+
+        def accept(found: ImageRef) -> None:
+            if found.media_type not in MEDIA_TYPES:
+                one_of = ", ".join(MEDIA_TYPES)
+                raise _refused(f"{at} holds a picture of type {found.media_type}; send one of {one_of}", at)
+            self._require_room(found, at)
+
         try:
-            found = self._folder.keep(url, at)
+            return self._folder.keep(url, at, accept)
         except (ValueError, ConfigError) as error:
             raise _refused(str(error), at) from error
-        if found.media_type not in MEDIA_TYPES:
-            raise _refused(f"{at} holds a picture of type {found.media_type}; send one of {', '.join(MEDIA_TYPES)}", at)
-        return found
 
 
 def _refused(text: str, at: str) -> ApiError:

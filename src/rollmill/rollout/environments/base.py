@@ -82,12 +82,18 @@ def validate_observation(found: Any, where: str) -> Observation:
 
 
 def picture_parts(found: Any, where: str) -> list[dict[str, Any]] | None:
-    """A picture, or a list of texts and pictures, as content parts with `data:` URLs; None for anything else.
+    """A picture, or a list of texts and pictures, as content parts with `data:` URLs; None for anything else, such as
+    numbers and arrays of numpy that are no pixels (uint8 with 2 or 3 dimensions).
 
-    Raises TypeError naming `where` for an array that is no picture.
+    Raises TypeError naming `where` for pixels of another shape than a picture's.
     """
+
+    def shows(value: Any) -> bool:
+        pixels = str(getattr(value, "dtype", "")) == "uint8" and getattr(value, "ndim", 0) in (2, 3)
+        return _is_picture(value) and (pixels or not hasattr(value, "dtype"))
+
     listed = found if isinstance(found, list | tuple) else [found]
-    if not any(_is_picture(each) for each in listed) or not all(isinstance(e, str) or _is_picture(e) for e in listed):
+    if not any(map(shows, listed)) or not all(isinstance(each, str) or shows(each) for each in listed):
         return None
     return [_plain_part(each, where) for each in listed]
 

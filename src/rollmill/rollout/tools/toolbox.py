@@ -142,9 +142,11 @@ class Toolbox:
         if isinstance(content, str) or self._folder is None:
             return ToolResult(self._cut(name, found.text), True)
         parts: list[dict[str, Any]] = []
+        left = self._result_chars[name]  # for all texts together
         for part in content:
             if part["type"] == "text":
-                parts.append({"type": "text", "text": self._cut(name, part["text"])})
+                parts.append({"type": "text", "text": self._cut(name, part["text"], max(left, 0))})
+                left -= len(part["text"])
                 continue
             try:
                 parts.append({"type": "image", "image": asdict(self._folder.keep(part["image"], "the result"))})
@@ -152,13 +154,14 @@ class Toolbox:
                 raise ToolError(f"its picture cannot be read: {error}") from error
         return ToolResult(parts, True)
 
-    def _cut(self, name: str, text: str) -> str:
+    def _cut(self, name: str, text: str, most: int | None = None) -> str:
+        """The text with at most `most` characters (default: of a whole result), and how many were left out."""
         text = drop_surrogates(text)
-        most = self._result_chars[name]
+        most = self._result_chars[name] if most is None else most
         if len(text) <= most:
             return text
         left = most // 2
-        return f"{text[:left]}\n... {len(text) - 2 * left} characters left out ...\n{text[-left:]}"
+        return f"{text[:left]}\n... {len(text) - 2 * left} characters left out ...\n{text[len(text) - left :]}"
 
     def _count(self, key: str, number: float = 1.0) -> None:
         self._counters[key] = self._counters.get(key, 0.0) + number
