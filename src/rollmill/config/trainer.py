@@ -34,6 +34,10 @@ class TrainerConfig(Section):
     """Passes over each batch."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Tokens per forward and backward pass; the gradient does not depend on it."""
+    metrics_share: float = Field(1.0, ge=0, le=1)
+    """Share of the completions without an advantage (those of groups with equal rewards) that pass through the model.
+    Nothing is learned from them: they only count in metrics such as entropy and kl, which are then estimated from a
+    random sample, and have token details. Less is faster, the more so the more groups are uniform."""
     logprob_chunk: int | None = Field(None, ge=1)
     """Maximum rows of [rows, vocabulary] logits in memory at a time. Default: as many as fit in 256 MiB, at most
     1024."""
