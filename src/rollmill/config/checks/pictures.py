@@ -42,7 +42,7 @@ def vision_model_name(model: ModelConfig) -> str | None:
 
 
 def both_ways(model: ModelConfig) -> BothWays | None:
-    """Which tokens of the vision-language model in `model.path` attend to each other in both directions."""
+    """Kind of the vision-language model in `model.path`, if tokens of it attend to each other in both directions."""
     facts = _facts(model) or {}
     return BOTH_WAYS.get(str(facts.get("model_type")))
 
