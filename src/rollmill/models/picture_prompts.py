@@ -163,8 +163,8 @@ class PictureProcessor:
         return self.both_ways == "prompt"
 
     def plain(self, text: str, count: int) -> str:
-        """A plain prompt with places for `count` pictures: those that it has, or all of them before the text."""
-        return text if text.count(self.image_token) == count else f"{self.image_token * count}{text}"
+        """A plain prompt with places for `count` pictures: those that it has, or else all of them before the text."""
+        return text if self.image_token in text else f"{self.image_token * count}{text}"
 
     def save(self, folder: Path) -> None:
         """Write its files into a checkpoint's folder, with those of a part for videos that was left out."""
