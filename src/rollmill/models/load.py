@@ -190,7 +190,7 @@ def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrained
         )
         if sees:
             token = config.image_token_id
-            both = config.model_type in BOTH_WAYS
+            both = BOTH_WAYS.get(config.model_type)
             processor = _read_or_model_error(
                 lambda: read_processor(folder, options, token, both), folder, "the processor"
             )

@@ -24,6 +24,7 @@ from rollmill.models.attention import (
     varlen_available,
     window_mask,
 )
+from rollmill.models.picture_prompts import Block
 from rollmill.models.recurrent import RecurrentCall, RecurrentState
 
 _SHORT = 6_000_000  # scores of a block (24 MB in fp32); larger blocks would allocate new memory at every call
@@ -62,15 +63,14 @@ class PackedAttention:
     """AttentionContext of one packed row (see `rollmill.models.attention`).
 
     Args:
-        both_ways: by number of a segment, runs of its tokens (first, last + 1) that attend to each other in both
-            directions.
+        both_ways: by number of a segment, runs of its tokens that attend to each other in both directions.
     """
 
     def __init__(
         self,
         layout: SegmentLayout,
         device: torch.device,
-        both_ways: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+        both_ways: Mapping[int, Sequence[Block]] | None = None,
     ) -> None:
         self._layout, self._both_ways = layout, {i: runs for i, runs in (both_ways or {}).items() if runs}
         self._blocks = _blocks(layout, device)
@@ -133,11 +133,11 @@ class PackedAttention:
         row: Tensor = _ScatterRows.apply(torch.cat(pieces), None, order, hidden.shape[1])  # type: ignore[no-untyped-call]
         return row[None]
 
-    def _runs(self, i: int) -> list[tuple[int, int, int]]:
-        """Runs of a block's tokens that attend in both directions: number of the sequence, first, last + 1."""
+    def _runs(self, i: int) -> list[tuple[int, Block]]:
+        """Runs of a block's tokens that attend in both directions, each with the number of the sequence."""
         before = sum(block.n for block in self._blocks[:i])
         return [
-            (segment - before, *run)
+            (segment - before, run)
             for segment, runs in self._both_ways.items()
             if before <= segment < before + self._blocks[i].n
             for run in runs
@@ -243,7 +243,7 @@ def _unfused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: f
 
 
 def _block_mask(
-    block: _Block, reach: AttentionWindow, device: torch.device, dtype: torch.dtype, runs: list[tuple[int, int, int]]
+    block: _Block, reach: AttentionWindow, device: torch.device, dtype: torch.dtype, runs: list[tuple[int, Block]]
 ) -> Tensor:
     own = torch.arange(block.longest, device=device)
     if block.parents is None:
@@ -261,11 +261,14 @@ def _block_mask(
     seen = (at_key <= at_query) & real[:, None, :]
     if runs:
         seen = seen.repeat(block.n // seen.shape[0], 1, 1)
-        for sequence, a, b in runs:
+        for sequence, (a, b, _) in runs:
             seen[sequence, a:b, block.parent_longest + a : block.parent_longest + b] = True
     hidden = window_mask(at_query, at_key, reach)
     if hidden is not None:
         seen &= ~hidden
+        for sequence, (a, b, windowed) in runs:
+            if not windowed:
+                seen[sequence, a:b, block.parent_longest + a : block.parent_longest + b] = True
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
 
 

@@ -29,6 +29,7 @@ from rollmill.models.vision import (
     PictureSpan,
     build_picture_inputs,
     compute_positions,
+    final_softcap,
     picture_processor,
     text_model,
 )
@@ -383,7 +384,8 @@ def _forward_language(
         hidden_Td: Tensor = network(**inputs).last_hidden_state[0]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     logits: Tensor = head(hidden_Td if isinstance(keep, int) else hidden_Td.index_select(0, keep))
-    return logits
+    softcap = final_softcap(model)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _on_host(routing: Tensor | None) -> RoutingArray:

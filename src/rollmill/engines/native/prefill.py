@@ -21,7 +21,7 @@ from rollmill.models.attention import (
     varlen_available,
     window_mask,
 )
-from rollmill.models.picture_prompts import PicturePrompt
+from rollmill.models.picture_prompts import Block, PicturePrompt
 from rollmill.models.recurrent import RecurrentCall
 from rollmill.models.vision import PictureSpan
 
@@ -36,7 +36,7 @@ class PrefillChunk:
     pictures: PicturePrompt | None = None  #: of the prompt that these tokens belong to or continue
 
     @property
-    def blocks(self) -> list[tuple[int, int]]:
+    def blocks(self) -> list[Block]:
         """Runs of these tokens that attend in both directions, relative to the first one."""
         if self.pictures is None:
             return []
@@ -200,11 +200,15 @@ class PrefillContext:
         total = key.shape[2]
         at_query = torch.arange(total - n, total, device=key.device)[:, None]
         at_key = torch.arange(total, device=key.device)[None]
-        unseen = at_key > at_query
-        for a, b in segment.blocks:
+        unseen, blocks = at_key > at_query, segment.blocks
+        for a, b, _ in blocks:
             unseen[max(a, 0) : b, total - n + a : total - n + b] = False
         hidden = window_mask(at_query, at_key, options.window)
-        return masked_attention(query, key, value, unseen if hidden is None else unseen | hidden, options)
+        if hidden is not None:
+            unseen |= hidden
+            for a, b, _ in (block for block in blocks if not block.windowed):
+                unseen[max(a, 0) : b, total - n + a : total - n + b] = False
+        return masked_attention(query, key, value, unseen, options)
 
 
 def _fresh(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:
