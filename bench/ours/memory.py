@@ -16,6 +16,9 @@ from bench.worker import Channel, serve, versions
 WAYS: dict[str, dict[str, Any]] = {
     "fp32 weights": {"trainer": {"precision": "bf16"}},
     "bf16 weights": {"trainer": {"precision": "bf16", "param_dtype": "bf16"}},
+    "bf16 weights, AdamW in 8 bits": {
+        "trainer": {"precision": "bf16", "param_dtype": "bf16", "optimizer": "adamw_8bit"}
+    },
     "LoRA over bf16 weights": {
         "trainer": {"precision": "bf16", "param_dtype": "bf16"},
         "model": {"lora": {"rank": 16}},

@@ -30,7 +30,7 @@ from rollmill.models.hf_forward import picture_prompts
 from rollmill.models.lora import add_lora
 from rollmill.models.picture_prompts import read_processor
 from rollmill.models.recurrent import recurrent_layers
-from rollmill.models.storage import ensure_own_memory
+from rollmill.models.storage import ensure_own_memory, narrow_weights
 from rollmill.models.vision import picture_processor, text_model
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt"
 
 @dataclass(frozen=True, slots=True)
 class PolicyModel:
-    """A model ready for training: fp32 weights on `device`, no dropout."""
+    """A model ready for training: weights on `device`, no dropout."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -66,6 +66,7 @@ def load_policy(
     seed: int,
     device: torch.device,
     pictures: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> PolicyModel:
     """Loads the checkpoint folder or GGUF file `config.path`, or builds the model described by `config.new`.
 
@@ -75,17 +76,20 @@ def load_policy(
         seed: seed of a new model's weights.
         device: device of the weights.
         pictures: accept a vision-language model, whose model and tokenizer then have a `picture_processor`.
+        dtype: float32 or bfloat16; adapters are float32 whatever it is.
 
     Raises:
         ModelError: the folder is not a causal language model with weights and a matching tokenizer.
     """
     if isinstance(config.path, Path):
-        model, tokenizer = _read(config.path, config.trust_remote_code, pictures)
+        model, tokenizer = _read(config.path, config.trust_remote_code, pictures, dtype)
         where = str(config.path)
     else:
         new = config.new or NewModelConfig()
         tokenizer = train_tokenizer(new.tokenizer, texts() if callable(texts) else texts)
         model, where = init_model(new, tokenizer, seed), "the new model"
+    if dtype == torch.bfloat16:
+        narrow_weights(model)
     if config.lora is not None:
         add_lora(model, config.lora, seed)
     return wrap_policy(model, tokenizer, device, where)
@@ -172,7 +176,9 @@ def build_meta_model(folder: Path, trust: bool = False, weights: bool = True) ->
     return empty
 
 
-def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _read(
+    folder: Path, trust: bool, pictures: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     place, options = _check_source(folder, trust)
     options["trust_remote_code"] = trust
     with silence_transformers(), hide_progress() if "gguf_file" in options else nullcontext():
@@ -183,7 +189,7 @@ def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrained
         tokenizer = _read_or_model_error(lambda: read_tokenizer(place, options), folder, "the tokenizer")
         model, info = _read_or_model_error(
             lambda: (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
-                place, config=config, dtype=torch.float32, output_loading_info=True, **options
+                place, config=config, dtype=dtype, output_loading_info=True, **options
             ),
             folder,
             "the weights",

@@ -51,6 +51,9 @@ def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
             raise ModelError(
                 f"model.lora.targets: {error}; use all-linear, or names of the model's linear layers"
             ) from error
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:  # made in the type of the layer
+            parameter.data = parameter.data.float()
     if any(hasattr(layer, "parameter_name") for layer in adapted_layers(model).values()):  # peft's ParamWrapper
         raise ModelError(
             "model.lora.targets: the experts and the router of this mixture-of-experts model cannot be adapted; name "

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
+
+
+def narrow_weights(model: nn.Module) -> None:
+    """Casts all weights but those of adapters to bf16, in place and one after the other; buffers stay as they are."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name and parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def collect_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

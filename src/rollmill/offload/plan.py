@@ -16,6 +16,7 @@ from rollmill.config.checks.offload import component_phases, reward_models
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
+from rollmill.config.trainer import MOMENT_BLOCK
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel, build_meta_model
 from rollmill.models.lora import adapted_layers, has_lora
@@ -139,7 +140,7 @@ def estimate_component_sizes(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = {
         "policy": _weight_bytes(model.parameters()),
-        "optimizer": _adam_state_bytes(trained),
+        "optimizer": _adam_state_bytes(trained, stage.trainer.optimizer),
         "gradients": _weight_bytes(trained),
     }
     if "reference" in needs and not has_lora(model):
@@ -152,7 +153,8 @@ def estimate_component_sizes(
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, device="meta")
         copied = [*(model.base_model.parameters() if own else []), *head.parameters()]
         learning = [parameter for parameter in copied if parameter.requires_grad]
-        sizes |= {"critic": _weight_bytes(copied), "critic_optimizer": _adam_state_bytes(learning)}
+        states = _adam_state_bytes(learning, stage.trainer.optimizer)
+        sizes |= {"critic": _weight_bytes(copied), "critic_optimizer": states}
         sizes["gradients"] = max(sizes["gradients"], _weight_bytes(learning))
     if isinstance(stage.algorithm, Distill) and stage.algorithm.teacher is not None:
         taught = build_meta_model(stage.algorithm.teacher)
@@ -204,7 +206,11 @@ def _weight_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(each.element_size() * each.numel() for each in parameters)
 
 
-def _adam_state_bytes(parameters: Iterable[torch.Tensor]) -> int:
+def _adam_state_bytes(parameters: Iterable[torch.Tensor], optimizer: str) -> int:
     """Size of two moments of each weight, and a step count of each tensor."""
     trained = list(parameters)
-    return 2 * _weight_bytes(trained) + _MASTER * len(trained)
+    if optimizer == "adamw_8bit":  # codes, and a scale per block
+        moments = 2 * (MOMENT_BLOCK + _MASTER) * sum(-(-each.numel() // MOMENT_BLOCK) for each in trained)
+    else:
+        moments = 2 * _weight_bytes(trained)
+    return moments + _MASTER * len(trained)

@@ -45,9 +45,9 @@ from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
 from rollmill.rewards.resources import close_set_aside
+from rollmill.trackers.host_memory import return_large_blocks
 from rollmill.trainer import StepSize, choose_precision, choose_threads
 from rollmill.trainer.batch import CPU_ROW
-from rollmill.trainer.model_setup import narrow_weights
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task
 
@@ -134,13 +134,16 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     stored = None if step is None else Checkpoints(run_dir).path(step)
     model = config.model if stored is None or adapted else ModelConfig(path=stored)
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
+    dtype = torch.bfloat16 if _param_dtype(loaded) == "bf16" else torch.float32
+    if dtype == torch.bfloat16 or any(stage.trainer.optimizer == "adamw_8bit" for stage in loaded.stages):
+        return_large_blocks()
     verified: AbstractContextManager[None] = nullcontext()  # by the caller, with the checkpoint's other files
     if stored is None and isinstance(model.path, Path):
         verified = verifying(model.path, model_files)
     with verified:
         try:
             policy = load_verified_policy(
-                model, texts=lambda: _texts(training), seed=config.seed, device=device, pictures=True
+                model, texts=lambda: _texts(training), seed=config.seed, device=device, pictures=True, dtype=dtype
             )
             if stored is not None and adapted:
                 load_adapter(policy.model, stored / ADAPTER_FOLDER)
@@ -150,8 +153,6 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
             raise unreadable(stored, error) from error
     if (processor := picture_processor(policy.model)) is not None:
         processor.folder = run_dir / PICTURES_FOLDER
-    if _param_dtype(loaded) == "bf16":
-        narrow_weights(policy.model)
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier_support(policy.model)
     for stage in loaded.stages:
