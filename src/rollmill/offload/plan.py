@@ -19,7 +19,8 @@ from rollmill.config.run import StageConfig
 from rollmill.config.trainer import MOMENT_BLOCK
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel, build_meta_model
-from rollmill.models.lora import adapted_layers, has_lora
+from rollmill.models.lora import adapted_layers, has_lora, merges_adapters
+from rollmill.models.quantization import count_weights
 from rollmill.rewards.reward_model import loaded_reward_models
 
 StorageTier = Literal["device", "memory", "disk", "destroyed"]
@@ -174,7 +175,8 @@ def estimate_component_sizes(
 def vllm_bytes(engine: VLLMEngineConfig, model: nn.Module, precision: str) -> int:
     """Size of vLLM's process: its weights in `precision`, without adapters, and its keys and values."""
     width = 2 if precision == "bf16" else 4
-    weights = sum(width * each.numel() for name, each in model.named_parameters() if ".lora_" not in name)
+    adapters = sum(each.numel() for name, each in model.named_parameters() if ".lora_" in name)
+    weights = width * (count_weights(model) - adapters)
     return weights + int(engine.cache_gb * 2**30)
 
 
@@ -195,6 +197,10 @@ def default_memory_budget(device: torch.device) -> float:
 
 def _cast_bytes(model: nn.Module, precision: str) -> int:
     """Size of the engine's copy (engines/native/weights.py): cast weights in bf16, merged weights in fp32."""
+    if adapted_layers(model) and not merges_adapters(model):
+        width = 2 if precision == "bf16" else 4
+        floats = [each for each in model.parameters() if each.is_floating_point()]
+        return sum(width * each.numel() for each in floats if each.requires_grad or each.element_size() != width)
     if precision == "bf16":
         adapted = {id(layer.base_layer.weight) for layer in adapted_layers(model).values()}
         cast = (each for name, each in model.named_parameters() if ".lora_" not in name)

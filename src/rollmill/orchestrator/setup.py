@@ -32,6 +32,7 @@ from rollmill.files import atomic_write, read_json_object
 from rollmill.models.classifier import require_classifier_support
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
+from rollmill.models.quantization import count_weights
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.models.vision import picture_processor
@@ -94,7 +95,7 @@ class RunSetup:
 
     def describe(self, run_dir: Path) -> str:
         """One line on model, precision, device and run directory."""
-        count = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        count = count_weights(self.policy.model)
         return (
             f"{type(self.policy.model).__name__}, {count / 1e6:.2f}M parameters, {self.precision} on "
             f"{self.policy.device} with {self.threads} thread(s); run directory {run_dir}"
