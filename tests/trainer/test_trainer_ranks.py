@@ -49,6 +49,7 @@ def _runs(name: str, dtype: str, sharding: Sharding) -> bool:
     """Whether the models of a job are cut in this way, too."""
     cut = {"fsdp": {"fp32": ("grpo", "mix", "distill"), "float64": ("ppo", "sft")}}
     cut["tensor"] = {"fp32": ("grpo",), "float64": ("ppo",)}
+    cut["context"] = {"fp32": ("grpo",), "float64": ("ppo", "clip_cov", "distill")}
     return sharding == "none" or name in cut[sharding][dtype]
 
 
