@@ -24,6 +24,9 @@ from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.models.recurrent import RecurrentCall
 from rollmill.models.vision import PictureSpan
 
+MASK_ELEMENTS = 1 << 23  #: of a mask, beyond which queries are processed in pieces
+LEAST_PIECE = 64  #: queries
+
 
 @dataclass(slots=True)
 class PrefillChunk:
@@ -138,14 +141,35 @@ class PrefillContext:
         stores = [(entry, length, entry.bucket.layer(layer, like_k, like_v)) for entry, length in spans]
         key = torch.cat([k[entry.index, :, :length] for entry, length, (k, _) in stores], dim=1)[None]
         value = torch.cat([v[entry.index, :, :length] for entry, length, (_, v) in stores], dim=1)[None]
-        total = key.shape[2]
-        at_query = torch.arange(total - n, total, device=key.device)[:, None]
-        at_key = torch.arange(total, device=key.device)[None]
-        unseen = at_key > at_query
-        for a, b in segment.blocks:
-            unseen[max(a, 0) : b, total - n + a : total - n + b] = False
-        hidden = window_mask(at_query, at_key, options.window)
-        return masked_attention(query, key, value, unseen if hidden is None else unseen | hidden, options)
+        before = key.shape[2] - n
+        size = max(MASK_ELEMENTS // key.shape[2], LEAST_PIECE)
+        parts = []
+        for first in range(0, n, size):  # a mask of all queries would take gigabytes for a long prompt
+            last = min(first + size, n)
+            seen = slice(_first_seen(before + first, options), before + max([last, *_ends(segment.blocks, last)]))
+            at_query = torch.arange(before + first, before + last, device=key.device)[:, None]
+            at_key = torch.arange(seen.start, seen.stop, device=key.device)[None]
+            unseen = at_key > at_query
+            for a, b in segment.blocks:
+                inside = slice(max(before + a - seen.start, 0), max(before + b - seen.start, 0))
+                unseen[max(a - first, 0) : max(b - first, 0), inside] = False
+            hidden = window_mask(at_query, at_key, options.window)
+            unseen = unseen if hidden is None else unseen | hidden
+            own = query[:, :, first:last], key[:, :, seen], value[:, :, seen]
+            parts.append(masked_attention(*own, unseen, options))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _first_seen(query: int, options: AttentionOptions) -> int:
+    """Index of the first key that a query sees through the window and the chunk."""
+    window, chunk = options.window
+    in_window = 0 if window is None else max(query - window + 1, 0)
+    return in_window if chunk is None else max(in_window, query // chunk * chunk)
+
+
+def _ends(blocks: list[tuple[int, int]], last: int) -> list[int]:
+    """Ends of the pictures that begin before a token."""
+    return [b for a, b in blocks if a < last]
 
 
 def _fresh(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:
