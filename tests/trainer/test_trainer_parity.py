@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from forks import Forks
-from toys import toy_checkpoint
+from toys import toy_checkpoint, toy_model
 from transformers import AttentionInterface
 
 import rollmill.models.attention as hook
@@ -104,6 +104,36 @@ def test_long_rows_are_attended_to_in_pieces_that_change_nothing(
     gaps = check_parity(tiny_model(architecture), FOLDER)
     assert max(cut) > 2
     assert all(gap.value < 1e-4 and not gap.layer for gap in gaps), gaps
+
+
+SCALED = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["yarn", *(pytest.param(each, marks=[pytest.mark.slow, pytest.mark.thorough]) for each in ("linear", "llama3"))],
+)
+def test_scaled_positions_are_the_models_own_past_the_original_length(kind: str) -> None:
+    """Prompts and completions of 35 and more tokens of models that were trained on 16."""
+    rope = {"rope_type": kind, "rope_theta": 100.0, **SCALED[kind]}
+    model = toy_model("llama", max_position_embeddings=128, rope_parameters=rope)
+    gaps = check_parity(model, FOLDER)
+    assert all(gap.value < 1e-4 and not gap.layer for gap in gaps), gaps
+    plain = toy_model(
+        "llama", max_position_embeddings=128, rope_parameters={"rope_type": "default", "rope_theta": 100.0}
+    )
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert (model(input_ids=ids).logits[0, 30:] - plain(input_ids=ids).logits[0, 30:]).abs().max() > 0.01
 
 
 def _without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:

@@ -296,7 +296,7 @@ class ForwardPasses:
                 keep_groups=self.recipe.keep_groups_together,
                 ranks=self.ranks.shares,
                 rank=self.ranks.share,
-                even=self.ranks.sharding == "fsdp",
+                even=self.ranks.even,
                 routing=self.routing,
             )
         )

@@ -90,8 +90,8 @@ def _unsupported(stage: StageConfig, both_ways: bool) -> Iterator[tuple[str, str
         yield f"engine: {stage.engine.name}", remedy
     if stage.engine.name not in ("native", "vllm"):
         yield f"engine: {stage.engine.name}", "use `native` or `vllm`: other engines are not known to take pictures"
-    if stage.trainer.sharding == "tensor":
-        yield "trainer.sharding: tensor", "use fsdp or none"
+    if stage.trainer.sharding in ("tensor", "expert"):
+        yield f"trainer.sharding: {stage.trainer.sharding}", "use fsdp, context or none"
     if stage.all_models:
         yield "models", "remove them"
     if stage.experts.others or any(operator.creates_experiences for operator in stage.pipeline):

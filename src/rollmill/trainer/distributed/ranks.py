@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from rollmill.trainer.distributed.fsdp import is_sharded
 from rollmill.trainer.distributed.tensor_parallel import apply_in_buckets, reduce_replicated_gradients
 
-Sharding = Literal["none", "fsdp", "tensor", "context"]
+Sharding = Literal["none", "fsdp", "tensor", "context", "expert"]
 _ALL_ROWS = ("tensor", "context")  # every rank works on every row
 Result = TypeVar("Result")
 
@@ -37,7 +38,7 @@ class RankGroup:
     rank: int = 0
     size: int = 1
     sharding: Sharding = "none"
-    """See fsdp.py, tensor_parallel.py and context_parallel.py; none: models are whole, and rows are dealt out."""
+    """See the modules of these names; none: models are whole, and rows are dealt out."""
 
     @staticmethod
     def current() -> RankGroup:
@@ -55,6 +56,11 @@ class RankGroup:
     def share(self) -> int:
         """Index of this rank's share."""
         return 0 if self.sharding in _ALL_ROWS else self.rank
+
+    @property
+    def even(self) -> bool:
+        """True if every rank has to make equally many passes, since they communicate."""
+        return self.sharding in ("fsdp", "expert")
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the shares, in place."""
@@ -77,7 +83,8 @@ class RankGroup:
         for parameter in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        apply_in_buckets([parameter.grad for parameter in shared if parameter.grad is not None], dist.all_reduce)
+        gradients = [parameter.grad for parameter in shared if parameter.grad is not None]
+        apply_in_buckets([each for each in gradients if not is_sharded(each)], dist.all_reduce)
 
     def merged(self, numbers: dict[str, float]) -> dict[str, float]:
         """Sums by name over the shares; a name may be missing on some."""

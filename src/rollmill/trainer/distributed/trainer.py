@@ -17,6 +17,7 @@ from rollmill.models.load import PolicyModel
 from rollmill.offload import Offloadable
 from rollmill.offload.plan import StorageTier
 from rollmill.trainer.distributed.context_parallel import check_context_parallel
+from rollmill.trainer.distributed.expert_parallel import check_expert_parallel
 from rollmill.trainer.distributed.fsdp import gather_weights
 from rollmill.trainer.distributed.rank_handle import ProcessRankLauncher, RankHandle, RankLauncher
 from rollmill.trainer.distributed.ranks import (
@@ -233,6 +234,8 @@ class DistributedTrainer:
             raise ConfigError(f"{text}, or on Ray reserve GPUs for each by placement.trainer_gpus")
         if self._spec.config.sharding == "tensor":
             tensor_parallel_plan(self._model, self._size)
+        if self._spec.config.sharding == "expert":
+            check_expert_parallel(self._model, self._size)
         if self._spec.config.sharding == "context":
             for model in (self._model, self._teacher):
                 if model is not None:
