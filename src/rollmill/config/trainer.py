@@ -62,16 +62,24 @@ class TrainerConfig(Section):
     ranks: int = Field(1, ge=1)
     """Number of trainer processes, each with `threads` threads or a GPU of its own. The first one is the run's own
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""
-    sharding: Literal["none", "fsdp", "tensor"] = "none"
+    sharding: Literal["none", "fsdp", "tensor", "context", "expert"] = "none"
     """`none`: every rank holds the whole model and optimizer. `fsdp`: each rank holds a shard of weights, gradients and
     optimizer states. `tensor`: each rank holds a shard of each layer's matrices and processes every row. With both, the
-    first rank also holds the whole weights, for rollouts."""
+    first rank also holds the whole weights, for rollouts. `context`: every rank holds the whole model and processes its
+    share of the tokens of every row, for long contexts; ranks exchange tokens for heads around attention
+    (arXiv:2309.14509). `expert`, for mixtures of experts: each rank holds its share of the experts, to which tokens
+    travel (arXiv:2006.16668); the first rank also holds the whole weights."""
     router_replay: bool | Literal["auto"] = "auto"
     """Mixture-of-experts models: route each token in training through the experts chosen in its rollout (R3,
     arXiv:2510.11370), so that near ties between experts do not change log-probs. `auto`: if the model has routers and
     engine `native` rolls out; `true`: required, otherwise the run is refused."""
     rank_deadline_s: float = Field(600.0, gt=0)
     """Timeout of a rank that waits for another one within a step."""
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if ranks hold parts of the weights."""
+        return self.ranks > 1 and self.sharding in ("fsdp", "tensor", "expert")
 
     def unused_keys(self) -> dict[str, str]:
         """See Section.unused_keys."""

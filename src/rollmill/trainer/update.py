@@ -201,26 +201,26 @@ class PolicyUpdater:
         return torch.stack([logprob, entropy, discriminant])
 
     def _predicted(
-        self, micro: MicroBatch, table: TokenTable, taught_Md: Tensor | None
+        self, micro: MicroBatch, table: TokenTable, taught_md: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies and divergences of a micro-batch; `taught_Md` are the teacher's hidden states."""
+        """Log-probs, entropies and divergences of a micro-batch; `taught_md` are the teacher's hidden states."""
         with use_packed_attention(self._model, micro, replay=True):
             hidden_Td = self._passes.hidden(self._model, micro)
             logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
-        if self._teacher is None or taught_Md is None:
+        if self._teacher is None or taught_md is None:
             return logprob, entropy, None
         assert self._recipe.distill is not None
         divergence = compute_divergences(
             self._model,
             self._teacher.model,
             hidden_Td,
-            micro.rows,
-            taught_Md,
-            table.target[micro.tokens],
+            micro.own_rows,
+            taught_md,
+            table.target[micro.own(micro.tokens)],
             self._recipe.distill,
             chunk=self._passes.config.logprob_chunk,
         )
-        return logprob, entropy, divergence
+        return logprob, entropy, micro.gather(divergence)[0]
 
     def _blame_gradient(self) -> NoReturn:
         """Finds the first micro-batch whose gradient is not finite, and raises on all ranks.

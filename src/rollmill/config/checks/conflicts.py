@@ -169,7 +169,10 @@ def _training(stage: StageConfig) -> Iterator[Conflict]:
     if trainer.warmup_steps > stage.steps:
         text = f"{trainer.warmup_steps} is longer than the stage ({stage.steps} steps); lower it or raise steps"
         yield ("trainer", "warmup_steps"), text
-    if trainer.ranks > 1 and trainer.sharding != "none":
+    if trainer.ranks > 1 and trainer.sharding == "context" and not algorithm.trains_policy:
+        text = f"algorithm `{algorithm.name}` cannot share the tokens of a row yet; use `none`"
+        yield ("trainer", "sharding"), text
+    if trainer.shards_weights:
         yield from _sharding(algorithm)
     critic = isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic
     if trainer.param_dtype == "bf16" and (critic or not algorithm.trains_policy):
@@ -283,7 +286,7 @@ def _quantized(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Confli
 
 def _sharded_adapters(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
     for index, stage in enumerate(stages):
-        if model.lora is not None and stage.trainer.ranks > 1 and stage.trainer.sharding != "none":
+        if model.lora is not None and stage.trainer.shards_weights:
             at: KeyPath = ("stages", index, "trainer") if len(stages) > 1 else ("trainer",)
             yield (*at, "sharding"), "adapters (model.lora) cannot be sharded yet; use `none`, or train all weights"
 

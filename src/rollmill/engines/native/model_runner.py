@@ -182,20 +182,21 @@ class ModelRunner:
 
         def extend() -> None:
             _, routing = self._extend([segment for _, segment in pending])
-            for (row, _), experts in zip(pending, routing, strict=True):
-                row.fed(0, experts)
+            for (row, segment), experts in zip(pending, routing, strict=True):
+                row.fed(segment.start, experts)
 
         for row in rows:
             assert row.entry is not None
             cached = row.tokens[:-1]
             while row.entry.bucket.capacity < len(cached):
                 self._cache.grow([row.entry])
-            if cached:
-                pending.append((row, PrefillChunk(row.entry, 0, cached, row.group.request.pictures)))
-                tokens += len(cached)
-            if pending and tokens >= self._prefill_tokens:
-                extend()
-                pending, tokens = [], 0
+            for first in range(0, len(cached), self._prefill_tokens):  # a full piece ends the pass
+                piece = cached[first : first + self._prefill_tokens]
+                pending.append((row, PrefillChunk(row.entry, first, piece, row.group.request.pictures)))
+                tokens += len(piece)
+                if tokens >= self._prefill_tokens:
+                    extend()
+                    pending, tokens = [], 0
         if pending:
             extend()
 
