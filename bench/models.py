@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Shape(NamedTuple):
@@ -98,16 +98,17 @@ _TEMPLATE = (
 )
 
 
-def vision_dir(name: str) -> Path:
-    """Folder of a LLaVA whose language part has the shape `name` and whose tower is as wide; created if absent.
+def vision_dir(name: str, family: Literal["llava", "idefics3"] = "llava") -> Path:
+    """Folder of a vision-language model whose language part has the shape `name` and whose tower is as wide; created if
+    absent.
 
     The last word is the picture token. As in `model_dir`, no completion ends early.
     """
     shape = SHAPES[name]
-    folder = cache_dir() / f"llava-{name}-{'-'.join(str(value) for value in shape)}"
+    folder = cache_dir() / f"{family}-{name}-{'-'.join(str(value) for value in shape)}"
     if not folder.exists():
         draft = folder.with_name(folder.name + f".{os.getpid()}")
-        _write_vision_model(draft, shape)
+        (_write_llava if family == "llava" else _write_idefics)(draft, shape)
         try:
             draft.rename(folder)
         except OSError:  # another process finished first
@@ -115,7 +116,7 @@ def vision_dir(name: str) -> Path:
     return folder
 
 
-def _write_vision_model(folder: Path, shape: Shape) -> None:
+def _write_llava(folder: Path, shape: Shape) -> None:
     import torch
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -144,14 +145,49 @@ def _write_vision_model(folder: Path, shape: Shape) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def pictures(count: int) -> list[bytes]:
+def _write_idefics(folder: Path, shape: Shape) -> None:
+    """Idefics3, which vLLM's CPU build runs; 256 patches of 7 x 7 pixels become 64 tokens."""
+    import torch
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+    names = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    special = {each: shape.vocab_size - 1 - number for number, each in enumerate(names)}
+    text = {
+        **shape._asdict(), "model_type": "llama", "tie_word_embeddings": False, "max_position_embeddings": 2048,
+        "pad_token_id": 0, "bos_token_id": None, "eos_token_id": shape.vocab_size,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": shape.hidden_size, "intermediate_size": 2 * shape.hidden_size, "num_attention_heads": 4,
+        "num_hidden_layers": shape.num_hidden_layers, "image_size": PICTURE, "patch_size": 7,
+    }  # fmt: skip
+    config = Idefics3Config(
+        text_config=text, vision_config=vision, scale_factor=2, image_token_id=special["<image>"], pad_token_id=0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Idefics3ForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer = _tokenizer(shape.vocab_size, special)
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    edge = {"longest_edge": PICTURE}
+    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    Idefics3Processor(images, tokenizer, image_seq_len=64, chat_template=_TEMPLATE).save_pretrained(folder)
+
+
+def shown_prompts(name: str, count: int) -> list[str]:
+    """`count` random prompts of PROMPT words after the place of a picture."""
+    return [f"<image> {' '.join(f'w{token}' for token in ids)}" for ids in prompts(name, count, PROMPT)]
+
+
+def pictures(count: int, seed: int = 0) -> list[bytes]:
     """`count` pictures of noise as PNG, the same on every side."""
     import io
     import random
 
     from PIL import Image
 
-    source = random.Random(0)
+    source = random.Random(seed)
     found = []
     for _ in range(count):
         content = io.BytesIO()

@@ -18,15 +18,17 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from rollmill.models.picture_prompts import picture_only
 
 FAMILIES = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava", "llava_next", "llava_onevision", "internvl",
-    "mistral3", "gemma3",
+    "mistral3", "gemma3", "paligemma",
 ]  # fmt: skip
 
 _SPECIAL = [
@@ -68,8 +70,12 @@ def picture_tokenizer(place: str) -> PreTrainedTokenizerFast:
 
 def picture_checkpoint(folder: Path, family: str, seed: int = 0, **text: Any) -> Path:
     """Write a tiny checkpoint of a family with random weights; `text` changes its text config."""
-    place = _PLACES["qwen" if family.startswith("qwen") else family]
-    tokenizer = picture_tokenizer(place)
+    if family == "paligemma":
+        tokenizer = _plain_tokenizer()
+        processor = _processor(family, tokenizer)  # adds tokens
+    else:
+        tokenizer = picture_tokenizer(_PLACES["qwen" if family.startswith("qwen") else family])
+        processor = _processor(family, tokenizer)
     config = _config(family, tokenizer, text)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
@@ -77,8 +83,16 @@ def picture_checkpoint(folder: Path, family: str, seed: int = 0, **text: Any) ->
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
-    _processor(family, tokenizer).save_pretrained(folder)
+    processor.save_pretrained(folder)
     return folder
+
+
+def _plain_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer as PaliGemma's: with a token for the beginning of a text, and without chat template."""
+    tokenizer = picture_tokenizer("<image>")
+    tokenizer.chat_template = None
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    return tokenizer
 
 
 def _config(family: str, tokenizer: Any, text: dict[str, Any]) -> Any:
@@ -155,6 +169,15 @@ def _config(family: str, tokenizer: Any, text: dict[str, Any]) -> Any:
             vision_config=vision | tower, mm_tokens_per_image=16, image_token_index=ids("<image_soft_token>"),
             boi_token_index=ids("<start_of_image>"), eoi_token_index=ids("<end_of_image>"), initializer_range=0.2,
         )  # fmt: skip
+    if family == "paligemma":
+        vision = {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 7, "vision_use_head": False}
+        own = {"model_type": "gemma", **own}
+        if own["model_type"] == "gemma2":  # PaliGemma 2
+            own = {"query_pre_attn_scalar": 8, "sliding_window": 24, "final_logit_softcapping": 5.0, **own}
+        return AutoConfig.for_model(
+            "paligemma", text_config=own, vision_config=vision | tower, image_token_index=ids("<image>"),
+            projection_dim=32, hidden_size=32, initializer_range=0.2,
+        )  # fmt: skip
     vision = {"model_type": "pixtral", "image_size": 56, "patch_size": 7, "head_dim": 8, **tower}
     return AutoConfig.for_model(
         "mistral3", text_config=own | {"model_type": "mistral"}, vision_config=vision,
@@ -184,6 +207,10 @@ def _processor(family: str, tokenizer: Any) -> Any:
     if family == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
         return Gemma3Processor(images, tokenizer, image_seq_length=16, chat_template=template)
+    if family == "paligemma":
+        siglip = SiglipImageProcessorPil(size={"height": 28, "width": 28})
+        siglip.image_seq_length = 16
+        return PaliGemmaProcessor(siglip, tokenizer)
     if family == "llava_next":
         images = LlavaNextImageProcessorPil(
             size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=_GRID

@@ -31,9 +31,9 @@ __all__ = [
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (250, 250, 250)]
 
 
-def load_seeing(folder: Path, family: str, seed: int = 0) -> PolicyModel:
-    """A tiny model of a family, loaded from a checkpoint in `folder`."""
-    config = ModelConfig(path=picture_checkpoint(folder, family, seed))
+def load_seeing(folder: Path, family: str, seed: int = 0, **text: Any) -> PolicyModel:
+    """A tiny model of a family, loaded from a checkpoint in `folder`; `text` changes its text config."""
+    config = ModelConfig(path=picture_checkpoint(folder, family, seed, **text))
     return load_policy(config, texts=[], seed=0, device=torch.device("cpu"), pictures=True)
 
 
@@ -48,7 +48,10 @@ def noise_picture(width: int, height: int, seed: int) -> bytes:
 def picture_prompt(policy: PolicyModel, question: str, *pictures: bytes) -> PicturePrompt:
     """A question after these pictures, encoded by the model's processor."""
     processor: Any = policy.model.picture_processor
-    text = processor.render([{"role": "user", "content": question}], policy.tokenizer, [(None, 0)] * len(pictures))
+    if processor.single_prompt:
+        text = processor.plain(question, len(pictures))
+    else:
+        text = processor.render([{"role": "user", "content": question}], policy.tokenizer, [(None, 0)] * len(pictures))
     found: PicturePrompt = processor.encode(text, pictures, "task 1")
     return found
 
@@ -72,7 +75,7 @@ def picture_run(folder: Path, family: str = "qwen2_vl", text: dict[str, Any] | N
     run: dict[str, Any] = {
         "name": "see",
         "model": {"path": str(picture_checkpoint(folder / "model", family, **(text or {})))},
-        "taskset": {"path": str(rows), "chat": True},
+        "taskset": {"path": str(rows), "chat": family != "paligemma"},
         "rewards": [{"name": "format", "pattern": "[0-9]"}],
         "rollout": {"batch": 2, "group_size": 4, "max_new_tokens": 4},
         "trainer": {"lr": 1e-3},

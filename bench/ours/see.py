@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from bench.models import PROMPT, pictures, prompts, vision_dir
@@ -21,15 +22,14 @@ def rows(model: str) -> Iterator[dict[str, Any]]:
         yield {"prompt": " ".join(f"w{token}" for token in ids), "images": content}
 
 
-def load(model: str) -> Any:
-    """The policy; its completions do not end early."""
+def load(folder: Path) -> Any:
+    """The policy in a folder of `bench.models.vision_dir`; its completions do not end early."""
     import torch
     from transformers import AutoModelForImageTextToText
 
     from rollmill.models.load import PolicyModel
     from rollmill.models.picture_prompts import read_processor
 
-    folder = vision_dir(model)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     processor = read_processor(folder, {}, loaded.config.image_token_id)
     tokenizer = processor.processor.tokenizer
@@ -78,7 +78,7 @@ def main() -> None:
     if args.tower == "completion":
         repeat_tower(args.group)
     taskset = TasksetConfig(function="bench.ours.see:rows", options={"model": args.model}, chat=True)
-    asyncio.run(serve_steps(channel, args, policy=load(args.model), taskset=taskset))
+    asyncio.run(serve_steps(channel, args, policy=load(vision_dir(args.model)), taskset=taskset))
 
 
 if __name__ == "__main__":

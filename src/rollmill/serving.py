@@ -22,7 +22,7 @@ from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.workflows import TrafficWorkflow
 from rollmill.data.images import PICTURES_FOLDER
 from rollmill.engines.base import RolloutEngine
-from rollmill.errors import CheckpointError, ConfigError
+from rollmill.errors import CheckpointError, ConfigError, ModelError
 from rollmill.launch import CONFIG, resume, start
 from rollmill.models.load import PolicyModel
 from rollmill.models.vision import picture_processor
@@ -94,13 +94,25 @@ def serve_checkpoint(
     """
     folder = find_checkpoint(source, step)
     where = choose_device(device)
-    with verifying(folder, model_files):
-        policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where, pictures=True)
+    policy = _load_served(folder, where)
     precision = choose_precision(policy.model, where, StepSize.of_generation())
     engine = build_native_engine(policy, RolloutConfig(), precision)
     sampling = SamplingConfig(max_new_tokens=policy.context)
     with keeping_pictures(policy, record):
         asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFileSink(record)))
+
+
+def _load_served(folder: Path, where: torch.device) -> PolicyModel:
+    """Load a checkpoint. Raises ModelError if it cannot be used, or no request could show it pictures that it needs."""
+    with verifying(folder, model_files):
+        policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where, pictures=True)
+    processor = picture_processor(policy.model)
+    if processor is not None and processor.single_prompt and policy.tokenizer.chat_template is None:
+        raise ModelError(
+            f"{folder} cannot be served: {type(policy.model).__name__} reads prompts with pictures only, and requests "
+            "show them in chats, for which it has no chat template; put a chat_template.jinja into the folder"
+        )
+    return policy
 
 
 class ModelServer:
@@ -128,8 +140,7 @@ class ModelServer:
         device: str = "auto",
     ) -> None:
         folder, where = find_checkpoint(source, step), choose_device(device)
-        with verifying(folder, model_files):
-            self._policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where, pictures=True)
+        self._policy = _load_served(folder, where)
         precision = choose_precision(self._policy.model, where, StepSize.of_generation())
         self._engine = build_native_engine(self._policy, RolloutConfig(), precision)
         self._record = record

@@ -52,11 +52,11 @@ def test_three_architectures() -> None:
 
 @pytest.mark.slow
 def test_two_families_that_see_and_one_that_is_refused() -> None:
-    code, line = bench("--pictures", "--only", "qwen2_5_vl", "gemma3", "paligemma", "--json")
+    code, line = bench("--pictures", "--only", "qwen2_5_vl", "idefics2", "paligemma", "--json")
     assert (code, line["right"], line["refused"]) == (0, 2, 1)
     findings = {finding["name"]: finding for finding in line["findings"]}
-    assert "PaliGemmaForConditionalGeneration, which sees pictures" in findings["paligemma"]["why"]
-    for name in ("qwen2_5_vl", "gemma3"):
+    assert "Idefics2ForConditionalGeneration, which sees pictures" in findings["idefics2"]["why"]
+    for name in ("qwen2_5_vl", "paligemma"):
         assert findings[name]["verdict"] == "right"
         assert 0 < max(findings[name][key] for key in ("rollout_gap", "training_gap", "gradient")) < 2e-5
         assert all(findings[name]["picture_tokens"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from gguf_files import write_gguf
 from toys import toy_model, toy_tokenizer
+from vllm_service import needs_vllm
 
 from bench import machine
 from bench.harness import Measured
@@ -208,11 +209,26 @@ def test_sandbox_against_bubblewrap(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_see_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    line = bench(str(tmp_path), "see", "--models", "tiny", "--rounds", "1", "--trl", "fp32")
+    line = bench(str(tmp_path), "see", "--models", "tiny", "--rounds", "1", "--trl", "fp32", "--without", "vllm")
     assert line["peer_name"] == "trl fp32"
     cases = json.loads((tmp_path / "see.json").read_text())["cases"]
     assert [case["case"] for case in cases] == ["tiny", "tiny tower"]
     assert all(case["ratio"] == pytest.approx(case["peer"] / case["ours"], rel=1e-2) for case in cases)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.service
+@needs_vllm
+def test_rollouts_with_pictures_against_vllm(tmp_path: Path) -> None:
+    line = bench(str(tmp_path), "see", "--models", "tiny", "--rounds", "1", "--without", "trl")
+    assert line["peer_name"].startswith("vllm")
+    assert line["unit"] == "tokens per processor second"
+    record = json.loads((tmp_path / "see.json").read_text())
+    assert [case["case"] for case in record["cases"]] == ["tiny rollout"]
+    rounds = [one["rounds"][0] for one in record["raw"]]
+    assert len(rounds) == 3
+    assert {(each["tokens"], each["prompt_tokens"]) for each in rounds} == {(4096, 8 * 87)}
 
 
 @pytest.mark.thorough

@@ -44,11 +44,11 @@ MODES: dict[str, dict[str, Any]] = {
 PICKED = {"lora", "fsdp", "own teacher"}
 
 
-def one_stage(folder: Path, **changes: Any) -> Path:
+def one_stage(folder: Path, family: str = "qwen2_vl", **changes: Any) -> Path:
     """A run of three steps on pictures, with one stage."""
     own: dict[str, Any] = {"algorithm": GRPO, "steps": 3, "rollout": ROLLOUT, "trainer": {"lr": 1e-3}}
     model = changes.pop("model", {})
-    path = picture_run(folder, stages=None, **(own | changes))
+    path = picture_run(folder, family, stages=None, **(own | changes))
     run = yaml.safe_load(path.read_text())
     run["model"] |= model
     path.write_text(yaml.safe_dump(run))
@@ -93,11 +93,13 @@ def test_a_policy_that_sees_trains_in(mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("paligemma", marks=pytest.mark.thorough)])
 def test_late_partial_and_replayed_rollouts_see_and_resume_bit_equal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held_out = {"taskset": {"path": str(tmp_path / "data/rows.jsonl"), "chat": True}, "every": 5, "samples": 2}
-    path = one_stage(tmp_path, steps=5, evaluation=held_out, **LATE)
+    chat = family != "paligemma"
+    held_out = {"taskset": {"path": str(tmp_path / "data/rows.jsonl"), "chat": chat}, "every": 5, "samples": 2}
+    path = one_stage(tmp_path, family, steps=5, evaluation=held_out, **LATE)
     rollmill.run(path, out=tmp_path / "whole")
     lines = metrics(tmp_path / "whole")
     assert max(gaps(tmp_path / "whole")) < 1e-4

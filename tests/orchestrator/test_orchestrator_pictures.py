@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from rollmill.cli import main
 from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
 from rollmill.config.taskset import TasksetConfig
-from rollmill.data import encode_pictures, load_taskset, render_prompt
-from rollmill.errors import ConfigError, ModelError, TasksetError
+from rollmill.data import encode_pictures, encode_prompt, load_taskset, render_prompt
+from rollmill.data.images import image_refs_of
+from rollmill.data.picture_turns import refer_to
+from rollmill.errors import ConfigError, EngineError, ModelError, TasksetError
 from rollmill.launch import resume
 from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.picture_prompts import read_processor
 from rollmill.orchestrator.setup import set_up_run
-from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.chat import ChatRenderer, RecordedReply
 from rollmill.types import Task
 
 BASE: dict[str, Any] = {
@@ -49,9 +52,10 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_sft_and_grpo_train_a_policy_whose_pictures_attend_in_both_directions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3", "paligemma"])
+def test_sft_and_grpo_train_a_policy_whose_pictures_attend_in_both_directions(family: str, tmp_path: Path) -> None:
     changes = {"trainer": {"lr": 1e-3, "ranks": 2, "micro_batch_tokens": 64}}
-    rollmill.run(picture_run(tmp_path, "gemma3", **changes), out=tmp_path / "out")
+    rollmill.run(picture_run(tmp_path, family, **changes), out=tmp_path / "out")
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     gaps = [line["logprob_gap/max"] for line in lines if "logprob_gap/max" in line]
     assert gaps
@@ -113,11 +117,74 @@ def test_check_refuses_what_does_not_see_yet(
     assert named in capsys.readouterr().err
 
 
-def test_check_refuses_vllm_for_pictures_that_attend_in_both_directions(
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("gemma3", {"engine": "vllm"}, "engine: vllm does not work with Gemma3ForConditionalGeneration"),
+        ("paligemma", {"engine": "vllm"}, "engine: vllm .*: vLLM attends in both directions within pictures only"),
+        (
+            "paligemma",
+            {"workflow": "tools", "tools": ["calculator"]},
+            "workflow: tools .*: use `single_turn`: its prompt attends in both",
+        ),
+        ("paligemma", {"taskset": {"fields": {"workflow": "how"}}}, "taskset.fields.workflow does not work"),
+        (
+            "paligemma",
+            {"taskset": {"path": "text.jsonl"}},
+            "task .* has no picture, and the model's processor takes no",
+        ),
+    ],
+)
+def test_check_refuses_what_does_not_go_with_attention_in_both_directions(
+    family: str, change: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = picture_run(tmp_path, family, stages=None, **BASE)
+    (tmp_path / "text.jsonl").write_text('{"prompt": "how many?"}\n')
+    run = yaml.safe_load(path.read_text())
+    taskset = run["taskset"] | change.pop("taskset", {})
+    path.write_text(yaml.safe_dump(run | change | {"taskset": taskset}))
+    assert main(["check", str(path)]) == 2
+    assert re.search(named, capsys.readouterr().err)
+
+
+def test_a_policy_that_answers_one_prompt_is_given_nothing_else(tmp_path: Path) -> None:
+    config = ModelConfig(path=picture_checkpoint(tmp_path / "model", "paligemma"))
+    policy = load_policy(config, texts=[], seed=0, device=torch.device("cpu"), pictures=True)
+    rows = picture_rows(tmp_path / "data")
+    [task, *_] = load_taskset(TasksetConfig(path=rows)).tasks
+    assert render_prompt(task, policy.tokenizer) == "<image>q0"
+    assert encode_pictures(task, policy.tokenizer).blocks == [(0, 16 + len("<bos>q0\n") - 4, False)]
+    placed = Task("1", "what is <image>?", metadata=task.metadata)
+    assert render_prompt(placed, policy.tokenizer) == "what is <image>?"
+    with pytest.raises(TasksetError, match="task 2 has no picture"):
+        encode_prompt(Task("2", "what?"), policy.tokenizer)
+    policy.tokenizer.chat_template = policy.tokenizer.picture_processor.processor.chat_template = (
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}"
+        "{% endif %}{% endfor %}{% endfor %}"
+    )
+    chat = ChatRenderer(policy.tokenizer, frozenset())
+    picture = refer_to(image_refs_of(task.metadata)[0])
+    question = {"role": "user", "content": f"{picture}what?"}
+    found = chat.prompt([question])
+    assert found.pictures is not None
+    assert found.pictures.token_ids == found.token_ids
+    with pytest.raises(EngineError, match="neither a text without pictures"):
+        chat.prompt([{"role": "user", "content": "what?"}])
+    with pytest.raises(EngineError, match="neither a text without pictures nor tokens that continue its answer"):
+        chat.pictures([*found.token_ids, 5], found.turns, "a rollout")
+    reply = RecordedReply((question,), (question,), None, found.text, "", tuple(found.token_ids), None, found.turns)
+    later = chat.prompt([question, {"role": "user", "content": f" and {picture}?"}], [reply])
+    assert later.continues is None  # the whole conversation is one prompt
+    assert later.pictures is not None
+    assert later.pictures.blocks == [(0, len(later.token_ids), False)]
+
+
+def test_a_model_that_needs_pictures_is_served_with_a_chat_template_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", str(picture_run(tmp_path, "gemma3", engine="vllm"))]) == 2
-    assert "engine: vllm does not work with Gemma3ForConditionalGeneration" in capsys.readouterr().err
+    picture_checkpoint(tmp_path, "paligemma")
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 1
+    assert "put a chat_template.jinja into the folder" in capsys.readouterr().err
 
 
 def test_a_text_model_is_refused_an_environment_that_is_drawn(

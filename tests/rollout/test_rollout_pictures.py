@@ -34,7 +34,8 @@ QUICK = {"qwen2_vl", "idefics3"}
 BY_FAMILY = [
     each if each in QUICK else pytest.param(each, marks=pytest.mark.thorough)
     for each in FAMILIES
-    if each != "llava_onevision"  # pictures of one call have fewer tokens: its processor has no other reference
+    # pictures of one call of llava_onevision have fewer tokens (no other reference); paligemma has one turn
+    if each not in ("llava_onevision", "paligemma")
 ]
 
 

@@ -13,7 +13,7 @@ from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.config.checks.doubts import find_doubts
 from rollmill.config.checks.extras import find_missing_extras
 from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
-from rollmill.config.checks.pictures import vision_model_name
+from rollmill.config.checks.pictures import both_ways, vision_model_name
 from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards.base import PythonReward
@@ -164,7 +164,8 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
                 key = taskset.model_dump_json()
                 where = f"stage {stage.name}: {section}"
                 loaded[key] = loaded.get(key) or _loaded(taskset, where)
-                require_seen(taskset, loaded[key].tasks, vision_model_name(run.config.model) is not None, where)
+                sees, single = vision_model_name(run.config.model) is not None, both_ways(run.config.model) == "prompt"
+                require_seen(taskset, loaded[key].tasks, sees, where, single_prompt=single)
                 require_references(view.rewards, loaded[key].tasks, where)
                 require_verdicts(view.rewards, view.judging, loaded[key].tasks, where)
                 require_workflows(view, loaded[key].tasks, where)

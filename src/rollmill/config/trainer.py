@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rollmill.config.section import Section
 
+MOMENT_BLOCK = 256
+"""Values of a moment in 8 bits that share a scale."""
+
 
 class TrainerConfig(Section):
     """Optimizer, batch splitting and distribution."""
@@ -20,6 +23,9 @@ class TrainerConfig(Section):
     """Steps over which the learning rate rises linearly to lr."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate of linear and cosine schedules, as a fraction of lr."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps both moments of AdamW in 8 bits a weight, in blocks with a scale of their own
+    (arXiv:2110.02861) and rounded stochastically: 2 bytes a weight instead of 8, or of 4 with `param_dtype: bf16`."""
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's decay rates of the first and the second moment."""
     eps: float = Field(1e-8, gt=0)
@@ -34,6 +40,10 @@ class TrainerConfig(Section):
     """Passes over each batch."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Tokens per forward and backward pass; the gradient does not depend on it."""
+    metrics_share: float = Field(1.0, ge=0, le=1)
+    """Share of the completions without an advantage (those of groups with equal rewards) that pass through the model.
+    Nothing is learned from them: they only count in metrics such as entropy and kl, which are then estimated from a
+    random sample, and have token details. Less is faster, the more so the more groups are uniform."""
     logprob_chunk: int | None = Field(None, ge=1)
     """Maximum rows of [rows, vocabulary] logits in memory at a time. Default: as many as fit in 256 MiB, at most
     1024."""
@@ -88,4 +98,8 @@ class TrainerConfig(Section):
             found["precision"] = "weights in bf16 (param_dtype) are computed with in bf16; use bf16, or remove one"
         if self.param_dtype == "bf16" and self.ranks > 1:
             found["param_dtype"] = "bf16 is not supported with several ranks, which add their gradients in fp32; use 1"
+        if self.optimizer == "adamw_8bit" and self.shards_weights:
+            found["optimizer"] = (
+                "adamw_8bit does not support shards, which would cut its blocks; use sharding `none` or `context`"
+            )
         return found

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 def render_prompt(task: Task, tokenizer: Any) -> str:
     """Render the prompt as text: plain text unchanged, chat messages with the tokenizer's chat template.
 
+    For a policy that sees, the text has a place for each picture.
+
     Raises:
         TasksetError: the tokenizer has no chat template, or the template rejects the messages.
     """
-    if isinstance(task.prompt, str):
-        return task.prompt
     seen = _pictures(task, tokenizer)
+    if isinstance(task.prompt, str):
+        return tokenizer.picture_processor.plain(task.prompt, len(seen)) if seen else task.prompt
     if tokenizer.chat_template is None:
         raise TasksetError(
             f"task {task.id} is a chat, but the model's tokenizer has no chat template; remove taskset.chat (or give "
@@ -91,6 +93,9 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
     pictures = encode_pictures(task, tokenizer)
     if pictures is not None:
         return list(pictures.token_ids)
+    processor: PictureProcessor | None = getattr(tokenizer, "picture_processor", None)
+    if processor is not None and processor.single_prompt:
+        raise TasksetError(f"task {task.id} has no picture, and the policy's prompts have; leave it out")
     text = render_prompt(task, tokenizer)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=isinstance(task.prompt, str))
     if ids[-1:] == [tokenizer.eos_token_id] and tokenizer.encode(text, add_special_tokens=False)[-1:] != ids[-1:]:
@@ -107,14 +112,14 @@ def encode_pictures(task: Task, tokenizer: Any) -> PicturePrompt | None:
     seen = _pictures(task, tokenizer)
     if not seen:
         return None
-    if isinstance(task.prompt, str):
+    processor: PictureProcessor = tokenizer.picture_processor
+    if isinstance(task.prompt, str) and not processor.single_prompt:
         raise TasksetError(f"task {task.id} has pictures, but its prompt is plain text; write taskset.chat: true")
     text = render_prompt(task, tokenizer)
     try:
         contents = [read_image(each) for each in seen]
     except TasksetError as error:
         raise TasksetError(f"task {task.id}: {error}") from error
-    processor: PictureProcessor = tokenizer.picture_processor
     return processor.encode(text, contents, f"task {task.id}", [(each.min_pixels, each.max_pixels) for each in seen])
 
 

@@ -118,15 +118,24 @@ def image_refs_of(metadata: Mapping[str, Any]) -> list[ImageRef]:
     return [ImageRef(**each) for each in entries if isinstance(each, Mapping) and needed <= each.keys() <= known]
 
 
-def require_seen(config: TasksetConfig, tasks: Sequence[Task], sees: bool, where: str) -> None:
+def require_seen(
+    config: TasksetConfig, tasks: Sequence[Task], sees: bool, where: str, *, single_prompt: bool = False
+) -> None:
     """Raise ConfigError if tasks have pictures that the policy is to see and cannot, or that it sees and must not.
 
     Args:
         sees: the policy is a vision-language model.
         where: the section of the run file, for the message.
+        single_prompt: the policy needs pictures in every prompt, which may be plain text: see `PictureProcessor`.
     """
     for part in config.parts():
         own = [task for task in tasks if not config.mix or task.taskset == getattr(part, "name", "")]
+        blind = next((task for task in own if not image_refs_of(task.metadata)), None) if single_prompt else None
+        if blind is not None:
+            raise ConfigError(
+                f"{where}: task {blind.id} has no picture, and the model's processor takes no prompt without one; give "
+                "its tasks pictures, or train another vision-language model"
+            )
         task = next((task for task in own if image_refs_of(task.metadata)), None)
         if task is None:
             continue
@@ -135,7 +144,7 @@ def require_seen(config: TasksetConfig, tasks: Sequence[Task], sees: bool, where
                 f"{where}: task {task.id} has pictures, which a text model cannot see; train a vision-language model, "
                 "or write `images: text` in the taskset if only rewards are to see them"
             )
-        if sees and isinstance(task.prompt, str):
+        if sees and isinstance(task.prompt, str) and not single_prompt:
             raise ConfigError(
                 f"{where}: task {task.id} has pictures, but its prompt is plain text; write `chat: true` in the taskset"
             )

@@ -61,8 +61,11 @@ def picture_prompts(model: Any) -> list[PicturePrompt]:
         return []
     prompts = []
     for i, (width, height, count) in enumerate(((56, 28, 2), (28, 40, 1))):
-        text = processor.render(
-            [{"role": "user", "content": "0 1"}], processor.processor.tokenizer, [(None, 0)] * count
+        places: list[tuple[int | None, int]] = [(None, 0)] * count
+        chat = [{"role": "user", "content": "0 1"}]
+        single = processor.single_prompt  # such checkpoints have no chat template
+        text = (
+            processor.plain("0 1", count) if single else processor.render(chat, processor.processor.tokenizer, places)
         )
         noise = torch.Generator().manual_seed(i)
         pictures = [_random_picture(width, height, noise) for _ in range(count)]
@@ -96,10 +99,18 @@ def _picture_arguments(model: Any, pictures: PicturePrompt, tokens: Tensor) -> d
     """Pixels and token types of one sequence, whose prompt has pictures."""
     dtype = next(model.parameters()).dtype
     inputs = {k: v.to(tokens.device, dtype if v.is_floating_point() else v.dtype) for k, v in pictures.inputs.items()}
-    types = (tokens == model.picture_processor.image_token_id).to(torch.int32)
-    if pictures.both_ways:
-        return inputs | {"token_type_ids": types}
-    return inputs | ({"mm_token_type_ids": types} if hasattr(model.model, "get_rope_index") else {})
+    return inputs | token_types(model, pictures, tokens)
+
+
+def token_types(model: Any, pictures: PicturePrompt, tokens: Tensor) -> dict[str, Tensor]:
+    """Argument of a model's own forward pass that tells the kinds of the tokens [1, S] of a sequence."""
+    pictured = (tokens == model.picture_processor.image_token_id).to(torch.int32)
+    if pictures.both_ways == "prompt":
+        behind = torch.arange(tokens.shape[1], device=tokens.device) >= len(pictures.token_ids)
+        return {"token_type_ids": behind.to(torch.int32)[None]}
+    if pictures.both_ways == "picture":
+        return {"token_type_ids": pictured}
+    return {"mm_token_type_ids": pictured} if hasattr(model.model, "get_rope_index") else {}
 
 
 def hf_layer_outputs(model: Any, ids: list[int]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import AutoProcessor
 from transformers.utils import output_capturing
 
+from rollmill.config.checks.pictures import BothWays
 from rollmill.data.images import decode_picture
 from rollmill.errors import TasksetError
 
@@ -33,8 +34,16 @@ from rollmill.errors import TasksetError
 copyreg.pickle(type(output_capturing._active_collector), lambda _: "_active_collector")
 
 _VIDEO_CONFIG = "video_preprocessor_config.json"
-_OF_TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}  # of what a processor returns
+_OF_TEXT = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "labels"}  # of a processor's result
 _CACHED_BYTES = 1 << 29  # pixels kept in memory
+
+
+class Block(NamedTuple):
+    """Tokens that attend to each other in both directions."""
+
+    first: int
+    last: int  #: index after the last token
+    windowed: bool  #: a window of the layer hides tokens within the block, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +56,7 @@ class PicturePrompt:
     inputs: dict[str, Tensor]  #: arguments of the model's `get_image_features`: pixels, grids, sizes; empty if joined
     token_types: Tensor  #: int32 [1, P], 1 for picture tokens; tokens of that id that the policy sampled are text
     joined: tuple[tuple[int, PicturePrompt], ...] = ()  #: prompts that it consists of, with the index of their tokens
-    both_ways: bool = False  #: tokens of a picture attend to each other in both directions (Gemma 3)
+    both_ways: BothWays | None = None  #: tokens that attend to each other in both directions
     text: str = ""  #: as rendered, with a place for each picture; empty if joined
     pictures: tuple[bytes, ...] = ()  #: contents of the files; empty if joined
     pixels: tuple[tuple[int, int], ...] = ()  #: least and most of each picture
@@ -63,20 +72,26 @@ class PicturePrompt:
         return sum(each.nbytes for each in self.inputs.values()) + sum(map(len, self.pictures))
 
     @cached_property
-    def blocks(self) -> list[tuple[int, int]]:
-        """Index of the first token, and of the one after the last, of runs that attend in both directions."""
-        if not self.both_ways:
-            return []
-        edges = torch.nn.functional.pad(self.token_types[0], (1, 1)).diff().nonzero()[:, 0].tolist()
-        return list(zip(edges[::2], edges[1::2], strict=True))
+    def blocks(self) -> list[Block]:
+        """Runs of tokens that attend in both directions: pictures (Gemma 3), or the whole prompt (PaliGemma).
 
-    def blocks_within(self, first: int, length: int) -> list[tuple[int, int]]:
+        Windows and blocks are combined as transformers' masks do: `create_masks_for_vision_model` of Gemma 3 hides
+        what is outside the window, `create_sliding_window_causal_mask` with `block_sequence_ids` does not.
+        """
+        if self.both_ways is None:
+            return []
+        if self.both_ways == "prompt":
+            return [Block(0, len(self.token_ids), windowed=False)]
+        edges = torch.nn.functional.pad(self.token_types[0], (1, 1)).diff().nonzero()[:, 0].tolist()
+        return [Block(a, b, windowed=True) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+    def blocks_within(self, first: int, length: int) -> list[Block]:
         """Those of `blocks` that have tokens among `length` ones from `first` on, relative to `first`."""
-        return [(a - first, b - first) for a, b in self.blocks if a < first + length and b > first]
+        return [Block(a - first, b - first, w) for a, b, w in self.blocks if a < first + length and b > first]
 
     def whole_blocks(self, first: int, length: int) -> int:
         """Number of tokens, near `length` and at least one, that cuts no block if a pass ends after them."""
-        for a, b in self.blocks:
+        for a, b, _ in self.blocks:
             if a < first + length < b:
                 return a - first if a > first else b - first
         return length
@@ -96,8 +111,7 @@ def join_prompts(token_ids: Sequence[int], parts: Sequence[tuple[int, PicturePro
     for start, part in parts:
         types[:, start : start + len(part.token_ids)] = part.token_types
         digest.update(f"{start} {part.key}".encode())
-    both_ways = any(part.both_ways for _, part in parts)
-    return PicturePrompt(digest.hexdigest(), ids, {}, types, tuple(parts), both_ways)
+    return PicturePrompt(digest.hexdigest(), ids, {}, types, tuple(parts), parts[0][1].both_ways)
 
 
 class PictureProcessor:
@@ -106,12 +120,12 @@ class PictureProcessor:
     Attributes:
         folder: for pictures that environments, workflows and clients give; None: the cache folder.
         folder_bytes: most bytes in it, for `rollmill.data.images.PictureFolder`.
-        both_ways: tokens of a picture attend to each other in both directions.
+        both_ways: tokens that attend to each other in both directions.
         video: configuration of the part for videos, where it was left out; other programs need it.
     """
 
     def __init__(
-        self, processor: Any, image_token_id: int, folder: Path | None = None, both_ways: bool = False
+        self, processor: Any, image_token_id: int, folder: Path | None = None, both_ways: BothWays | None = None
     ) -> None:
         self.processor, self.image_token_id, self.folder = processor, image_token_id, folder
         self.both_ways = both_ways
@@ -141,6 +155,16 @@ class PictureProcessor:
         """Text of the token that stands for a picture."""
         token: str = self.processor.image_token
         return token
+
+    @property
+    def single_prompt(self) -> bool:
+        """True if the model is shown one prompt, with pictures, and answers it once: it attends in both directions
+        within its whole prompt. Such prompts may be plain texts."""
+        return self.both_ways == "prompt"
+
+    def plain(self, text: str, count: int) -> str:
+        """A plain prompt with places for `count` pictures: those that it has, or else all of them before the text."""
+        return text if self.image_token in text else f"{self.image_token * count}{text}"
 
     def save(self, folder: Path) -> None:
         """Write its files into a checkpoint's folder, with those of a part for videos that was left out."""
@@ -231,7 +255,7 @@ class PictureProcessor:
 
 
 def read_processor(
-    folder: Path, options: dict[str, Any], image_token_id: int, both_ways: bool = False
+    folder: Path, options: dict[str, Any], image_token_id: int, both_ways: BothWays | None = None
 ) -> PictureProcessor:
     """Load the processor of a checkpoint folder, whose pictures are prepared by Pillow. Raises what it raises.
 

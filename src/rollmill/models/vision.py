@@ -40,6 +40,15 @@ def text_model(model: Any) -> Any:
     return base.language_model if hasattr(base, "language_model") else base.text_model
 
 
+def final_softcap(model: Any) -> float | None:
+    """Cap of a causal language model's logits, softcap * tanh(logits / softcap); None: the model has none."""
+    config = model.config
+    if config.model_type == "paligemma":  # other vision-language models do not apply that of their language part
+        config = config.get_text_config()
+    found: float | None = getattr(config, "final_logit_softcapping", None)
+    return found
+
+
 def vision_parts(model: Any) -> dict[str, str]:
     """Names of the modules that are a vision-language model's tower (`vision`) or its `projector`; empty for others."""
     if picture_processor(model) is None:
@@ -138,7 +147,9 @@ class FeatureCache:
 def compute_positions(model: Any, prompt: PicturePrompt) -> tuple[Tensor, int] | None:
     """Positions [3, P] of a prompt's tokens, and the offset from index to position behind it; None: 0, 1, 2, ..."""
     if not hasattr(model.model, "get_rope_index"):
-        return None
+        if prompt.both_ways != "prompt":
+            return None
+        return torch.arange(1, len(prompt.token_ids) + 1).expand(3, -1), 1  # PaliGemma counts from 1
     positions, offsets = model.model.get_rope_index(
         torch.tensor([prompt.token_ids]),
         mm_token_type_ids=prompt.token_types,
@@ -191,7 +202,7 @@ def build_picture_inputs(
                 if span.first <= begin + index < span.first + span.length:
                     rows.append(span.start + begin + index - span.first)
                     found.append((part.key, number))
-    inputs["position_ids"] = positions_3T[:, None] if hasattr(model.model, "get_rope_index") else positions
+    inputs["position_ids"] = positions_3T[:, None] if hasattr(model.model, "get_rope_index") else positions_3T[:1]
     embeds = model.get_input_embeddings()(tokens)
     if rows:
         order = sorted(range(len(rows)), key=lambda i: rows[i])

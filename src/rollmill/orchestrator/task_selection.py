@@ -46,8 +46,7 @@ def select_tasks(
     """
     algorithm, notes = config.algorithm, [str(report) for report in training.reports]
     if config.taskset is not None:
-        sees = picture_processor(policy.model) is not None
-        require_seen(config.taskset, training.tasks, sees, f"stage {config.name}: taskset")
+        _require_seen(config.taskset, training, policy, f"stage {config.name}: taskset")
     experts = None
     if "taskset" in config.experts.sources and algorithm.uses_examples:
         pairs, labels = algorithm.uses_pairs, algorithm.uses_labels
@@ -76,12 +75,19 @@ def select_held_out(
     Raises like `select_tasks`.
     """
     evaluated: dict[str, list[Task]] = {}
-    sees = picture_processor(policy.model) is not None
     for name, each in (config.evaluation.all_sets() if config.evaluation is not None else {}).items():
-        require_seen(each.taskset, held_out[name].tasks, sees, f"stage {config.name}: {evaluation_key(name)}.taskset")
+        where = f"stage {config.name}: {evaluation_key(name)}.taskset"
+        _require_seen(each.taskset, held_out[name], policy, where)
         first = held_out[name].with_tasks(held_out[name].tasks[: each.limit], [])
         evaluated[name] = _keep_fitting(first, each.taskset, policy, _prompt, notes).tasks
     return evaluated
+
+
+def _require_seen(config: TasksetConfig, taskset: Taskset, policy: PolicyModel, where: str) -> None:
+    """Raise ConfigError unless the policy sees the pictures of these tasks; see `require_seen`."""
+    processor = picture_processor(policy.model)
+    single = processor is not None and processor.single_prompt
+    require_seen(config, taskset.tasks, processor is not None, where, single_prompt=single)
 
 
 _Measure = Callable[[Task, PolicyModel], tuple[str, int, int]]

@@ -77,7 +77,7 @@ class MemoryModel:
 
     def _needed(self, phase: str) -> dict[str, float]:
         needs = {name: set(phases) for name, phases in component_phases(self._stage).items()}
-        if self._found.precision == "bf16":  # rollouts decode with the cast only
+        if self._found.precision == "bf16" and self._stage.trainer.param_dtype == "fp32":  # rollouts use the cast only
             needs["policy"].discard("rollout")
         needs[_GRADIENTS] = {"train"}
         everything = self._everything(phase).items()

@@ -189,6 +189,7 @@ class ChatRenderer:
 
     Attributes:
         sees: whether the model is a vision-language model.
+        single_prompt: whether it takes one prompt with pictures and nothing else: see `PictureProcessor`.
         picture_token: id of its token for a part of a picture.
         folder: keeps pictures that are no files.
     """
@@ -198,6 +199,7 @@ class ChatRenderer:
         self._template = ChatTemplate(tokenizer)
         self._processor = _processor(tokenizer)
         self.sees = self._processor is not None
+        self.single_prompt = self._processor is not None and self._processor.single_prompt
         self.picture_token = None if self._processor is None else self._processor.image_token_id
         self.folder = PictureFolder()
         if self._processor is not None:
@@ -237,7 +239,10 @@ class ChatRenderer:
         Raises EngineError like `render` or if a picture cannot be prepared, and what `check` raises for the rendered
         text, before it is tokenized.
         """
-        known = [each for each in replies if each.tools == tools and _begins(messages, each.messages)]
+        earlier = (
+            () if self.single_prompt else replies
+        )  # a later turn changes what the tokens of earlier ones attend to
+        known = [each for each in earlier if each.tools == tools and _begins(messages, each.messages)]
         known.sort(key=lambda each: len(each.messages), reverse=True)
         raw = (*known[0].raw, *messages[len(known[0].messages) :]) if known else tuple(messages)
         text = self.render(raw, tools, format=format, name=name)
@@ -266,13 +271,22 @@ class ChatRenderer:
         return replace(before, token_ids=ids, turns=turns, pictures=self.pictures(ids, turns, name))
 
     def pictures(self, token_ids: Sequence[int], turns: Sequence[PictureTurn], name: str) -> PicturePrompt | None:
-        """The tokens up to the last picture; None without pictures. Raises EngineError if a picture is gone."""
+        """The tokens up to the last picture; None without pictures.
+
+        Raises EngineError if a picture is gone, or the model takes one prompt with pictures only and these are not one.
+        """
         if self._processor is None:
             return None
         try:
-            return join_turns(self._processor, token_ids, turns, name)
+            found = join_turns(self._processor, token_ids, turns, name)
         except TasksetError as error:
             raise EngineError(str(error)) from error
+        if self.single_prompt and (found is None or len(turns) > 1 or found.token_ids != list(token_ids)):
+            raise EngineError(
+                f"{name}: the model attends in both directions within its whole prompt, which has pictures; give it "
+                "neither a text without pictures nor tokens that continue its answer, or use another model"
+            )
+        return found
 
     def _seen(self, turn: PictureTurn, name: str) -> PicturePrompt:
         if self._processor is None:

@@ -21,6 +21,7 @@ from rollmill.models.attention import (
     fits_window,
     varlen_available,
 )
+from rollmill.models.picture_prompts import Block
 from rollmill.models.recurrent import RecurrentCall, RecurrentState
 from rollmill.trainer.attention_blocks import (
     AttentionBlock,
@@ -51,15 +52,14 @@ class PackedAttention:
     """AttentionContext of one packed row (see `rollmill.models.attention`).
 
     Args:
-        both_ways: by number of a segment, runs of its tokens (first, last + 1) that attend to each other in both
-            directions.
+        both_ways: by number of a segment, runs of its tokens that attend to each other in both directions.
     """
 
     def __init__(
         self,
         layout: SegmentLayout,
         device: torch.device,
-        both_ways: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+        both_ways: Mapping[int, Sequence[Block]] | None = None,
     ) -> None:
         self._layout, self._both_ways = layout, {i: runs for i, runs in (both_ways or {}).items() if runs}
         self._blocks = _blocks(layout, device)
@@ -119,11 +119,11 @@ class PackedAttention:
         row: Tensor = _ScatterRows.apply(torch.cat(pieces), None, order, hidden.shape[1])  # type: ignore[no-untyped-call]
         return row[None]
 
-    def _runs(self, i: int) -> list[tuple[int, int, int]]:
-        """Runs of a block's tokens that attend in both directions: number of the sequence, first, last + 1."""
+    def _runs(self, i: int) -> list[tuple[int, Block]]:
+        """Runs of a block's tokens that attend in both directions, each with the number of the sequence."""
         before = sum(block.n for block in self._blocks[:i])
         return [
-            (segment - before, *run)
+            (segment - before, run)
             for segment, runs in self._both_ways.items()
             if before <= segment < before + self._blocks[i].n
             for run in runs

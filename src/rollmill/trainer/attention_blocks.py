@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from rollmill.models.attention import AttentionOptions, AttentionWindow, append_sinks, fits_window, window_mask
+from rollmill.models.picture_prompts import Block
 
 _SHORT = 6_000_000  # scores of a block (24 MB in fp32); larger blocks would allocate new memory at every call
 MASK_ELEMENTS = 1 << 24  #: of a mask, beyond which queries are processed in pieces, with a mask each
@@ -61,7 +62,7 @@ def split_queries(
     block: AttentionBlock,
     options: AttentionOptions,
     heads: int,
-    runs: Sequence[tuple[int, int, int]],
+    runs: Sequence[tuple[int, Block]],
     *,
     masked: bool,
 ) -> list[QueryPiece] | None:
@@ -71,7 +72,7 @@ def split_queries(
 
     Args:
         heads: query heads.
-        runs: tokens that attend in both directions: number of the sequence, first, last + 1.
+        runs: tokens that attend in both directions, each with the number of the sequence.
         masked: the block needs a mask even where causal attention is correct.
     """
     keys = block.parent_longest + block.longest
@@ -91,8 +92,9 @@ def split_queries(
         for depth in depths:
             in_window = 0 if window is None else max(depth + first - window + 1, 0)
             starts.append(in_window if chunk is None else max(in_window, (depth + first) // chunk * chunk))
-        own = max(min(start - depth for start, depth in zip(starts, depths, strict=True)), 0)
-        end = max([last, *(b for _, a, b in runs if a < last)])
+        begins = [start - depth for start, depth in zip(starts, depths, strict=True)]
+        own = max(min(*begins, *(run.first for _, run in runs if run.last > first), block.longest), 0)
+        end = max([last, *(run.last for _, run in runs if run.first < last)])
         parents = range(min(*starts, block.parent_longest), block.parent_longest)
         found.append(QueryPiece(range(first, last), parents, range(own, end)))
     return found
@@ -105,7 +107,7 @@ def attend_piece(
     block: AttentionBlock,
     piece: QueryPiece,
     options: AttentionOptions,
-    runs: list[tuple[int, int, int]],
+    runs: list[tuple[int, Block]],
 ) -> Tensor:
     """Attention of a piece's queries, [n, piece, H, V]. Masks and scores are made again in the backward pass."""
 
@@ -170,8 +172,9 @@ def block_mask(
     reach: AttentionWindow,
     device: torch.device,
     dtype: torch.dtype,
-    runs: list[tuple[int, int, int]],
+    runs: list[tuple[int, Block]],
 ) -> Tensor:
+    """Additive mask [n or 1, 1, queries, keys] of a piece; a block's only one has all its queries and keys."""
     queries, keys = (_indices(each, device) for each in (piece.queries, piece.own_keys))
     if block.parents is None:
         query_depth, key_depth = queries[None], keys[None]
@@ -186,15 +189,22 @@ def block_mask(
         real = torch.cat([before < lengths, torch.ones_like(own_depth, dtype=torch.bool)], dim=1)
     at_query, at_key = query_depth[:, :, None], key_depth[:, None, :]
     seen = (at_key <= at_query) & real[:, None, :]
+    q0, k0 = piece.queries.start, piece.own_keys.start - len(piece.parent_keys)
     if runs:
         seen = seen.repeat(block.n // seen.shape[0], 1, 1)
-        q0, k0 = piece.queries.start, piece.own_keys.start - len(piece.parent_keys)
-        for sequence, a, b in runs:
-            seen[sequence, max(a - q0, 0) : max(b - q0, 0), max(a - k0, len(piece.parent_keys)) : max(b - k0, 0)] = True
+        _show_runs(seen, runs, q0, k0)
     hidden = window_mask(at_query, at_key, reach)
     if hidden is not None:
         seen &= ~hidden
+        _show_runs(seen, [(sequence, run) for sequence, run in runs if not run.windowed], q0, k0)
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
+
+
+def _show_runs(seen: Tensor, runs: list[tuple[int, Block]], q0: int, k0: int) -> None:
+    """Shows the tokens of a run to each other in a mask [n, queries, keys], in which query and key 0 of a sequence's
+    own tokens have the indices -q0 and -k0."""
+    for sequence, (a, b, _) in runs:
+        seen[sequence, max(a - q0, 0) : max(b - q0, 0), max(a - k0, 0) : max(b - k0, 0)] = True
 
 
 def _indices(span: range, device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rollmill.models.attention import AttentionContext
+from rollmill.models.picture_prompts import Block
 from rollmill.models.vision import PictureSpan
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
 from rollmill.trainer.distributed.context_parallel import ContextParallelAttention, ContextShare
@@ -334,8 +335,8 @@ def _micro_batch(
     )
 
 
-def _both_ways(experiences: Sequence[Experience], segments: list[_Segment]) -> dict[int, list[tuple[int, int]]]:
-    """Runs of tokens of pictures that attend in both directions, by number of the segment, relative to it."""
+def _both_ways(experiences: Sequence[Experience], segments: list[_Segment]) -> dict[int, list[Block]]:
+    """Runs of tokens that attend in both directions, by number of the segment, relative to it."""
     seen = ((n, s, experiences[s.experience].pictures) for n, s in enumerate(segments))
     return {n: own.blocks_within(s.first, s.length) for n, s, own in seen if own is not None}
 

@@ -21,7 +21,7 @@ from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.models.attention import base_network, build_forward_inputs, use_attention_context
 from rollmill.models.routing import replay_routing
-from rollmill.models.vision import build_picture_inputs, compute_features, picture_processor, text_model
+from rollmill.models.vision import build_picture_inputs, compute_features, final_softcap, picture_processor, text_model
 from rollmill.progress import Progress, count_progress
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches
 from rollmill.trainer.distributed.ranks import RankGroup
@@ -60,7 +60,7 @@ def compute_logprobs(
         table.target[tokens],
         table.temperature[tokens],
         chunk=chunk,
-        softcap=getattr(model.config, "final_logit_softcapping", None),
+        softcap=final_softcap(model),
         scale=_logit_scale(model.config),
         entropy_gradient=entropy_gradient,
         dtype=torch.bfloat16 if bf16 else None,
@@ -93,7 +93,7 @@ def compute_logits(model: Any, hidden_Cd: Tensor) -> Tensor:
     head = model.get_output_embeddings()
     logits = linear(hidden_Cd.to(head.weight.dtype), head.weight, head.bias) * _logit_scale(model.config)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    softcap = getattr(model.config, "final_logit_softcapping", None)
+    softcap = final_softcap(model)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 

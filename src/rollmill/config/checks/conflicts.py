@@ -262,12 +262,26 @@ def model_conflicts(model: ModelConfig, stages: list[StageConfig]) -> Iterator[C
         yield from _new_model(model.new, stages)
     yield from _other_models(model, stages)
     yield from _sharded_adapters(model, stages)
+    yield from _quantized(model, stages)
     if model.lora is not None:
         for name in sorted(
             {name for stage in stages for name, each in stage.all_models.items() if each.policy == "past"}
         ):
             text = "copies of a policy with adapters are not supported; train all weights, or use policy: initial"
             yield ("model", "lora"), f"models.{name} is a mix of past copies of the policy, and {text}"
+
+
+def _quantized(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
+    """Checks what takes weights of the model as they are."""
+    if model.quantization is None:
+        return
+    if any(stage.trainer.ranks > 1 for stage in stages):
+        yield ("model", "quantization"), "is not supported with several trainer.ranks; use 1, or remove this"
+    for stage in stages:
+        algorithm = stage.algorithm
+        if isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic:
+            text = "a critic would train a copy of the policy's weights, which cannot be quantised"
+            yield ("model", "quantization"), f"stage {stage.name}: {text}; remove this, or use an algorithm without one"
 
 
 def _sharded_adapters(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollmill.config.environments import GymnasiumSection
 from rollmill.config.model import ModelConfig
@@ -16,13 +16,16 @@ from rollmill.errors import ConfigError
 VISION_MODELS = frozenset(
     {
         *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"),
-        *("llava", "llava_next", "llava_onevision", "internvl", "mistral3", "gemma3"),
+        *("llava", "llava_next", "llava_onevision", "internvl", "mistral3", "gemma3", "paligemma"),
     }
 )
 """`model_type` of the vision-language models that can be trained."""
 
-BOTH_WAYS = frozenset({"gemma3"})
-"""`model_type` of models whose tokens of a picture attend to each other in both directions."""
+BothWays = Literal["picture", "prompt"]
+"""Tokens that attend to each other in both directions: those of one picture, or of the whole prompt."""
+
+BOTH_WAYS: dict[str, BothWays] = {"gemma3": "picture", "paligemma": "prompt"}
+"""By `model_type`. Models of the kind `prompt` are shown one prompt with pictures and answer it once."""
 
 
 VLLM_SEES_WITHOUT_TORCHVISION = frozenset({"idefics3"})
@@ -36,6 +39,12 @@ def vision_model_name(model: ModelConfig) -> str | None:
         return None
     names = facts.get("architectures") or [facts["model_type"]]
     return str(names[0])
+
+
+def both_ways(model: ModelConfig) -> BothWays | None:
+    """Kind of the vision-language model in `model.path`, if tokens of it attend to each other in both directions."""
+    facts = _facts(model) or {}
+    return BOTH_WAYS.get(str(facts.get("model_type")))
 
 
 def _facts(model: ModelConfig) -> dict[str, Any] | None:
@@ -72,22 +81,31 @@ def require_picture_support(model: ModelConfig, stages: Sequence[StageConfig]) -
                     f"stage {stage.name}: environment.render_mode: rgb_array shows pictures, and the model reads text "
                     "only; write ansi, or train a vision-language model"
                 )
-        for view in stage.by_domain().values() if name is not None else ():
-            facts = _facts(model) or {}
-            for key, remedy in _unsupported(view, both_ways=facts.get("model_type") in BOTH_WAYS):
+        held_out = [] if stage.evaluation is None else [*stage.evaluation.all_sets().values()]
+        views = [*stage.by_domain().values(), *map(stage.for_evaluation, held_out)]
+        for view in views if name is not None else ():
+            for key, remedy in _unsupported(view, both_ways(model)):
                 raise ConfigError(f"stage {stage.name}: {key} does not work with {name}, which sees pictures: {remedy}")
 
 
-def _unsupported(stage: StageConfig, both_ways: bool) -> Iterator[tuple[str, str]]:
+def _unsupported(stage: StageConfig, kind: BothWays | None) -> Iterator[tuple[str, str]]:
     """Yields keys that are not supported yet, each with a remedy.
 
     Args:
-        both_ways: the model is one of `BOTH_WAYS`.
+        kind: of the model in `BOTH_WAYS`.
     """
     algorithm = stage.algorithm
-    if both_ways and stage.engine.name != "native":
-        remedy = "use `native`: vLLM's attention within a picture, in both directions, is not verified"
-        yield f"engine: {stage.engine.name}", remedy
+    if kind is not None and stage.engine.name != "native":
+        reason = "vLLM's attention within a picture, in both directions, is not verified"
+        if kind == "prompt":
+            reason = "vLLM attends in both directions within pictures only, and this model within its whole prompt"
+        yield f"engine: {stage.engine.name}", f"use `native`: {reason}"
+    if kind == "prompt":
+        remedy = "its prompt attends in both directions, so that a later turn would change earlier ones"
+        if not (stage.workflow.single_turn and stage.workflow.uses_tasks):
+            yield f"workflow: {stage.workflow.name}", f"use `single_turn`: {remedy}"
+        if stage.rows_name_workflows:
+            yield "taskset.fields.workflow", f"leave it out: {remedy}"
     if stage.engine.name not in ("native", "vllm"):
         yield f"engine: {stage.engine.name}", "use `native` or `vllm`: other engines are not known to take pictures"
     if stage.trainer.sharding in ("tensor", "expert"):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rollmill.engines.native.decode import DecodeContext
 from rollmill.engines.native.kv_cache import KVCache
 from rollmill.engines.native.prefill import PrefillChunk, PrefillContext
+from rollmill.engines.native.prefix_cache import PrefixCache
 from rollmill.engines.native.sampler import SamplerOutput, SamplingTensors, sample_tokens
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
 from rollmill.errors import EngineError
@@ -28,6 +29,7 @@ from rollmill.models.vision import (
     PictureSpan,
     build_picture_inputs,
     compute_positions,
+    final_softcap,
     picture_processor,
     text_model,
 )
@@ -79,8 +81,15 @@ class ModelRunner:
     """Runs the model over cache entries. Rows keep the order of the cache's buckets between changes."""
 
     def __init__(
-        self, model: nn.Module, cache: KVCache, prefill_tokens: int, context: int, record_routing: bool = False
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        prefixes: PrefixCache,
+        prefill_tokens: int,
+        context: int,
+        record_routing: bool = False,
     ) -> None:
+        self._prefixes = prefixes
         self._model, self._record_routing = model, record_routing
         self._device = next(model.parameters()).device
         self._prefill_tokens = prefill_tokens
@@ -130,6 +139,9 @@ class ModelRunner:
                 continue
             if group.entry is None:
                 group.entry = self._cache.prompt(len(prompt))
+                if (known := self._prefixes.take(group.request)) is not None:
+                    known.copy_into(group.entry)
+                    group.prefilled, group.routing = known.length, known.routing
             take = min(budget, len(prompt) - group.prefilled)
             if (pictures := group.request.pictures) is not None:
                 take = pictures.whole_blocks(group.prefilled, take)
@@ -373,7 +385,8 @@ def _forward_language(
         hidden_Td: Tensor = network(**inputs).last_hidden_state[0]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     logits: Tensor = head(hidden_Td if isinstance(keep, int) else hidden_Td.index_select(0, keep))
-    return logits
+    softcap = final_softcap(model)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _on_host(routing: Tensor | None) -> RoutingArray:

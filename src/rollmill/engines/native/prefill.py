@@ -5,6 +5,7 @@ Shapes: T tokens of the flat row, H query heads, K key-value heads, D head size,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from rollmill.models.attention import (
     varlen_available,
     window_mask,
 )
-from rollmill.models.picture_prompts import PicturePrompt
+from rollmill.models.picture_prompts import Block, PicturePrompt
 from rollmill.models.recurrent import RecurrentCall
 from rollmill.models.vision import PictureSpan
 
@@ -38,7 +39,7 @@ class PrefillChunk:
     pictures: PicturePrompt | None = None  #: of the prompt that these tokens belong to or continue
 
     @property
-    def blocks(self) -> list[tuple[int, int]]:
+    def blocks(self) -> list[Block]:
         """Runs of these tokens that attend in both directions, relative to the first one."""
         if self.pictures is None:
             return []
@@ -50,6 +51,45 @@ class PrefillChunk:
         return self.start == 0 and self.entry.parent is None
 
 
+class _Batch:
+    """Segments whose entries are in one bucket, so that they attend in one call.
+
+    Args:
+        members: their numbers among the segments of the pass.
+    """
+
+    def __init__(self, members: list[int], segments: list[PrefillChunk]) -> None:
+        self.members, self._bucket = members, segments[0].entry.bucket
+        self._lengths = [len(segment.tokens) for segment in segments]
+        self._seen = max(segment.start + len(segment.tokens) for segment in segments)
+        self._indices = [segment.entry.index for segment in segments]
+        self._starts = [segment.start for segment in segments]
+        self._mask: Tensor | None = None  # bool [S, 1, L, seen]
+
+    def attend(
+        self, layer: int, queries: Sequence[Tensor], key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> list[Tensor]:
+        """Attention of each segment, [1, n, H, V]; `queries` are those of all segments of the pass, [1, H, n, D]."""
+        longest = max(self._lengths)
+        if self._mask is None:
+            device = key.device
+            starts = torch.tensor(self._starts, device=device)[:, None, None]
+            at_query = starts + torch.arange(longest, device=device)[None, :, None]
+            self._mask = (torch.arange(self._seen, device=device) <= at_query)[:, None]
+        own = [queries[i][0] for i in self.members]
+        query = torch.stack([pad(q, (0, 0, 0, longest - q.shape[1])) for q in own])
+        stored_k, stored_v = self._bucket.layer(layer, key, value)
+        output = scaled_dot_product_attention(
+            query,
+            stored_k[self._indices, :, : self._seen],
+            stored_v[self._indices, :, : self._seen],
+            attn_mask=self._mask,
+            scale=options.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        ).transpose(1, 2)
+        return [output[row : row + 1, :n] for row, n in enumerate(self._lengths)]
+
+
 class PrefillContext:
     """Attention context of one forward pass over concatenated segments."""
 
@@ -57,6 +97,7 @@ class PrefillContext:
         self.segments = segments
         self._layers = 0  # called so far
         self._varlen: VarlenAttention | None = None
+        self._by_bucket: list[_Batch] | None = None
 
     def begin(self) -> None:
         """Start a forward pass: layers are numbered in the order of their calls."""
@@ -96,7 +137,7 @@ class PrefillContext:
             span = slice(segment.start, segment.start + len(segment.tokens))
             store_k[segment.entry.index, :, span] = k[0]
             store_v[segment.entry.index, :, span] = v[0]
-        plain = options.softcap is None and options.sinks is None and fits_window(max(lengths), options.window)
+        plain = options.softcap is None and options.sinks is None and fits_window(self._longest, options.window)
         plain = plain and not any(segment.blocks for segment in self.segments)
         if plain and all(segment.fresh for segment in self.segments):
             if value.dtype in (torch.bfloat16, torch.float16) and varlen_available(value.device):
@@ -104,11 +145,29 @@ class PrefillContext:
                 q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
                 return self._varlen.attend(q, k, v, options.scaling, None)[None]
             return _fresh(query, key, value, lengths, options.scaling)
-        parts = [
-            self._one(segment, layer, q, k, v, options)
-            for segment, q, k, v in zip(self.segments, queries, keys, values, strict=True)
-        ]
-        return torch.cat(parts, dim=1)
+        parts: list[Tensor | None] = [None] * len(self.segments)
+        for batch in self._batches() if plain else ():
+            for i, part in zip(batch.members, batch.attend(layer, queries, key, value, options), strict=True):
+                parts[i] = part
+        for i, (segment, q, k, v) in enumerate(zip(self.segments, queries, keys, values, strict=True)):
+            if parts[i] is None:
+                parts[i] = self._one(segment, layer, q, k, v, options)
+        return torch.cat([part for part in parts if part is not None], dim=1)
+
+    @property
+    def _longest(self) -> int:
+        """Largest number of tokens that a segment's last token attends to."""
+        return max(segment.entry.offset + segment.start + len(segment.tokens) for segment in self.segments)
+
+    def _batches(self) -> list[_Batch]:
+        """Segments of entries without ancestors, by bucket: new prompts, and those that begin with cached tokens."""
+        if self._by_bucket is None:
+            found: dict[tuple[int, bool], list[int]] = {}
+            for i, segment in enumerate(self.segments):
+                if segment.entry.parent is None:
+                    found.setdefault((id(segment.entry.bucket), segment.start == 0), []).append(i)
+            self._by_bucket = [_Batch(members, [self.segments[i] for i in members]) for members in found.values()]
+        return self._by_bucket
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
         """See AttentionContext. Segments of equal length share a call; entries keep the states."""
@@ -141,21 +200,22 @@ class PrefillContext:
         stores = [(entry, length, entry.bucket.layer(layer, like_k, like_v)) for entry, length in spans]
         key = torch.cat([k[entry.index, :, :length] for entry, length, (k, _) in stores], dim=1)[None]
         value = torch.cat([v[entry.index, :, :length] for entry, length, (_, v) in stores], dim=1)[None]
-        before = key.shape[2] - n
+        before, blocks = key.shape[2] - n, segment.blocks
         size = max(MASK_ELEMENTS // key.shape[2], LEAST_PIECE)
         parts = []
         for first in range(0, n, size):  # a mask of all queries would take gigabytes for a long prompt
             last = min(first + size, n)
-            seen = slice(_first_seen(before + first, options), before + max([last, *_ends(segment.blocks, last)]))
+            begin = min([_first_seen(before + first, options), *(before + a for a, b, _ in blocks if b > first)])
+            end = before + max([last, *(b for a, b, _ in blocks if a < last)])
             at_query = torch.arange(before + first, before + last, device=key.device)[:, None]
-            at_key = torch.arange(seen.start, seen.stop, device=key.device)[None]
+            at_key = torch.arange(begin, end, device=key.device)[None]
             unseen = at_key > at_query
-            for a, b in segment.blocks:
-                inside = slice(max(before + a - seen.start, 0), max(before + b - seen.start, 0))
-                unseen[max(a - first, 0) : max(b - first, 0), inside] = False
+            _show_blocks(unseen, blocks, first, before - begin)
             hidden = window_mask(at_query, at_key, options.window)
-            unseen = unseen if hidden is None else unseen | hidden
-            own = query[:, :, first:last], key[:, :, seen], value[:, :, seen]
+            if hidden is not None:
+                unseen |= hidden
+                _show_blocks(unseen, [block for block in blocks if not block.windowed], first, before - begin)
+            own = query[:, :, first:last], key[:, :, begin:end], value[:, :, begin:end]
             parts.append(masked_attention(*own, unseen, options))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -167,9 +227,11 @@ def _first_seen(query: int, options: AttentionOptions) -> int:
     return in_window if chunk is None else max(in_window, query // chunk * chunk)
 
 
-def _ends(blocks: list[tuple[int, int]], last: int) -> list[int]:
-    """Ends of the pictures that begin before a token."""
-    return [b for a, b in blocks if a < last]
+def _show_blocks(unseen: Tensor, blocks: list[Block], first: int, column: int) -> None:
+    """Shows the tokens of a block to each other in a mask, whose rows begin with token `first` and in which token 0 has
+    this column."""
+    for a, b, _ in blocks:
+        unseen[max(a - first, 0) : max(b - first, 0), max(column + a, 0) : max(column + b, 0)] = False
 
 
 def _fresh(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:

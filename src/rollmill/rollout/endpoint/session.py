@@ -212,7 +212,11 @@ class EndpointSession:
         return self._unseen(encode_whole_text(self._chat, prompt)), prompt
 
     def _unseen(self, ids: list[int]) -> list[int]:
-        """The tokens. Raises ApiError if there are places for pictures among them, which a text has not."""
+        """The tokens. Raises ApiError if there are places for pictures among them, which a text has not, or the model
+        needs pictures."""
+        if self._chat.single_prompt:
+            text = "the model reads prompts with pictures only; use /v1/chat/completions"
+            raise ApiError(text, code="unsupported_content", param="prompt")
         if self._chat.picture_token is not None and self._chat.picture_token in ids:
             text = "a text has no pictures, and this one has the model's token for them; use /v1/chat/completions"
             raise ApiError(text, code="unsupported_content", param="prompt")
