@@ -98,6 +98,8 @@ class TrainerConfig(Section):
             found["precision"] = "weights in bf16 (param_dtype) are computed with in bf16; use bf16, or remove one"
         if self.param_dtype == "bf16" and self.ranks > 1:
             found["param_dtype"] = "bf16 is not supported with several ranks, which add their gradients in fp32; use 1"
-        if self.optimizer == "adamw_8bit" and self.ranks > 1 and self.sharding != "none":
-            found["optimizer"] = "adamw_8bit does not support shards, which would cut its blocks; use sharding `none`"
+        if self.optimizer == "adamw_8bit" and self.shards_weights:
+            found["optimizer"] = (
+                "adamw_8bit does not support shards, which would cut its blocks; use sharding `none` or `context`"
+            )
         return found
