@@ -37,6 +37,7 @@ NAMES = (
     "asynchronous",
     "modes",
     "ranks",
+    "context",
     "simulate",
     "simulation",
     "plan",

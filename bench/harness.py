@@ -61,14 +61,14 @@ class Worker:
             raise
         self._signal(signal.SIGSTOP)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, **command: Any) -> dict[str, Any]:
         """Do one measured run; returns the worker's report.
 
         Between runs the worker and its children are stopped, because some engines spin while they wait for work.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
-        self._process.stdin.write(b"{}\n")
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
         self._process.stdin.flush()
         report = self._receive()
         self._signal(signal.SIGSTOP)

@@ -13,12 +13,20 @@ from typing import Any
 from bench.models import model_dir
 from bench.worker import Channel, serve, versions
 
+_BF16 = {"precision": "bf16", "param_dtype": "bf16"}
+_ADAPTERS = {"rank": 16, "merge": False}
 WAYS: dict[str, dict[str, Any]] = {
     "fp32 weights": {"trainer": {"precision": "bf16"}},
-    "bf16 weights": {"trainer": {"precision": "bf16", "param_dtype": "bf16"}},
-    "LoRA over bf16 weights": {
-        "trainer": {"precision": "bf16", "param_dtype": "bf16"},
-        "model": {"lora": {"rank": 16}},
+    "bf16 weights": {"trainer": _BF16},
+    "bf16 weights, AdamW in 8 bits": {"trainer": _BF16 | {"optimizer": "adamw_8bit"}},
+    "LoRA over bf16 weights": {"trainer": _BF16 | {"gradient_checkpointing": True}, "model": {"lora": _ADAPTERS}},
+    "QLoRA over int8": {
+        "trainer": _BF16 | {"gradient_checkpointing": True},
+        "model": {"lora": _ADAPTERS, "quantization": "int8"},
+    },
+    "QLoRA over nf4": {
+        "trainer": _BF16 | {"gradient_checkpointing": True},
+        "model": {"lora": _ADAPTERS, "quantization": "nf4"},
     },
 }
 """Sections of the run file that differ. All of them compute in bf16."""
@@ -57,7 +65,7 @@ def run_file(args: argparse.Namespace, model: Path) -> dict[str, Any]:
         "rewards": [{"name": "python", "function": "bench.ours.step:even_ids", "processes": 1}],
         "algorithm": {"name": "grpo"},
         "rollout": {"batch": args.prompts, "group_size": args.group, "max_new_tokens": args.new_tokens},
-        "trainer": {"lr": 1e-5, "micro_batch_tokens": args.micro_batch_tokens, "logprob_chunk": 128, **own["trainer"]},
+        "trainer": {"lr": 1e-5, "micro_batch_tokens": args.micro_batch_tokens, "logprob_chunk": 64, **own["trainer"]},
         "checkpoint": {"every": 1000},
     }
 

@@ -49,6 +49,17 @@ def test_what_does_not_work_is_refused(tmp_path: Path, changes: dict[str, Any], 
         load(tmp_path, **changes)
 
 
+def test_ranks_that_share_rows_have_all_weights(tmp_path: Path) -> None:
+    """So adapters, `residency` and a critic's head work with them; pairs of a reward model do not yet."""
+    shared = {"ranks": 2, "sharding": "context"}
+    load(tmp_path, trainer=shared, model=LORA, residency="auto")
+    load(tmp_path, trainer=shared, algorithm={"name": "ppo", "critic": {"network": "policy"}})
+    with pytest.raises(
+        ConfigError, match=r"trainer.sharding: algorithm `reward_model` cannot share the tokens of a row"
+    ):
+        load(tmp_path, trainer=shared, algorithm={"name": "reward_model"}, taskset=PAIRS, evaluation=None)
+
+
 def test_what_works_loads_again_from_its_resolved_file(tmp_path: Path) -> None:
     loaded = load(tmp_path, trainer=FSDP, algorithm={"name": "ppo"})
     (tmp_path / "config.yaml").write_text(loaded.to_yaml())

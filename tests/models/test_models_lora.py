@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from toys import toy_checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -77,6 +78,50 @@ def test_the_engine_decodes_with_merged_weights_of_the_moment(folder: Path, dtyp
     for (name, ours), (_, theirs) in zip(weights.model.named_parameters(), merged.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     assert weights.model(IDS).logits.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_merging_the_engine_copies_adapters_only(folder: Path, dtype: torch.dtype) -> None:
+    """Its adapters are those of the last refresh: the trainer swaps its own for those of a reference."""
+    config = ModelConfig(path=folder, lora=LoRAConfig(rank=4, merge=False))
+    model = load_policy(config, texts=[], seed=0, device=CPU, dtype=dtype).model
+    weights = EngineWeights(model, dtype)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.1)
+    weights.updated()
+    weights.refresh()
+    expected = model(IDS).logits.float()
+    adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    assert weights.bytes() == sum(dtype.itemsize * each.numel() for each in adapters.values())
+    for each in adapters.values():
+        each.data = torch.zeros_like(each)
+    gap = (weights.model(IDS).logits.float() - expected).abs().mean()
+    effect = (model(IDS).logits.float() - expected).abs().mean()
+    assert gap < effect * (1e-4 if dtype == torch.float32 else 0.05)
+    weights.updated()
+    weights.destroy()
+    assert weights.bytes() == 0
+    weights.refresh()
+    torch.testing.assert_close(weights.model(IDS).logits.float(), model(IDS).logits.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_weights_are_stored_in_their_own_type(folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """As transformers stores the merged copy, whose tied weights are one."""
+    config = ModelConfig(path=folder, lora=LoRAConfig(rank=4))
+    policy = trained(load_policy(config, texts=[], seed=0, device=CPU, dtype=dtype))
+    save_policy(policy.model, policy.tokenizer, tmp_path / "ours")
+    merged_model(policy.model).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == dtype for name in theirs)
+    files = [{each.name for each in (tmp_path / name).iterdir()} for name in ("ours", "theirs")]
+    assert files[1] <= files[0]
+    assert all(
+        (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+        for name in files[1] - {"model.safetensors"}
+    )
 
 
 def test_a_checkpoint_is_merged_for_others_and_exact_for_us(folder: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "lora": {"model": {"lora": {"rank": 4}}, "trainer": {"lr": 1e-2}},
     "ranks": {"trainer": {"lr": 1e-3, "ranks": 2}},
     "fsdp": {"trainer": {"lr": 1e-3, "ranks": 2, "sharding": "fsdp"}},
+    "context": {"trainer": {"lr": 1e-3, "ranks": 2, "sharding": "context"}},
     "residency": {"residency": "auto"},
     "whole model": {"trainer": {"lr": 1e-3, "gradient_checkpointing": True, "freeze": []}},
     "mix": {"algorithm": {"name": "mix"}},

@@ -78,7 +78,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", ["fsdp", pytest.param("tensor", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "cut", ["fsdp", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("tensor", "context"))]
+)
 def test_a_run_does_not_depend_on_its_ranks_nor_on_how_many_go_on_with_it(
     alone: Path, tmp_path: Path, cut: str
 ) -> None:

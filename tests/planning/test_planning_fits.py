@@ -14,6 +14,7 @@ from toys import toy_model
 from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
+from rollmill.engines.native.kv_cache import MIN_CAPACITY, KVCache
 from rollmill.planning.measurement import EngineStep, record_engine_steps
 from rollmill.planning.rollouts import (
     EngineStepCosts,
@@ -82,6 +83,15 @@ def test_the_number_of_passes(lengths: list[int], together: int) -> None:
     assert least <= found <= least + max(lengths)  # Graham 1966
     assert count_decode_steps(lengths, len(lengths)) == max(lengths)
     assert count_decode_steps(lengths, 1) == sum(lengths)
+
+
+def test_a_long_prompt_does_not_reserve_room_for_others() -> None:
+    cache, keys = KVCache(), torch.zeros(1, 1, 1, 4)
+    entries = [cache.prompt(length) for length in (20, 30_000, 30_000, 30_000)]
+    room = [len(entry.bucket.layer(0, keys, keys)[0]) for entry in entries]
+    assert room == [8, 4, 4, 4]
+    groups = [GroupLengths(length, [1]) for length in (20, 30_000, 30_000, 30_000)]
+    assert cache.bytes() == 2 * 4 * 4 * (reserved_cache_tokens(groups, 4) - 4 * MIN_CAPACITY)
 
 
 @pytest.mark.parametrize("together", [6, 256])

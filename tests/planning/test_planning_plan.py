@@ -89,6 +89,9 @@ def test_memory_by_rank_and_process(found: Calibration) -> None:
     assert (first["policy"], other["policy"]) == (1.5 * whole, 0.5 * whole)
     assert other["optimizer"] == found.sizes["optimizer"] / 2
     assert ranks["2 ranks, sharding none, others"].parts["policy"] == whole
+    shared, alone = ranks["2 ranks, sharding context, first"].parts, ranks["1 rank"].parts
+    assert {**shared, "work": 0} == {**alone, "work": 0}
+    assert alone["work"] / 2 <= shared["work"] < alone["work"]
     assert "optimizer" not in plan.processes["explorer"].parts
     assert "cache" not in plan.processes["trainer"].parts
 

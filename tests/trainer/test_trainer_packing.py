@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollmill.trainer import attention
+from rollmill.trainer import attention, attention_blocks
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
 
@@ -63,7 +64,7 @@ def test_values_and_gradients_equal_plain_forward(
     short: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "_short", lambda q, k: short)  # what bf16 on a CPU takes, in fp32
+    monkeypatch.setattr(attention, "prefers_products", lambda q, k: short)  # what bf16 on a CPU takes, in fp32
     model, batch = toy(architecture, **changes), make_batch(experts=2)
     expected, got = _plain(model, batch), _packed(model, batch, budget, share)
     for a, b in zip(got, expected, strict=True):
@@ -75,6 +76,39 @@ def test_values_and_gradients_equal_plain_forward(
         (weight @ logprob + weight.flip(0) @ entropy).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert (gradients[1] - gradients[0]).norm() < 1e-5 * gradients[0].norm()
+
+
+def test_nothing_grows_with_the_square_of_a_row(toy: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of a window and of a shared prompt, and scores of a soft-cap, forward and backward."""
+    monkeypatch.setattr(attention_blocks, "MASK_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(attention_blocks, "SCORES", 1 << 15)
+    model = toy("gemma2", sliding_window=150, attn_logit_softcapping=2.0, max_position_embeddings=2048)
+    batch, ids = make_batch(groups=1, size=2), np.random.default_rng(0).integers(2, 23, (2, 1200)).astype(np.int32)
+    for e, own in zip(batch, ids, strict=True):
+        own[:700] = ids[0, :700]
+        e.token_ids, e.action_mask = own, np.arange(1200) >= 700
+        e.logprobs, e.versions = np.zeros(1200, np.float32), np.zeros(1200, np.int32)
+    table = build_token_table(batch, CPU)
+    [micro] = build_micro_batches(batch, table, range(2), 2048, CPU)
+    largest = LargestTensor()
+    with largest, use_packed_attention(model, micro):
+        compute_logprobs(model, micro, table)[0].sum().backward()
+    assert micro.input_ids.numel() > 1690
+    assert largest.elements < 1690 * 1690 / 4
+    assert any(p.grad is not None for p in model.parameters())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple) else [found]:
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.numel())
+        return found
 
 
 def test_prefix_is_computed_once(toy: Any, make_batch: Any) -> None:

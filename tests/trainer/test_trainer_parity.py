@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from forks import Forks
-from toys import toy_checkpoint
+from toys import toy_checkpoint, toy_model
 from transformers import AttentionInterface
 
 import rollmill.models.attention as hook
 from bench.tiny_architectures import tiny_model
 from rollmill.config.model import LoRAConfig, ModelConfig
+from rollmill.engines.native import prefill
 from rollmill.errors import ModelError
 from rollmill.models.hf_forward import decoder_layers, shrink_model
 from rollmill.models.load import load_policy
+from rollmill.trainer import attention, attention_blocks
 from rollmill.trainer.parity import check_parity, load_verified_policy, require_parity
 
 CPU = torch.device("cpu")
@@ -80,6 +82,58 @@ def test_what_is_computed_otherwise_is_refused(tmp_path: Path) -> None:
         ModelError, match=r"BertLMHeadModel would not be computed as .*: trainer: log-probs [1-9]\S* off"
     ):
         require_parity(tiny_model("bert"), tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "llama4_text", "gemma2", "phimoe"])
+def test_long_rows_are_attended_to_in_pieces_that_change_nothing(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks, chunks, soft-cap with a window, a window: as if masks and scores of a few tokens were too large."""
+    cut: list[int] = []
+    split = attention.split_queries
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        pieces = split(*args, **kwargs)
+        cut.append(len(pieces or ()))
+        return pieces
+
+    for name, value in {"MASK_ELEMENTS": 200, "SCORES": 800, "LEAST_PIECE": 5}.items():
+        monkeypatch.setattr(attention_blocks, name, value)
+        monkeypatch.setattr(prefill, name, value, raising=False)
+    monkeypatch.setattr(attention, "split_queries", counted)
+    gaps = check_parity(tiny_model(architecture), FOLDER)
+    assert max(cut) > 2
+    assert all(gap.value < 1e-4 and not gap.layer for gap in gaps), gaps
+
+
+SCALED = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["yarn", *(pytest.param(each, marks=[pytest.mark.slow, pytest.mark.thorough]) for each in ("linear", "llama3"))],
+)
+def test_scaled_positions_are_the_models_own_past_the_original_length(kind: str) -> None:
+    """Prompts and completions of 35 and more tokens of models that were trained on 16."""
+    rope = {"rope_type": kind, "rope_theta": 100.0, **SCALED[kind]}
+    model = toy_model("llama", max_position_embeddings=128, rope_parameters=rope)
+    gaps = check_parity(model, FOLDER)
+    assert all(gap.value < 1e-4 and not gap.layer for gap in gaps), gaps
+    plain = toy_model(
+        "llama", max_position_embeddings=128, rope_parameters={"rope_type": "default", "rope_theta": 100.0}
+    )
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert (model(input_ids=ids).logits[0, 30:] - plain(input_ids=ids).logits[0, 30:]).abs().max() > 0.01
 
 
 def _without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:

@@ -91,13 +91,15 @@ def alone(toy: Any, steps: Any) -> Alone:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["fsdp", "tensor", pytest.param("none", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "sharding", ["fsdp", "tensor", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("none", "context"))]
+)
 def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp_path: Path, sharding: str) -> None:
     whole = toy("qwen3")
     with ranked(whole, tmp_path, sharding=sharding) as pair:
         assert_equal(([pair.step(batch, 0) for batch in steps[:2]], flat(whole)), alone.early)
         held = sum(part.numel() for part in local_shards(list(pair.own.model.parameters())))
-        assert held == pytest.approx(flat(whole).numel() * {"none": 1, "fsdp": 0.5, "tensor": 0.54}[sharding], rel=0.02)
+        assert held == pytest.approx(flat(whole).numel() * {"fsdp": 0.5, "tensor": 0.54}.get(sharding, 1), rel=0.02)
         assert isinstance(pair._launcher, ProcessRankLauncher)
         assert [path.name for path in pair._launcher.folder.iterdir()] == ["rendezvous"]
         (beat,) = read_heartbeats(tmp_path)
@@ -108,7 +110,9 @@ def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["fsdp", pytest.param("tensor", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "sharding", ["fsdp", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("tensor", "context"))]
+)
 def test_two_ranks_go_on_where_one_was(steps: Any, alone: Alone, tmp_path: Path, sharding: str) -> None:
     model = copy.deepcopy(alone.model)
     with ranked(model, tmp_path, sharding=sharding) as pair:
@@ -143,11 +147,12 @@ def cautious(logprob, old_logprob, advantage, *, strength: float = 1.0):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a user's loss", "distill", "reward_model", "adapters"])
+@pytest.mark.parametrize("name", ["a user's loss", "distill", "reward_model", "adapters", "shared rows"])
 def test_what_a_rank_is_given_reaches_it(
     toy: Any, make_batch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A user's file, a teacher, another learner, adapters: two ranks learn what one does, in equal models."""
+    """A user's file, a teacher, another learner, adapters, these on shared rows: two ranks learn what one does, in
+    equal models."""
     monkeypatch.setattr(parts, "_registered", {})
     keys: dict[str, Any] = {"a user's loss": {"loss": {"name": "cautious", "strength": 2.0}}}.get(name, {})
     if name == "a user's loss":
@@ -156,14 +161,15 @@ def test_what_a_rank_is_given_reaches_it(
     options = options_of(name if name in known_algorithms() else "grpo", **keys)
     batches = [batch_for(make_batch, options, seed) for seed in (0, 1)]
     model = toy("qwen3")
-    if name == "adapters":
+    if name in ("adapters", "shared rows"):
         add_lora(model, LoRAConfig(rank=2), seed=0)
     other, teacher = copy.deepcopy(model), toy("qwen3", seed=5) if name == "distill" else None
     single = replace(plan_of(), algorithm=options).trainer(model, teacher, CPU, RankGroup())
     metrics = [single.step(batch, 0) for batch in batches]
     plugins = (tmp_path / "mine.py",) if keys else ()
+    shared: dict[str, Any] = {"sharding": "context", "gradient_checkpointing": True} if name == "shared rows" else {}
     pair = DistributedTrainer(
-        replace(plan_of(ranks=2), algorithm=options, plugins=plugins), other, teacher, CPU, tmp_path
+        replace(plan_of(ranks=2, **shared), algorithm=options, plugins=plugins), other, teacher, CPU, tmp_path
     )
     try:
         got = [pair.step(batch, 0) for batch in batches]

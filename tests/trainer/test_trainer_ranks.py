@@ -37,10 +37,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "distill": {"divergence": "jsd"},
     "ppo": {"advantage": {"lam": 0.9}, "critic": {"lr": 1e-3}},
     "dpo": {"sft": 0.2},
+    "experts": {"advantage": {"lam": 0.9}, "critic": {"lr": 1e-3}, "kl": 0.1},
     "reward_model": {"margin": 0.2, "centre_coefficient": 0.1},
 }
 DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 BOUNDS = {"fp32": 1e-5, "float64": 1e-10}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "experts_implementation": "eager"}
 RANKS, DEADLINE_S = 2, 200
 CONFIG: dict[str, Any] = {"updates_per_batch": 2, "micro_batch_tokens": 30, "eps": 1e-4}
 
@@ -49,6 +51,10 @@ def _runs(name: str, dtype: str, sharding: Sharding) -> bool:
     """Whether the models of a job are cut in this way, too."""
     cut = {"fsdp": {"fp32": ("grpo", "mix", "distill"), "float64": ("ppo", "sft")}}
     cut["tensor"] = {"fp32": ("grpo",), "float64": ("ppo",)}
+    cut["context"] = {"fp32": ("grpo",), "float64": ("ppo", "clip_cov", "distill")}
+    cut["expert"] = dict.fromkeys(DTYPES, ("experts",))
+    if name == "experts":
+        return sharding in ("none", "fsdp", "context", "expert")
     return sharding == "none" or name in cut[sharding][dtype]
 
 
@@ -129,8 +135,9 @@ def results(tmp_path_factory: pytest.TempPathFactory, toy: Any, make_batch: Any)
     jobs = {}
     for name, keys in ALGORITHMS.items():
         for dtype in DTYPES:
-            options = options_of(name, **keys)
-            model, reference = (toy("qwen3", seed=seed).to(DTYPES[dtype]) for seed in (0, 5))
+            options = options_of("ppo" if name == "experts" else name, **keys)
+            kind, changes = ("qwen3_moe", MOE) if name == "experts" else ("qwen3", {})
+            model, reference = (toy(kind, seed=seed, **changes).to(DTYPES[dtype]) for seed in (0, 5))
             steps = [batch_for(make_batch, options, seed) for seed in (0, 1)]
             if options.uses_pairs:  # one row: nothing is left for the second process
                 steps.append([e for e in steps[1] if e.group == "g0"])
@@ -145,7 +152,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, toy: Any, make_batch: Any)
 def test_two_processes_learn_what_one_learns(results: Any, name: str, dtype: str, sharding: str) -> None:
     alone, pair = results
     metrics, moved = alone[name, dtype]
-    assert moved.keys() == {"ppo": {"policy", "critic"}, "reward_model": {"score"}}.get(name, {"policy"})
+    names = {"ppo": {"policy", "critic"}, "experts": {"policy", "critic"}, "reward_model": {"score"}}
+    assert moved.keys() == names.get(name, {"policy"})
     for each in pair:
         for got, expected in zip(each[name, dtype, sharding][0], metrics, strict=True):
             assert got == pytest.approx(expected, rel=BOUNDS[dtype], abs=BOUNDS[dtype])

@@ -398,3 +398,32 @@ def test_only_matrices_decay(toy: Any) -> None:
     trainer = _trainer(toy("qwen3"), GRPO(), weight_decay=0.1)
     decays = {p.ndim: g["weight_decay"] for g in trainer._optimizer.param_groups for p in g["params"]}
     assert decays == {2: 0.1, 1: 0.0}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_a_share_of_the_silent_completions_is_enough_for_metrics(toy: Any, make_batch: Any, share: float) -> None:
+    """The update stays the same to the bit; metrics weigh the sampled ones as all."""
+    trained, seen, metrics = {}, {}, {}
+    for each in (1.0, share):
+        batch = make_batch(groups=6)
+        for experience in batch:
+            if experience.group in ("g0", "g2", "g5"):  # equal rewards: no advantage
+                experience.reward = 1.0
+        model = toy("qwen3")
+        metrics[each] = _trainer(model, GRPO(), metrics_share=each).step(batch, 0)
+        trained[each], seen[each] = _flat(model), {one.id: one for one in batch}
+    assert torch.equal(trained[1.0], trained[share])
+    silent = [name for name, one in seen[1.0].items() if one.group in ("g0", "g2", "g5")]
+    shown = [name for name in silent if seen[share][name].entropy is not None]
+    assert len(silent) == 12
+    assert len(shown) == round(share * 12)
+    assert all(one.entropy is not None for name, one in seen[share].items() if name not in silent)
+    total = tokens = 0.0
+    for name, one in seen[share].items():
+        if one.entropy is not None:
+            weight = len(silent) / len(shown) if name in silent else 1.0
+            total += weight * float(one.entropy[one.action_mask].sum())
+            tokens += weight * one.action_tokens
+            np.testing.assert_allclose(one.entropy, seen[1.0][name].entropy, atol=1e-5)
+    assert metrics[share]["entropy"] == pytest.approx(total / tokens, rel=1e-4)
+    assert metrics[share]["entropy"] != pytest.approx(metrics[1.0]["entropy"], rel=1e-6)

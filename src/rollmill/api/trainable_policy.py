@@ -29,12 +29,11 @@ from rollmill.files import sync
 from rollmill.models.from_scratch import save_policy
 from rollmill.models.load import PolicyModel, load_policy, wrap_policy
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
-from rollmill.models.storage import ensure_own_memory
+from rollmill.models.storage import ensure_own_memory, narrow_weights
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.setup import choose_device
 from rollmill.registry import loss_section
 from rollmill.seeds import derive_seed
-from rollmill.trainer.model_setup import narrow_weights
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.trainer.step_timing import choose_precision
 from rollmill.trainer.stepwise import StepwiseTrainer

@@ -130,7 +130,8 @@ def _say_on(stream: TextIO) -> Callable[[str], None]:
 
 def _explore(loaded: LoadedRun, as_json: bool) -> None:
     """Join the run in --out as an explorer."""
-    from rollmill.remote.explorer_process import run_explorer
+    with quick_imports():
+        from rollmill.remote.explorer_process import run_explorer
 
     made = run_explorer(loaded, loaded.out, _say_on(sys.stderr if as_json else sys.stdout))
     if as_json:

@@ -41,6 +41,9 @@ class NativeEngineConfig(EngineSection):
     follows the new weights exactly. `keep`: keep the entries of the old weights, which saves that time; later tokens
     come from the new weights but attend to old keys and values. Either way a token's log-prob is that of the
     distribution it was sampled from."""
+    prefix_cache_gb: float = Field(1.0, ge=0)
+    """Memory (GiB) for keys and values of finished turns, until the next weight update: the next turn of the same
+    conversation starts from them. 0 computes every turn from its beginning."""
 
 
 _NATIVE = "use engine `native`, or remove this"

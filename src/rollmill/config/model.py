@@ -51,7 +51,7 @@ class NewModelConfig(Section):
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters on a frozen checkpoint (extra `lora`), merged for rollouts."""
+    """Low-rank adapters on a frozen checkpoint (extra `lora`)."""
 
     rank: int = Field(16, ge=1)
     """Rank of the adapters."""
@@ -62,6 +62,10 @@ class LoRAConfig(Section):
     supported."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+    merge: bool = True
+    """Merge adapters for rollouts: engine `native` decodes with a copy of the adapted weights. `false`: it decodes with
+    the trainer's weights and adapters, which takes no memory and longer. Other engines, and checkpoints, have merged
+    weights in any case."""
 
 
 class ModelConfig(Section):
@@ -76,10 +80,15 @@ class ModelConfig(Section):
     """Run model code found in the checkpoint folder."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of all weights. Only with a checkpoint folder."""
+    quantization: Literal["int8", "nf4"] | None = None
+    """Quantise the frozen linear layers below the adapters (QLoRA, arXiv:2305.14314), for training and rollouts.
+    `int8`: a scale per row. `nf4`: 4 bits in blocks of 64, whose scales are quantised, too (extra `quantization`).
+    Checkpoints have the adapters, and the original weights with adapters merged."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
         """See Section.extras."""
-        return {} if self.lora is None else {"lora": ("lora", "peft")}
+        needed = {} if self.lora is None else {"lora": ("lora", "peft")}
+        return needed | ({"quantization": ("quantization", "bitsandbytes")} if self.quantization == "nf4" else {})
 
     def unused_keys(self) -> dict[str, str]:
         """See Section.unused_keys."""
@@ -88,10 +97,13 @@ class ModelConfig(Section):
         return {
             "trust_remote_code": "not honoured by a new model; it is when model.path is a checkpoint folder",
             "lora": "adapters need trained weights; it is honoured when model.path is a checkpoint folder",
+            "quantization": "only frozen weights are quantised, and a new model has none; give a checkpoint folder",
         }
 
     def conflicts(self) -> dict[str, str]:
         """See Section.conflicts."""
+        if self.quantization is not None and self.lora is None:
+            return {"quantization": "quantised weights are not trained; add `lora`, whose adapters are, or remove this"}
         if isinstance(self.path, Path):
             other = self.path.is_file() and self.path.suffix != ".gguf"
             return {"path": f"{self.path} is a file; give the checkpoint's folder, or a .gguf file"} if other else {}

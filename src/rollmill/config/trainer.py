@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rollmill.config.section import Section
 
+MOMENT_BLOCK = 256
+"""Values of a moment in 8 bits that share a scale."""
+
 
 class TrainerConfig(Section):
     """Optimizer, batch splitting and distribution."""
@@ -20,6 +23,9 @@ class TrainerConfig(Section):
     """Steps over which the learning rate rises linearly to lr."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate of linear and cosine schedules, as a fraction of lr."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps both moments of AdamW in 8 bits a weight, in blocks with a scale of their own
+    (arXiv:2110.02861) and rounded stochastically: 2 bytes a weight instead of 8, or of 4 with `param_dtype: bf16`."""
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's decay rates of the first and the second moment."""
     eps: float = Field(1e-8, gt=0)
@@ -34,6 +40,10 @@ class TrainerConfig(Section):
     """Passes over each batch."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Tokens per forward and backward pass; the gradient does not depend on it."""
+    metrics_share: float = Field(1.0, ge=0, le=1)
+    """Share of the completions without an advantage (those of groups with equal rewards) that pass through the model.
+    Nothing is learned from them: they only count in metrics such as entropy and kl, which are then estimated from a
+    random sample, and have token details. Less is faster, the more so the more groups are uniform."""
     logprob_chunk: int | None = Field(None, ge=1)
     """Maximum rows of [rows, vocabulary] logits in memory at a time. Default: as many as fit in 256 MiB, at most
     1024."""
@@ -52,16 +62,24 @@ class TrainerConfig(Section):
     ranks: int = Field(1, ge=1)
     """Number of trainer processes, each with `threads` threads or a GPU of its own. The first one is the run's own
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""
-    sharding: Literal["none", "fsdp", "tensor"] = "none"
+    sharding: Literal["none", "fsdp", "tensor", "context", "expert"] = "none"
     """`none`: every rank holds the whole model and optimizer. `fsdp`: each rank holds a shard of weights, gradients and
     optimizer states. `tensor`: each rank holds a shard of each layer's matrices and processes every row. With both, the
-    first rank also holds the whole weights, for rollouts."""
+    first rank also holds the whole weights, for rollouts. `context`: every rank holds the whole model and processes its
+    share of the tokens of every row, for long contexts; ranks exchange tokens for heads around attention
+    (arXiv:2309.14509). `expert`, for mixtures of experts: each rank holds its share of the experts, to which tokens
+    travel (arXiv:2006.16668); the first rank also holds the whole weights."""
     router_replay: bool | Literal["auto"] = "auto"
     """Mixture-of-experts models: route each token in training through the experts chosen in its rollout (R3,
     arXiv:2510.11370), so that near ties between experts do not change log-probs. `auto`: if the model has routers and
     engine `native` rolls out; `true`: required, otherwise the run is refused."""
     rank_deadline_s: float = Field(600.0, gt=0)
     """Timeout of a rank that waits for another one within a step."""
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if ranks hold parts of the weights."""
+        return self.ranks > 1 and self.sharding in ("fsdp", "tensor", "expert")
 
     def unused_keys(self) -> dict[str, str]:
         """See Section.unused_keys."""
@@ -80,4 +98,6 @@ class TrainerConfig(Section):
             found["precision"] = "weights in bf16 (param_dtype) are computed with in bf16; use bf16, or remove one"
         if self.param_dtype == "bf16" and self.ranks > 1:
             found["param_dtype"] = "bf16 is not supported with several ranks, which add their gradients in fp32; use 1"
+        if self.optimizer == "adamw_8bit" and self.ranks > 1 and self.sharding != "none":
+            found["optimizer"] = "adamw_8bit does not support shards, which would cut its blocks; use sharding `none`"
         return found

@@ -119,6 +119,8 @@ class GenerationRequest:
     top: int = 0  #: number of most probable tokens passed to `on_token`
     record_top: int = 0  #: number of most probable tokens recorded per position, to build drafts from
     pictures: PicturePrompt | None = None  #: of the prompt, for vision-language models
+    continues: bool = False
+    """The conversation may go on from these completions: an engine may keep what the next turn can start from."""
     counted: bool = False
     """Its tokens are in `tokens_generated` as soon as they are sampled, for callers that interrupt it by a budget."""
 

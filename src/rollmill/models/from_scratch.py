@@ -27,7 +27,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from rollmill.config.model import NewModelConfig, TokenizerConfig
-from rollmill.models.lora import ADAPTER_FOLDER, has_lora, merged_model, save_adapter
+from rollmill.models.lora import ADAPTER_FOLDER, has_lora, save_adapter
+from rollmill.models.merged_checkpoint import save_merged
 from rollmill.models.vision import picture_processor
 
 _CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "gemma": GemmaConfig}
@@ -80,8 +81,9 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dire
     with silence_transformers():
         if has_lora(model):
             save_adapter(model, directory / ADAPTER_FOLDER)
-        plain: Any = merged_model(model) if has_lora(model) else model
-        plain.save_pretrained(directory)
+            save_merged(model, directory)
+        else:
+            model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         processor = picture_processor(model)
         if processor is not None:

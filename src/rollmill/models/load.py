@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,10 +28,12 @@ from rollmill.errors import ModelError
 from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
 from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, pretrained_source
 from rollmill.models.hf_forward import picture_prompts
-from rollmill.models.lora import add_lora
+from rollmill.models.lora import BASE_FOLDER, add_lora
+from rollmill.models.merged_checkpoint import stored_tensors
 from rollmill.models.picture_prompts import read_processor
+from rollmill.models.quantization import Quantization, quantize_linears
 from rollmill.models.recurrent import recurrent_layers
-from rollmill.models.storage import ensure_own_memory
+from rollmill.models.storage import ensure_own_memory, narrow_weights
 from rollmill.models.vision import picture_processor, text_model
 
 log = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt"
 
 @dataclass(frozen=True, slots=True)
 class PolicyModel:
-    """A model ready for training: fp32 weights on `device`, no dropout."""
+    """A model ready for training: weights on `device`, no dropout."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -66,6 +69,7 @@ def load_policy(
     seed: int,
     device: torch.device,
     pictures: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> PolicyModel:
     """Loads the checkpoint folder or GGUF file `config.path`, or builds the model described by `config.new`.
 
@@ -75,17 +79,20 @@ def load_policy(
         seed: seed of a new model's weights.
         device: device of the weights.
         pictures: accept a vision-language model, whose model and tokenizer then have a `picture_processor`.
+        dtype: float32 or bfloat16; adapters are float32 whatever it is.
 
     Raises:
         ModelError: the folder is not a causal language model with weights and a matching tokenizer.
     """
     if isinstance(config.path, Path):
-        model, tokenizer = _read(config.path, config.trust_remote_code, pictures)
+        model, tokenizer = _read(config.path, config.trust_remote_code, pictures, dtype, config.quantization)
         where = str(config.path)
     else:
         new = config.new or NewModelConfig()
         tokenizer = train_tokenizer(new.tokenizer, texts() if callable(texts) else texts)
         model, where = init_model(new, tokenizer, seed), "the new model"
+    if dtype == torch.bfloat16:
+        narrow_weights(model)
     if config.lora is not None:
         add_lora(model, config.lora, seed)
     return wrap_policy(model, tokenizer, device, where)
@@ -172,7 +179,13 @@ def build_meta_model(folder: Path, trust: bool = False, weights: bool = True) ->
     return empty
 
 
-def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _read(
+    folder: Path,
+    trust: bool,
+    pictures: bool = False,
+    dtype: torch.dtype = torch.float32,
+    quantization: Quantization | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     place, options = _check_source(folder, trust)
     options["trust_remote_code"] = trust
     with silence_transformers(), hide_progress() if "gguf_file" in options else nullcontext():
@@ -183,7 +196,7 @@ def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrained
         tokenizer = _read_or_model_error(lambda: read_tokenizer(place, options), folder, "the tokenizer")
         model, info = _read_or_model_error(
             lambda: (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
-                place, config=config, dtype=torch.float32, output_loading_info=True, **options
+                place, config=config, dtype=dtype, output_loading_info=True, **options
             ),
             folder,
             "the weights",
@@ -199,8 +212,25 @@ def _read(folder: Path, trust: bool, pictures: bool = False) -> tuple[PreTrained
     forget_quantization(model)
     _check_weights(model, info, folder)
     _check_vocabulary(model, tokenizer, folder)
+    if quantization is not None:
+        _check_layout(model, folder)
+        quantize_linears(model, quantization)
+        setattr(model, BASE_FOLDER, folder)
     ensure_own_memory(model.parameters())
     return model, tokenizer
+
+
+def _check_layout(model: Any, folder: Path) -> None:
+    """Refuses to quantise weights that are not in the folder by their names, into which adapters could be merged."""
+    head = model.get_output_embeddings()
+    linears = {f"{name}.weight" for name, each in model.named_modules() if type(each) is nn.Linear and each is not head}
+    stored = set() if find_gguf(folder) is not None else {each.name for each in stored_tensors(folder)}
+    if getattr(model, "_weight_conversions", None) or not linears <= stored:
+        raise ModelError(
+            f"model.quantization: the files of {folder} hold other tensors than {type(model).__name__} computes with, "
+            "so that adapters could not be merged into them; remove this key, or give a folder with *.safetensors "
+            "of another architecture"
+        )
 
 
 def read_tokenizer_and_context(path: Path, trust: bool) -> tuple[Any, int | None]:

@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from rollmill.config.model import LoRAConfig
 from rollmill.errors import ModelError
+from rollmill.models.quantization import full_weight, is_quantized
 from rollmill.models.vision import vision_parts
 
 ADAPTER_FOLDER = "adapter"  #: folder inside a checkpoint, in peft's format
+BASE_FOLDER = "base_folder"  #: attribute of a quantised model: the folder with its weights as they were
 _NAME = "default"
 
 
 def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
-    """Freezes the model and adds adapters, which initially change nothing: of a vision-language model, to its language
-    part.
+    """Freezes the model and adds adapters in float32, which initially change nothing: of a vision-language model, to
+    its language part.
 
     Raises:
         ModelError: peft is not installed, no layer matches `targets`, or experts are among them.
@@ -51,6 +53,10 @@ def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
             raise ModelError(
                 f"model.lora.targets: {error}; use all-linear, or names of the model's linear layers"
             ) from error
+    model.merges_adapters = config.merge and not is_quantized(model)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:  # made in the type of the layer
+            parameter.data = parameter.data.float()
     if any(hasattr(layer, "parameter_name") for layer in adapted_layers(model).values()):  # peft's ParamWrapper
         raise ModelError(
             "model.lora.targets: the experts and the router of this mixture-of-experts model cannot be adapted; name "
@@ -63,6 +69,11 @@ def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
 def has_lora(model: nn.Module) -> bool:
     """True if `add_lora` was called on the model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def merges_adapters(model: nn.Module) -> bool:
+    """True if an engine decodes with a copy of the weights in which adapters are merged (`model.lora.merge`)."""
+    return bool(getattr(model, "merges_adapters", True))
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -85,9 +96,16 @@ def copy_without_adapters(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 @torch.no_grad()
 def merged_weight(layer: Any) -> Tensor:
-    """Returns base weight plus the adapter's product."""
-    merged: Tensor = layer.base_layer.weight + layer.get_delta_weight(_NAME)
-    return merged
+    """Returns base weight plus the adapter's product, in the type of the base weight (float32 for a quantised one)."""
+    base = full_weight(layer.base_layer)
+    return (base + adapter_product(layer)).to(base.dtype)
+
+
+@torch.no_grad()
+def adapter_product(layer: Any) -> Tensor:
+    """Returns what an adapter adds to the weight of its layer, in float32."""
+    product: Tensor = layer.get_delta_weight(_NAME)
+    return product
 
 
 def merged_model(model: nn.Module) -> nn.Module:
@@ -99,15 +117,17 @@ def merged_model(model: nn.Module) -> nn.Module:
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters by their checkpoint names, with adapters merged."""
-    layers = adapted_layers(model)
+    """Returns the parameters by their checkpoint names, dequantised, with adapters merged."""
+    layers, modules = adapted_layers(model), dict(model.named_modules())
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
         owner, base, rest = name.rpartition(".base_layer.")
         merged = bool(base) and rest == "weight"
-        found[f"{owner}.{rest}" if base else name] = merged_weight(layers[owner]) if merged else parameter.detach()
+        place, _, kind = name.rpartition(".")
+        own = full_weight(modules[place]) if kind == "weight" and not parameter.is_floating_point() else parameter
+        found[f"{owner}.{rest}" if base else name] = merged_weight(layers[owner]) if merged else own.detach()
     return found
 
 

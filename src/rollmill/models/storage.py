@@ -7,10 +7,23 @@ shared memory stays shared (FSDP frees its parameters this way, arXiv:2304.11277
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
+
+_PAGE_OUT = 21
+"""madvise(2), MADV_PAGEOUT: unlike MADV_DONTNEED it loses nothing of memory that is no file."""
+
+
+def narrow_weights(model: nn.Module) -> None:
+    """Casts all weights but those of adapters to bf16, in place and one after the other; buffers stay as they are."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name and parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def collect_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
@@ -37,7 +50,16 @@ def ensure_own_memory(tensors: Iterable[Tensor]) -> None:
             continue
         if old._cdata not in made:
             made[old._cdata] = old, old.clone()
+            page_out(old)
         tensor.data = view_storage_like(made[old._cdata][1], tensor)
+
+
+def page_out(storage: UntypedStorage) -> None:
+    """Takes a mapped file out of the resident set, and its pages are read again if they are needed; no other memory."""
+    if sys.platform == "linux" and storage.device.type == "cpu" and not storage.resizable():
+        start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        size = storage.data_ptr() + storage.nbytes() - start
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _PAGE_OUT)  # advice: it cannot fail
 
 
 def view_storage_like(storage: UntypedStorage, like: Tensor) -> Tensor:

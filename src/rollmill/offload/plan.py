@@ -16,9 +16,11 @@ from rollmill.config.checks.offload import component_phases, reward_models
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
+from rollmill.config.trainer import MOMENT_BLOCK
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel, build_meta_model
-from rollmill.models.lora import adapted_layers, has_lora
+from rollmill.models.lora import adapted_layers, has_lora, merges_adapters
+from rollmill.models.quantization import count_weights
 from rollmill.rewards.reward_model import loaded_reward_models
 
 StorageTier = Literal["device", "memory", "disk", "destroyed"]
@@ -139,7 +141,7 @@ def estimate_component_sizes(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes = {
         "policy": _weight_bytes(model.parameters()),
-        "optimizer": _adam_state_bytes(trained),
+        "optimizer": _adam_state_bytes(trained, stage.trainer.optimizer),
         "gradients": _weight_bytes(trained),
     }
     if "reference" in needs and not has_lora(model):
@@ -152,7 +154,8 @@ def estimate_component_sizes(
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, device="meta")
         copied = [*(model.base_model.parameters() if own else []), *head.parameters()]
         learning = [parameter for parameter in copied if parameter.requires_grad]
-        sizes |= {"critic": _weight_bytes(copied), "critic_optimizer": _adam_state_bytes(learning)}
+        states = _adam_state_bytes(learning, stage.trainer.optimizer)
+        sizes |= {"critic": _weight_bytes(copied), "critic_optimizer": states}
         sizes["gradients"] = max(sizes["gradients"], _weight_bytes(learning))
     if isinstance(stage.algorithm, Distill) and stage.algorithm.teacher is not None:
         taught = build_meta_model(stage.algorithm.teacher)
@@ -172,7 +175,8 @@ def estimate_component_sizes(
 def vllm_bytes(engine: VLLMEngineConfig, model: nn.Module, precision: str) -> int:
     """Size of vLLM's process: its weights in `precision`, without adapters, and its keys and values."""
     width = 2 if precision == "bf16" else 4
-    weights = sum(width * each.numel() for name, each in model.named_parameters() if ".lora_" not in name)
+    adapters = sum(each.numel() for name, each in model.named_parameters() if ".lora_" in name)
+    weights = width * (count_weights(model) - adapters)
     return weights + int(engine.cache_gb * 2**30)
 
 
@@ -193,6 +197,10 @@ def default_memory_budget(device: torch.device) -> float:
 
 def _cast_bytes(model: nn.Module, precision: str) -> int:
     """Size of the engine's copy (engines/native/weights.py): cast weights in bf16, merged weights in fp32."""
+    if adapted_layers(model) and not merges_adapters(model):
+        width = 2 if precision == "bf16" else 4
+        floats = [each for each in model.parameters() if each.is_floating_point()]
+        return sum(width * each.numel() for each in floats if each.requires_grad or each.element_size() != width)
     if precision == "bf16":
         adapted = {id(layer.base_layer.weight) for layer in adapted_layers(model).values()}
         cast = (each for name, each in model.named_parameters() if ".lora_" not in name)
@@ -204,7 +212,11 @@ def _weight_bytes(parameters: Iterable[torch.Tensor]) -> int:
     return sum(each.element_size() * each.numel() for each in parameters)
 
 
-def _adam_state_bytes(parameters: Iterable[torch.Tensor]) -> int:
+def _adam_state_bytes(parameters: Iterable[torch.Tensor], optimizer: str) -> int:
     """Size of two moments of each weight, and a step count of each tensor."""
     trained = list(parameters)
-    return 2 * _weight_bytes(trained) + _MASTER * len(trained)
+    if optimizer == "adamw_8bit":  # codes, and a scale per block
+        moments = 2 * (MOMENT_BLOCK + _MASTER) * sum(-(-each.numel() // MOMENT_BLOCK) for each in trained)
+    else:
+        moments = 2 * _weight_bytes(trained)
+    return moments + _MASTER * len(trained)

@@ -76,7 +76,14 @@ def build_native(
 ) -> NativeEngine:
     """Build the native engine of a stage."""
     replayed = use.trained_on and replays_routing(use.stage, policy.model)
-    return build_native_engine(policy, rollout, precision, keep=section.after_update == "keep", record_routing=replayed)
+    return build_native_engine(
+        policy,
+        rollout,
+        precision,
+        keep=section.after_update == "keep",
+        record_routing=replayed,
+        prefix_cache_bytes=int(section.prefix_cache_gb * 2**30),
+    )
 
 
 def build_vllm(
@@ -121,7 +128,13 @@ def build_publisher(policy: PolicyModel, engine: RolloutEngine, precision: str) 
 
 
 def build_native_engine(
-    policy: PolicyModel, rollout: RolloutConfig, precision: str, *, keep: bool = False, record_routing: bool = False
+    policy: PolicyModel,
+    rollout: RolloutConfig,
+    precision: str,
+    *,
+    keep: bool = False,
+    record_routing: bool = False,
+    prefix_cache_bytes: int = 1 << 30,
 ) -> NativeEngine:
     """Build the native engine, with the policy's own parameters."""
     return NativeEngine(
@@ -134,6 +147,7 @@ def build_native_engine(
         prefill_tokens=rollout.prefill_tokens,
         keep=keep,
         record_routing=record_routing,
+        prefix_cache_bytes=prefix_cache_bytes,
     )
 
 

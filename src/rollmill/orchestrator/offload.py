@@ -19,6 +19,7 @@ from rollmill.config.run import StageConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel
+from rollmill.models.quantization import is_quantized
 from rollmill.offload import (
     ComponentSpec,
     OffloadManager,
@@ -55,7 +56,8 @@ def build_offload_plan(
     needs = component_phases(stage, elsewhere=explorers is not None)
     sizes = estimate_component_sizes(stage, policy, precision, explorers)
     out: StorageTier = "memory" if device.type == "cuda" else "disk"
-    if precision == "bf16" and stage.trainer.param_dtype == "fp32":  # the cast is all that rollouts decode with
+    whole = stage.trainer.param_dtype == "fp32" and not is_quantized(policy.model)
+    if precision == "bf16" and whole:  # the cast is all that rollouts decode with
         needs["policy"] -= {"rollout"}
     if stage.trainer.ranks > 1 and device.type == "cpu":  # where ranks share the memory; GPUs are their own
         sizes |= {name: size * stage.trainer.ranks for name, size in sizes.items() if name in RANKED_COMPONENTS}

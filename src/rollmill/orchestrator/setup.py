@@ -32,6 +32,7 @@ from rollmill.files import atomic_write, read_json_object
 from rollmill.models.classifier import require_classifier_support
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
+from rollmill.models.quantization import count_weights
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.models.vision import picture_processor
@@ -45,9 +46,9 @@ from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
 from rollmill.rewards.resources import close_set_aside
+from rollmill.trackers.host_memory import return_large_blocks
 from rollmill.trainer import StepSize, choose_precision, choose_threads
 from rollmill.trainer.batch import CPU_ROW
-from rollmill.trainer.model_setup import narrow_weights
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task
 
@@ -94,7 +95,7 @@ class RunSetup:
 
     def describe(self, run_dir: Path) -> str:
         """One line on model, precision, device and run directory."""
-        count = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        count = count_weights(self.policy.model)
         return (
             f"{type(self.policy.model).__name__}, {count / 1e6:.2f}M parameters, {self.precision} on "
             f"{self.policy.device} with {self.threads} thread(s); run directory {run_dir}"
@@ -134,13 +135,16 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     stored = None if step is None else Checkpoints(run_dir).path(step)
     model = config.model if stored is None or adapted else ModelConfig(path=stored)
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
+    dtype = torch.bfloat16 if _param_dtype(loaded) == "bf16" else torch.float32
+    if dtype == torch.bfloat16 or any(stage.trainer.optimizer == "adamw_8bit" for stage in loaded.stages):
+        return_large_blocks()
     verified: AbstractContextManager[None] = nullcontext()  # by the caller, with the checkpoint's other files
     if stored is None and isinstance(model.path, Path):
         verified = verifying(model.path, model_files)
     with verified:
         try:
             policy = load_verified_policy(
-                model, texts=lambda: _texts(training), seed=config.seed, device=device, pictures=True
+                model, texts=lambda: _texts(training), seed=config.seed, device=device, pictures=True, dtype=dtype
             )
             if stored is not None and adapted:
                 load_adapter(policy.model, stored / ADAPTER_FOLDER)
@@ -150,8 +154,6 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
             raise unreadable(stored, error) from error
     if (processor := picture_processor(policy.model)) is not None:
         processor.folder = run_dir / PICTURES_FOLDER
-    if _param_dtype(loaded) == "bf16":
-        narrow_weights(policy.model)
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier_support(policy.model)
     for stage in loaded.stages:

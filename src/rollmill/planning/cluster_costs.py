@@ -17,6 +17,8 @@ from rollmill.errors import ConfigError
 from rollmill.models.from_scratch import build_new_meta_model
 from rollmill.models.load import PolicyModel, build_meta_model
 from rollmill.models.lora import add_lora
+from rollmill.models.quantization import count_weights, quantize_linears
+from rollmill.models.storage import narrow_weights
 from rollmill.offload.plan import estimate_component_sizes
 from rollmill.planning.gpus import (
     BANDWIDTH_REACHED,
@@ -59,7 +61,7 @@ class ClusterModel:
     @cached_property
     def parameters(self) -> int:
         """Number of weights."""
-        return sum(each.numel() for each in self.model.parameters())
+        return count_weights(self.model)
 
     @property
     def longest(self) -> int:
@@ -102,6 +104,10 @@ def read_cluster_model(config: ModelConfig, stage: StageConfig, prompt: int, mea
         reference = parse_reference(str(config.path))
         folder = config.path if reference is None else fetch_config(reference)
         model = build_meta_model(folder, trust=config.trust_remote_code, weights=reference is None)
+    if stage.trainer.param_dtype == "bf16":
+        narrow_weights(model)
+    if config.quantization is not None:
+        quantize_linears(model, config.quantization)
     if config.lora is not None:
         with torch.device("meta"):
             add_lora(model, config.lora, seed=0)

@@ -58,7 +58,8 @@ class MemoryModel:
             whole = here["policy"] if first else 0.0
             here = {name: size / ranks if name in _TRAINED else size for name, size in here.items()}
             here["policy"] += whole  # rollouts decode with a whole copy
-        return self._memory("train", here, groups if first else [])
+        share = 1 / ranks if sharding == "context" else 1.0
+        return self._memory("train", here, groups if first else [], row_share=share)
 
     def for_explorer(self, groups: list[GroupLengths]) -> PhaseMemory:
         """Memory of a process that only rolls out."""
@@ -76,18 +77,20 @@ class MemoryModel:
 
     def _needed(self, phase: str) -> dict[str, float]:
         needs = {name: set(phases) for name, phases in component_phases(self._stage).items()}
-        if self._found.precision == "bf16":  # rollouts decode with the cast only
+        if self._found.precision == "bf16" and self._stage.trainer.param_dtype == "fp32":  # rollouts use the cast only
             needs["policy"].discard("rollout")
         needs[_GRADIENTS] = {"train"}
         everything = self._everything(phase).items()
         found = {name: size for name, size in everything if phase in needs.get(name, ()) or name == PAST_COPIES}
         return found if phase == "rollout" else {**found, _CACHE: 0.0}
 
-    def _memory(self, phase: str, here: Mapping[str, float], groups: list[GroupLengths]) -> PhaseMemory:
+    def _memory(
+        self, phase: str, here: Mapping[str, float], groups: list[GroupLengths], row_share: float = 1.0
+    ) -> PhaseMemory:
         parts = dict(here)
         if _CACHE not in parts:
             parts[_CACHE] = self._cache(groups)
-        parts |= {"work": self._work(phase), "process": self._base}
+        parts |= {"work": self._work(phase, row_share), "process": self._base}
         return PhaseMemory({name: size for name, size in parts.items() if size > 0})
 
     def _cache(self, groups: list[GroupLengths]) -> float:
@@ -107,14 +110,16 @@ class MemoryModel:
         gradients = self._found.sizes.get(_GRADIENTS, 0)
         return max(sample.idle - (self._found.present["train"] - gradients) - sample.cache_bytes, 0.0)
 
-    def _work(self, phase: str) -> float:
-        """Activations, logits and the like: linear in the completions decoded together, or in the tokens of a row."""
+    def _work(self, phase: str, row_share: float) -> float:
+        """Activations, logits and the like: linear in the completions decoded together, or in the tokens of a row, of
+        which ranks may have a share.
+        """
         pairs = []
         for sample in self._found.samples:
             known = self._found.present[phase] + sample.cache_bytes + self._base_of(sample)
             pairs.append((self._measure(phase, sample), max(sample.memory[phase] - known, 0.0)))
         constant, slope = fit_line([x for x, _ in pairs], [y for _, y in pairs])
-        return constant + slope * self._run_measure(phase)
+        return constant + slope * row_share * self._run_measure(phase)
 
     def _measure(self, phase: str, sample: StepMeasurement) -> float:
         if phase == "rollout":

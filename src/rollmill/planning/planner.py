@@ -114,7 +114,7 @@ def plan_stage(found: Calibration, machine: MachineSpec) -> StagePlan:
     everything, least = memory.of_run(groups), memory.with_offload(groups)
     ranks = max(stage.trainer.ranks, 2)
     by_rank = {"1 rank": memory.for_rank(groups, 1, "none", first=True)}
-    for sharding in ("none", "fsdp"):
+    for sharding in ("none", "fsdp", "context"):
         for first in (True, False):
             key = f"{ranks} ranks, sharding {sharding}, {'first' if first else 'others'}"
             by_rank[key] = memory.for_rank(groups, ranks, sharding, first=first)

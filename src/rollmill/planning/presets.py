@@ -81,7 +81,7 @@ def planned_model(name: str | None, own: ModelConfig) -> ModelConfig:
                 f"--model {name}: neither a checkpoint's folder, hf://ORG/NAME nor a known model; known are "
                 f"{', '.join(MODEL_SHAPES)}"
             )
-        return ModelConfig(path=Path(name), lora=own.lora)
+        return ModelConfig(path=Path(name), lora=own.lora, quantization=own.quantization)
     new = {
         "architecture": shape.architecture,
         "hidden_size": shape.width,
@@ -93,4 +93,4 @@ def planned_model(name: str | None, own: ModelConfig) -> ModelConfig:
         "tie_embeddings": shape.tied,
         "tokenizer": TokenizerConfig(kind="bpe", vocab_size=shape.vocabulary),
     }
-    return ModelConfig(path="new", new=NewModelConfig.model_validate(new), lora=own.lora)
+    return ModelConfig(path="new", new=NewModelConfig.model_validate(new), lora=own.lora, quantization=own.quantization)

@@ -13,7 +13,7 @@ from itertools import combinations
 
 import numpy as np
 
-from rollmill.engines.native.kv_cache import MIN_CAPACITY, bucket_capacity_for
+from rollmill.engines.native.kv_cache import MIN_CAPACITY, bucket_capacity_for, reserved_entries
 from rollmill.planning.calibration import Calibration
 from rollmill.planning.measurement import EngineStep
 
@@ -129,17 +129,9 @@ def reserved_cache_tokens(groups: Sequence[GroupLengths], max_sequences: int) ->
     for group in sorted(groups, key=lambda each: -each.prompt)[:together]:
         capacity = bucket_capacity_for(group.prompt)
         prompts[capacity] = prompts.get(capacity, 0) + 1
-    total = sum(capacity * _reserved(count) for capacity, count in prompts.items())
+    total = sum(capacity * reserved_entries(count, capacity) for capacity, count in prompts.items())
     capacity, below = MIN_CAPACITY, 0
     while reaching := sum(length > below for length in lengths):
         total += capacity * reaching
         capacity, below = bucket_capacity_for(capacity + 1), capacity
     return total
-
-
-def _reserved(count: int) -> int:
-    """Slots of a bucket: they double when full, since prompts are added one by one."""
-    room = 8
-    while room < count:
-        room *= 2
-    return room

@@ -312,7 +312,15 @@ class Policy:
         sampling = SamplingConfig.model_validate({**self._settings(), **changes}) if changes else self.sampling
         number, self._num_calls = self._num_calls, self._num_calls + 1
         seed = derive_seed(self.seed, number)
-        request = GenerationRequest(prompt.token_ids, sampling, n=n, seed=seed, id=self.name, pictures=prompt.pictures)
+        request = GenerationRequest(
+            prompt.token_ids,
+            sampling,
+            n=n,
+            seed=seed,
+            id=self.name,
+            pictures=prompt.pictures,
+            continues=True,
+        )
         found = [replace(each, index=self._index) for each in await self._engine.generate(request)]
         greedy = sampling.temperature == 0 < self.sampling.temperature
         learn = learn and self._learns

@@ -12,22 +12,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from rollmill.models.attention import (
     AttentionOptions,
     AttentionWindow,
     VarlenAttention,
-    append_sinks,
     fits_window,
     varlen_available,
-    window_mask,
 )
 from rollmill.models.picture_prompts import Block
 from rollmill.models.recurrent import RecurrentCall, RecurrentState
+from rollmill.trainer.attention_blocks import (
+    AttentionBlock,
+    QueryPiece,
+    attend_block,
+    attend_piece,
+    block_mask,
+    prefers_products,
+    split_queries,
+)
 
-_SHORT = 6_000_000  # scores of a block (24 MB in fp32); larger blocks would allocate new memory at every call
 _PADDING = 0.75  # segments share a block while the shortest is at least this fraction of the longest
 
 
@@ -41,22 +46,6 @@ class SegmentLayout:
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]  #: index of the parent segment, -1 for roots
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Neighbouring segments of similar length, computed in one attention call."""
-
-    tokens: int
-    n: int
-    longest: int
-    slots: Tensor | None  #: [tokens] index of each token in [n * longest]; None: all lengths equal
-    parents: Tensor | None = None  #: [n] index into the block's m distinct parents; None for roots
-    parent_rows: Tensor | None = None  #: [parent tokens] index of the parents' tokens in the row
-    parent_slots: Tensor | None = None  #: [parent tokens] their index in [m * P]
-    parent_lengths: Tensor | None = None  #: [n]
-    m: int = 0
-    parent_longest: int = 0
 
 
 class PackedAttention:
@@ -95,19 +84,16 @@ class PackedAttention:
             if block.parents is not None:
                 k_pad = torch.cat([_parents(k, block), k_pad], dim=1)
                 v_pad = torch.cat([_parents(v, block), v_pad], dim=1)
-            by_products = options.softcap is not None or _short(q_pad, k_pad)
-            always = by_products or options.sinks is not None or self._runs(i) != []
-            mask = self._mask(i, options.window, dtype, always=always)
-            if options.sinks is not None:
-                assert mask is not None
-                heads_first = [x.transpose(1, 2) for x in (q_pad, k_pad, v_pad)]
-                *heads_first, mask = append_sinks(heads_first[0], heads_first[1], heads_first[2], mask, options)
-                q_pad, k_pad, v_pad = (x.transpose(1, 2) for x in heads_first)
-            if by_products:
-                assert mask is not None
-                padded = _unfused_attention(q_pad, k_pad, v_pad, mask, options.scaling, options.softcap)
+            by_products = options.softcap is not None or prefers_products(q_pad, k_pad)
+            runs = self._runs(i)
+            always = by_products or options.sinks is not None or runs != []
+            pieces = split_queries(block, options, q_pad.shape[2], runs, masked=always)
+            if pieces is None:
+                mask = self._mask(i, options.window, dtype, always=always)
+                padded = attend_block(q_pad, k_pad, v_pad, mask, options, by_products)
             else:
-                padded = _fused_attention(q_pad, k_pad, v_pad, mask, options.scaling)
+                attended = [attend_piece(q_pad, k_pad, v_pad, block, each, options, runs) for each in pieces]
+                padded = torch.cat(attended, dim=1)
             outputs.append(_unpad(padded, block))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
@@ -151,7 +137,8 @@ class PackedAttention:
         if block.parents is None and reach == (None, None) and not always:
             return None
         if (i, reach, dtype) not in self._masks:
-            self._masks[i, reach, dtype] = _block_mask(block, reach, self._device, dtype, self._runs(i))
+            whole = QueryPiece(range(block.longest), range(block.parent_longest), range(block.longest))
+            self._masks[i, reach, dtype] = block_mask(block, whole, reach, self._device, dtype, self._runs(i))
         return self._masks[i, reach, dtype]
 
 
@@ -187,14 +174,14 @@ def _scatter_rows(x: Tensor, source: Tensor | None, to: Tensor | None, size: int
     return rows if to is None else x.new_zeros(size, *x.shape[1:]).index_copy_(0, to, rows)
 
 
-def _pad(x: Tensor, block: _Block) -> Tensor:
+def _pad(x: Tensor, block: AttentionBlock) -> Tensor:
     """[tokens, h, D] -> [n, S, h, D]."""
     if block.slots is not None:
         x = _ScatterRows.apply(x, None, block.slots, block.n * block.longest)  # type: ignore[no-untyped-call]
     return x.reshape(block.n, block.longest, *x.shape[1:])
 
 
-def _unpad(x: Tensor, block: _Block) -> Tensor:
+def _unpad(x: Tensor, block: AttentionBlock) -> Tensor:
     """[n, S, h, D] -> [tokens, h, D]."""
     flat = x.reshape(block.n * block.longest, *x.shape[2:])
     if block.slots is None:
@@ -203,73 +190,12 @@ def _unpad(x: Tensor, block: _Block) -> Tensor:
     return output
 
 
-def _parents(x: Tensor, block: _Block) -> Tensor:
+def _parents(x: Tensor, block: AttentionBlock) -> Tensor:
     """Keys or values of each child's parent: [T, K, D] -> [n, P, K, D]."""
     placed = _ScatterRows.apply(x, block.parent_rows, block.parent_slots, block.m * block.parent_longest)  # type: ignore[no-untyped-call]
     assert block.parents is not None
     distinct: Tensor = placed.reshape(block.m, block.parent_longest, *x.shape[1:])
     return distinct.index_select(0, block.parents) if block.m > 1 else distinct.expand(block.n, -1, -1, -1)
-
-
-def _short(q: Tensor, k: Tensor) -> bool:
-    """True if unfused matrix products beat the fused kernel, whose backward pass is slow in half precision on a CPU."""
-    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
-    return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and scores <= _SHORT
-
-
-def _fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """[n, S, H, D], [n, L, K, D] -> [n, S, H, D]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    gqa = q.shape[1] != k.shape[1]
-    output = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-    )
-    return output.transpose(1, 2)
-
-
-def _unfused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """[n, S, H, D], [n, L, K, D] -> [n, S, H, D]; sums over scores use fp32."""
-    n, longest, heads, _ = q.shape
-    kv_heads, seen = k.shape[2], k.shape[1]
-    queries = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(n * kv_heads, -1, q.shape[3])
-    keys, values = (x.transpose(1, 2).reshape(n * kv_heads, seen, -1) for x in (k, v))
-    scores = torch.bmm(queries, keys.transpose(1, 2)).view(n, kv_heads, -1, longest, seen)
-    scores = scores.double() if scores.dtype == torch.float64 else scores.float()
-    if softcap is not None:
-        scores, scaling = torch.tanh(scores * (scaling / softcap)), softcap
-    weights = torch.softmax(torch.add(mask[:, :, None], scores, alpha=scaling), dim=-1).to(v.dtype)
-    output = torch.bmm(weights.view(n * kv_heads, -1, seen), values).view(n, kv_heads, -1, longest, v.shape[3])
-    return output.permute(0, 3, 1, 2, 4).reshape(n, longest, heads, -1)
-
-
-def _block_mask(
-    block: _Block, reach: AttentionWindow, device: torch.device, dtype: torch.dtype, runs: list[tuple[int, Block]]
-) -> Tensor:
-    own = torch.arange(block.longest, device=device)
-    if block.parents is None:
-        query_depth, key_depth = own[None], own[None]
-        real = torch.ones(1, block.longest, dtype=torch.bool, device=device)
-    else:
-        assert block.parent_lengths is not None
-        lengths = block.parent_lengths[:, None]
-        lengths = lengths[:1] if bool((lengths == lengths[0]).all()) else lengths
-        before = torch.arange(block.parent_longest, device=device)[None]
-        query_depth = lengths + own
-        key_depth = torch.cat([before.expand(len(lengths), -1), query_depth], dim=1)
-        real = torch.cat([before < lengths, torch.ones_like(query_depth, dtype=torch.bool)], dim=1)
-    at_query, at_key = query_depth[:, :, None], key_depth[:, None, :]
-    seen = (at_key <= at_query) & real[:, None, :]
-    if runs:
-        seen = seen.repeat(block.n // seen.shape[0], 1, 1)
-        for sequence, (a, b, _) in runs:
-            seen[sequence, a:b, block.parent_longest + a : block.parent_longest + b] = True
-    hidden = window_mask(at_query, at_key, reach)
-    if hidden is not None:
-        seen &= ~hidden
-        for sequence, (a, b, windowed) in runs:
-            if not windowed:
-                seen[sequence, a:b, block.parent_longest + a : block.parent_longest + b] = True
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
 
 
 def _sequences(layout: SegmentLayout, device: torch.device, continues: bool) -> list[_RecurrentBatch]:
@@ -314,7 +240,7 @@ def _sequences(layout: SegmentLayout, device: torch.device, continues: bool) -> 
     return found
 
 
-def _blocks(layout: SegmentLayout, device: torch.device) -> list[_Block]:
+def _blocks(layout: SegmentLayout, device: torch.device) -> list[AttentionBlock]:
     starts = torch.tensor((0, *layout.lengths)).cumsum(0).tolist()
     blocks, first = [], 0
     for last in range(1, len(layout.lengths) + 1):
@@ -328,7 +254,7 @@ def _blocks(layout: SegmentLayout, device: torch.device) -> list[_Block]:
     return blocks
 
 
-def _block(layout: SegmentLayout, starts: list[int], segments: range, device: torch.device) -> _Block:
+def _block(layout: SegmentLayout, starts: list[int], segments: range, device: torch.device) -> AttentionBlock:
     lengths = [layout.lengths[i] for i in segments]
     longest = max(lengths)
     slots = (
@@ -337,12 +263,12 @@ def _block(layout: SegmentLayout, starts: list[int], segments: range, device: to
         else _concatenated_ranges([i * longest for i in range(len(lengths))], lengths, device)
     )
     if layout.parents[segments.start] < 0:
-        return _Block(sum(lengths), len(lengths), longest, slots)
+        return AttentionBlock(sum(lengths), len(lengths), longest, slots)
     own_parents = [layout.parents[i] for i in segments]
     distinct = sorted(set(own_parents))
     parent_lengths = [layout.lengths[p] for p in distinct]
     longest_parent = max(parent_lengths)
-    return _Block(
+    return AttentionBlock(
         sum(lengths),
         len(lengths),
         longest,

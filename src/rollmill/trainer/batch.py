@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollmill.models.attention import AttentionContext
 from rollmill.models.picture_prompts import Block
 from rollmill.models.vision import PictureSpan
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
+from rollmill.trainer.distributed.context_parallel import ContextParallelAttention, ContextShare
 from rollmill.types import Experience, ExperienceSource
 
 CPU_ROW = 2048
@@ -100,7 +102,7 @@ class MicroBatch:
     experiences: list[int]  #: indices into the batch, in row order
     input_ids: Tensor  #: int64 [1, T]
     position_ids: Tensor  #: int64 [1, T]
-    attention: PackedAttention
+    attention: AttentionContext
     rows: Tensor  #: int64 [M], row position whose hidden state predicts each action token
     tokens: Tensor  #: int64 [M], index of each action token in the batch's TokenTable
     sequence: Tensor  #: int64 [M], index into `experiences`
@@ -108,6 +110,26 @@ class MicroBatch:
     routing: Tensor | None = None
     """int16 [T, L, k]: experts that the rollout chose for each token, -1 where unknown; None: all unknown."""
     pictures: tuple[PictureSpan, ...] = ()  #: tokens of experiences whose prompts have pictures
+    share: ContextShare | None = None
+    """This rank's share of the row, with context parallelism: hidden states are those of its tokens only."""
+
+    def shared(self, rank: int, ranks: int) -> MicroBatch:
+        """Returns the same row for one of several ranks that share its tokens."""
+        share = ContextShare.of_row(rank, ranks, self.input_ids.shape[1], self.rows)
+        return replace(self, share=share, attention=ContextParallelAttention(self.attention, share))
+
+    @property
+    def own_rows(self) -> Tensor:
+        """int64 [m]: positions of the hidden states on this rank that predict."""
+        return self.rows if self.share is None else self.share.rows
+
+    def own(self, values_M: Tensor) -> Tensor:
+        """Picks the predictions made on this rank: [M, ...] -> [m, ...]."""
+        return values_M if self.share is None else values_M.index_select(0, self.share.chosen)
+
+    def gather(self, *values_m: Tensor) -> Sequence[Tensor]:
+        """Numbers of all predictions of the row from those made on this rank, [m] each -> [M] each."""
+        return values_m if self.share is None else self.share.gather(*values_m)
 
     def of_source(
         self, source: ExperienceSource, sources: Sequence[ExperienceSource], among: Sequence[bool] | None = None

@@ -93,11 +93,11 @@ class ValueModel(nn.Module):
         count_progress(Progress.MICRO_BATCHES)
         with torch.set_grad_enabled(self._own and torch.is_grad_enabled()):
             hidden_Td = compute_hidden_states(self, micro, bf16=bf16)
-        hidden_Md = hidden_Td.index_select(0, micro.rows)
-        values: Tensor = self.head(hidden_Md.to(self.head.weight.dtype))[
+        hidden_md = hidden_Td.index_select(0, micro.own_rows)
+        values: Tensor = self.head(hidden_md.to(self.head.weight.dtype))[
             :, 0
         ].clone()  # FSDP hooks do not work on views
-        return values
+        return micro.gather(values)[0]
 
 
 class Critic:

@@ -51,31 +51,38 @@ def compute_logprobs(
     if hidden_Td is None:
         hidden_Td = compute_hidden_states(model, micro, bf16=bf16)
     head = model.get_output_embeddings()
-    return token_logprobs(
+    tokens = micro.own(micro.tokens)
+    logprob, entropy = token_logprobs(
         hidden_Td,
-        micro.rows,
+        micro.own_rows,
         head.weight,
         head.bias,
-        table.target[micro.tokens],
-        table.temperature[micro.tokens],
+        table.target[tokens],
+        table.temperature[tokens],
         chunk=chunk,
         softcap=final_softcap(model),
         scale=_logit_scale(model.config),
         entropy_gradient=entropy_gradient,
         dtype=torch.bfloat16 if bf16 else None,
     )
+    logprob, entropy = micro.gather(logprob, entropy)
+    return logprob, entropy if entropy_gradient else entropy.detach()
 
 
 def compute_hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) -> Tensor:
-    """Last hidden states of a micro-batch's row, [T, d]."""
+    """Last hidden states of a micro-batch's row, [T, d]; with context parallelism those of this rank's tokens."""
     with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
         sees = picture_processor(model) is not None
         network = text_model(model) if sees else base_network(model)
-        inputs = build_forward_inputs(network, micro.input_ids, micro.position_ids)
+        share, tokens, positions = micro.share, micro.input_ids, micro.position_ids
+        if share is not None and not micro.pictures:
+            tokens, positions = share.take(tokens, 1), share.take(positions, 1)
+        inputs = build_forward_inputs(network, tokens, positions)
         if micro.pictures:
             prompts = {span.prompt.key: span.prompt for span in micro.pictures}
             features = compute_features(model, prompts.values())
             inputs = build_picture_inputs(model, inputs, micro.pictures, features)
+            inputs = inputs if share is None else share.take_inputs(inputs)
         output = network(**inputs)
     hidden_Td: Tensor = output.last_hidden_state[0]
     return hidden_Td
@@ -98,6 +105,8 @@ def use_packed_attention(model: Any, micro: MicroBatch, *, replay: bool = False)
         replay: use the experts that the rollout chose, where known. For the policy only.
     """
     routing = micro.routing if replay else None
+    if routing is not None and micro.share is not None:
+        routing = micro.share.take(routing, 0, fill=-1)
     replaying = nullcontext() if routing is None else replay_routing(model, routing)
     with use_attention_context(text_model(model), micro.attention), replaying:
         yield
@@ -276,22 +285,29 @@ class ForwardPasses:
     routing: tuple[int, int] | None = None  #: (routers, experts per token) for router replay
 
     def rows(self, experiences: Sequence[Experience], table: TokenTable, chosen: list[int]) -> list[MicroBatch]:
-        """Packs the chosen experiences and returns this rank's micro-batches."""
-        return build_micro_batches(
-            experiences,
-            table,
-            chosen,
-            self.config.micro_batch_tokens,
-            self.device,
-            keep_groups=self.recipe.keep_groups_together,
-            ranks=self.ranks.shares,
-            rank=self.ranks.share,
-            even=self.ranks.sharding == "fsdp",
-            routing=self.routing,
+        """Packs the chosen experiences and returns this rank's micro-batches, or its shares of all."""
+        return self.shared(
+            build_micro_batches(
+                experiences,
+                table,
+                chosen,
+                self.config.micro_batch_tokens,
+                self.device,
+                keep_groups=self.recipe.keep_groups_together,
+                ranks=self.ranks.shares,
+                rank=self.ranks.share,
+                even=self.ranks.even,
+                routing=self.routing,
+            )
         )
 
+    def shared(self, rows: list[MicroBatch]) -> list[MicroBatch]:
+        """Returns this rank's share of each row; the rows themselves if ranks do not share their tokens."""
+        ranks = self.ranks
+        return [row.shared(ranks.rank, ranks.size) for row in rows] if ranks.sharding == "context" else rows
+
     def hidden(self, model: nn.Module, micro: MicroBatch) -> Tensor:
-        """Last hidden states of a row [T, d]; call it inside `use_packed_attention`."""
+        """Last hidden states of a row (compute_hidden_states); call it inside `use_packed_attention`."""
         count_progress(Progress.MICRO_BATCHES)
         return compute_hidden_states(model, micro, bf16=self.precision == "bf16")
 
@@ -324,14 +340,14 @@ def compute_vocabulary_sums(
     """Computes sums over the vocabulary for a micro-batch's action tokens, at their rollout temperatures.
 
     Args:
-        hidden_Td: last hidden states of the row.
+        hidden_Td: last hidden states, of `compute_hidden_states`.
         chunk: rows of logits that exist at a time; None: as many as take 256 MiB in float32, at most 1024.
     """
     vocabulary = model.get_output_embeddings().weight.shape[0]
     step = chunk or max(1, min(1024, CHUNK_LOGITS // vocabulary))
-    temperature_M = table.temperature[micro.tokens]
+    temperature_m = table.temperature[micro.own(micro.tokens)]
     collision, discriminant = [], []
-    for rows, temperature in zip(micro.rows.split(step), temperature_M.split(step), strict=True):
+    for rows, temperature in zip(micro.own_rows.split(step), temperature_m.split(step), strict=True):
         logits_CV = compute_logits(model, hidden_Td.index_select(0, rows))
         log_p = torch.log_softmax(logits_CV / temperature[:, None], -1)
         p = log_p.exp()
@@ -339,4 +355,4 @@ def compute_vocabulary_sums(
         entropy = -torch.linalg.vecdot(p, log_p)
         collision.append(squares)
         discriminant.append(entropy * squares + torch.linalg.vecdot(p * p, log_p))
-    return VocabularySums(torch.cat(collision), torch.cat(discriminant))
+    return VocabularySums(*micro.gather(torch.cat(collision), torch.cat(discriminant)))

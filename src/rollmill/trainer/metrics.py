@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,35 +31,42 @@ class TokenMetrics:
 
     def token_details(self, count: int, device: torch.device) -> Tensor:
         """Returns log-prob and entropy of all `count` tokens of the batch, [2, A], from the recorded passes of all
-        ranks; 0 for tokens that none had."""
-        found = torch.zeros((2, count), device=device)
+        ranks; NaN for tokens that none had."""
+        found = torch.zeros((3, count), device=device)
         for tokens, values in self._seen:
-            found[:, tokens] = values
-        return self._ranks.add(found)
+            found[:2, tokens] = values
+            found[2, tokens] = 1
+        *values_2A, seen = self._ranks.add(found)
+        return torch.stack(values_2A).masked_fill(seen == 0, math.nan)
 
     @torch.no_grad()
-    def usual(self, inputs: LossInputs, fresh: Tensor, *, first_pass: bool, domain: str = "") -> None:
-        """Adds rollout tokens of one domain; `fresh` [tokens] marks those sampled with the current weights."""
+    def usual(
+        self, inputs: LossInputs, fresh: Tensor, *, first_pass: bool, domain: str = "", weight: float = 1.0
+    ) -> None:
+        """Adds rollout tokens of one domain; `fresh` [tokens] marks those sampled with the current weights.
+
+        Each token counts as `weight` tokens: it stands for others that were not seen.
+        """
         ratio = torch.exp(inputs.logprob - inputs.old_logprob)
-        self._add("ratio/mean", ratio)
+        self._add("ratio/mean", ratio, weight)
         dropped = self._recipe.of_domain(domain).dropped
         if dropped is not None:
-            self._add("ratio/clip_fraction", dropped(inputs).to(ratio.dtype))
+            self._add("ratio/clip_fraction", dropped(inputs).to(ratio.dtype), weight)
         if inputs.kept is not None:
-            self._add("ratio/masked_fraction", (~inputs.kept).to(ratio.dtype))
+            self._add("ratio/masked_fraction", (~inputs.kept).to(ratio.dtype), weight)
         if inputs.reference_logprob is not None:
-            self._add("kl_ref", k3(inputs.logprob, inputs.reference_logprob))
+            self._add("kl_ref", k3(inputs.logprob, inputs.reference_logprob), weight)
         if not first_pass:
             return
-        self._add("entropy", inputs.entropy)
+        self._add("entropy", inputs.entropy, weight)
         if domain:
-            self._add(f"domain/{domain}/entropy", inputs.entropy)
+            self._add(f"domain/{domain}/entropy", inputs.entropy, weight)
         policy = inputs.old_logprob if self._recipe.proximal == "recompute" else inputs.logprob  # before any update
         difference = (policy - inputs.rollout_logprob).abs()
-        self._add("kl", k3(inputs.rollout_logprob, inputs.logprob))
-        self._add("policy_drift/mean", difference)
-        self._add("policy_drift/k1", k1(inputs.rollout_logprob, policy))
-        self._add(_GAP, difference[fresh])
+        self._add("kl", k3(inputs.rollout_logprob, inputs.logprob), weight)
+        self._add("policy_drift/mean", difference, weight)
+        self._add("policy_drift/k1", k1(inputs.rollout_logprob, policy), weight)
+        self._add(_GAP, difference[fresh], weight)
         self._drift_max = _running_max(self._drift_max, difference)
         self._gap_max = _running_max(self._gap_max, difference[fresh])
 
@@ -84,9 +93,9 @@ class TokenMetrics:
         greatest = self._ranks.greatest(self._drift_max)
         return means | ({"policy_drift/max": greatest} if "policy_drift/mean" in means else {})
 
-    def _add(self, name: str, values: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.sum(dtype=torch.float64))
-        self._counts[name] = self._counts.get(name, 0) + len(values)
+    def _add(self, name: str, values: Tensor, weight: float = 1.0) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + weight * float(values.sum(dtype=torch.float64))
+        self._counts[name] = self._counts.get(name, 0) + weight * len(values)
 
 
 def _running_max(so_far: float, values: Tensor) -> float:

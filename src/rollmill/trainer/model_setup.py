@@ -19,13 +19,6 @@ def to_master_weights(model: Model) -> Model:
     return model.float() if narrow else model
 
 
-def narrow_weights(model: nn.Module) -> None:
-    """Casts all weights but those of adapters to bf16, in place and one after the other; buffers stay as they are."""
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            parameter.data = parameter.data.to(torch.bfloat16)
-
-
 def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
     """Turns gradient checkpointing of a transformers model on or off."""
     renamed = hasattr(model, "activation_checkpointing_enable")  # since transformers 5.2x

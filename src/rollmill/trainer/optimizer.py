@@ -24,7 +24,7 @@ TensorGetter = Callable[[], Iterable[Tensor]]
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Optimizer:
     """Builds AdamW (arXiv:1711.05101) with decoupled weight decay on matrices only: norms and biases never decay.
 
-    Trained weights in bf16 are rounded stochastically.
+    Trained weights in bf16, and moments in 8 bits, are rounded stochastically.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in _in_order(model):  # one fused kernel takes distributed tensors or plain ones, not both
@@ -33,8 +33,9 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Opti
         {"params": parameters, "weight_decay": config.weight_decay if matrices else 0.0}
         for (matrices, _), parameters in groups.items()
     ]
-    if any(parameter.dtype == torch.bfloat16 for each in groups.values() for parameter in each):
-        return StochasticAdamW(decays, lr=config.lr, betas=config.betas, eps=config.eps)
+    eight_bit = config.optimizer == "adamw_8bit"
+    if eight_bit or any(parameter.dtype == torch.bfloat16 for each in groups.values() for parameter in each):
+        return StochasticAdamW(decays, lr=config.lr, betas=config.betas, eps=config.eps, eight_bit=eight_bit)
     return torch.optim.AdamW(decays, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

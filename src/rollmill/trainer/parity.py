@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -40,6 +41,7 @@ from rollmill.models.hf_forward import (
     shrink_model,
 )
 from rollmill.models.load import PolicyModel, load_policy
+from rollmill.models.lora import has_lora
 from rollmill.models.norms import find_norms, use_fast_norms
 from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.models.storage import ensure_own_memory
@@ -53,6 +55,7 @@ log = logging.getLogger(__name__)
 _GRADIENT_TOLERANCE = 1e-2
 _GRADIENTS = 300_000_000  # parameters up to which gradients are compared
 _EXACT = 500_000_000  # parameters up to which a failure is re-checked in float64
+_PART = 1 << 22  # elements of a gradient that are summed at a time
 _BUDGET = 4096  # tokens of a row: all sequences share one
 
 
@@ -63,13 +66,14 @@ def load_verified_policy(
     seed: int,
     device: torch.device,
     pictures: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> PolicyModel:
-    """Loads a policy, and verifies it if it comes from a folder; `pictures` as in `load_policy`.
+    """Loads a policy, and verifies it if it comes from a folder; arguments as in `load_policy`.
 
     Raises:
         ModelError: see `load_policy` and `require_parity`.
     """
-    policy = load_policy(config, texts=texts, seed=seed, device=device, pictures=pictures)
+    policy = load_policy(config, texts=texts, seed=seed, device=device, pictures=pictures, dtype=dtype)
     if isinstance(config.path, Path):
         require_parity(policy.model, config.path)
     return policy
@@ -103,7 +107,7 @@ def check_parity(model: Any, folder: Path) -> list[LogprobGap]:
     Raises:
         ModelError: the model cannot be run by one of them.
     """
-    with shrink_model(model), _unfrozen(model):
+    with shrink_model(model), _in_float32(model), _unfrozen(model):
         gaps = _gaps(model, folder)
         small = sum(p.numel() for p in model.parameters()) <= _EXACT
         if small and not all(gap.right for gap in gaps) and next(model.parameters()).dtype == torch.float32:
@@ -113,8 +117,12 @@ def check_parity(model: Any, folder: Path) -> list[LogprobGap]:
 
 @contextmanager
 def _unfrozen(model: Any) -> Iterator[None]:
-    """Enables gradients of all parameters: a teacher's are frozen, but the same folder may be trained later."""
+    """Enables gradients of all parameters: a teacher's are frozen, but the same folder may be trained later.
+
+    With adapters, which are checked by themselves, all else stays frozen.
+    """
     frozen = [each for each in model.parameters() if each.is_floating_point() and not each.requires_grad]
+    frozen = [] if has_lora(model) else frozen
     for each in frozen:
         each.requires_grad_(True)
     try:
@@ -168,14 +176,14 @@ def _trainer_gaps(model: Any, completions: list[list[Completion]]) -> list[Logpr
                 found[micro.tokens] = logprob.detach().double()
                 if with_gradient:
                     (logprob * weights[micro.tokens]).sum().backward()
-    gradient = _taken_gradient(model)
+    norm = _gradient_norms(model)
     at, worst = 0, 0.0
     for group, pictures in zip(completions, seen, strict=True):
         with torch.set_grad_enabled(with_gradient):
             own = hf_completion_logprobs(model, group, pictures)
             part = slice(at, at + len(own))
-            if with_gradient:
-                (own * weights[part]).sum().backward()
+            if with_gradient:  # subtracted where the trainer's is, since a second gradient takes as much as the model
+                (-own * weights[part]).sum().backward()
         gap = float((own.detach().double() - found[part]).abs().max())
         worst = gap if not gap <= worst else worst
         at += len(own)
@@ -183,25 +191,31 @@ def _trainer_gaps(model: Any, completions: list[list[Completion]]) -> list[Logpr
     if not gaps[0].right:
         gaps = [replace(gaps[0], layer=_layer(model, experiences))]
     if with_gradient:
-        gaps.append(_gradient_gap(gradient, _taken_gradient(model)))
+        gaps.append(_gradient_gap(norm, _gradient_norms(model)))
+    for parameter in model.parameters():
+        parameter.grad = None
     return gaps
 
 
-def _gradient_gap(found: dict[str, Tensor], own: dict[str, Tensor]) -> LogprobGap:
-    """Relative gap over all parameters; names the parameter that contributes most."""
-    apart = {name: float((found[name] - own[name]).double().norm()) for name in own}
-    norm = sum(float(each.double().norm()) ** 2 for each in own.values()) ** 0.5
-    total = sum(value**2 for value in apart.values()) ** 0.5
+def _gradient_gap(norms: dict[str, float], apart: dict[str, float]) -> LogprobGap:
+    """Relative gap over all parameters; names the parameter that contributes most.
+
+    Args:
+        norms: of the gradient by parameter.
+        apart: norms of its difference to the model's own.
+    """
+    norm, total = (sum(value**2 for value in each.values()) ** 0.5 for each in (norms, apart))
     gap = LogprobGap("trainer: gradient", total / norm if norm else total, _GRADIENT_TOLERANCE)
     return gap if gap.right else replace(gap, layer=max(apart, key=lambda name: apart[name]))
 
 
-def _taken_gradient(model: Any) -> dict[str, Tensor]:
-    """Returns the gradient by parameter and clears it on the model."""
-    taken = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = None
-    return taken
+def _gradient_norms(model: Any) -> dict[str, float]:
+    """Norm of each parameter's gradient, summed in float64 part by part."""
+
+    def norm(gradient: Tensor) -> float:
+        return math.sqrt(sum(float(part.double().square().sum()) for part in gradient.flatten().split(_PART)))
+
+    return {name: norm(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _layer(model: Any, experiences: list[Experience]) -> str:
@@ -232,6 +246,19 @@ def _experience(completion: Completion, group: int, pictures: PicturePrompt | No
         versions=np.concatenate([np.full(len(prompt), -1, np.int32), completion.versions]),
         pictures=pictures,
     )
+
+
+@contextmanager
+def _in_float32(model: Any) -> Iterator[None]:
+    """Converts weights in bf16 to float32 and back, which is lossless: errors of bf16 would hide all others."""
+    narrow = [each for each in model.parameters() if each.dtype == torch.bfloat16]
+    for each in narrow:
+        each.data = each.data.float()
+    try:
+        yield
+    finally:
+        for each in narrow:
+            each.data = each.data.bfloat16()
 
 
 @contextmanager

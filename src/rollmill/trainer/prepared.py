@@ -52,12 +52,17 @@ class PreparedBatch:
         return MiniBatch(self.experiences, self.table, objective, part, step, self.fresh, draws)
 
     def set_token_details(self, details_2A: Tensor) -> None:
-        """Sets each experience's `trainer_logprobs` and `entropy`, from TokenMetrics.token_details."""
+        """Sets each experience's `trainer_logprobs` and `entropy`, from TokenMetrics.token_details.
+
+        Experiences that no pass has seen keep None.
+        """
         values = details_2A.cpu().numpy()
         for i, experience in enumerate(self.experiences):
-            found = np.zeros((2, len(experience.token_ids)), np.float32)
-            found[:, self.table.positions[i]] = values[:, self.table.offsets[i] : self.table.offsets[i + 1]]
-            experience.trainer_logprobs, experience.entropy = found
+            own = values[:, self.table.offsets[i] : self.table.offsets[i + 1]]
+            if not np.isnan(own).all():
+                found = np.zeros((2, len(experience.token_ids)), np.float32)
+                found[:, self.table.positions[i]] = own
+                experience.trainer_logprobs, experience.entropy = found
 
     def value_metrics(self) -> dict[str, float]:
         """Returns the critic's metrics on the rollouts that count; nothing without a critic."""

@@ -72,7 +72,7 @@ class Teacher:
         return None if self._weights is None else self._weights.model
 
     def hidden(self, experiences: Sequence[Experience], micro: MicroBatch) -> Tensor:
-        """Hidden states that predict a micro-batch's action tokens, without gradient: [M, d].
+        """Hidden states that predict a micro-batch's action tokens on this rank, without gradient: [m, d].
 
         An experience with a `teacher_prompt` is read after that prompt, others after their own.
         """
@@ -80,7 +80,7 @@ class Teacher:
         with torch.no_grad(), self._active() as model:
             if all(e.teacher_prompt is None for e in members):
                 with use_packed_attention(model, micro):
-                    return self._passes.hidden(model, micro).index_select(0, micro.rows)
+                    return self._passes.hidden(model, micro).index_select(0, micro.own_rows)
             device = micro.rows.device
             read = [_after_teacher_prompt(e) for e in members]
             table = build_token_table(read, device)  # its tokens are in the order of the micro-batch's
@@ -94,7 +94,7 @@ class Teacher:
                     hidden_Md = found.new_zeros(len(table.target), found.shape[1])
                 hidden_Md[row.tokens] = found
         assert hidden_Md is not None
-        return hidden_Md
+        return micro.own(hidden_Md)
 
     def follow(self) -> None:
         """Updates the moving average with the current policy, if there is one."""

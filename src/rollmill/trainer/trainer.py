@@ -20,6 +20,7 @@ from rollmill.models.vision import freeze_parts, picture_processor
 from rollmill.offload import Offloadable, offload_tensors
 from rollmill.trainer.coefficients import LossCoefficients
 from rollmill.trainer.critic import Critic, ValueModel
+from rollmill.trainer.distributed.expert_parallel import distribute_experts
 from rollmill.trainer.distributed.fsdp import apply_fsdp, gather_state_dict
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.tensor_parallel import parallelize_network, tensor_parallel_plan
@@ -325,6 +326,9 @@ def _shard_models(models: Sequence[Any], policy: nn.Module, ranks: RankGroup) ->
     if ranks.sharding == "fsdp":
         for model in models:
             apply_fsdp(model)
+    elif ranks.sharding == "expert":
+        for model in models:
+            distribute_experts(model)
     elif ranks.sharding == "tensor":
         styles = tensor_parallel_plan(policy, ranks.size)
         for model in models:

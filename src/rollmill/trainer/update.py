@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,9 +87,10 @@ class PolicyUpdater:
             silent = [
                 i for i in part.chosen if i not in learned and part.experiences[i].source is ExperienceSource.ROLLOUT
             ]
+            shown = self._sample_for_metrics(silent, part.step)
             with torch.no_grad():
-                for micro in self._passes.rows(part.experiences, part.table, silent):
-                    self.forward(part, micro, metrics, first_pass=True)
+                for micro in self._passes.rows(part.experiences, part.table, shown):
+                    self.forward(part, micro, metrics, first_pass=True, weight=len(silent) / len(shown))
         if not learned:
             return {}
         micros = self._passes.rows(part.experiences, part.table, part.objective.learned)
@@ -132,10 +134,27 @@ class PolicyUpdater:
         self._optimizer.zero_grad(set_to_none=True)
         self._pending.clear()
 
+    def _sample_for_metrics(self, silent: list[int], step: int) -> list[int]:
+        """Draws completions without an advantage, which are seen for the metrics alone; the same on all ranks."""
+        count = math.ceil(self._passes.config.metrics_share * len(silent))
+        if count == len(silent):
+            return silent
+        return sorted(random.Random(step).sample(silent, count))
+
     def forward(
-        self, part: MiniBatch, micro: MicroBatch, metrics: TokenMetrics | None, *, first_pass: bool
+        self,
+        part: MiniBatch,
+        micro: MicroBatch,
+        metrics: TokenMetrics | None,
+        *,
+        first_pass: bool,
+        weight: float = 1.0,
     ) -> tuple[Tensor, LossTermValues]:
-        """Returns the loss of one micro-batch, and weight and share of every term."""
+        """Returns the loss of one micro-batch, and weight and share of every term.
+
+        Args:
+            weight: number of tokens that each of the micro-batch stands for in the metrics.
+        """
         taught = None if self._teacher is None else self._teacher.hidden(part.experiences, micro)
         logprob, entropy, divergence = call_unsharded(self._model, lambda: self._predicted(micro, part.table, taught))
         if metrics is not None and first_pass:
@@ -147,7 +166,7 @@ class PolicyUpdater:
                 continue
             terms |= part.objective.terms(inputs, tokens, source, domain)
             if metrics is not None and source is ExperienceSource.ROLLOUT:
-                metrics.usual(inputs, part.fresh[tokens], first_pass=first_pass, domain=domain)
+                metrics.usual(inputs, part.fresh[tokens], first_pass=first_pass, domain=domain, weight=weight)
             elif metrics is not None and first_pass:
                 metrics.demonstrated(inputs)
         return _total(terms) if terms else logprob.sum(), terms
@@ -182,26 +201,26 @@ class PolicyUpdater:
         return torch.stack([logprob, entropy, discriminant])
 
     def _predicted(
-        self, micro: MicroBatch, table: TokenTable, taught_Md: Tensor | None
+        self, micro: MicroBatch, table: TokenTable, taught_md: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies and divergences of a micro-batch; `taught_Md` are the teacher's hidden states."""
+        """Log-probs, entropies and divergences of a micro-batch; `taught_md` are the teacher's hidden states."""
         with use_packed_attention(self._model, micro, replay=True):
             hidden_Td = self._passes.hidden(self._model, micro)
             logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
-        if self._teacher is None or taught_Md is None:
+        if self._teacher is None or taught_md is None:
             return logprob, entropy, None
         assert self._recipe.distill is not None
         divergence = compute_divergences(
             self._model,
             self._teacher.model,
             hidden_Td,
-            micro.rows,
-            taught_Md,
-            table.target[micro.tokens],
+            micro.own_rows,
+            taught_md,
+            table.target[micro.own(micro.tokens)],
             self._recipe.distill,
             chunk=self._passes.config.logprob_chunk,
         )
-        return logprob, entropy, divergence
+        return logprob, entropy, micro.gather(divergence)[0]
 
     def _blame_gradient(self) -> NoReturn:
         """Finds the first micro-batch whose gradient is not finite, and raises on all ranks.

@@ -169,7 +169,10 @@ def _training(stage: StageConfig) -> Iterator[Conflict]:
     if trainer.warmup_steps > stage.steps:
         text = f"{trainer.warmup_steps} is longer than the stage ({stage.steps} steps); lower it or raise steps"
         yield ("trainer", "warmup_steps"), text
-    if trainer.ranks > 1 and trainer.sharding != "none":
+    if trainer.ranks > 1 and trainer.sharding == "context" and not algorithm.trains_policy:
+        text = f"algorithm `{algorithm.name}` cannot share the tokens of a row yet; use `none`"
+        yield ("trainer", "sharding"), text
+    if trainer.shards_weights:
         yield from _sharding(algorithm)
     critic = isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic
     if trainer.param_dtype == "bf16" and (critic or not algorithm.trains_policy):
@@ -259,6 +262,7 @@ def model_conflicts(model: ModelConfig, stages: list[StageConfig]) -> Iterator[C
         yield from _new_model(model.new, stages)
     yield from _other_models(model, stages)
     yield from _sharded_adapters(model, stages)
+    yield from _quantized(model, stages)
     if model.lora is not None:
         for name in sorted(
             {name for stage in stages for name, each in stage.all_models.items() if each.policy == "past"}
@@ -267,9 +271,22 @@ def model_conflicts(model: ModelConfig, stages: list[StageConfig]) -> Iterator[C
             yield ("model", "lora"), f"models.{name} is a mix of past copies of the policy, and {text}"
 
 
+def _quantized(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
+    """Checks what takes weights of the model as they are."""
+    if model.quantization is None:
+        return
+    if any(stage.trainer.ranks > 1 for stage in stages):
+        yield ("model", "quantization"), "is not supported with several trainer.ranks; use 1, or remove this"
+    for stage in stages:
+        algorithm = stage.algorithm
+        if isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic:
+            text = "a critic would train a copy of the policy's weights, which cannot be quantised"
+            yield ("model", "quantization"), f"stage {stage.name}: {text}; remove this, or use an algorithm without one"
+
+
 def _sharded_adapters(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
     for index, stage in enumerate(stages):
-        if model.lora is not None and stage.trainer.ranks > 1 and stage.trainer.sharding != "none":
+        if model.lora is not None and stage.trainer.shards_weights:
             at: KeyPath = ("stages", index, "trainer") if len(stages) > 1 else ("trainer",)
             yield (*at, "sharding"), "adapters (model.lora) cannot be sharded yet; use `none`, or train all weights"
 

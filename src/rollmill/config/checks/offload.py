@@ -111,7 +111,7 @@ def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
         return {("residency",): text}
     if uses_engine(stage) and stage.engine.name != "native" and not engine_has_process(stage):
         return {("residency",): f"not honoured with engine `{stage.engine.name}`: {RESIDENCY_ENGINE}"}
-    if stage.trainer.ranks > 1 and stage.trainer.sharding != "none":
+    if stage.trainer.shards_weights:
         return {("residency",): f"not honoured with trainer.sharding `{stage.trainer.sharding}`: {RESIDENCY_SHARDS}"}
     if all(needed == frozenset(stage_phases(stage)) for name, needed in needs.items() if name != "optimizer") and (
         "rollout" not in stage_phases(stage)

@@ -108,8 +108,8 @@ def _unsupported(stage: StageConfig, kind: BothWays | None) -> Iterator[tuple[st
             yield "taskset.fields.workflow", f"leave it out: {remedy}"
     if stage.engine.name not in ("native", "vllm"):
         yield f"engine: {stage.engine.name}", "use `native` or `vllm`: other engines are not known to take pictures"
-    if stage.trainer.sharding == "tensor":
-        yield "trainer.sharding: tensor", "use fsdp or none"
+    if stage.trainer.sharding in ("tensor", "expert"):
+        yield f"trainer.sharding: {stage.trainer.sharding}", "use fsdp, context or none"
     if stage.all_models:
         yield "models", "remove them"
     if stage.experts.others or any(operator.creates_experiences for operator in stage.pipeline):

@@ -18,6 +18,7 @@ from rollmill.engines.base import SampledToken
 from rollmill.engines.native.draft_verifier import DraftVerifier
 from rollmill.engines.native.kv_cache import KVCache
 from rollmill.engines.native.model_runner import ModelRunner
+from rollmill.engines.native.prefix_cache import PrefixCache
 from rollmill.engines.native.sampler import HostSamplerOutput
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
 from rollmill.engines.native.weights import EngineWeights
@@ -68,6 +69,7 @@ class EngineCore:
         prefill_tokens: int,
         keep: bool,
         record_routing: bool,
+        prefix_cache_bytes: int,
     ) -> None:
         self.version = 0
         self.tokens_generated = 0
@@ -76,8 +78,12 @@ class EngineCore:
         self._prefill_tokens = prefill_tokens
         self._keep = keep
         self._cache = KVCache()
-        self._runner = ModelRunner(self.weights.model, self._cache, prefill_tokens, context, record_routing)
+        self.prefixes = PrefixCache(prefix_cache_bytes)
+        self._runner = ModelRunner(
+            self.weights.model, self._cache, self.prefixes, prefill_tokens, context, record_routing
+        )
         self.drafting = DraftVerifier(self._runner)
+        self.expected = 0  #: conversations that had a turn finished, and may ask for the next one
         self._queue: deque[SequenceGroup] = deque()  # not all of their completions have started
         self._rows: list[SequenceState] = []
         self._stale = True  # cached keys and values, and a cast of the weights, belong to an older version
@@ -91,6 +97,11 @@ class EngineCore:
         return bool(self._queue or self._rows)
 
     @property
+    def is_decoding(self) -> bool:
+        """True while a completion is running."""
+        return bool(self._rows)
+
+    @property
     def is_recurrent(self) -> bool:
         """True if the model has recurrent layers, whose state cannot go back to before a rejected draft."""
         return bool(self._runner.recurrent)
@@ -98,6 +109,7 @@ class EngineCore:
     def add(self, group: SequenceGroup) -> None:
         """Queue the completions of a request."""
         self._queue.append(group)
+        self.expected = max(0, self.expected - 1)
 
     def abort(self, group: SequenceGroup) -> None:
         """Drop the unfinished completions of a request (none, if it ended normally)."""
@@ -132,6 +144,7 @@ class EngineCore:
             group.results.put_nowait(error)
         self._cache = KVCache()
         self._runner.reset(self._cache)
+        self.prefixes.clear()
 
     def weights_updated(self, version: int) -> None:
         """Switch to the new weights at the next step; later tokens carry `version`."""
@@ -148,13 +161,14 @@ class EngineCore:
 
     def cache_bytes(self) -> int:
         """Bytes of the KV cache, in use or reserved."""
-        return self._cache.bytes()
+        return self._cache.bytes() + self.prefixes.size
 
     def destroy_cache(self) -> None:
         """Free the KV cache; running completions are recomputed."""
         self._remove_finished()
         self._cache = KVCache()
         self._runner.reset(self._cache)
+        self.prefixes.clear()
         self._stale = self._lost = True
 
     @property
@@ -189,6 +203,7 @@ class EngineCore:
     def _switch_weights(self) -> None:
         """Switch to new weights. Prompts are prefilled again for completions that have not started."""
         self._remove_finished()
+        self.prefixes.clear()
         self.weights.refresh()
         if self._runner.features is not None:
             self._runner.features.clear()
@@ -271,7 +286,14 @@ class EngineCore:
         self._retire(finished)
 
     def _retire(self, finished: list[SequenceState]) -> None:
+        if finished and self._runner.recurrent:
+            self._runner.invalidate()  # writes the states back into the entries
         for row in finished:
+            current = not self._keep or all(version == self.version for version in row.versions)
+            if row.group.request.continues:
+                self.expected += 1
+                if current:
+                    self.prefixes.keep(row)
             row.group.hand_out(row)
         self._remove_finished(self._runner.slack)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +18,9 @@ from rollmill.errors import EngineError
 from rollmill.progress import Progress, count_progress
 from rollmill.types import Completion
 
+_LOOP_TURNS = 8  # of the event loop, from a completion to the next request of a workflow that waits for nothing else
+_QUIET_S, _MOST_GATHERED_S = 0.002, 0.05
+
 
 class NativeEngine:
     """A RolloutEngine over any transformers causal LM whose layers use the attention interface.
@@ -30,6 +34,7 @@ class NativeEngine:
         max_sequences: rows decoded at the same time.
         prefill_tokens: prompt tokens per step.
         keep: running completions keep the keys and values of older weights when new weights arrive.
+        prefix_cache_bytes: memory for finished turns, which the next turn of a conversation starts from.
         record_routing: record the experts of every token, for Completion.routing; the model must have routers.
     """
 
@@ -47,6 +52,7 @@ class NativeEngine:
         prefill_tokens: int = 2048,
         keep: bool = False,
         record_routing: bool = False,
+        prefix_cache_bytes: int = 1 << 30,
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
@@ -60,10 +66,12 @@ class NativeEngine:
             prefill_tokens=prefill_tokens,
             keep=keep,
             record_routing=record_routing,
+            prefix_cache_bytes=prefix_cache_bytes,
         )
         self._paused = False
         self._failure: BaseException | None = None
         self._driver: asyncio.Task[None] | None = None
+        self._step_seconds = 0.0  # of the last step
 
     @property
     def version(self) -> int:
@@ -121,8 +129,10 @@ class NativeEngine:
         """See RolloutEngine. Does nothing: the stage's offload plan moves this engine's memory."""
 
     def counters(self) -> dict[str, float]:
-        """See RolloutEngine. Counts of drafts and guesses."""
-        return asdict(self.core.drafting.counts)
+        """See RolloutEngine. Counts of drafts and guesses, and of prompt tokens that the prefix cache was asked for."""
+        prefixes = self.core.prefixes
+        counts = {"prefix_cache_hits": float(prefixes.hits), "prefix_cache_queries": float(prefixes.queries)}
+        return asdict(self.core.drafting.counts) | counts
 
     async def close(self) -> None:
         """See RolloutEngine."""
@@ -147,6 +157,21 @@ class NativeEngine:
         self._ensure_driver()
         return group
 
+    async def _gather(self) -> None:
+        """Wait for the next turns of conversations, so that they share a pass, while no completion is running.
+
+        It takes at most as long as the last step, and ends as soon as none arrives: a tool may take its time.
+        """
+        ends = time.perf_counter() + min(self._step_seconds, _MOST_GATHERED_S)
+        for _ in range(_LOOP_TURNS):  # those without threads arrive here, in the same number on any machine
+            await asyncio.sleep(0)
+        arrived = time.perf_counter()
+        while (missing := self.core.expected) and time.perf_counter() < min(ends, arrived + _QUIET_S):
+            await asyncio.sleep(_QUIET_S / 8)
+            if self.core.expected < missing:
+                arrived = time.perf_counter()
+        self.core.expected = 0
+
     def _ensure_driver(self) -> None:
         """Start the task that makes the steps, unless it runs or there is nothing to do."""
         if not self._paused and self.core.has_work and (self._driver is None or self._driver.done()):
@@ -155,7 +180,11 @@ class NativeEngine:
     async def _drive(self) -> None:
         try:
             while self.core.has_work and not self._paused:
+                if self.core.expected and not self.core.is_decoding:
+                    await self._gather()
+                began = time.perf_counter()
                 self.core.step()
+                self._step_seconds = time.perf_counter() - began
                 count_progress(Progress.TOKENS)
                 await asyncio.sleep(0)
         except Exception as error:

@@ -53,7 +53,7 @@ class CacheBucket:
         entry = CacheEntry(self, len(self.entries), parent)
         self.entries.append(entry)
         if len(self.entries) > self._reserved:
-            self._reserve(max(8, 2 * self._reserved))
+            self._reserve(reserved_entries(len(self.entries), self.capacity))
         return entry
 
     def reserve(self, entries: int) -> None:
@@ -180,6 +180,17 @@ def bucket_capacity_for(length: int) -> int:
     while capacity < length:
         capacity += max(MIN_CAPACITY, (1 << capacity.bit_length()) // 4)
     return capacity
+
+
+def reserved_entries(count: int, capacity: int) -> int:
+    """Entries that a bucket has room for, once `count` have been added one by one: the room doubles when it is full.
+
+    It begins with 8 short entries, or as many as 8192 tokens hold: a long prompt alone does not pay for eight.
+    """
+    room = max(1, min(8, 8192 // capacity))
+    while room < count:
+        room *= 2
+    return room
 
 
 def bucket_indices(entries: list[CacheEntry], device: torch.device) -> Tensor:

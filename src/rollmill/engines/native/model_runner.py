@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rollmill.engines.native.decode import DecodeContext
 from rollmill.engines.native.kv_cache import KVCache
 from rollmill.engines.native.prefill import PrefillChunk, PrefillContext
+from rollmill.engines.native.prefix_cache import PrefixCache
 from rollmill.engines.native.sampler import SamplerOutput, SamplingTensors, sample_tokens
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
 from rollmill.errors import EngineError
@@ -80,8 +81,15 @@ class ModelRunner:
     """Runs the model over cache entries. Rows keep the order of the cache's buckets between changes."""
 
     def __init__(
-        self, model: nn.Module, cache: KVCache, prefill_tokens: int, context: int, record_routing: bool = False
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        prefixes: PrefixCache,
+        prefill_tokens: int,
+        context: int,
+        record_routing: bool = False,
     ) -> None:
+        self._prefixes = prefixes
         self._model, self._record_routing = model, record_routing
         self._device = next(model.parameters()).device
         self._prefill_tokens = prefill_tokens
@@ -131,6 +139,9 @@ class ModelRunner:
                 continue
             if group.entry is None:
                 group.entry = self._cache.prompt(len(prompt))
+                if (known := self._prefixes.take(group.request)) is not None:
+                    known.copy_into(group.entry)
+                    group.prefilled, group.routing = known.length, known.routing
             take = min(budget, len(prompt) - group.prefilled)
             if (pictures := group.request.pictures) is not None:
                 take = pictures.whole_blocks(group.prefilled, take)
@@ -171,20 +182,21 @@ class ModelRunner:
 
         def extend() -> None:
             _, routing = self._extend([segment for _, segment in pending])
-            for (row, _), experts in zip(pending, routing, strict=True):
-                row.fed(0, experts)
+            for (row, segment), experts in zip(pending, routing, strict=True):
+                row.fed(segment.start, experts)
 
         for row in rows:
             assert row.entry is not None
             cached = row.tokens[:-1]
             while row.entry.bucket.capacity < len(cached):
                 self._cache.grow([row.entry])
-            if cached:
-                pending.append((row, PrefillChunk(row.entry, 0, cached, row.group.request.pictures)))
-                tokens += len(cached)
-            if pending and tokens >= self._prefill_tokens:
-                extend()
-                pending, tokens = [], 0
+            for first in range(0, len(cached), self._prefill_tokens):  # a full piece ends the pass
+                piece = cached[first : first + self._prefill_tokens]
+                pending.append((row, PrefillChunk(row.entry, first, piece, row.group.request.pictures)))
+                tokens += len(piece)
+                if tokens >= self._prefill_tokens:
+                    extend()
+                    pending, tokens = [], 0
         if pending:
             extend()
 

@@ -5,6 +5,7 @@ Shapes: T tokens of the flat row, H query heads, K key-value heads, D head size,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,9 @@ from rollmill.models.attention import (
 from rollmill.models.picture_prompts import Block, PicturePrompt
 from rollmill.models.recurrent import RecurrentCall
 from rollmill.models.vision import PictureSpan
+
+MASK_ELEMENTS = 1 << 23  #: of a mask, beyond which queries are processed in pieces
+LEAST_PIECE = 64  #: queries
 
 
 @dataclass(slots=True)
@@ -47,6 +51,50 @@ class PrefillChunk:
         return self.start == 0 and self.entry.parent is None
 
 
+class _Batch:
+    """Segments whose entries are in one bucket, so that they attend in one call.
+
+    Args:
+        members: their numbers among the segments of the pass.
+    """
+
+    def __init__(self, members: list[int], segments: list[PrefillChunk]) -> None:
+        self.members, self._bucket = members, segments[0].entry.bucket
+        self._lengths = [len(segment.tokens) for segment in segments]
+        self._seen = max(segment.start + len(segment.tokens) for segment in segments)
+        self._indices = [segment.entry.index for segment in segments]
+        self._starts = [segment.start for segment in segments]
+        self._mask: Tensor | None = None  # bool [S, 1, L, seen]
+
+    @property
+    def scores(self) -> int:
+        """Pairs of a query and a key, each of which takes memory in the mask."""
+        return len(self.members) * max(self._lengths) * self._seen
+
+    def attend(
+        self, layer: int, queries: Sequence[Tensor], key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> list[Tensor]:
+        """Attention of each segment, [1, n, H, V]; `queries` are those of all segments of the pass, [1, H, n, D]."""
+        longest = max(self._lengths)
+        if self._mask is None:
+            device = key.device
+            starts = torch.tensor(self._starts, device=device)[:, None, None]
+            at_query = starts + torch.arange(longest, device=device)[None, :, None]
+            self._mask = (torch.arange(self._seen, device=device) <= at_query)[:, None]
+        own = [queries[i][0] for i in self.members]
+        query = torch.stack([pad(q, (0, 0, 0, longest - q.shape[1])) for q in own])
+        stored_k, stored_v = self._bucket.layer(layer, key, value)
+        output = scaled_dot_product_attention(
+            query,
+            stored_k[self._indices, :, : self._seen],
+            stored_v[self._indices, :, : self._seen],
+            attn_mask=self._mask,
+            scale=options.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        ).transpose(1, 2)
+        return [output[row : row + 1, :n] for row, n in enumerate(self._lengths)]
+
+
 class PrefillContext:
     """Attention context of one forward pass over concatenated segments."""
 
@@ -54,6 +102,7 @@ class PrefillContext:
         self.segments = segments
         self._layers = 0  # called so far
         self._varlen: VarlenAttention | None = None
+        self._by_bucket: list[_Batch] | None = None
 
     def begin(self) -> None:
         """Start a forward pass: layers are numbered in the order of their calls."""
@@ -93,7 +142,7 @@ class PrefillContext:
             span = slice(segment.start, segment.start + len(segment.tokens))
             store_k[segment.entry.index, :, span] = k[0]
             store_v[segment.entry.index, :, span] = v[0]
-        plain = options.softcap is None and options.sinks is None and fits_window(max(lengths), options.window)
+        plain = options.softcap is None and options.sinks is None and fits_window(self._longest, options.window)
         plain = plain and not any(segment.blocks for segment in self.segments)
         if plain and all(segment.fresh for segment in self.segments):
             if value.dtype in (torch.bfloat16, torch.float16) and varlen_available(value.device):
@@ -101,11 +150,30 @@ class PrefillContext:
                 q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
                 return self._varlen.attend(q, k, v, options.scaling, None)[None]
             return _fresh(query, key, value, lengths, options.scaling)
-        parts = [
-            self._one(segment, layer, q, k, v, options)
-            for segment, q, k, v in zip(self.segments, queries, keys, values, strict=True)
-        ]
-        return torch.cat(parts, dim=1)
+        parts: list[Tensor | None] = [None] * len(self.segments)
+        for batch in self._batches() if plain else ():
+            for i, part in zip(batch.members, batch.attend(layer, queries, key, value, options), strict=True):
+                parts[i] = part
+        for i, (segment, q, k, v) in enumerate(zip(self.segments, queries, keys, values, strict=True)):
+            if parts[i] is None:
+                parts[i] = self._one(segment, layer, q, k, v, options)
+        return torch.cat([part for part in parts if part is not None], dim=1)
+
+    @property
+    def _longest(self) -> int:
+        """Largest number of tokens that a segment's last token attends to."""
+        return max(segment.entry.offset + segment.start + len(segment.tokens) for segment in self.segments)
+
+    def _batches(self) -> list[_Batch]:
+        """Segments of entries without ancestors, by bucket: new prompts, and those that begin with cached tokens."""
+        if self._by_bucket is None:
+            found: dict[tuple[int, bool], list[int]] = {}
+            for i, segment in enumerate(self.segments):
+                if segment.entry.parent is None:
+                    found.setdefault((id(segment.entry.bucket), segment.start == 0), []).append(i)
+            batches = [_Batch(members, [self.segments[i] for i in members]) for members in found.values()]
+            self._by_bucket = [batch for batch in batches if batch.scores <= MASK_ELEMENTS]
+        return self._by_bucket
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
         """See AttentionContext. Segments of equal length share a call; entries keep the states."""
@@ -138,18 +206,34 @@ class PrefillContext:
         stores = [(entry, length, entry.bucket.layer(layer, like_k, like_v)) for entry, length in spans]
         key = torch.cat([k[entry.index, :, :length] for entry, length, (k, _) in stores], dim=1)[None]
         value = torch.cat([v[entry.index, :, :length] for entry, length, (_, v) in stores], dim=1)[None]
-        total = key.shape[2]
-        at_query = torch.arange(total - n, total, device=key.device)[:, None]
-        at_key = torch.arange(total, device=key.device)[None]
-        unseen, blocks = at_key > at_query, segment.blocks
-        for a, b, _ in blocks:
-            unseen[max(a, 0) : b, total - n + a : total - n + b] = False
-        hidden = window_mask(at_query, at_key, options.window)
-        if hidden is not None:
-            unseen |= hidden
-            for a, b, _ in (block for block in blocks if not block.windowed):
-                unseen[max(a, 0) : b, total - n + a : total - n + b] = False
-        return masked_attention(query, key, value, unseen, options)
+        before = key.shape[2] - n
+        size = max(MASK_ELEMENTS // key.shape[2], LEAST_PIECE)
+        parts = []
+        for first in range(0, n, size):  # a mask of all queries would take gigabytes for a long prompt
+            last = min(first + size, n)
+            blocks = [each for each in segment.blocks if each.first < last]
+            whole = [before + each.first for each in blocks if not each.windowed and each.last > first]
+            start = max(min([_first_seen(before + first, options), *whole]), 0)
+            seen = slice(start, before + max([last, *(each.last for each in blocks)]))
+            at_query = torch.arange(before + first, before + last, device=key.device)[:, None]
+            at_key = torch.arange(seen.start, seen.stop, device=key.device)[None]
+            unseen = at_key > at_query
+            hidden = window_mask(at_query, at_key, options.window)
+            for a, b, windowed in blocks:
+                inside = slice(max(before + a - seen.start, 0), max(before + b - seen.start, 0))
+                for mask in (unseen,) if windowed or hidden is None else (unseen, hidden):
+                    mask[max(a - first, 0) : max(b - first, 0), inside] = False
+            unseen = unseen if hidden is None else unseen | hidden
+            own = query[:, :, first:last], key[:, :, seen], value[:, :, seen]
+            parts.append(masked_attention(*own, unseen, options))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _first_seen(query: int, options: AttentionOptions) -> int:
+    """Index of the first key that a query sees through the window and the chunk."""
+    window, chunk = options.window
+    in_window = 0 if window is None else max(query - window + 1, 0)
+    return in_window if chunk is None else max(in_window, query // chunk * chunk)
 
 
 def _fresh(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:

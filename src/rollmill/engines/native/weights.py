@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight
+from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight, merges_adapters
 
 
 class EngineWeights:
@@ -16,14 +16,16 @@ class EngineWeights:
 
     If the trainer's model already has that type and no adapters, `model` is the trainer's model itself. Otherwise it is
     a copy whose parameters are cast, or merged, once after each update; buffers and parameters that need neither are
-    shared.
+    shared. With adapters that are not merged the copy has adapters of its own, since the trainer puts others in their
+    place while it computes a reference.
     """
 
     def __init__(self, trained: nn.Module, dtype: torch.dtype) -> None:
+        merges = bool(adapted_layers(trained)) and merges_adapters(trained)
         own = not adapted_layers(trained) and all(p.dtype == dtype for p in trained.parameters())
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._merged: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        self.model = trained if own else self._twin(trained, dtype)
+        self.model = trained if own else self._twin(trained, dtype, merges)
         self._stale = not own
 
     def updated(self) -> None:
@@ -55,13 +57,14 @@ class EngineWeights:
     def _twins(self) -> list[Tensor]:
         return [twin for twin, _ in (*self._copies, *self._merged)]
 
-    def _twin(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
-        """Copy the modules without adapters; tied parameters stay tied."""
-        layers = {id(layer.base_layer.weight): layer for layer in adapted_layers(model).values()}
+    def _twin(self, model: nn.Module, dtype: torch.dtype, merges: bool) -> nn.Module:
+        """Copy the modules, without adapters if these are merged; tied parameters stay tied."""
+        layers = {id(layer.base_layer.weight): layer for layer in adapted_layers(model).values() if merges}
         memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
         for name, parameter in model.named_parameters():
             layer = layers.get(id(parameter))
-            if layer is None and (parameter.dtype == dtype or ".lora_" in name):
+            same = parameter.dtype == dtype or not parameter.is_floating_point()
+            if merges if ".lora_" in name else layer is None and same:
                 memo[id(parameter)] = parameter
                 continue
             twin = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
@@ -71,7 +74,10 @@ class EngineWeights:
             else:
                 self._merged.append((twin.data, _merge_of(layer)))
         memo[id(model.config)] = copy.deepcopy(model.config, memo)
-        return copy_without_adapters(model, memo)
+        if merges:
+            return copy_without_adapters(model, memo)
+        twin_model: nn.Module = copy.deepcopy(model, memo)
+        return twin_model.eval()
 
 
 def _merge_of(layer: nn.Module) -> Callable[[], Tensor]:

@@ -192,7 +192,14 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
 
     def _start(self, prompt_ids: list[int], seed: int, top: int, pictures: PicturePrompt | None = None) -> None:
         request = GenerationRequest(
-            prompt_ids, self.sampling, n=self.count, seed=seed, id=self.id, top=top, pictures=pictures
+            prompt_ids,
+            self.sampling,
+            n=self.count,
+            seed=seed,
+            id=self.id,
+            top=top,
+            pictures=pictures,
+            continues=True,
         )
         if self.grammar is not None or not self.penalties.neutral:
             self.service.check_processors()

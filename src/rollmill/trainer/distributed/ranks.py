@@ -1,8 +1,9 @@
 """Ranks of a stage: their share of the work, sums over them, and how they form a process group.
 
 Every rank sees the whole batch. It holds the model, or a shard of it, and works on its share of the rows; or, with
-tensor parallelism, it holds its share of each layer and works on all rows. Denominators are those of the whole batch on
-every rank, so gradients are simply summed. Collectives use gloo between CPUs and NCCL between GPUs.
+tensor parallelism, it holds its share of each layer and works on all rows; or, with context parallelism, it holds the
+model and works on its share of each row's tokens. Denominators are those of the whole batch on every rank, so gradients
+are simply summed. Collectives use gloo between CPUs and NCCL between GPUs.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from rollmill.trainer.distributed.fsdp import is_sharded
 from rollmill.trainer.distributed.tensor_parallel import apply_in_buckets, reduce_replicated_gradients
 
-Sharding = Literal["none", "fsdp", "tensor"]
+Sharding = Literal["none", "fsdp", "tensor", "context", "expert"]
+_ALL_ROWS = ("tensor", "context")  # every rank works on every row
 Result = TypeVar("Result")
 
 
@@ -34,7 +37,8 @@ class RankGroup:
 
     rank: int = 0
     size: int = 1
-    sharding: Sharding = "none"  #: see fsdp.py and tensor_parallel.py; none: models are whole on every rank
+    sharding: Sharding = "none"
+    """See the modules of these names; none: models are whole, and rows are dealt out."""
 
     @staticmethod
     def current() -> RankGroup:
@@ -46,12 +50,17 @@ class RankGroup:
     @property
     def shares(self) -> int:
         """Number of shares that the rows of a batch are dealt into."""
-        return 1 if self.sharding == "tensor" else self.size
+        return 1 if self.sharding in _ALL_ROWS else self.size
 
     @property
     def share(self) -> int:
         """Index of this rank's share."""
-        return 0 if self.sharding == "tensor" else self.rank
+        return 0 if self.sharding in _ALL_ROWS else self.rank
+
+    @property
+    def even(self) -> bool:
+        """True if every rank has to make equally many passes, since they communicate."""
+        return self.sharding in ("fsdp", "expert")
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the shares, in place."""
@@ -60,21 +69,22 @@ class RankGroup:
         return tensor
 
     def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sums gradients over the shares, unless the backward pass did. Parameters without a gradient on any rank keep
+        """Sums gradients over the ranks, unless the backward pass did. Parameters without a gradient on any rank keep
         none.
         """
         if self.sharding == "tensor":
             reduce_replicated_gradients(parameters)
-        if self.shares == 1 or self.sharding == "fsdp":
+        if self.size == 1 or self.sharding in ("fsdp", "tensor"):
             return
         trainable = [p for p in parameters if p.requires_grad]
-        device = trainable[0].device
-        present = self.add(torch.tensor([float(p.grad is not None) for p in trainable], device=device))
+        present = torch.tensor([float(p.grad is not None) for p in trainable], device=trainable[0].device)
+        dist.all_reduce(present)
         shared = [parameter for parameter, count in zip(trainable, present.tolist(), strict=True) if count]
         for parameter in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        apply_in_buckets([parameter.grad for parameter in shared if parameter.grad is not None], dist.all_reduce)
+        gradients = [parameter.grad for parameter in shared if parameter.grad is not None]
+        apply_in_buckets([each for each in gradients if not is_sharded(each)], dist.all_reduce)
 
     def merged(self, numbers: dict[str, float]) -> dict[str, float]:
         """Sums by name over the shares; a name may be missing on some."""

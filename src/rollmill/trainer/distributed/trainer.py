@@ -16,6 +16,8 @@ from rollmill.errors import ConfigError, RollmillError
 from rollmill.models.load import PolicyModel
 from rollmill.offload import Offloadable
 from rollmill.offload.plan import StorageTier
+from rollmill.trainer.distributed.context_parallel import check_context_parallel
+from rollmill.trainer.distributed.expert_parallel import check_expert_parallel
 from rollmill.trainer.distributed.fsdp import gather_weights
 from rollmill.trainer.distributed.rank_handle import ProcessRankLauncher, RankHandle, RankLauncher
 from rollmill.trainer.distributed.ranks import (
@@ -96,7 +98,7 @@ class DistributedTrainer:
     ) -> None:
         self._spec, self._model, self._teacher = spec, model, teacher
         self._device, self._run_dir = device, run_dir
-        self._size, self._sharded = spec.config.ranks, spec.config.sharding != "none"
+        self._size, self._sharded = spec.config.ranks, spec.config.shards_weights
         self._launcher = launcher or ProcessRankLauncher(run_dir / RANK_LOG_FOLDER)
         self._others: list[RankHandle] = []
         self._rendezvous: GroupRendezvous | None = None
@@ -232,6 +234,12 @@ class DistributedTrainer:
             raise ConfigError(f"{text}, or on Ray reserve GPUs for each by placement.trainer_gpus")
         if self._spec.config.sharding == "tensor":
             tensor_parallel_plan(self._model, self._size)
+        if self._spec.config.sharding == "expert":
+            check_expert_parallel(self._model, self._size)
+        if self._spec.config.sharding == "context":
+            for model in (self._model, self._teacher):
+                if model is not None:
+                    check_context_parallel(model, self._size)
 
     def _join(self) -> Trainer | RewardTrainer:
         assert self._rendezvous is not None

@@ -1,0 +1,214 @@
+"""Seconds and tokens to a stated accuracy on held-out tasks, on six tasks: ours against TRL's GRPOTrainer.
+
+Per task and seed, a stage of SFT on a flawed teacher makes a checkpoint; both sides practise from it until the target.
+Both are tuned on another seed, over the same learning rates and batches; TRL also over its types, and ours by the parts
+of `FAST`. The fastest setting of each side counts. Then three seeds are measured, one side after the other on one core.
+Evaluations do not count: the sampled accuracy on 500 held-out tasks every few steps.
+
+TRL's vLLM modes are left out: they send weights over NCCL, which needs GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.curves import Curve, svg
+from bench.harness import RESULTS, ROOT, BenchError, Side, Worker, need, note
+from bench.learn import checkpoint
+from bench.report import Case, finish
+from bench.step import TRL_HOW
+
+TUNED_ON = 10  #: seed
+HELD_OUT = 500
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task of the board.
+
+    Attributes:
+        file: run file with a stage that makes the checkpoint, and one that practises.
+        every: steps between two evaluations.
+    """
+
+    file: str
+    target: float
+    every: int = 4
+    max_steps: int = 200
+
+
+ROWS = {
+    "repair": Row("src/rollmill/quickstart/addition.yaml", 0.86),
+    "sorting": Row("bench/board/sorting.yaml", 0.9),
+    "countdown": Row("bench/board/countdown.yaml", 0.7),
+    "frozen_lake": Row("examples/frozen_lake.yaml", 0.8),
+    "tools": Row("examples/tool_agent.yaml", 0.9),
+    "see": Row("examples/see.yaml", 0.75),
+}
+#: What both sides are tuned over: a factor of the run file's learning rate, optimizer steps per batch, passes over it.
+GRID = {"": (1, 1, 1), "lr x2": (2, 1, 1), "lr x2, 2 updates": (2, 2, 1), "lr x2, 2 epochs": (2, 1, 2)}
+#: Settings of ours that TRL has no counterpart for.
+FAST = {"taskset.order": "{name: posterior}", "trainer.metrics_share": "0"}
+
+
+def main(arguments: list[str], only_json: bool) -> None:
+    """Run the benchmark; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="bench board", description=__doc__)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--svg", type=Path, help="draw the curves of each row into this folder")
+    args = parser.parse_args(arguments)
+    need("trl", TRL_HOW)
+    for name in args.rows.split(","):
+        path = RESULTS / "board" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(measure(name, [int(seed) for seed in args.seeds.split(",")]), indent=1) + "\n")
+    report(only_json, args.svg)
+
+
+def measure(name: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """Tune both sides on a row, and measure them on every seed."""
+    row, tuned, found = ROWS[name], {}, []
+    for side in ("ours", "trl"):
+        tuned[side] = tune(name, row, side)
+    for seed in seeds:
+        for side in ("ours", "trl"):
+            one = run(name, row, side, tuned[side]["options"], seed)
+            if not one["reached"]:
+                raise BenchError(f"{name}: {side} did not reach {row.target} with seed {seed}: {one['accuracy']}")
+            found.append({"side": side, "seed": seed, **one})
+    return {"row": name, "target": row.target, "tuned": tuned, "runs": found}
+
+
+def tune(name: str, row: Row, side: str) -> dict[str, Any]:
+    """Find the fastest setting of one side on the seed for it. Raises BenchError if none reaches the target."""
+    file = practice_file(name, row, TUNED_ON)
+    stage = yaml.safe_load(file.read_text())
+    kinds = {"": [part for key, value in FAST.items() for part in ("--set", f"{key}={value}")]}
+    if side == "trl":
+        kinds = {dtype: ["--dtype", dtype] for dtype in ("fp32", "bf16")}
+    tried: dict[str, dict[str, Any]] = {}
+    best, limit = "", None
+    for grid, (lr, updates, epochs) in GRID.items():
+        changed = {
+            "trainer.lr": lr * stage["trainer"]["lr"],
+            "trainer.updates_per_batch": updates,
+            "trainer.epochs_per_batch": epochs,
+        }
+        for kind, own in kinds.items():
+            setting = f"{kind} {grid}".strip()
+            options = [*own, *(part for key, value in changed.items() for part in ("--set", f"{key}={value}"))]
+            one = tried[setting] = run(name, row, side, options, TUNED_ON, limit) | {"options": options}
+            if one["reached"] and (limit is None or one["seconds"] < limit):
+                best, limit = setting, one["seconds"]
+        if len(kinds) > 1:  # go on with the type that was faster per step
+            kind = min(
+                kinds,
+                key=lambda each: tried[f"{each} {grid}".strip()]["seconds"] / tried[f"{each} {grid}".strip()]["steps"],
+            )
+            kinds = {kind: kinds[kind]}
+    if not best:
+        raise BenchError(f"{name}: no setting of {side} reached {row.target}: {tried}")
+    return {"best": best, "options": tried[best]["options"], "tried": tried}
+
+
+def run(name: str, row: Row, side: str, options: list[str], seed: int, limit: float | None = None) -> dict[str, Any]:
+    """Practise until the target, for at most `max_steps` steps or about `limit` seconds."""
+    own = ("--row", name) if side == "trl" else ()
+    given = ("--file", str(practice_file(name, row, seed)), "--seed", str(seed), *own, *options)
+    worker = Worker(Side(f"{side} {name}", "bench.ours.board" if side == "ours" else "bench.peers.trl_board", given))
+    try:
+        accuracies, rounds = [worker.ready["accuracy"]], list[dict[str, Any]]()
+        while len(rounds) * row.every < row.max_steps and (not rounds or accuracies[-1] < row.target):
+            rounds.append(worker.run(steps=row.every))
+            accuracies.append(rounds[-1]["accuracy"])
+            if limit is not None and sum(each["seconds"] for each in rounds) > limit:
+                break
+    finally:
+        worker.close()
+    sums = {key: round(sum(each[key] for each in rounds), 2) for key in ("seconds", "tokens", "completions")}
+    found = {
+        "reached": accuracies[-1] >= row.target,
+        **sums,
+        "steps": len(rounds) * row.every,
+        "accuracy": [round(each, 3) for each in accuracies],
+        "times": [round(each["seconds"], 2) for each in rounds],
+        "versions": worker.ready["versions"],
+    }
+    if side == "ours":
+        phases = rounds[-1]["phases"]
+        found["phases"] = {key: round(sum(each["phases"].get(key, 0.0) for each in rounds), 2) for key in phases}
+    note(f"  {name} {side} seed {seed} {' '.join(options)}: {found['seconds']} s, {found['accuracy']}")
+    return found
+
+
+def practice_file(name: str, row: Row, seed: int) -> Path:
+    """The run file of the practice stage, beside the checkpoint that it begins from; both are made if absent."""
+    source = ROOT / row.file
+    whole = _absolute(yaml.safe_load(source.read_text()), source.parent)
+    first, last = whole.pop("stages")
+    held_out = whole.pop("evaluation")
+    shared = {key: whole[key] for key in ("model", "taskset") if key in whole}
+    warm_start = {**shared, **{key: value for key, value in first.items() if key != "evaluation"}}
+    folder = checkpoint(f"board-{name}", warm_start, seed)
+    taskset = held_out["taskset"]
+    taskset["options"]["size"] = HELD_OUT
+    evaluation = {"taskset": taskset, "greedy": False, "every": 1000}
+    stage = {**whole, **last, "model": {"path": str(folder / "model")}, "evaluation": evaluation, "steps": 1000}
+    path = folder / "practice.yaml"
+    path.write_text(yaml.safe_dump(stage, sort_keys=False))
+    return path
+
+
+def _absolute(node: Any, folder: Path) -> Any:
+    """The node with functions of files beside the run file named from anywhere."""
+    if isinstance(node, dict):
+        return {key: _absolute(each, folder) for key, each in node.items()}
+    if isinstance(node, list):
+        return [_absolute(each, folder) for each in node]
+    return f"{folder}/{node}" if isinstance(node, str) and re.match(r"\w+\.py:\w+$", node) else node
+
+
+def report(only_json: bool, folder: Path | None) -> None:
+    """Compare the rows that were measured so far, and draw their curves."""
+    cases, versions = list[Case](), dict[str, Any]()
+    for name in ROWS:
+        path = RESULTS / "board" / f"{name}.json"
+        if not path.is_file():
+            continue
+        measured = json.loads(path.read_text())
+        sides = {side: [one for one in measured["runs"] if one["side"] == side] for side in ("ours", "trl")}
+        versions |= {side: runs[0]["versions"] for side, runs in sides.items()}
+        for unit in ("seconds", "tokens"):
+            ours, peer = ([one[unit] for one in sides[side]] for side in sides)
+            extra = {
+                "target": measured["target"],
+                "settings": {side: measured["tuned"][side]["best"] for side in sides},
+            }
+            cases.append(
+                Case(f"{name}: {unit}", "TRL", unit[0] if unit == "seconds" else unit, ours, peer, False, extra)
+            )
+        if folder is not None:
+            (folder / f"board-{name}.svg").write_text(_picture(measured["runs"]))
+    headline = [case for case in cases if case.unit == "s"]
+    finish("board", cases, headline=headline, versions=versions, only_json=only_json)
+
+
+def _picture(runs: Sequence[dict[str, Any]]) -> str:
+    """Accuracy over seconds, a line for each side and seed."""
+    curves = []
+    for one in runs:
+        at = [0.0]
+        for seconds in one["times"]:
+            at.append(at[-1] + seconds)
+        side = "rollmill" if one["side"] == "ours" else "TRL"
+        curves.append(Curve(side, int(side == "TRL"), list(zip(at, one["accuracy"], strict=True))))
+    return svg("seconds of training", "sampled accuracy on held-out tasks", curves)

@@ -1,0 +1,58 @@
+"""Worker: the practice stage of a task of the board; each command runs a few steps and evaluates."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.worker import Channel, versions
+
+
+async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
+    """Build the stage and run the parent's commands."""
+    from rollmill.config.loader import load_run
+    from rollmill.orchestrator.buffers import Buffers
+    from rollmill.orchestrator.loop import TrainingLoop
+    from rollmill.orchestrator.setup import set_up_run
+    from rollmill.orchestrator.stages import Stage
+
+    loaded = load_run(args.file, [*args.set, f"seed={args.seed}", "threads=1"])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        setup = set_up_run(loaded, folder, None)
+        context = setup.context(loaded, folder, Buffers(folder, setup.run_id, read_only=True))
+        loop = TrainingLoop(Stage(loaded.stages[-1], setup.policy, setup.tasks[-1], context, index=0, first_version=0))
+
+        async def accuracy() -> float:
+            assert loop.stage.evaluator is not None
+            found = (await loop.stage.evaluator.evaluate()).metrics
+            return float(found["eval/sampled"])
+
+        channel.say(accuracy=await accuracy(), dtype=setup.precision, versions=versions("torch", "transformers"))
+        for command in channel.commands():
+            report: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "completions": 0}
+            phases: dict[str, float] = {}
+            for _ in range(command["steps"]):
+                result = await loop.step()
+                report["seconds"] += result.seconds["total"]
+                report["tokens"] += result.generated_tokens
+                report["completions"] += len(result.experiences)
+                for name, seconds in result.seconds.items():
+                    phases[name] = round(phases.get(name, 0.0) + seconds, 3)
+            channel.say(**report, accuracy=await accuracy(), phases=phases)
+        await loop.stage.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--set", action="append", default=[])
+    asyncio.run(serve_learning(Channel(), parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
