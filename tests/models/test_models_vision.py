@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +128,31 @@ def test_a_whole_prompt_attends_in_both_directions_whatever_the_window(tmp_path:
     assert sampled_gap(policy, seen, seen) < 2e-5
     for otherwise in (None, "picture"):
         assert sampled_gap(policy, replace(seen, both_ways=otherwise), seen) > 1e-3
+
+
+def test_a_prompt_that_attends_in_both_directions_is_not_continued_from_an_earlier_turn(tmp_path: Path) -> None:
+    """Its tokens begin with those of a prompt and its completion, which attended to less."""
+    policy = load_seeing(tmp_path, "paligemma")
+    shown, sampling = noise_picture(28, 28, 0), SamplingConfig(max_new_tokens=6, temperature=0)
+    engine = NativeEngine(policy.model, context=policy.context)
+
+    async def turn(text: str) -> Completion:
+        seen = picture_prompt(policy, text, shown)
+        [found] = await engine.generate(GenerationRequest(seen.token_ids, sampling, pictures=seen, continues=True))
+        ids = [*found.prompt_ids.tolist(), *found.token_ids.tolist()]
+        with torch.no_grad():
+            exact = hf_logprobs(policy.model, [ids], len(found.token_ids), seen)[0]
+        assert np.abs(exact.numpy() - found.logprobs).max() < 2e-5
+        return found
+
+    async def talk() -> None:
+        first = await turn("what?")
+        said = "".join(policy.tokenizer.convert_ids_to_tokens(first.token_ids.tolist()))
+        second = await turn(f"what?\n{said} and?")
+        before = [*first.prompt_ids.tolist(), *first.token_ids.tolist()]
+        assert second.prompt_ids.tolist()[: len(before)] == before
+
+    asyncio.run(talk())
 
 
 def test_parts_are_frozen_by_name(tmp_path: Path) -> None:
