@@ -69,6 +69,11 @@ class TrainerConfig(Section):
     rank_deadline_s: float = Field(600.0, gt=0)
     """Timeout of a rank that waits for another one within a step."""
 
+    @property
+    def saves_memory(self) -> bool:
+        """True if a smaller run is worth some time: then freed memory returns to the system."""
+        return self.param_dtype == "bf16" or self.optimizer == "adamw_8bit"
+
     def unused_keys(self) -> dict[str, str]:
         """See Section.unused_keys."""
         keys = {"sharding", "rank_deadline_s"} if self.ranks == 1 else set()

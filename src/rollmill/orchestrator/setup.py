@@ -136,7 +136,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     model = config.model if stored is None or adapted else ModelConfig(path=stored)
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
     dtype = torch.bfloat16 if _param_dtype(loaded) == "bf16" else torch.float32
-    if dtype == torch.bfloat16 or any(stage.trainer.optimizer == "adamw_8bit" for stage in loaded.stages):
+    if any(stage.trainer.saves_memory for stage in loaded.stages):
         return_large_blocks()
     verified: AbstractContextManager[None] = nullcontext()  # by the caller, with the checkpoint's other files
     if stored is None and isinstance(model.path, Path):
