@@ -33,7 +33,9 @@ def main(arguments: list[str], only_json: bool) -> None:
     peers: dict[str, Measured] = {}
     for name, dtype in PEERS.items():  # one after the other, since they are large
         options = ("--dtype", "bf16", "--weights", dtype, "--micro-batch", "8")
-        [peers[name]] = run_in_turn([Side(f"trl, {name}", "bench.peers.trl_step", (*model, *SIZE, *options))], 1)
+        [peers[name]] = run_in_turn(
+            [Side(f"trl, {name}", "bench.peers.trl_step", (*model, *SIZE, *options))], 1, warmups=0
+        )
     cases, measured = [], list(peers.values())
     for way in args.ways:
         [one] = run_in_turn([Side(way, "bench.ours.memory", (*model, *SIZE, "--way", way))], 1, warmups=0)

@@ -38,8 +38,9 @@ from rollmill.trainer.batch import CPU_ROW
 
 _MEASURED_SHARE = 1 / 8 + 1 / 4  # of a batch: the sizes that a measurement always makes
 _PATIENCE_S = 120.0
-_PROCESS = 600_000_000
-"""Python with its libraries and a tokenizer; on a GPU, the context of CUDA and the libraries' workspaces."""
+_PROCESS = 800_000_000
+"""Python with its libraries and a tokenizer, and what the heap keeps between blocks in use; on a GPU, the context of
+CUDA and the libraries' workspaces."""
 _SAMPLED_LOGIT = 12
 """Bytes of a logit of a decoding step: logits and probabilities in fp32, and their sums."""
 _PROBE_WIDTH, _PROBE_BYTES, _PROBE_S = 1024, 1 << 26, 0.1
