@@ -81,6 +81,11 @@ class TrainerConfig(Section):
         """True if ranks hold parts of the weights."""
         return self.ranks > 1 and self.sharding in ("fsdp", "tensor", "expert")
 
+    @property
+    def saves_memory(self) -> bool:
+        """True if a smaller run is worth some time: then freed memory returns to the system."""
+        return self.param_dtype == "bf16" or self.optimizer == "adamw_8bit"
+
     def unused_keys(self) -> dict[str, str]:
         """See Section.unused_keys."""
         keys = {"sharding", "rank_deadline_s"} if self.ranks == 1 else set()
