@@ -72,7 +72,7 @@ def split_queries(
 
     Args:
         heads: query heads.
-        runs: tokens that attend in both directions, each with the number of the sequence.
+        runs: tokens that attend in both directions, with the number of the sequence.
         masked: the block needs a mask even where causal attention is correct.
     """
     keys = block.parent_longest + block.longest
@@ -92,9 +92,10 @@ def split_queries(
         for depth in depths:
             in_window = 0 if window is None else max(depth + first - window + 1, 0)
             starts.append(in_window if chunk is None else max(in_window, (depth + first) // chunk * chunk))
-        begins = [start - depth for start, depth in zip(starts, depths, strict=True)]
-        own = max(min(*begins, *(run.first for _, run in runs if run.last > first), block.longest), 0)
-        end = max([last, *(run.last for _, run in runs if run.first < last)])
+        met = [run for _, run in runs if run.first < last]
+        whole = [run.first for run in met if not run.windowed and run.last > first]
+        own = max(min([*(start - depth for start, depth in zip(starts, depths, strict=True)), *whole]), 0)
+        end = max([last, *(run.last for run in met)])
         parents = range(min(*starts, block.parent_longest), block.parent_longest)
         found.append(QueryPiece(range(first, last), parents, range(own, end)))
     return found
@@ -174,7 +175,6 @@ def block_mask(
     dtype: torch.dtype,
     runs: list[tuple[int, Block]],
 ) -> Tensor:
-    """Additive mask [n or 1, 1, queries, keys] of a piece; a block's only one has all its queries and keys."""
     queries, keys = (_indices(each, device) for each in (piece.queries, piece.own_keys))
     if block.parents is None:
         query_depth, key_depth = queries[None], keys[None]
@@ -187,24 +187,22 @@ def block_mask(
         query_depth, own_depth = lengths + queries, lengths + keys
         key_depth = torch.cat([before.expand(len(lengths), -1), own_depth], dim=1)
         real = torch.cat([before < lengths, torch.ones_like(own_depth, dtype=torch.bool)], dim=1)
+    q0, k0 = piece.queries.start, piece.own_keys.start - len(piece.parent_keys)
     at_query, at_key = query_depth[:, :, None], key_depth[:, None, :]
     seen = (at_key <= at_query) & real[:, None, :]
-    q0, k0 = piece.queries.start, piece.own_keys.start - len(piece.parent_keys)
     if runs:
         seen = seen.repeat(block.n // seen.shape[0], 1, 1)
-        _show_runs(seen, runs, q0, k0)
     hidden = window_mask(at_query, at_key, reach)
+    if hidden is not None and runs:
+        hidden = hidden.repeat(block.n // hidden.shape[0], 1, 1) if hidden.ndim == 3 else hidden.repeat(block.n, 1, 1)
+    for sequence, (a, b, windowed) in runs:
+        between = slice(max(a - q0, 0), max(b - q0, 0)), slice(max(a - k0, len(piece.parent_keys)), max(b - k0, 0))
+        seen[sequence, *between] = True
+        if hidden is not None and not windowed:
+            hidden[sequence, *between] = False
     if hidden is not None:
         seen &= ~hidden
-        _show_runs(seen, [(sequence, run) for sequence, run in runs if not run.windowed], q0, k0)
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
-
-
-def _show_runs(seen: Tensor, runs: list[tuple[int, Block]], q0: int, k0: int) -> None:
-    """Shows the tokens of a run to each other in a mask [n, queries, keys], in which query and key 0 of a sequence's
-    own tokens have the indices -q0 and -k0."""
-    for sequence, (a, b, _) in runs:
-        seen[sequence, max(a - q0, 0) : max(b - q0, 0), max(a - k0, 0) : max(b - k0, 0)] = True
 
 
 def _indices(span: range, device: torch.device) -> Tensor:
