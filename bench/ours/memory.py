@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import resource
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.models import model_dir
+from bench.models import PROMPT, model_dir
 from bench.worker import Channel, serve, versions
 
 _BF16 = {"precision": "bf16", "param_dtype": "bf16"}
@@ -70,6 +71,14 @@ def run_file(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     }
 
 
+def predicted_gib(path: Path, new_tokens: int) -> float:
+    """Peak that `rollmill plan` predicts for a run file from the sizes of the model, in GiB."""
+    from rollmill.planning.estimate import estimate_run
+
+    stages = estimate_run(path, prompt_tokens=PROMPT, mean_tokens=new_tokens)
+    return max(phase.total for stage in stages for phase in stage.memory.values()) / 2**30
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -87,12 +96,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "run.yaml")
             path.write_text(json.dumps(run_file(args, trainable_copy(args.model, Path(folder, "model")))))
+            os.environ["ROLLMILL_CACHE"] = folder  # so that the model is verified, as at its first load
             rollmill.run(path, out=Path(folder, "out"), view=PlainView(io.StringIO()))
             lines = Path(folder, "out/metrics.jsonl").read_text().splitlines()
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            predicted = predicted_gib(path, args.new_tokens)
         rows = [json.loads(line) for line in lines]
         seconds = [row["seconds/total"] for row in rows if "loss" in row]
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        return {"gib": peak, "seconds": seconds[-1], "loss": rows[-1].get("loss")}
+        return {"gib": peak, "predicted": predicted, "seconds": seconds[-1], "loss": rows[-1].get("loss")}
 
     serve(channel, measure, versions=versions("torch", "transformers"))
 

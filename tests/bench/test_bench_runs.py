@@ -345,6 +345,19 @@ def test_two_ranks_against_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
+def test_two_ranks_that_share_a_row_against_one(tmp_path: Path) -> None:
+    if len(machine.cores()) < 2:
+        pytest.skip("one core")
+    line = bench(str(tmp_path), "context", "--models", "tiny", "--tokens", "1024", "--kinds", "completion")
+    assert (line["peer_name"], line["unit"]) == ("1 rank", "GiB")
+    cases = json.loads((tmp_path / "context.json").read_text())["cases"]
+    names = [f"tiny, {what} of 1024 tokens" for what in ("completion", "prefill")]
+    assert [case["case"] for case in cases] == [f"{names[0]}, 2 ranks"] * 2 + [names[1]] * 2
+    assert cases[2]["cache_gib"] >= cases[2]["keys_and_values_gib"] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_checkpoint_against_loading_unverified(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "checkpoint", "--model", "tiny", "--rounds", "1")
     assert (line["peer_name"], line["unit"]) == ("unverified", "s")

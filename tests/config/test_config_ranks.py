@@ -28,7 +28,7 @@ def load(folder: Path, **changes: Any) -> Any:
         ({"trainer": {"ranks": 0}}, r"trainer.ranks: "),
         (
             {"trainer": FSDP, "residency": "auto"},
-            r"residency: not honoured with trainer.sharding `(fsdp|tensor)`: shards",
+            r"residency: not honoured with trainer.sharding `(fsdp|tensor|expert)`: shards",
         ),
         ({"trainer": FSDP, "model": LORA}, r"trainer.sharding: adapters \(model.lora\) cannot be sharded yet"),
         (
@@ -41,7 +41,7 @@ def load(folder: Path, **changes: Any) -> Any:
         ),
     ],
 )
-@pytest.mark.parametrize("sharding", ["fsdp", "tensor"])
+@pytest.mark.parametrize("sharding", ["fsdp", "tensor", "expert"])
 def test_what_does_not_work_is_refused(tmp_path: Path, changes: dict[str, Any], message: str, sharding: str) -> None:
     if changes["trainer"].get("sharding"):
         changes = changes | {"trainer": changes["trainer"] | {"sharding": sharding}}

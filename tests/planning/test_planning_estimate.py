@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import tiny_run
+from toys import toy_checkpoint
 
 from rollmill.cli import main
 from rollmill.config.model import LoRAConfig, ModelConfig
@@ -59,6 +60,35 @@ def test_an_estimate_has_the_sizes_of_the_components(tmp_path: Path) -> None:
     assert found.seconds["total"] == found.seconds["rollout"] + found.seconds["train"] > 0
     assert "GB of cpu are free" in (found.obstacle or "")
     json.dumps(found.to_json())
+
+
+def test_types_of_weights_and_moments_count(tmp_path: Path) -> None:
+    """Bytes of each weight, whatever type the folder's configuration names; the peaks fall in this order."""
+    folder = toy_checkpoint(tmp_path / "model", "qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    run = tiny_run(tmp_path, stages=None, algorithm={"name": "grpo"}, model={"path": str(folder), "new": None})
+    bf16 = ["trainer.precision=auto", "trainer.param_dtype=bf16"]
+    adapters = [*bf16, "model.lora={rank: 2, merge: false}", "trainer.gradient_checkpointing=true"]
+    ways = [
+        ["trainer.precision=bf16"],
+        ["trainer.precision=bf16", "trainer.optimizer=adamw_8bit"],
+        bf16,
+        [*bf16, "trainer.optimizer=adamw_8bit"],
+        adapters,
+        [*adapters, "model.quantization=int8"],
+        [*adapters, "model.quantization=nf4"],
+    ]
+    found = [estimate_run(run, way, prompt_tokens=8)[0] for way in ways]
+    parts = [each.memory["train"].parts for each in found]
+    count = found[0].parameters
+    assert [each["policy"] / count for each in parts[:4]] == [4, 4, 2, 2]
+    assert [each["gradients"] / count for each in parts[:4]] == [4, 4, 2, 2]
+    assert [each["optimizer"] / count for each in parts[:4]] == pytest.approx([8, 2, 4, 2], rel=0.05)
+    assert parts[4]["cast"] == parts[4]["gradients"] / 2  # adapters in bf16
+    totals = [each.memory["train"].total for each in found]
+    assert totals == sorted(totals, reverse=True)
+    assert all(each["process"] > 1e8 for each in parts)
 
 
 def test_adapters_take_less(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ class RunSettings(TypedDict, total=False):
     """Steps over which the learning rate rises linearly to lr."""
     min_lr_ratio: float
     """Final learning rate of linear and cosine schedules, as a fraction of lr."""
+    optimizer: Literal["adamw", "adamw_8bit"]
+    """`adamw_8bit` keeps both moments of AdamW in 8 bits a weight, in blocks with a scale of their own
+    (arXiv:2110.02861) and rounded stochastically: 2 bytes a weight instead of 8, or of 4 with `param_dtype: bf16`."""
     betas: Sequence[float]
     """AdamW's decay rates of the first and the second moment."""
     eps: float
@@ -95,6 +98,10 @@ class RunSettings(TypedDict, total=False):
     """Passes over each batch."""
     micro_batch_tokens: int
     """Tokens per forward and backward pass; the gradient does not depend on it."""
+    metrics_share: float
+    """Share of the completions without an advantage (those of groups with equal rewards) that pass through the model.
+    Nothing is learned from them: they only count in metrics such as entropy and kl, which are then estimated from a
+    random sample, and have token details. Less is faster, the more so the more groups are uniform."""
     logprob_chunk: int | None
     """Maximum rows of [rows, vocabulary] logits in memory at a time. Default: as many as fit in 256 MiB, at most 1024.
     """
@@ -113,10 +120,13 @@ class RunSettings(TypedDict, total=False):
     ranks: int
     """Number of trainer processes, each with `threads` threads or a GPU of its own. The first one is the run's own
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""
-    sharding: Literal["none", "fsdp", "tensor"]
+    sharding: Literal["none", "fsdp", "tensor", "context", "expert"]
     """`none`: every rank holds the whole model and optimizer. `fsdp`: each rank holds a shard of weights, gradients and
     optimizer states. `tensor`: each rank holds a shard of each layer's matrices and processes every row. With both, the
-    first rank also holds the whole weights, for rollouts."""
+    first rank also holds the whole weights, for rollouts. `context`: every rank holds the whole model and processes its
+    share of the tokens of every row, for long contexts; ranks exchange tokens for heads around attention
+    (arXiv:2309.14509). `expert`, for mixtures of experts: each rank holds its share of the experts, to which tokens
+    travel (arXiv:2006.16668); the first rank also holds the whole weights."""
     router_replay: bool | Literal["auto"]
     """Mixture-of-experts models: route each token in training through the experts chosen in its rollout (R3,
     arXiv:2510.11370), so that near ties between experts do not change log-probs. `auto`: if the model has routers and

@@ -81,6 +81,11 @@ class TrainerConfig(Section):
         """True if ranks hold parts of the weights."""
         return self.ranks > 1 and self.sharding in ("fsdp", "tensor", "expert")
 
+    @property
+    def saves_memory(self) -> bool:
+        """True if a smaller run is worth some time: then freed memory returns to the system."""
+        return self.param_dtype == "bf16" or self.optimizer == "adamw_8bit"
+
     def unused_keys(self) -> dict[str, str]:
         """See Section.unused_keys."""
         keys = {"sharding", "rank_deadline_s"} if self.ranks == 1 else set()
@@ -98,6 +103,8 @@ class TrainerConfig(Section):
             found["precision"] = "weights in bf16 (param_dtype) are computed with in bf16; use bf16, or remove one"
         if self.param_dtype == "bf16" and self.ranks > 1:
             found["param_dtype"] = "bf16 is not supported with several ranks, which add their gradients in fp32; use 1"
-        if self.optimizer == "adamw_8bit" and self.ranks > 1 and self.sharding != "none":
-            found["optimizer"] = "adamw_8bit does not support shards, which would cut its blocks; use sharding `none`"
+        if self.optimizer == "adamw_8bit" and self.shards_weights:
+            found["optimizer"] = (
+                "adamw_8bit does not support shards, which would cut its blocks; use sharding `none` or `context`"
+            )
         return found

@@ -28,6 +28,7 @@ from rollmill.models.lora import (
 from rollmill.models.storage import page_out
 
 _WEIGHTS = "model.safetensors"
+_PART = 1 << 26  # bytes that are written at a time
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
 _NAMES |= {torch.bool: "BOOL"}
@@ -128,6 +129,7 @@ def write_safetensors(path: Path, tensors: Iterable[LazyTensor]) -> None:
         for each in ordered:
             made = each.make().detach().to("cpu", each.dtype).contiguous()
             assert tuple(made.shape) == each.shape
-            file.write(made.view(-1).view(torch.uint8).numpy().data)
-            page_out(made.untyped_storage())
-            del made  # before the next one is made
+            for part in made.view(-1).view(torch.uint8).split(_PART):
+                file.write(part.numpy().data)
+                page_out(made.untyped_storage())
+            del made, part  # before the next one is made

@@ -68,6 +68,10 @@ def prepare_first_stage(loaded: LoadedRun, folder: Path) -> tuple[PolicyModel, l
     return setup.policy, setup.tasks, setup.context(loaded, folder, buffers)
 
 
+_LARGE_MODEL = 1 << 29
+"""Bytes of weights on disk from which freed memory matters more than the time to get it again."""
+
+
 @dataclass(frozen=True)
 class RunSetup:
     """Policy, tasks and machine settings of a run."""
@@ -136,7 +140,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     model = config.model if stored is None or adapted else ModelConfig(path=stored)
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
     dtype = torch.bfloat16 if _param_dtype(loaded) == "bf16" else torch.float32
-    if dtype == torch.bfloat16 or any(stage.trainer.optimizer == "adamw_8bit" for stage in loaded.stages):
+    if any(stage.trainer.saves_memory for stage in loaded.stages) or _file_bytes(model) > _LARGE_MODEL:
         return_large_blocks()
     verified: AbstractContextManager[None] = nullcontext()  # by the caller, with the checkpoint's other files
     if stored is None and isinstance(model.path, Path):
@@ -172,6 +176,14 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return RunSetup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+
+
+def _file_bytes(model: ModelConfig) -> int:
+    """Size of a checkpoint's weights on disk; 0 for a new model."""
+    if not isinstance(model.path, Path):
+        return 0
+    files = [model.path] if model.path.is_file() else [*model.path.glob("*.safetensors"), *model.path.glob("*.bin")]
+    return sum(file.stat().st_size for file in files)
 
 
 def _param_dtype(loaded: LoadedRun) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from rollmill.config.hub import fetch_config, parse_reference
 from rollmill.config.model import ModelConfig, NewModelConfig
@@ -29,13 +30,18 @@ from rollmill.planning.gpus import (
     GPUKind,
 )
 from rollmill.simulation.engine import SimulationCosts
+from rollmill.trainer.logprobs import CHUNK_LOGITS
 
 _BF16, _FP32 = 2, 4
 _PASS_S = 1e-3
 """Launching the kernels of a decoding pass, sampling included."""
 _ACTIVATIONS = 34
 """Bytes of activations of a layer per token and unit of width, in bf16 (Korthikanti et al., arXiv:2205.05198)."""
-_LOGITS = 256 << 20
+_OUTPUTS = 4.5
+"""Bytes of activations of a layer per token and output of its linear layers, in bf16: results, norms of them, and
+inputs of norms, as measured. Of models with wide heads or feed-forward layers that is more than the above."""
+_LOGIT = 10
+"""Bytes of a logit of a chunk: logits in bf16, log-probs and probabilities."""
 _SPREAD = 0.8
 """Standard deviation of the logarithm of completions' lengths."""
 _GROUPS, _STEPS_DRAWN, _JITTER = 256, 16, 0.03
@@ -82,6 +88,15 @@ class ClusterModel:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return int(2 * config.num_hidden_layers * heads * width * _BF16)
 
+    def linears(self) -> list[tuple[str, nn.Linear]]:
+        """Linear layers but the output layer and adapters, by name."""
+        head = self.model.get_output_embeddings()
+        return [
+            (name, each)
+            for name, each in self.model.named_modules()
+            if isinstance(each, nn.Linear) and each is not head and "lora_" not in name
+        ]
+
     def lengths(self, seed: int) -> list[list[int]]:
         """Draw the lengths of groups: log-normal around the mean, at most max_new_tokens."""
         draw, rollout = random.Random(seed), self.stage.rollout
@@ -106,6 +121,8 @@ def read_cluster_model(config: ModelConfig, stage: StageConfig, prompt: int, mea
         model = build_meta_model(folder, trust=config.trust_remote_code, weights=reference is None)
     if stage.trainer.param_dtype == "bf16":
         narrow_weights(model)
+    else:
+        model.float()
     if config.quantization is not None:
         quantize_linears(model, config.quantization)
     if config.lora is not None:
@@ -157,11 +174,24 @@ def trainer_memory(model: ClusterModel, ranks: int) -> float:
 
 
 def activation_bytes(model: ClusterModel, tokens: float) -> float:
-    """Bytes of the activations and logits of a micro-batch in bf16."""
+    """Bytes of the activations, logits and temporary gradients of a micro-batch in bf16."""
     config, trainer = model.model.config, model.stage.trainer
+    head = model.model.get_output_embeddings().weight
+    outputs = sum(each.out_features for _, each in model.linears()) / config.num_hidden_layers
+    layer = max(_ACTIVATIONS * config.hidden_size, _OUTPUTS * outputs)
     layers = 1 if trainer.gradient_checkpointing else config.num_hidden_layers
-    kept = _BF16 * config.num_hidden_layers if trainer.gradient_checkpointing else 0
-    return float(tokens * config.hidden_size * (_ACTIVATIONS * layers + kept) + _LOGITS)
+    kept = _BF16 * config.hidden_size * config.num_hidden_layers if trainer.gradient_checkpointing else 0
+    vocabulary = len(head)
+    rows = min(tokens, trainer.logprob_chunk or min(1024, CHUNK_LOGITS // vocabulary))
+    added = head.nbytes if head.requires_grad else 0  # a micro-batch's gradient of the head, before it is added
+    return float(tokens * (layer * layers + kept) + rows * vocabulary * _LOGIT + added)
+
+
+def autocast_bytes(model: ClusterModel) -> float:
+    """Bytes of the copies in bf16 that autocast makes of weights in fp32, and keeps until the backward pass."""
+    head = model.model.get_output_embeddings().weight
+    weights = [head, *(each.weight for _, each in model.linears())]
+    return float(sum(_BF16 * each.numel() for each in weights if each.dtype == torch.float32))
 
 
 def cluster_costs(

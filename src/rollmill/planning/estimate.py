@@ -23,14 +23,26 @@ from rollmill.models.load import PolicyModel
 from rollmill.offload.plan import estimate_component_sizes
 from rollmill.orchestrator.setup import choose_device
 from rollmill.planning.calibration import groups_per_step
-from rollmill.planning.cluster_costs import ClusterModel, activation_bytes, read_cluster_model, trained_passes
+from rollmill.planning.cluster_costs import (
+    ClusterModel,
+    activation_bytes,
+    autocast_bytes,
+    read_cluster_model,
+    trained_passes,
+)
 from rollmill.planning.gpus import BANDWIDTH_REACHED, FLOPS_REACHED
 from rollmill.planning.measurement import MIN_STEPS
 from rollmill.planning.memory import GB, PhaseMemory, too_large
 from rollmill.planning.presets import load_planned_run, planned_model
+from rollmill.trainer.batch import CPU_ROW
 
 _MEASURED_SHARE = 1 / 8 + 1 / 4  # of a batch: the sizes that a measurement always makes
 _PATIENCE_S = 120.0
+_PROCESS = 800_000_000
+"""Python with its libraries and a tokenizer, and what the heap keeps between blocks in use; on a GPU, the context of
+CUDA and the libraries' workspaces."""
+_SAMPLED_LOGIT = 12
+"""Bytes of a logit of a decoding step: logits and probabilities in fp32, and their sums."""
 _PROBE_WIDTH, _PROBE_BYTES, _PROBE_S = 1024, 1 << 26, 0.1
 
 
@@ -118,11 +130,10 @@ def estimate_stage(model: ClusterModel, device: torch.device, memory_gb: float |
         here = {name: float(size) for name, size in sizes.items() if name != "gradients" or phase == "train"}
         if stage.algorithm.uses_rollouts and "cache" in here:
             here["cache"] = float(together * model.longest * model.cache_bytes * (1 if precision == "bf16" else 2))
-        tokens = model.longest if phase == "rollout" else stage.trainer.micro_batch_tokens
-        work = activation_bytes(model, tokens) if phase == "train" else 0.0
-        memory[phase] = PhaseMemory({name: size for name, size in (here | {"work": work}).items() if size > 0})
+        always = {"work": _work_bytes(model, phase, precision, device), "process": float(_PROCESS)}
+        memory[phase] = PhaseMemory({name: size for name, size in (here | always).items() if size > 0})
         kept = {name: size for name, size in here.items() if phase in needs.get(name, ())}
-        least[phase] = PhaseMemory({name: size for name, size in (kept | {"work": work}).items() if size > 0})
+        least[phase] = PhaseMemory({name: size for name, size in (kept | always).items() if size > 0})
     total, free = _memory_of(device)
     limit = total if memory_gb is None else memory_gb * GB
     problems = list(too_large(stage, memory if stage.residency is None else least, least, limit))
@@ -143,6 +154,22 @@ def estimate_stage(model: ClusterModel, device: torch.device, memory_gb: float |
         seconds,
         problems,
     )
+
+
+def _work_bytes(model: ClusterModel, phase: str, precision: str, device: torch.device) -> float:
+    """Bytes of what a phase computes with and then frees."""
+    rollout, trainer = model.stage.rollout, model.stage.trainer
+    if phase == "rollout":
+        rows = min(groups_per_step(model.stage) * rollout.group_size, rollout.max_sequences)
+        return float(_SAMPLED_LOGIT * rows * len(model.model.get_output_embeddings().weight))
+    if phase != "train":
+        return 0.0
+    tokens = min(model.step_tokens, trainer.micro_batch_tokens)
+    if device.type == "cpu":
+        tokens = min(tokens, CPU_ROW)
+    if precision == "bf16":
+        return activation_bytes(model, tokens) + autocast_bytes(model)
+    return 2 * activation_bytes(model, tokens)
 
 
 def _seconds(

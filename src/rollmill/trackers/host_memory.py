@@ -54,7 +54,7 @@ def return_large_blocks() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not {"MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 26)  # what is smaller stays in the heap
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 24)  # what is smaller stays in the heap
 
 
 def trim_heap() -> None:

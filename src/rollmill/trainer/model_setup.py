@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rollmill.trackers.host_memory import return_large_blocks
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -20,11 +22,17 @@ def to_master_weights(model: Model) -> Model:
 
 
 def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
-    """Turns gradient checkpointing of a transformers model on or off."""
+    """Turns gradient checkpointing of a transformers model on or off.
+
+    On a CPU, what is freed then goes back to the system: glibc would keep two to three times the memory of the
+    activations (0.60 instead of 0.24 GiB for a row of 8,192 tokens of a 3.2M model).
+    """
     renamed = hasattr(model, "activation_checkpointing_enable")  # since transformers 5.2x
     name = "activation_checkpointing" if renamed else "gradient_checkpointing"
     if enabled:
         getattr(model, f"{name}_enable")({"use_reentrant": False})
+        if next(model.parameters()).device.type == "cpu":
+            return_large_blocks()
     elif getattr(model, f"is_{name}"):  # enabled by an earlier stage
         getattr(model, f"{name}_disable")()
 

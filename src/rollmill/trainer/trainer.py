@@ -18,6 +18,7 @@ from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.models.routing import routing_shape
 from rollmill.models.vision import freeze_parts, picture_processor
 from rollmill.offload import Offloadable, offload_tensors
+from rollmill.trackers.host_memory import trim_heap
 from rollmill.trainer.coefficients import LossCoefficients
 from rollmill.trainer.critic import Critic, ValueModel
 from rollmill.trainer.distributed.expert_parallel import distribute_experts
@@ -172,6 +173,8 @@ class Trainer:
             TrainingError: a loss or gradient is not finite; the weights are as before the failing update.
         """
         config = self.config
+        if config.saves_memory and self.device.type == "cpu":
+            trim_heap()  # what rollouts have freed would be in the way of what a step keeps
         if self.recipe.reset_optimizer:
             self._optimizer.state.clear()
         learned = self._prepare(experiences, version, probes)

@@ -206,25 +206,22 @@ class PrefillContext:
         stores = [(entry, length, entry.bucket.layer(layer, like_k, like_v)) for entry, length in spans]
         key = torch.cat([k[entry.index, :, :length] for entry, length, (k, _) in stores], dim=1)[None]
         value = torch.cat([v[entry.index, :, :length] for entry, length, (_, v) in stores], dim=1)[None]
-        before = key.shape[2] - n
+        before, blocks = key.shape[2] - n, segment.blocks
         size = max(MASK_ELEMENTS // key.shape[2], LEAST_PIECE)
         parts = []
         for first in range(0, n, size):  # a mask of all queries would take gigabytes for a long prompt
             last = min(first + size, n)
-            blocks = [each for each in segment.blocks if each.first < last]
-            whole = [before + each.first for each in blocks if not each.windowed and each.last > first]
-            start = max(min([_first_seen(before + first, options), *whole]), 0)
-            seen = slice(start, before + max([last, *(each.last for each in blocks)]))
+            begin = min([_first_seen(before + first, options), *(before + a for a, b, _ in blocks if b > first)])
+            end = before + max([last, *(b for a, b, _ in blocks if a < last)])
             at_query = torch.arange(before + first, before + last, device=key.device)[:, None]
-            at_key = torch.arange(seen.start, seen.stop, device=key.device)[None]
+            at_key = torch.arange(begin, end, device=key.device)[None]
             unseen = at_key > at_query
+            _show_blocks(unseen, blocks, first, before - begin)
             hidden = window_mask(at_query, at_key, options.window)
-            for a, b, windowed in blocks:
-                inside = slice(max(before + a - seen.start, 0), max(before + b - seen.start, 0))
-                for mask in (unseen,) if windowed or hidden is None else (unseen, hidden):
-                    mask[max(a - first, 0) : max(b - first, 0), inside] = False
-            unseen = unseen if hidden is None else unseen | hidden
-            own = query[:, :, first:last], key[:, :, seen], value[:, :, seen]
+            if hidden is not None:
+                unseen |= hidden
+                _show_blocks(unseen, [block for block in blocks if not block.windowed], first, before - begin)
+            own = query[:, :, first:last], key[:, :, begin:end], value[:, :, begin:end]
             parts.append(masked_attention(*own, unseen, options))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -234,6 +231,13 @@ def _first_seen(query: int, options: AttentionOptions) -> int:
     window, chunk = options.window
     in_window = 0 if window is None else max(query - window + 1, 0)
     return in_window if chunk is None else max(in_window, query // chunk * chunk)
+
+
+def _show_blocks(unseen: Tensor, blocks: list[Block], first: int, column: int) -> None:
+    """Shows the tokens of a block to each other in a mask, whose rows begin with token `first` and in which token 0 has
+    this column."""
+    for a, b, _ in blocks:
+        unseen[max(a - first, 0) : max(b - first, 0), max(column + a, 0) : max(column + b, 0)] = False
 
 
 def _fresh(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:
