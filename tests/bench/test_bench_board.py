@@ -1,0 +1,86 @@
+"""The board: its own tasks, and a task from end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.board import ROWS, practice_file
+from bench.board_tasks import countdown, countdown_score, sorting
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("expression", "problem", "score"),
+    [
+        ("3+4*2", "3 4 2=11", 1.0),
+        ("4*2+3", "3 4 2=11", 1.0),  # in any order
+        (" 9-4-5\n", "9 4 5=0", 1.0),
+        ("3+4+2", "3 4 2=11", 0.0),  # another value
+        ("3+8", "3 4 2=11", 0.0),  # another number
+        ("3+4+4", "3 4 2=11", 0.0),
+        ("11", "3 4 2=11", 0.0),
+        ("22/2", "22 2=11", 0.0),  # no division
+        ("2**3", "2 3=8", 0.0),
+        ("-1+2", "1 2=1", 0.0),  # no sign
+        ("True+1", "1 1=2", 0.0),
+        ("1+", "1 1=2", 0.0),
+        ("((((", "1 1=2", 0.0),
+        ("1+1=2", "1 1=2", 0.0),
+    ],
+)
+def test_countdown_takes_any_right_expression(expression: str, problem: str, score: float) -> None:
+    assert countdown_score(expression, problem) == score
+
+
+def test_teachers_are_wrong_as_often_as_they_should() -> None:
+    for rows in (countdown(800, seed=1, mistakes=0.6), sorting(800, seed=1, mistakes=0.6)):
+        found = list(rows)
+        assert len({row["prompt"] for row in found}) == 800
+        right = [
+            row["response"] == row["answer"] or countdown_score(row["response"], row["answer"]) == 1.0 for row in found
+        ]
+        assert 0.35 < sum(right) / 800 < 0.45
+
+
+def test_held_out_tasks_are_others() -> None:
+    for task in (countdown, sorting):
+        seen = {row["prompt"] for row in task(3000, seed=1)}
+        assert not seen & {row["prompt"] for row in task(500, seed=2, held_out=True)}
+        assert all(row["answer"] for row in task(20, seed=1))
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_a_task_of_the_board_against_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setenv("ROLLMILL_BENCH_CACHE", str(tmp_path / "cache"))
+    options = [
+        "--rows",
+        "sorting",
+        "--seeds",
+        "0",
+        "--grid",
+        "lr x2",
+        "--target",
+        "0.5",
+        "--out",
+        str(tmp_path / "board"),
+    ]
+    done = subprocess.run([sys.executable, "-m", "bench", "board", *options], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert (line["bench"], line["case"], line["peer_name"]) == ("board", "sorting: seconds", "TRL")
+    found = json.loads((tmp_path / "board" / "sorting.json").read_text())
+    assert [(run["side"], run["seed"], run["reached"]) for run in found["runs"]] == [
+        ("ours", 0, True),
+        ("trl", 0, True),
+    ]
+    assert set(found["tuned"]["trl"]["tried"]) == {"fp32 lr x2", "bf16 lr x2"}
+    assert "<svg" in (tmp_path / "board" / "sorting.svg").read_text()
+    assert practice_file("sorting", ROWS["sorting"], 0).is_file()
