@@ -201,3 +201,9 @@ def test_experts_in_another_layout_are_refused(tmp_path: Path) -> None:
 def test_a_missing_library_is_named(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"pip install 'rollmill\[quantization\]', or use int8"):
         policy_of(folder, "nf4")
+
+
+def test_check_says_what_is_trained(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"path": str(folder), "new": None, "lora": {"rank": 2}, "quantization": "int8"}
+    assert main(["check", str(tiny_run(tmp_path, **QLORA | {"model": model}))]) == 0
+    assert "adapters of rank 2, over weights in int8" in " ".join(capsys.readouterr().out.split())

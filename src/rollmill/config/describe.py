@@ -134,7 +134,10 @@ def estimate_parameters(new: NewModelConfig) -> int:
 def _model(model: ModelConfig) -> str:
     new = model.new
     if model.path != "new" or new is None:
-        return f"{model.path}" + (" (model.new is on standby)" if new else "")
+        lora = model.lora
+        adapters = "" if lora is None else f", adapters of rank {lora.rank}" + ("" if lora.merge else ", not merged")
+        below = "" if model.quantization is None else f", over weights in {model.quantization}"
+        return f"{model.path}{adapters}{below}" + (" (model.new is on standby)" if new else "")
     millions = estimate_parameters(new) / 1e6
     words = f"up to {new.tokenizer.vocab_size} tokens" if new.tokenizer.kind == "bpe" else "one token per character"
     return (

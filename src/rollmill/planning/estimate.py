@@ -38,7 +38,7 @@ from rollmill.trainer.batch import CPU_ROW
 
 _MEASURED_SHARE = 1 / 8 + 1 / 4  # of a batch: the sizes that a measurement always makes
 _PATIENCE_S = 120.0
-_PROCESS = 800_000_000
+_PROCESS = 900_000_000
 """Python with its libraries and a tokenizer, and what the heap keeps between blocks in use; on a GPU, the context of
 CUDA and the libraries' workspaces."""
 _SAMPLED_LOGIT = 12
