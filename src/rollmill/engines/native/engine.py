@@ -182,6 +182,7 @@ class NativeEngine:
             while self.core.has_work and not self._paused:
                 if self.core.expected and not self.core.is_decoding:
                     await self._gather()
+                    continue  # it may have been paused, or its requests aborted
                 began = time.perf_counter()
                 self.core.step()
                 self._step_seconds = time.perf_counter() - began
