@@ -90,13 +90,13 @@ def test_openais_client_shows_pictures_in_several_turns(model: PolicyModel, site
         {"type": "text", "text": "?"},
     ]
     talk: list[Any] = [{"role": "user", "content": first}]
-    said = client.chat.completions.create(model="", messages=talk, logprobs=True)
+    said = client.chat.completions.create(model="", messages=talk, logprobs=True, seed=1)
     talk += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "really?"}]
-    again = client.chat.completions.create(model="", messages=talk)
+    again = client.chat.completions.create(model="", messages=talk, seed=2)
     talk += [again.choices[0].message.model_dump(exclude_none=True)]
     talk += [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(28, 56, 1)}}]}]
     streamed = client.chat.completions.create(
-        model="", messages=talk, stream=True, stream_options={"include_usage": True}
+        model="", messages=talk, stream=True, stream_options={"include_usage": True}, seed=3
     )
     last = list(streamed)[-1].usage
     assert last is not None
