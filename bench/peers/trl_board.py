@@ -14,37 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from bench.board_tasks import countdown_score
+from bench.peers.trl_learn import right
 from bench.peers.trl_step import settings
 from bench.worker import Channel, versions
 
 Score = Callable[[str, str], float]
 
 
-def _after(mark: str) -> Score:
-    """Score a completion by what follows the last `mark`."""
-
-    def score(completion: str, answer: str) -> float:
-        _, found, rest = completion.rpartition(mark)
-        return float((bool(found) or not mark) and rest.strip() == answer)
-
-    return score
-
-
 def _plain(completion: str, answer: str) -> float:
     return float(completion.strip() == answer)
 
 
-def _seen(completion: str, answer: str) -> float:
-    """A count, or what follows `=` in a sum."""
-    return float(completion.rpartition("=")[2].strip() == answer)
-
-
 SCORES: dict[str, Score] = {
-    "repair": _after("#"),
-    "mix": _after("#"),
+    "repair": right,
     "sorting": _plain,
     "countdown": countdown_score,
-    "see": _seen,
 }
 
 
@@ -208,8 +192,6 @@ def main() -> None:
     from datasets import Dataset
     from transformers import (
         AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoProcessor,
         AutoTokenizer,
         TrainerCallback,
     )
@@ -225,15 +207,9 @@ def main() -> None:
     assert run.evaluation.taskset is not None
     train, held_out = (load_taskset(each).tasks for each in (run.required_taskset, run.evaluation.taskset))
     folder = args.file.parent / "model"
-    sees = args.row == "see"
-    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    model: Any = kind.from_pretrained(folder, dtype=torch.float32)
-    processor: Any
-    if sees:
-        processor = AutoProcessor.from_pretrained(folder, use_fast=False, padding_side="left")
-    else:
-        processor = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    generate = Generator(model, getattr(processor, "tokenizer", processor))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    generate = Generator(model, tokenizer)
     episodes: Any = EPISODES[args.row](generate, run) if args.row in EPISODES else None
     by_prompt = {json.dumps(task.prompt): task for task in train}
     tokens = completions = 0
@@ -329,7 +305,7 @@ def main() -> None:
     rows = Dataset.from_list([{"prompt": task.prompt, "answer": str(task.answer)} for task in train])
     grpo = GRPOTrainer(
         model=model,
-        processing_class=processor,
+        processing_class=tokenizer,
         reward_funcs=reward,
         args=GRPOConfig(**config),
         train_dataset=rows,

@@ -44,7 +44,7 @@ async def _talk(engine: NativeEngine, start: list[int], seed: int, turns: int, *
 
 async def _all(engine: NativeEngine, count: int, turns: int, **settings: Any) -> list[list[Completion]]:
     starts = [[2 + i % 4, 7, *range(8, 8 + 5 * (i % 4))] for i in range(count)]  # some of them equal
-    talks = [_talk(engine, start, 100 * (i % 6), turns, **settings) for i, start in enumerate(starts)]
+    talks = [_talk(engine, start, 100 * (i % 4), turns, **settings) for i, start in enumerate(starts)]
     return list(await asyncio.gather(*talks))
 
 

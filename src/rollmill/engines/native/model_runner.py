@@ -141,7 +141,8 @@ class ModelRunner:
                 group.entry = self._cache.prompt(len(prompt))
                 if (known := self._prefixes.take(group.request)) is not None:
                     known.copy_into(group.entry)
-                    group.prefilled, group.routing = known.length, known.routing
+                    group.prefilled = known.length
+                    group.routing = list(known.routing)  # it grows, and equal conversations share the kept one
             take = min(budget, len(prompt) - group.prefilled)
             if (pictures := group.request.pictures) is not None:
                 take = pictures.whole_blocks(group.prefilled, take)
