@@ -82,7 +82,25 @@ def test_predictions_are_finite_and_sensible(found: Calibration) -> None:
     assert plan.too_large == []
 
 
+def with_known_memory(found: Calibration, constant: float, per_token: float) -> Calibration:
+    """Calibration whose training steps took this much above its components: what a process really takes is noisy."""
+    present, gradients, between = found.present["train"], found.sizes["gradients"], 1e8
+    samples = [
+        replace(
+            sample,
+            idle=present - gradients + sample.cache_bytes + between,
+            memory={
+                **sample.memory,
+                "train": present + sample.cache_bytes + between + constant + per_token * sample.trained,
+            },
+        )
+        for sample in found.samples
+    ]
+    return replace(found, samples=samples)
+
+
 def test_memory_by_rank_and_process(found: Calibration) -> None:
+    found = with_known_memory(found, constant=1e6, per_token=2e3)
     plan, whole = plan_stage(found, MachineSpec(4, 64e9)), found.sizes["policy"]
     ranks = plan.ranks
     first, other = (ranks[f"2 ranks, sharding fsdp, {which}"].parts for which in ("first", "others"))
@@ -91,7 +109,7 @@ def test_memory_by_rank_and_process(found: Calibration) -> None:
     assert ranks["2 ranks, sharding none, others"].parts["policy"] == whole
     shared, alone = ranks["2 ranks, sharding context, first"].parts, ranks["1 rank"].parts
     assert {**shared, "work": 0} == {**alone, "work": 0}
-    assert alone["work"] / 2 <= shared["work"] < alone["work"]
+    assert shared["work"] - 1e6 == pytest.approx((alone["work"] - 1e6) / 2)
     assert "optimizer" not in plan.processes["explorer"].parts
     assert "cache" not in plan.processes["trainer"].parts
 
