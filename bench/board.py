@@ -1,4 +1,4 @@
-"""Seconds and tokens to a stated accuracy on held-out tasks, on five tasks: ours against TRL's GRPOTrainer.
+"""Seconds and tokens to a stated accuracy on held-out tasks, on six tasks: ours against TRL's GRPOTrainer.
 
 Per task and seed, a stage of SFT on a flawed teacher makes a checkpoint; both sides practise from it until the target.
 Both are tuned on another seed, over the same learning rates and batches; TRL also over its types, and ours by the parts
@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ import yaml
 from bench.curves import Curve, svg
 from bench.harness import RESULTS, ROOT, BenchError, Side, Worker, need, note
 from bench.learn import checkpoint
+from bench.models import cache_dir
 from bench.report import Case, finish
 from bench.step import TRL_HOW
+from rollmill.user_code import import_object
 
 TUNED_ON = 10  #: seed
 HELD_OUT = 500
@@ -37,12 +40,16 @@ class Row:
     Attributes:
         file: run file with a stage that makes the checkpoint, and one that practises.
         every: steps between two evaluations.
+        checkpoint: function of the example that writes the model, where the run file has a folder.
+        held_out: tasks of the evaluations, where the run file has several sets.
     """
 
     file: str
     target: float
     every: int = 4
     max_steps: int = 80
+    checkpoint: str | None = None
+    held_out: dict[str, Any] | None = None
 
 
 ROWS = {
@@ -51,6 +58,17 @@ ROWS = {
     "countdown": Row("bench/board/countdown.yaml", 0.6),
     "frozen_lake": Row("examples/frozen_lake.yaml", 0.66),
     "tools": Row("examples/tool_agent.yaml", 0.6),
+    "pictures": Row(
+        "examples/see.yaml",
+        0.75,
+        checkpoint="see.py:write_checkpoint",
+        held_out={
+            "function": "see.py:questions",
+            "options": {"held_out": True},
+            "chat": True,
+            "fields": {"rewards": "rewards"},
+        },
+    ),
 }
 #: What both sides are tuned over: a factor of the run file's learning rate, optimizer steps per batch, passes over it.
 GRID = {"as given": (1, 1, 1), "lr x2": (2, 1, 1), "lr x2, 2 updates": (2, 2, 1), "lr x2, 2 epochs": (2, 1, 2)}
@@ -65,6 +83,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--grid", nargs="+", default=list(GRID), choices=GRID, help="settings that both are tuned over")
     parser.add_argument("--target", type=float, help="accuracy to reach, instead of the task's own")
+    parser.add_argument("--ablation", action="store_true", help="measure ours without each of its own settings, too")
     parser.add_argument("--out", type=Path, default=RESULTS / "board", help="measured tasks, and their curves")
     args = parser.parse_args(arguments)
     need("trl", TRL_HOW)
@@ -72,21 +91,31 @@ def main(arguments: list[str], only_json: bool) -> None:
     seeds = [int(seed) for seed in args.seeds.split(",")]
     for name in filter(None, args.rows.split(",")):
         row = ROWS[name] if args.target is None else replace(ROWS[name], target=args.target)
-        found = measure(name, row, seeds, args.grid)
+        found = measure(name, row, seeds, args.grid, args.ablation)
         (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
         (args.out / f"{name}.svg").write_text(_picture(found["runs"]))
     report(args.out, only_json)
 
 
-def measure(name: str, row: Row, seeds: Sequence[int], grid: Sequence[str]) -> dict[str, Any]:
-    """Tune both sides on a row, and measure them on every seed."""
-    found = []
+def measure(name: str, row: Row, seeds: Sequence[int], grid: Sequence[str], ablation: bool) -> dict[str, Any]:
+    """Tune both sides on a row, and measure them on every seed; ours also without each part of `FAST`, if asked for."""
     tuned = {side: tune(name, row, side, grid) for side in ("ours", "trl")}
+    sides = {side: found["options"] for side, found in tuned.items()}
+    if ablation:
+        chosen = sides["ours"]
+        fast = {key: ["--set", f"{key}={value}"] for key, value in FAST.items()}
+        rest = chosen[sum(map(len, fast.values())) :]
+        for key in fast:
+            sides[f"ours without {key}"] = [
+                part for each, parts in fast.items() if each != key for part in parts
+            ] + rest
+        sides["ours as given"] = []
+    found = []
     for seed in seeds:
-        for side in ("ours", "trl"):
-            one = run(name, row, side, tuned[side]["options"], seed)
-            if not one["reached"]:
-                raise BenchError(f"{name}: {side} did not reach {row.target} with seed {seed}: {one['accuracy']}")
+        for side, options in sides.items():
+            one = run(name, row, side.split()[0], options, seed)
+            if side == "ours" and not one["reached"]:
+                raise BenchError(f"{name}: ours did not reach {row.target} with seed {seed}: {one['accuracy']}")
             found.append({"side": side, "seed": seed, **one})
     return {"row": name, "target": row.target, "tuned": tuned, "runs": found}
 
@@ -99,7 +128,17 @@ def tune(name: str, row: Row, side: str, settings: Sequence[str] = tuple(GRID)) 
     if side == "trl":
         kinds = {dtype: ["--dtype", dtype] for dtype in ("fp32", "bf16")}
     tried: dict[str, dict[str, Any]] = {}
-    best, limit = "", None
+    best = ""
+
+    def attempt(setting: str, options: list[str]) -> float:
+        """Seconds per step; the setting is the best if it reaches the target sooner than all before."""
+        nonlocal best
+        limit = tried[best]["seconds"] if best else None
+        one = tried[setting] = run(name, row, side, options, TUNED_ON, limit) | {"options": options}
+        if one["reached"] and (limit is None or one["seconds"] < limit):
+            best = setting
+        return float(one["seconds"] / one["steps"])
+
     for grid in settings:
         lr, updates, epochs = GRID[grid]
         changed = {
@@ -107,18 +146,10 @@ def tune(name: str, row: Row, side: str, settings: Sequence[str] = tuple(GRID)) 
             "trainer.updates_per_batch": updates,
             "trainer.epochs_per_batch": epochs,
         }
-        for kind, own in kinds.items():
-            setting = f"{kind} {grid}".strip()
-            options = [*own, *(part for key, value in changed.items() for part in ("--set", f"{key}={value}"))]
-            one = tried[setting] = run(name, row, side, options, TUNED_ON, limit) | {"options": options}
-            if one["reached"] and (limit is None or one["seconds"] < limit):
-                best, limit = setting, one["seconds"]
-        if len(kinds) > 1:  # go on with the type that was faster per step
-            kind = min(
-                kinds,
-                key=lambda each: tried[f"{each} {grid}".strip()]["seconds"] / tried[f"{each} {grid}".strip()]["steps"],
-            )
-            kinds = {kind: kinds[kind]}
+        options = [part for key, value in changed.items() for part in ("--set", f"{key}={value}")]
+        pace = {kind: attempt(f"{kind} {grid}".strip(), [*own, *options]) for kind, own in kinds.items()}
+        fastest = min(pace, key=lambda kind: pace[kind])
+        kinds = {fastest: kinds[fastest]}  # go on with the type that was faster per step
     if not best:
         raise BenchError(f"{name}: no setting of {side} reached {row.target}: {tried}")
     return {"best": best, "options": tried[best]["options"], "tried": tried}
@@ -160,12 +191,18 @@ def practice_file(name: str, row: Row, seed: int) -> Path:
     whole = _absolute(yaml.safe_load(source.read_text()), source.parent)
     first, last = whole.pop("stages")
     held_out = whole.pop("evaluation")
+    taskset = held_out["taskset"] if row.held_out is None else _absolute(row.held_out, source.parent)
+    if row.checkpoint is not None:
+        model = cache_dir() / f"board-{name}-new-{seed}"
+        if not model.exists():
+            import_object(str(_absolute(row.checkpoint, source.parent)))(model, seed)
+        whole["model"] = {"path": str(model)}
     shared = {key: whole[key] for key in ("model", "taskset") if key in whole}
     warm_start = {**shared, **{key: value for key, value in first.items() if key != "evaluation"}}
+    warm_start["taskset"].pop("fields", None)  # names of rewards, of which SFT has none
     folder = checkpoint(f"board-{name}", warm_start, seed)
-    taskset = held_out["taskset"]
-    taskset["options"]["size"] = HELD_OUT
-    evaluation = {"taskset": taskset, "greedy": False, "every": 1000}
+    evaluated = {**taskset, "options": {**taskset["options"], "size": HELD_OUT}}
+    evaluation = {"taskset": evaluated, "greedy": False, "every": 1000}
     stage = {**whole, **last, "model": {"path": str(folder / "model")}, "evaluation": evaluation, "steps": 1000}
     path = folder / "practice.yaml"
     path.write_text(yaml.safe_dump(stage, sort_keys=False))
@@ -196,6 +233,7 @@ def report(folder: Path, only_json: bool) -> None:
             extra = {
                 "target": measured["target"],
                 "settings": {side: measured["tuned"][side]["best"] for side in sides},
+                "not_reached": {side: sum(not one["reached"] for one in runs) for side, runs in sides.items()},
             }
             cases.append(
                 Case(f"{name}: {unit}", "TRL", unit[0] if unit == "seconds" else unit, ours, peer, False, extra)
@@ -208,9 +246,9 @@ def _picture(runs: Sequence[dict[str, Any]]) -> str:
     """Accuracy over seconds, a line for each side and seed."""
     curves = []
     for one in runs:
-        at = [0.0]
-        for seconds in one["times"]:
-            at.append(at[-1] + seconds)
+        if one["side"] not in ("ours", "trl"):
+            continue
         side = "rollmill" if one["side"] == "ours" else "TRL"
+        at = accumulate(one["times"], initial=0.0)
         curves.append(Curve(side, int(side == "TRL"), list(zip(at, one["accuracy"], strict=True))))
     return svg("seconds of training", "sampled accuracy on held-out tasks", curves)

@@ -1,22 +1,26 @@
 """Worker: the practice stage of a task of the board with TRL; each command runs a few steps and evaluates.
 
 Tasks are read as ours reads them. Episodes of several turns are a `rollout_func`, which generates a turn of all
-episodes at a time; their observations are masked, as on our side.
+episodes at a time; their observations are masked, as on our side. Answers about pictures are scored by our rewards.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import io
 import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from bench.board_tasks import countdown_score
 from bench.peers.trl_learn import right
 from bench.peers.trl_step import settings
 from bench.worker import Channel, versions
+from rollmill.types import Task
 
 Score = Callable[[str, str], float]
 
@@ -30,6 +34,56 @@ SCORES: dict[str, Score] = {
     "sorting": _plain,
     "countdown": countdown_score,
 }
+PICTURES = "pictures"
+
+
+class Seeing:
+    """Questions of examples/see.yaml: rows with a picture each, generation, and scores."""
+
+    def __init__(self, model: Any, processor: Any) -> None:
+        from rollmill.config.rewards.vision import BoxesReward, CountReward
+        from rollmill.rewards.vision.boxes import BoxesScorer
+        from rollmill.rewards.vision.count import CountScorer
+
+        self._model, self._processor, self._loop = model, processor, asyncio.new_event_loop()
+        self._scorers: dict[str, Any] = {
+            "boxes": BoxesScorer(BoxesReward(name="boxes")),
+            "count": CountScorer(CountReward(name="count")),
+        }
+
+    def rows(self, taskset: Any) -> list[dict[str, Any]]:
+        """Rows of the file's function, with the picture opened."""
+        from PIL import Image
+
+        from rollmill.user_code import import_object
+
+        return [
+            {**row, "image": Image.open(io.BytesIO(row.pop("images")[0])).convert("RGB")}
+            for row in import_object(taskset.function)(**taskset.options)
+        ]
+
+    def score(self, completion: str, row: dict[str, Any]) -> float:
+        """Reward of an answer."""
+        task, given = Task(id="", prompt="", answer=row["answer"]), SimpleNamespace(text=completion)
+        return float(self._loop.run_until_complete(self._scorers[row["rewards"]].score(task, given)).value)
+
+    def answers(self, rows: list[dict[str, Any]], new_tokens: int) -> list[str]:
+        """Sample an answer to each question."""
+        import torch
+
+        texts = [self._processor.apply_chat_template(self.chat(row), add_generation_prompt=True) for row in rows]
+        inputs = self._processor(images=[row["image"] for row in rows], text=texts, return_tensors="pt", padding=True)
+        with torch.no_grad():
+            out_BT = self._model.generate(**inputs, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=new_tokens)
+        found: list[str] = self._processor.batch_decode(
+            out_BT[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        return found
+
+    @staticmethod
+    def chat(row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The question as a message with its picture."""
+        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["prompt"]}]}]
 
 
 class Generator:
@@ -180,7 +234,7 @@ EPISODES: dict[str, Any] = {"frozen_lake": FrozenLake, "tools": Calculator}
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--row", required=True, choices=[*SCORES, *EPISODES])
+    parser.add_argument("--row", required=True, choices=[*SCORES, *EPISODES, PICTURES])
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="bf16: autocast over fp32 weights")
@@ -192,6 +246,8 @@ def main() -> None:
     from datasets import Dataset
     from transformers import (
         AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
         AutoTokenizer,
         TrainerCallback,
     )
@@ -205,13 +261,20 @@ def main() -> None:
     run = load_run(args.file, [*args.set, f"seed={args.seed}"]).stages[-1]
     assert run.evaluation is not None
     assert run.evaluation.taskset is not None
-    train, held_out = (load_taskset(each).tasks for each in (run.required_taskset, run.evaluation.taskset))
+    sections = (run.required_taskset, run.evaluation.taskset)
     folder = args.file.parent / "model"
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    sees = args.row == PICTURES
+    kind: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model: Any = kind.from_pretrained(folder, dtype=torch.float32)
+    processor: Any = AutoProcessor.from_pretrained(folder, use_fast=False, padding_side="left") if sees else None
+    seeing = Seeing(model, processor)
+    train: Any
+    held_out: Any
+    train, held_out = (seeing.rows(each) if sees else load_taskset(each).tasks for each in sections)
+    tokenizer: Any = processor.tokenizer if sees else AutoTokenizer.from_pretrained(folder, padding_side="left")
     generate = Generator(model, tokenizer)
     episodes: Any = EPISODES[args.row](generate, run) if args.row in EPISODES else None
-    by_prompt = {json.dumps(task.prompt): task for task in train}
+    by_prompt = {} if sees else {json.dumps(task.prompt): task for task in train}
     tokens = completions = 0
 
     def reward(
@@ -221,6 +284,9 @@ def main() -> None:
         if episodes is not None:
             return [float(each) for each in given["earned"]]
         texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+        if sees:
+            texts = [each if isinstance(each, str) else each[0]["text"] for each in texts]
+            return [seeing.score(text, train[index]) for text, index in zip(texts, given["index"], strict=True)]
         return [SCORES[args.row](text, answer) for text, answer in zip(texts, given["answer"], strict=True)]
 
     def count(more_tokens: int, more_completions: int) -> None:
@@ -244,6 +310,9 @@ def main() -> None:
         model.eval()
         if episodes is not None:
             right: list[bool] = [each.success for each in episodes.play(held_out)]
+        elif sees:
+            answers = seeing.answers(held_out, run.rollout.max_new_tokens)
+            right = [seeing.score(text, row) == 1 for text, row in zip(answers, held_out, strict=True)]
         else:
             texts = sampled([task.prompt for task in held_out])
             right = [bool(SCORES[args.row](text, task.answer)) for text, task in zip(texts, held_out, strict=True)]
@@ -302,10 +371,18 @@ def main() -> None:
         "steps_per_generation": trainer.updates_per_batch,
         "num_iterations": trainer.epochs_per_batch,
     }
-    rows = Dataset.from_list([{"prompt": task.prompt, "answer": str(task.answer)} for task in train])
+    if sees:
+        rows = Dataset.from_list(
+            [
+                {"prompt": [{"role": "user", "content": row["prompt"]}], "image": row["image"], "index": index}
+                for index, row in enumerate(train)
+            ]
+        )
+    else:
+        rows = Dataset.from_list([{"prompt": task.prompt, "answer": str(task.answer)} for task in train])
     grpo = GRPOTrainer(
         model=model,
-        processing_class=tokenizer,
+        processing_class=processor if sees else tokenizer,
         reward_funcs=reward,
         args=GRPOConfig(**config),
         train_dataset=rows,
