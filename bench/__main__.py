@@ -19,6 +19,7 @@ NAMES = (
     "logprob",
     "gradient",
     "learn",
+    "board",
     "real",
     "curriculum",
     "mixing",
