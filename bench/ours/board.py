@@ -13,13 +13,16 @@ from bench.worker import Channel, versions
 
 async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
     """Build the stage and run the parent's commands."""
-    from rollmill.config.loader import load_run
-    from rollmill.orchestrator.buffers import Buffers
-    from rollmill.orchestrator.loop import TrainingLoop
-    from rollmill.orchestrator.setup import set_up_run
-    from rollmill.orchestrator.stages import Stage
+    from rollmill.startup import quick_imports
 
-    loaded = load_run(args.file, [*args.set, f"seed={args.seed}", "threads=1"])
+    with quick_imports():  # as `rollmill run` does
+        from rollmill.config.loader import load_run
+        from rollmill.orchestrator.buffers import Buffers
+        from rollmill.orchestrator.loop import TrainingLoop
+        from rollmill.orchestrator.setup import set_up_run
+        from rollmill.orchestrator.stages import Stage
+
+        loaded = load_run(args.file, [*args.set, f"seed={args.seed}", "threads=1"])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         setup = set_up_run(loaded, folder, None)

@@ -13,10 +13,13 @@ from bench.worker import Channel, versions
 
 async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
     """Build the repair stage on the checkpoint and run the parent's commands."""
-    from rollmill.config.taskset import TasksetConfig
+    from rollmill.startup import quick_imports
 
-    train, held_out = (TasksetConfig(path=args.folder / name) for name in ("train.jsonl", "held_out.jsonl"))
-    loop, precision, accuracy = repair_stage(args, train, held_out)
+    with quick_imports():  # as `rollmill run` does
+        from rollmill.config.taskset import TasksetConfig
+
+        train, held_out = (TasksetConfig(path=args.folder / name) for name in ("train.jsonl", "held_out.jsonl"))
+        loop, precision, accuracy = repair_stage(args, train, held_out)
     channel.say(accuracy=await accuracy(), dtype=precision, versions=versions("torch", "transformers"))
     for _ in channel.commands():
         report: dict[str, Any] = {"seconds": 0.0, "tokens": 0}

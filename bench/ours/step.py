@@ -87,9 +87,12 @@ def build_stage(
 async def serve_steps(channel: Channel, args: argparse.Namespace, **stage: Any) -> None:
     """Build the stage of a run and run one step per command; `stage` are arguments of `build_stage`."""
     began = time.perf_counter()
-    import torch
+    from rollmill.startup import quick_imports
 
-    loop, precision = build_stage(args, "bench.ours.step:even_ids", **stage)
+    with quick_imports():  # as `rollmill run` does
+        import torch
+
+        loop, precision = build_stage(args, "bench.ours.step:even_ids", **stage)
     channel.say(
         startup_s=time.perf_counter() - began,
         dtype=precision,

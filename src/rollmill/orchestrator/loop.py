@@ -23,7 +23,7 @@ from rollmill.orchestrator.metrics import (
     PHASES,
     batch_metrics,
     domain_metrics,
-    drafting_metrics,
+    generation_metrics,
     engine_metrics,
     judging_metrics,
     require_rewards,
@@ -217,7 +217,7 @@ class TrainingLoop:
         away_before, self._away_seconds = self._away_seconds, OUTAGES.seconds()
         if self._away_seconds > away_before:
             metrics["judging/away_seconds"] = self._away_seconds - away_before
-        metrics |= drafting_metrics(engine_before, engine, generated) | engine_metrics(engine_last, engine)
+        metrics |= generation_metrics(engine_before, engine, generated) | engine_metrics(engine_last, engine)
         metrics |= {} if stage.batches is None else stage.batches.metrics()
         metrics |= sum_metrics([stage.backend.metrics(), *evaluated])
         return metrics | ({} if stage.offloader is None else stage.offloader.metrics())

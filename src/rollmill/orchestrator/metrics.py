@@ -142,8 +142,9 @@ def engine_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> d
     return {f"engine/{key}": value for key in _ENGINE if (value := after.get(key, 0) - before.get(key, 0))}
 
 
-def drafting_metrics(before: Mapping[str, float], after: Mapping[str, float], generated: int) -> dict[str, float]:
-    """For drafts and guesses: the share accepted of those tested, and the accepted share of all new tokens."""
+def generation_metrics(before: Mapping[str, float], after: Mapping[str, float], generated: int) -> dict[str, float]:
+    """For drafts and guesses: the share accepted of those tested, and the accepted share of all new tokens. For the
+    prefix cache: the share of prompt tokens found in it."""
     metrics: dict[str, float] = {}
     for name in ("reuse", "guess"):
         tested, accepted = (
@@ -152,6 +153,9 @@ def drafting_metrics(before: Mapping[str, float], after: Mapping[str, float], ge
         if tested:
             metrics[f"rollout/{name}/accepted"] = accepted / tested
             metrics[f"rollout/{name}/share"] = accepted / generated
+    hits, queries = (after.get(key, 0) - before.get(key, 0) for key in ("prefix_cache_hits", "prefix_cache_queries"))
+    if hits:
+        metrics["rollout/prefix_cache/share"] = hits / queries
     return metrics
 
 
