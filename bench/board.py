@@ -15,13 +15,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bench.curves import Curve, svg
 from bench.harness import RESULTS, ROOT, BenchError, Side, Worker, need, note
 from bench.learn import checkpoint
 from bench.models import cache_dir
@@ -84,7 +82,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     parser.add_argument("--grid", nargs="+", default=list(GRID), choices=GRID, help="settings that both are tuned over")
     parser.add_argument("--target", type=float, help="accuracy to reach, instead of the task's own")
     parser.add_argument("--ablation", action="store_true", help="measure ours without each of its own settings, too")
-    parser.add_argument("--out", type=Path, default=RESULTS / "board", help="measured tasks, and their curves")
+    parser.add_argument("--out", type=Path, default=RESULTS / "board", help="folder of the measured tasks")
     args = parser.parse_args(arguments)
     need("trl", TRL_HOW)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -93,7 +91,6 @@ def main(arguments: list[str], only_json: bool) -> None:
         row = ROWS[name] if args.target is None else replace(ROWS[name], target=args.target)
         found = measure(name, row, seeds, args.grid, args.ablation)
         (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-        (args.out / f"{name}.svg").write_text(_picture(found["runs"]))
     report(args.out, only_json)
 
 
@@ -240,15 +237,3 @@ def report(folder: Path, only_json: bool) -> None:
             )
     headline = [case for case in cases if case.unit == "s"]
     finish("board", cases, headline=headline, versions=versions, only_json=only_json, folder=folder.parent)
-
-
-def _picture(runs: Sequence[dict[str, Any]]) -> str:
-    """Accuracy over seconds, a line for each side and seed."""
-    curves = []
-    for one in runs:
-        if one["side"] not in ("ours", "trl"):
-            continue
-        side = "rollmill" if one["side"] == "ours" else "TRL"
-        at = accumulate(one["times"], initial=0.0)
-        curves.append(Curve(side, int(side == "TRL"), list(zip(at, one["accuracy"], strict=True))))
-    return svg("seconds of training", "sampled accuracy on held-out tasks", curves)

@@ -35,7 +35,7 @@ def svg(x_name: str, y_name: str, curves: Sequence[Curve]) -> str:
         at = place(0, y)[1]
         parts.append(f'<path d="M{LEFT} {at:.1f}H{RIGHT}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{y:.1f}</text>')
-    for tick in range(0, int(right) + 1, 1000):
+    for tick in range(0, int(right) + 1, _tick_distance(right)):
         at = place(tick, low)[0]
         parts.append(f'<text x="{at:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{tick:,}</text>')
     parts.append(f'<text x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_name)}</text>')
@@ -49,3 +49,9 @@ def svg(x_name: str, y_name: str, curves: Sequence[Curve]) -> str:
         parts.append(f'<text x="{RIGHT + 42}" y="{y}">{escape(name)}</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
     return "\n".join([f'{head}font-family="sans-serif" font-size="12">', *parts, "</svg>\n"])
+
+
+def _tick_distance(right: float) -> int:
+    """Smallest of 1, 2, 5, 10, 20, ... with at most eight ticks."""
+    steps = (step * int(10**power) for power in range(12) for step in (1, 2, 5))
+    return next(step for step in steps if right <= 8 * step)

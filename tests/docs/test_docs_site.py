@@ -80,6 +80,10 @@ def test_the_cookbook_shows_the_committed_results(capsys: pytest.CaptureFixture[
     assert script("cookbook.py").main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_the_board_shows_the_committed_results(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("board.py").main(["--check"]) == 0, capsys.readouterr().out
+
+
 def test_the_page_on_policies_that_see_shows_the_committed_results() -> None:
     rows = markdown(json.loads((ROOT / "bench/results/see_learn.json").read_text()))
     assert "\n".join(rows) in (DOCS / "guide/vision-language.md").read_text()

@@ -48,7 +48,9 @@ def test_a_workflow_of_two_turns_is_one_experience_with_the_policy_s_tokens_alon
         assert (one.logprobs[~mine] == 0).all()
         assert one.reward_parts["bonus"] == 0.5
         assert one.reward == pytest.approx(one.reward_parts["right"] + 0.5)
-    assert 0.2 < read_metrics(tmp_path / "run")[-1]["rollout/prefix_cache/share"] < 0.8  # all second turns go on from it
+    assert (
+        0.2 < read_metrics(tmp_path / "run")[-1]["rollout/prefix_cache/share"] < 0.8
+    )  # all second turns go on from it
 
 
 def test_what_a_workflow_raises_names_the_task_the_file_and_the_line(tmp_path: Path) -> None:
