@@ -91,6 +91,20 @@ def test_types_of_weights_and_moments_count(tmp_path: Path) -> None:
     assert all(each["process"] > 1e8 for each in parts)
 
 
+def test_kept_turns_of_conversations_count() -> None:
+    def cache(**changes: Any) -> float:
+        section = {"taskset": {"path": "tasks.jsonl"}, "algorithm": {"name": "grpo"}, **changes}
+        model = read_cluster_model(
+            planned_model("llama-3.2-1b", ModelConfig()), StageConfig.model_validate(section), 64, None
+        )
+        return estimate_stage(model, torch.device("cpu")).memory["rollout"].parts["cache"]
+
+    turns: dict[str, Any] = {"workflow": {"name": "reflection"}}
+    assert cache(**turns, engine={"name": "native", "prefix_cache_gb": 0}) == cache()
+    assert cache(**turns) == cache() + 2**30
+    assert cache(**turns, engine={"name": "native", "prefix_cache_gb": 1e6}) == pytest.approx(2 * cache())
+
+
 def test_adapters_take_less(tmp_path: Path) -> None:
     stage = StageConfig.model_validate({"taskset": {"path": "tasks.jsonl"}, "algorithm": {"name": "grpo"}})
     own = ModelConfig(path=tmp_path, lora=LoRAConfig(rank=8))

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from rollmill.config.checks.offload import component_phases, stage_phases
+from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.models.load import PolicyModel
 from rollmill.offload.plan import estimate_component_sizes
@@ -129,7 +130,10 @@ def estimate_stage(model: ClusterModel, device: torch.device, memory_gb: float |
     for phase in stage_phases(stage):
         here = {name: float(size) for name, size in sizes.items() if name != "gradients" or phase == "train"}
         if stage.algorithm.uses_rollouts and "cache" in here:
-            here["cache"] = float(together * model.longest * model.cache_bytes * (1 if precision == "bf16" else 2))
+            of_completion = model.longest * model.cache_bytes * (1 if precision == "bf16" else 2)
+            here["cache"] = float(together * of_completion)
+            if isinstance(stage.engine, NativeEngineConfig) and any(not each.single_turn for each in stage.workflows):
+                here["cache"] += min(stage.engine.prefix_cache_gb * 2**30, completions * of_completion)
         always = {"work": _work_bytes(model, phase, precision, device), "process": float(_PROCESS)}
         memory[phase] = PhaseMemory({name: size for name, size in (here | always).items() if size > 0})
         kept = {name: size for name, size in here.items() if phase in needs.get(name, ())}
