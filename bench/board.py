@@ -81,7 +81,11 @@ def main(arguments: list[str], only_json: bool) -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--grid", nargs="+", default=list(GRID), choices=GRID, help="settings that both are tuned over")
     parser.add_argument("--target", type=float, help="accuracy to reach, instead of the task's own")
-    parser.add_argument("--ablation", action="store_true", help="measure ours without each of its own settings, too")
+    parser.add_argument(
+        "--ablation",
+        action="store_true",
+        help="measure ours without each of its own settings; needs the results of these tasks",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "board", help="folder of the measured tasks")
     args = parser.parse_args(arguments)
     need("trl", TRL_HOW)
@@ -89,39 +93,47 @@ def main(arguments: list[str], only_json: bool) -> None:
     seeds = [int(seed) for seed in args.seeds.split(",")]
     for name in filter(None, args.rows.split(",")):
         row = ROWS[name] if args.target is None else replace(ROWS[name], target=args.target)
-        found = measure(name, row, seeds, args.grid, args.ablation)
-        (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        path = args.out / f"{name}.json"
+        if args.ablation:
+            found = json.loads(path.read_text())
+            found["ablation"] = ablation(name, row, seeds, found["tuned"]["ours"]["best"])
+        else:
+            found = measure(name, row, seeds, args.grid)
+        path.write_text(json.dumps(found, indent=1) + "\n")
     report(args.out, only_json)
 
 
-def measure(name: str, row: Row, seeds: Sequence[int], grid: Sequence[str], ablation: bool) -> dict[str, Any]:
-    """Tune both sides on a row, and measure them on every seed; ours also without each part of `FAST`, if asked for."""
-    tuned = {side: tune(name, row, side, grid) for side in ("ours", "trl")}
-    sides = {side: found["options"] for side, found in tuned.items()}
-    if ablation:
-        chosen = sides["ours"]
-        fast = {key: ["--set", f"{key}={value}"] for key, value in FAST.items()}
-        rest = chosen[sum(map(len, fast.values())) :]
-        for key in fast:
-            sides[f"ours without {key}"] = [
-                part for each, parts in fast.items() if each != key for part in parts
-            ] + rest
-        sides["ours as given"] = []
+def measure(name: str, row: Row, seeds: Sequence[int], grid: Sequence[str]) -> dict[str, Any]:
+    """Tune both sides on a row, and measure them on every seed."""
     found = []
+    tuned = {side: tune(name, row, side, grid) for side in ("ours", "trl")}
     for seed in seeds:
-        for side, options in sides.items():
-            one = run(name, row, side.split()[0], options, seed)
+        for side in ("ours", "trl"):
+            one = run(name, row, side, tuned[side]["options"], seed)
             if side == "ours" and not one["reached"]:
                 raise BenchError(f"{name}: ours did not reach {row.target} with seed {seed}: {one['accuracy']}")
             found.append({"side": side, "seed": seed, **one})
     return {"row": name, "target": row.target, "tuned": tuned, "runs": found}
 
 
+def ablation(name: str, row: Row, seeds: Sequence[int], best: str) -> list[dict[str, Any]]:
+    """Measure ours with its best setting of a row, without each part of `FAST`, and as the run file is."""
+    ways = {"all": FAST, **{f"without {key}": {k: v for k, v in FAST.items() if k != key} for key in FAST}}
+    stage = yaml.safe_load(practice_file(name, row, TUNED_ON).read_text())
+    tuned = _changes(best, stage)
+    sides = {way: {**parts, **tuned} for way, parts in ways.items()} | {"as given": {}}
+    return [
+        {"way": way, "seed": seed, **run(name, row, "ours", _options(changed), seed)}
+        for seed in seeds
+        for way, changed in sides.items()
+    ]
+
+
 def tune(name: str, row: Row, side: str, settings: Sequence[str] = tuple(GRID)) -> dict[str, Any]:
     """Find the fastest setting of one side on the seed for it. Raises BenchError if none reaches the target."""
     file = practice_file(name, row, TUNED_ON)
     stage = yaml.safe_load(file.read_text())
-    kinds = {"": [part for key, value in FAST.items() for part in ("--set", f"{key}={value}")]}
+    kinds = {"": _options(FAST)}
     if side == "trl":
         kinds = {dtype: ["--dtype", dtype] for dtype in ("fp32", "bf16")}
     tried: dict[str, dict[str, Any]] = {}
@@ -137,19 +149,27 @@ def tune(name: str, row: Row, side: str, settings: Sequence[str] = tuple(GRID)) 
         return float(one["seconds"] / one["steps"])
 
     for grid in settings:
-        lr, updates, epochs = GRID[grid]
-        changed = {
-            "trainer.lr": lr * stage["trainer"]["lr"],
-            "trainer.updates_per_batch": updates,
-            "trainer.epochs_per_batch": epochs,
-        }
-        options = [part for key, value in changed.items() for part in ("--set", f"{key}={value}")]
+        options = _options(_changes(grid, stage))
         pace = {kind: attempt(f"{kind} {grid}".strip(), [*own, *options]) for kind, own in kinds.items()}
         fastest = min(pace, key=lambda kind: pace[kind])
         kinds = {fastest: kinds[fastest]}  # go on with the type that was faster per step
     if not best:
         raise BenchError(f"{name}: no setting of {side} reached {row.target}: {tried}")
     return {"best": best, "options": tried[best]["options"], "tried": tried}
+
+
+def _changes(grid: str, stage: dict[str, Any]) -> dict[str, Any]:
+    """Keys of the run file that a setting of `GRID` changes."""
+    lr, updates, epochs = GRID[grid]
+    return {
+        "trainer.lr": lr * stage["trainer"]["lr"],
+        "trainer.updates_per_batch": updates,
+        "trainer.epochs_per_batch": epochs,
+    }
+
+
+def _options(changes: dict[str, Any]) -> list[str]:
+    return [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
 
 
 def run(name: str, row: Row, side: str, options: list[str], seed: int, limit: float | None = None) -> dict[str, Any]:

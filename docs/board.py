@@ -58,8 +58,19 @@ def pages(results: dict[str, Any]) -> Iterator[tuple[Path, str]]:
             f"rollmill, {best['trl']} for TRL.\n\n```text\npython -m bench board --rows {name}\n```\n\n"
             f"![Accuracy over seconds, a line per seed](images/board/{name}.svg)\n"
         )
+        if "ablation" in found:
+            text.append("\n| rollmill's settings | seconds of each seed | median |\n|---|---|---|\n")
+            text += _ablation(found["ablation"])
         yield CURVES / f"{name}.svg", _curves(found["runs"])
     yield PAGE, "".join(text)
+
+
+def _ablation(runs: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a row for each way; a run that did not reach the target has its seconds in brackets."""
+    for way in dict.fromkeys(run["way"] for run in runs):
+        own = [run for run in runs if run["way"] == way]
+        each = ", ".join(f"{run['seconds']:.1f}" if run["reached"] else f"({run['seconds']:.1f})" for run in own)
+        yield f"| {way} | {each} | {_median(own, 'seconds'):.1f} |\n"
 
 
 def _median(runs: list[dict[str, Any]], key: str) -> float:
