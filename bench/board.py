@@ -249,6 +249,8 @@ def report(folder: Path, only_json: bool) -> None:
         versions |= {side: runs[0]["versions"] for side, runs in sides.items()}
         for unit in ("seconds", "tokens"):
             ours, peer = ([one[unit] for one in sides[side]] for side in sides)
+            if None in peer:
+                continue  # not counted
             extra = {
                 "target": measured["target"],
                 "settings": {side: measured["tuned"][side]["best"] for side in sides},

@@ -49,7 +49,7 @@ def pages(results: dict[str, Any]) -> Iterator[tuple[Path, str]]:
             f"| {_median(ours, 'seconds'):.1f} s | {_median(peer, 'seconds'):.1f} s"
             f"{f' ({missed} of {len(peer)} did not get there)' if missed else ''} "
             f"| {statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f}) "
-            f"| {_median(ours, 'tokens'):,.0f} | {_median(peer, 'tokens'):,.0f} |\n"
+            f"| {_tokens(ours)} | {_tokens(peer)} |\n"
         )
     for name, found in results.items():
         best = {side: found["tuned"][side]["best"] for side in ("ours", "trl")}
@@ -63,6 +63,11 @@ def pages(results: dict[str, Any]) -> Iterator[tuple[Path, str]]:
             text += _ablation(found["ablation"])
         yield CURVES / f"{name}.svg", _curves(found["runs"])
     yield PAGE, "".join(text)
+
+
+def _tokens(runs: list[dict[str, Any]]) -> str:
+    """Return the median of the policy's tokens; a dash where they were not counted."""
+    return "–" if any(run["tokens"] is None for run in runs) else f"{_median(runs, 'tokens'):,.0f}"
 
 
 def _ablation(runs: list[dict[str, Any]]) -> Iterator[str]:

@@ -280,7 +280,8 @@ def main() -> None:
     def reward(
         prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **given: Any
     ) -> list[float]:
-        count(sum(map(len, completion_ids)), len(prompts))
+        own: list[int] = list(map(len, completion_ids)) if episodes is None else given["own"]  # no observations
+        count(sum(own), len(prompts))
         if episodes is not None:
             return [float(each) for each in given["earned"]]
         texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
@@ -304,6 +305,7 @@ def main() -> None:
             "logprobs": None,
             "env_mask": [each.mask for each in played],
             "earned": [each.reward for each in played],
+            "own": [sum(each.mask) for each in played],
         }
 
     def accuracy() -> float:
