@@ -205,7 +205,8 @@ class Calculator:
                 before = self._rendered(chats[i][:-1], prompt=False)
                 after = self._rendered(chats[i])
                 assert after[: len(before)] == before
-                episodes[i].add(after[len(before) :], own=False)
+                ended = len(before) - before[::-1].index(tokenizer.eos_token_id)  # the template goes on after it
+                episodes[i].add(after[ended:], own=False)
                 going.append(i)
             live = going
             if not live:
