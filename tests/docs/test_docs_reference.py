@@ -56,7 +56,8 @@ tried = set()
 
 @rollmill.workflow
 async def picky(task, policy, judge):
-    reply = await policy.complete(task.prompt)
+    first = await policy.complete(task.prompt)
+    reply = await policy.complete([*first.token_ids, *policy.encode("0")])
     if not tried:
         tried.add(task.id)
         raise ValueError("once")
