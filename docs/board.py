@@ -43,11 +43,9 @@ def pages(results: dict[str, Any]) -> Iterator[tuple[Path, str]]:
         ours, peer = ([run for run in found["runs"] if run["side"] == side] for side in ("ours", "trl"))
         ratios = [b["seconds"] / a["seconds"] for a, b in zip(ours, peer, strict=True)]
         start = statistics.mean(run["accuracy"][0] for run in ours)
-        missed = sum(not run["reached"] for run in peer)
         text.append(
             f"| [{TASKS[name][0]}](#{TASKS[name][0].lower()}) | {start:.0%} to {found['target']:.0%} "
-            f"| {_median(ours, 'seconds'):.1f} s | {_median(peer, 'seconds'):.1f} s"
-            f"{f' ({missed} of {len(peer)} did not get there)' if missed else ''} "
+            f"| {_seconds(ours)} | {_seconds(peer)} "
             f"| {statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f}) "
             f"| {_tokens(ours)} | {_tokens(peer)} |\n"
         )
@@ -63,6 +61,12 @@ def pages(results: dict[str, Any]) -> Iterator[tuple[Path, str]]:
             text += _ablation(found["ablation"])
         yield CURVES / f"{name}.svg", _curves(found["runs"])
     yield PAGE, "".join(text)
+
+
+def _seconds(runs: list[dict[str, Any]]) -> str:
+    """Return the median of the seconds, and how many runs stopped before the target."""
+    missed = sum(not run["reached"] for run in runs)
+    return f"{_median(runs, 'seconds'):.1f} s" + (f" ({missed} of {len(runs)} did not get there)" if missed else "")
 
 
 def _tokens(runs: list[dict[str, Any]]) -> str:
