@@ -18,6 +18,7 @@ NAMES = (
     "packing",
     "logprob",
     "gradient",
+    "before",
     "learn",
     "board",
     "real",

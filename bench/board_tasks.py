@@ -1,4 +1,7 @@
-"""Tasks of the board that no example has: sorting digits, and countdown. Their teachers are often wrong."""
+"""Tasks of the board that no example has: sorting digits, and countdown. Their teachers are often wrong.
+
+Both raise ValueError if there are too few problems for the size.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 Row = dict[str, str]
+_MOST_DRAWS = 100_000  # without a new problem
 
 
 def sorting(size: int, seed: int = 0, mistakes: float = 0.0, digits: int = 6, held_out: bool = False) -> Iterator[Row]:
@@ -19,7 +23,7 @@ def sorting(size: int, seed: int = 0, mistakes: float = 0.0, digits: int = 6, he
         held_out: digits that other rows do not have.
     """
     generator, seen = random.Random(f"{seed} {held_out}"), set[str]()
-    while len(seen) < size:
+    for _ in _draws(seen, size):
         text = "".join(generator.choice("0123456789") for _ in range(digits))
         right = "".join(sorted(text))
         if text in seen or right == text or (int(text) % 10 == 7) != held_out:
@@ -44,13 +48,13 @@ def countdown(
         held_out: problems that other rows do not have.
     """
     generator, seen = random.Random(f"{seed} {held_out}"), set[str]()
-    while len(seen) < size:
+    for _ in _draws(seen, size):
         values = [generator.randint(1, 9) for _ in range(numbers)]
         signs = [generator.choice("+-*") if i == 0 else generator.choice("+-") for i in range(numbers - 1)]
         expression = _joined(values, signs)
         target = _value(expression)
         prompt = f"{' '.join(map(str, values))}={target}\n"
-        if prompt in seen or not 0 <= target < 100 or (sum(values) % 10 == 7) != held_out:
+        if prompt in seen or not 0 <= target < 100 or (sum(values) % 5 == 2) != held_out:
             continue
         seen.add(prompt)
         if generator.random() < mistakes:
@@ -74,6 +78,17 @@ def countdown_score(completion: str, answer: str) -> float:
 def countdown_reward(task: Any, completion: Any) -> float:
     """`countdown_score` as a reward of a run file."""
     return countdown_score(completion.text, task.answer)
+
+
+def _draws(seen: set[str], size: int) -> Iterator[None]:
+    """Go on until there are `size` problems."""
+    without_new, before = 0, 0
+    while len(seen) < size:
+        without_new = 0 if len(seen) > before else without_new + 1
+        if without_new > _MOST_DRAWS:
+            raise ValueError(f"size {size} is more than there are problems: {len(seen)} were found")
+        before = len(seen)
+        yield
 
 
 def _joined(values: list[int], signs: list[str]) -> str:

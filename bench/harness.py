@@ -27,13 +27,14 @@ class BenchError(Exception):
 
 @dataclass(frozen=True)
 class Side:
-    """One contestant: a worker module and its arguments."""
+    """One contestant: a worker module and its arguments, run with the sources of a checkout."""
 
     name: str
     module: str
     args: tuple[str, ...] = ()
     python: str = sys.executable
     env: dict[str, str] = field(default_factory=dict)
+    checkout: Path = ROOT
 
 
 class Worker:
@@ -43,11 +44,12 @@ class Worker:
         self.side, self.deadline_s = side, deadline_s
         core = str(machine.cores()[-1])
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "ROLLMILL_BENCH_CORE": core} if pinned else {}
-        path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
+        folders = [str(side.checkout / "src"), str(side.checkout), os.environ.get("PYTHONPATH")]
+        path = os.pathsep.join(filter(None, folders))
         self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log", delete=False)  # noqa: SIM115
         self._process = subprocess.Popen(
             [side.python, "-m", side.module, *side.args],
-            cwd=ROOT,
+            cwd=side.checkout,
             env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **threads, **side.env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 from pathlib import Path
 
-from bench.harness import ROOT, BenchError, Measured, Side, note, run_in_turn
+from bench.harness import BenchError, Measured, Side, note, run_in_turn
 from bench.report import Case, finish
 
 BACKENDS = ("namespaces", "landlock")
@@ -47,11 +46,10 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def _earlier(backend: str, count: str, checkout: Path) -> Side:
-    """Our sandbox as it was in another checkout, driven by this benchmark's worker."""
+    """Our sandbox as it was in another checkout."""
     if not (checkout / "src" / "rollmill" / "sandbox").is_dir():
         raise BenchError(f"--before {checkout}: no checkout of rollmill there; make one with git worktree add")
-    paths = {"PYTHONPATH": os.pathsep.join([str(checkout.resolve() / "src"), str(ROOT)])}
-    return Side(f"before, {backend}", "bench.ours.sandbox", (backend, count), env=paths)
+    return Side(f"before, {backend}", "bench.ours.sandbox", (backend, count), checkout=checkout.resolve())
 
 
 def _cases(ours: Measured, backend: str, peers: list[Measured]) -> list[Case]:

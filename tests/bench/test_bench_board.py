@@ -55,6 +55,11 @@ def test_held_out_tasks_are_others() -> None:
         assert all(row["answer"] for row in task(20, seed=1))
 
 
+def test_more_problems_than_there_are_is_an_error() -> None:
+    with pytest.raises(ValueError, match="size 50 is more than there are problems: 43 were found"):
+        list(sorting(50, digits=2))
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_task_of_the_board_against_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

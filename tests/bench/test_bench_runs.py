@@ -78,6 +78,21 @@ def test_step_against_trl(tmp_path: Path) -> None:
     assert list(case["peer_settings"]) == ["trl fp32 static cache", "trl bf16"]
 
 
+@pytest.mark.slow
+def test_each_side_of_before_has_the_sources_of_its_checkout(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier"
+    shutil.copytree(ROOT / "bench", earlier / "bench", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (earlier / "src" / "rollmill").mkdir(parents=True)
+    (earlier / "src" / "rollmill" / "__init__.py").write_text("earlier = 2.5")
+    (earlier / "bench" / "ours" / "sampling.py").write_text(
+        "import rollmill\nfrom bench.worker import Channel, serve\n"
+        "serve(Channel(), lambda: {'ms': rollmill.earlier}, versions={})"
+    )
+    line = bench(str(tmp_path), "before", str(earlier), "--only", "sampling", "--rounds", "1")
+    assert (line["case"], line["peer"], line["unit"]) == ("sampling", 2.5, "ms")
+    assert line["ratio"] == pytest.approx(2.5 / line["ours"], rel=1e-2)
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_memory_of_a_run_against_trl(tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ def test_refused_requests_hold_no_session_and_push_none_out() -> None:
 
 
 def test_sessions_are_bounded_by_their_tokens_together() -> None:
-    with running(limits=ServiceLimits(session_tokens=100)) as site:
+    with running(["as long as it may be"] * 3, limits=ServiceLimits(session_tokens=100)) as site:
         for name in "abc":
             client(site, name).chat.completions.create(model="", messages=HI)
         assert [name for _, name in site.service.sessions._held] == ["b", "c"]
