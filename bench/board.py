@@ -53,7 +53,7 @@ class Row:
 ROWS = {
     "repair": Row("src/rollmill/quickstart/addition.yaml", 0.86),
     "sorting": Row("bench/board/sorting.yaml", 0.85),
-    "countdown": Row("bench/board/countdown.yaml", 0.6),
+    "countdown": Row("bench/board/countdown.yaml", 0.36),
     "frozen_lake": Row("examples/frozen_lake.yaml", 0.6),
     "tools": Row("examples/tool_agent.yaml", 0.6),
     "pictures": Row(

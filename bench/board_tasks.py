@@ -50,7 +50,7 @@ def countdown(
     generator, seen = random.Random(f"{seed} {held_out}"), set[str]()
     for _ in _draws(seen, size):
         values = [generator.randint(1, 9) for _ in range(numbers)]
-        signs = [generator.choice("+-*") if i == 0 else generator.choice("+-") for i in range(numbers - 1)]
+        signs = [generator.choice("+-") for _ in range(numbers - 1)]
         expression = _joined(values, signs)
         target = _value(expression)
         prompt = f"{' '.join(map(str, values))}={target}\n"
