@@ -10,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from generated_files import write_or_check
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -101,15 +103,7 @@ def main(arguments: list[str]) -> int:
     """Write or compare the files; return the exit code."""
     files = {name: RESULTS / f"{name}.json" for name in TASKS}
     results = {name: json.loads(path.read_text()) for name, path in files.items() if path.is_file()}
-    made = list(pages(results))
-    stale = [path for path, text in made if not (path.is_file() and path.read_text() == text)]
-    if arguments == ["--check"]:
-        print(*(f"{path.relative_to(ROOT)} is out of date: python docs/board.py" for path in stale), sep="\n")
-        return 1 if stale else 0
-    for path, text in made:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return 0
+    return write_or_check(pages(results), "board.py", arguments)
 
 
 if __name__ == "__main__":

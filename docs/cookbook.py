@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from generated_files import write_or_check
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results/cookbook.json"
 PAGE = ROOT / "docs/cookbook.md"
@@ -223,18 +225,7 @@ def main(arguments: list[str]) -> int:
         found = collect(Path(arguments[1]))
         runs = ",\n".join(f"  {json.dumps(name)}: {json.dumps(run)}" for name, run in found.pop("runs").items())
         RESULTS.write_text(json.dumps(found, indent=1).removesuffix("\n}") + f',\n "runs": {{\n{runs}\n }}\n}}\n')
-    stale = [path for path, text in pages(json.loads(RESULTS.read_text())) if not _is(path, text)]
-    if arguments == ["--check"]:
-        print(*(f"{path.relative_to(ROOT)} is out of date: python docs/cookbook.py" for path in stale), sep="\n")
-        return 1 if stale else 0
-    for path, text in pages(json.loads(RESULTS.read_text())):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return 0
-
-
-def _is(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_text() == text
+    return write_or_check(pages(json.loads(RESULTS.read_text())), "cookbook.py", arguments)
 
 
 if __name__ == "__main__":

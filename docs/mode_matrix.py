@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from generated_files import write_or_check
+
 from rollmill.config.checks.modes import COLUMNS, FEATURES, Place, refusal_reasons
 
 PAGE = Path(__file__).resolve().parent / "guide/modes.md"
@@ -40,12 +42,7 @@ def main() -> int:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     new = f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-    if "--check" in sys.argv[1:]:
-        if new != text:
-            print(f"{PAGE} is not current; run: python docs/mode_matrix.py", file=sys.stderr)
-        return int(new != text)
-    PAGE.write_text(new)
-    return 0
+    return write_or_check([(PAGE, new)], "mode_matrix.py", sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from generated_files import write_or_check
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "notebooks"
 _CELL = re.compile(r"^# %%( \[markdown\])?\n", re.MULTILINE)
 
@@ -42,15 +44,9 @@ def _cell(number: int, is_text: bool, text: str) -> dict[str, Any]:
 
 def main() -> int:
     """Writes or compares the notebooks; returns the exit code."""
-    check, wrong = "--check" in sys.argv[1:], 0
-    for script in sorted(FOLDER.glob("*.py")):
-        file, text = script.with_suffix(".ipynb"), notebook(script.read_text(encoding="utf-8"))
-        if not check:
-            file.write_text(text, encoding="utf-8")
-        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
-            print(f"{file} is not up to date; run python docs/notebooks.py", file=sys.stderr)
-            wrong = 1
-    return wrong
+    scripts = sorted(FOLDER.glob("*.py"))
+    made = [(script.with_suffix(".ipynb"), notebook(script.read_text(encoding="utf-8"))) for script in scripts]
+    return write_or_check(made, "notebooks.py", sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from generated_files import write_or_check
 from pydantic.fields import FieldInfo
 
 from rollmill.api.algorithms import algorithm_classes
@@ -160,14 +161,7 @@ def _formatted(text: str) -> str:
 
 def main() -> int:
     """Writes or compares the file; returns the exit code."""
-    text = stub()
-    if "--check" not in sys.argv[1:]:
-        FILE.write_text(text, encoding="utf-8")
-        return 0
-    same = FILE.read_text(encoding="utf-8") == text
-    if not same:
-        print(f"{FILE} is not up to date; run python docs/python_api.py", file=sys.stderr)
-    return 0 if same else 1
+    return write_or_check([(FILE, stub())], "python_api.py", sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from generated_files import write_or_check
 from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithms.base import PolicyGradientOptions
@@ -268,19 +269,12 @@ def _differs(field: FieldInfo, other: FieldInfo) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Writes all pages, or with `--check` prints those that differ; returns the exit code."""
-    stale = []
+    made = []
     for name, text in [*((page, generated(page)) for page in PAGES), ("README", index())]:
         path = FOLDER / f"{name}.md"
-        old = path.read_text(encoding="utf-8")
-        new = f"{old.partition(MARKER)[0].rstrip()}\n\n{MARKER}\n\n{text}"
-        if old != new:
-            stale.append(path.name)
-            if "--check" not in arguments:
-                path.write_text(new, encoding="utf-8")
-    if stale and "--check" in arguments:
-        print(f"out of date: {', '.join(stale)}; run .venv/bin/python docs/run_file_reference.py", file=sys.stderr)
-        return 1
-    return 0
+        by_hand = path.read_text(encoding="utf-8").partition(MARKER)[0].rstrip()
+        made.append((path, f"{by_hand}\n\n{MARKER}\n\n{text}"))
+    return write_or_check(made, "run_file_reference.py", arguments)
 
 
 if __name__ == "__main__":
