@@ -7,7 +7,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
+from unittest.mock import patch
 
 from toys import CONTEXT, toy_model, toy_tokenizer
 
@@ -114,7 +116,12 @@ def running(
     **model: Any,
 ) -> Iterator[Running]:
     """A server over a toy model that first says the texts of `says`; or over an engine that is `made`, and its
-    tokenizer. `keys` are those of several clients, in place of `key`."""
+    tokenizer. `keys` are those of several clients, in place of `key`.
+
+    Ids of answers, from which their seeds derive, are the same every time: what a random model says, and when it ends,
+    must not differ from one run of the tests to the next.
+    """
+    generator = Random(0)
     engine, tokenizer = made or toy_engine(**model)
     if template is not None:
         tokenizer.chat_template = template
@@ -141,7 +148,11 @@ def running(
     server_of = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, kept, loop, server)
     try:
         server_of.call(server.start())
-        yield server_of
+        with patch(
+            "rollmill.rollout.endpoint.handler.new_response_id",
+            lambda kind: f"{kind}-{generator.getrandbits(128):032x}",
+        ):
+            yield server_of
     finally:
         server_of.call(server.stop(abort=True))
         server_of.call(engine.close())
