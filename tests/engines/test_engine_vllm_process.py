@@ -104,8 +104,8 @@ core = subprocess.Popen(["VLLM::EngineCore", "600"], executable="/bin/sleep")
 other = subprocess.Popen(["compiles", "600"], executable="/bin/sleep")
 with open(sys.argv[2], "w") as file:
     file.write(f"{core.pid} {other.pid}")
-connection.sendall(b'{"id": 0, "value": 1}\\n')
 print("something in the log", flush=True)
+connection.sendall(b'{"id": 0, "value": 1}\\n')
 time.sleep(600)
 """
 """A process that has started, as vLLM with its subprocesses, and then answers nothing."""
@@ -121,7 +121,6 @@ def lost(folder: Path, act: Callable[[int, int, int], None]) -> RollmillError:
         process, _ = await VLLMProcess.start(launch(folder / "f", python), lambda message: None, died.set)
         core, other = map(int, (folder / "pids").read_text().split())
         call = asyncio.ensure_future(process.request("load"))
-        await asyncio.sleep(0.3)
         act(process.pid, core, other)
         with pytest.raises(RollmillError) as caught:
             await call

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import rollmill
-from rollmill.engines.vllm.process_tree import wait_for_loss
+from rollmill.engines.vllm.process_tree import find_needed, wait_for_loss
 from rollmill.engines.vllm.worker import MAX_LINE_BYTES
 from rollmill.errors import ConfigError, DeadlineError, EngineError, EngineLostError
 from rollmill.files import try_lock
@@ -149,7 +149,8 @@ class VLLMProcess:
             first = made._await(0)
             made._write(launch.settings)
             version = int(await made._answer(0, first, "start"))
-            made._guarding = asyncio.ensure_future(made._guard())
+            needed = await asyncio.to_thread(find_needed, made.pid)  # before a caller can wait for them
+            made._guarding = asyncio.ensure_future(made._guard(needed))
             return made, version
         except BaseException:
             made.kill()
@@ -261,9 +262,9 @@ class VLLMProcess:
         elif not future.done():
             future.set_result(message["value"])
 
-    async def _guard(self) -> None:
+    async def _guard(self, needed: dict[int, str]) -> None:
         """End it if it loses a subprocess: it would not answer any more."""
-        why = await wait_for_loss(self.pid)
+        why = await wait_for_loss(self.pid, needed)
         self._signal(signal.SIGSTOP)  # so that it does not answer with errors of its own meanwhile
         try:
             async with asyncio.timeout(_TOGETHER_S):

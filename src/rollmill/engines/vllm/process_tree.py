@@ -21,10 +21,24 @@ _TITLE, _FORKED = "VLLM::", "rollmill.engines.vllm.worker"
 as those that compile, may end at any time."""
 
 
-async def wait_for_loss(pid: int) -> str:
-    """Wait until one of the processes that the started vLLM process `pid` needs has ended, or is stopped; say which."""
+def find_needed(pid: int) -> dict[int, str]:
+    """Find the subprocesses that the started vLLM process `pid` needs; returns their names, for messages, by id."""
+    found = {}
+    with suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                command = " ".join(process.cmdline())
+                if command.startswith(_TITLE):
+                    found[process.pid] = command.removeprefix(_TITLE).split()[0]
+                elif _FORKED in command:
+                    found[process.pid] = "subprocess"
+    return found
+
+
+async def wait_for_loss(pid: int, names: dict[int, str]) -> str:
+    """Wait until one of the subprocesses `names` of the vLLM process `pid` has ended, or one of all of them is stopped;
+    say which."""
     loop, lost = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-    names = await asyncio.to_thread(_find_needed, pid)
     with ExitStack() as stack:
         for child, name in names.items():
             try:
@@ -51,20 +65,6 @@ def _has_ended(pid: int, name: str) -> str:
 def _set_once(lost: asyncio.Future[str], text: str) -> None:
     if not lost.done():
         lost.set_result(text)
-
-
-def _find_needed(pid: int) -> dict[int, str]:
-    """The subprocesses that vLLM needs, with names for messages."""
-    found = {}
-    with suppress(psutil.Error):
-        for process in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):
-                command = " ".join(process.cmdline())
-                if command.startswith(_TITLE):
-                    found[process.pid] = command.removeprefix(_TITLE).split()[0]
-                elif _FORKED in command:
-                    found[process.pid] = "subprocess"
-    return found
 
 
 def _find_stopped(pids: list[int]) -> list[int]:
