@@ -169,7 +169,8 @@ def test_what_a_grader_imports_has_no_sections_of_run_files() -> None:
 def test_processes_that_were_started_in_advance_are_taken_over(tmp_path: Path) -> None:
     """A manager that is set aside leaves its processes to the next one, which asks them."""
     (tmp_path / "mine.py").write_text("import os\n\ndef pid(task, completion):\n    return os.getpid()\n")
-    config = PythonReward.model_validate({"name": "python", "function": f"{tmp_path}/mine.py:pid", "processes": 2})
+    function = {"name": "python", "function": f"{tmp_path}/mine.py:pid", "processes": 2, "run_in": "process"}
+    config = PythonReward.model_validate(function)
     build_reward_manager([config]).set_aside()
     [pool] = resources._set_aside.values()
     wait_until(lambda: len(pool.pids()) == 2)

@@ -230,7 +230,7 @@ def f(task, completion):
         pass
     return os.getpid()
 """
-    with judge_of(source, time_limit_s=1.0) as judge:
+    with judge_of(source, time_limit_s=1.0, run_in="process") as judge:
         first, second = judged(judge, "go", "5").reward, judged(judge, "go", "6").reward
         assert first == second != os.getpid()
         assert judged(judge, "stay", "5").outcomes == {"f": "timeout"}
@@ -257,7 +257,7 @@ def test_registered_functions_run_in_processes_too(tmp_path: Path) -> None:
     path = tmp_path / "plugin_of_rewards.py"
     path.write_text("import os, rollmill\n@rollmill.reward\ndef pid_of_plugin(task, completion): return os.getpid()\n")
     import_file(path)
-    with build_reward_manager([PythonReward(name="python", function="pid_of_plugin")]) as judge:
+    with build_reward_manager([PythonReward(name="python", function="pid_of_plugin", run_in="process")]) as judge:
         assert judged(judge, "5", "5").reward != os.getpid()
 
 

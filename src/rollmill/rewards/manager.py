@@ -32,6 +32,7 @@ from rollmill.rewards.base import (
     SupportsCounters,
 )
 from rollmill.rewards.function_threads import retrieve_error
+from rollmill.rewards.python import PythonScorer
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 from rollmill.waiting import patient_timeout
@@ -182,7 +183,8 @@ class RewardManager:
     async def _run_reward(self, part: WeightedReward, task: Task, completion: Completion) -> _Timed:
         queued_at = time.perf_counter()
         try:
-            score = await self._in_time(part.reward.score(task, completion))  # type: ignore[union-attr]
+            score = part.reward.score_inline(task, completion) if isinstance(part.reward, PythonScorer) else None
+            score = score or await self._in_time(part.reward.score(task, completion))  # type: ignore[union-attr]
         except Exception as error:
             raise _reward_error(part.name, task, f"completion {completion.index}", completion.text, error) from error
         return _timed(score or Score(part.config.timeout_reward, LATE), queued_at)

@@ -1,4 +1,4 @@
-"""Users' Python functions as rewards: plain ones in processes or threads, async ones in a separate event loop."""
+"""Users' Python functions as rewards: plain ones inline, in processes or threads, async ones in an event loop."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rollmill.rewards.base import OK, TIMEOUT, RewardResult, RewardValue, Score
 from rollmill.rewards.foreign_functions import VerlFunction, adapt_function, unadapted
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError, start_user_task
 from rollmill.rewards.grader_pool import GraderPool
+from rollmill.rewards.inline_calls import InlineCalls
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.values import validate_result
 from rollmill.types import Completion, Task
@@ -32,6 +33,7 @@ def build_python_reward(config: PythonReward, resources: RewardResources) -> Pyt
     function = load_reward_function(config)
     in_process = config.run_in != "thread" and not _is_async(function)
     source = function_source(config.function, unadapted(function)) if in_process else None
+    inline = None
     if source is None:
         caller: Callable[[list[Any]], Awaitable[_FunctionResult]] = partial(
             _in_thread, config, function, resources.threads
@@ -40,13 +42,16 @@ def build_python_reward(config: PythonReward, resources: RewardResources) -> Pyt
         pool = resources.pool(
             f"function {source} {config.processes}",
             lambda: GraderPool(config.processes, memory_bytes=0, quiet=False),
-            "python",
-            source,
         )
+        warm = partial(resources.will_load, pool, "python", source)
+        if config.run_in == "process":
+            warm()
+        else:
+            inline = InlineCalls(config.function, function, warm)
         caller = partial(_in_process, config, source, pool)
     if getattr(function, "group", False):
-        return PythonGroupScorer(config, caller, wants_judged="judged" in _parameters(function))
-    return PythonScorer(config, caller)
+        return PythonGroupScorer(config, caller, inline, wants_judged="judged" in _parameters(function))
+    return PythonScorer(config, caller, inline)
 
 
 def load_reward_function(config: PythonReward) -> RewardFunction:
@@ -106,8 +111,17 @@ class _FunctionResult:
 class PythonScorer:
     """A user's `(task, completion, **options) -> number | mapping | None`."""
 
-    def __init__(self, config: PythonReward, caller: Callable[[list[Any]], Awaitable[_FunctionResult]]) -> None:
-        self._config, self._caller = config, caller
+    def __init__(
+        self,
+        config: PythonReward,
+        caller: Callable[[list[Any]], Awaitable[_FunctionResult]],
+        inline: InlineCalls | None = None,
+    ) -> None:
+        self._config, self._caller, self._inline = config, caller, inline
+
+    def score_inline(self, task: Task, completion: Completion) -> Score | None:
+        answer = _inline(self._config, self._inline, [task, completion])
+        return None if answer is None else Score(answer.values[0], OK, 0.0, answer.run_s, answer.details[0])
 
     async def score(self, task: Task, completion: Completion) -> Score:
         answer = await self._caller([task, completion])
@@ -124,29 +138,46 @@ class PythonGroupScorer:
     """
 
     def __init__(
-        self, config: PythonReward, caller: Callable[[list[Any]], Awaitable[_FunctionResult]], *, wants_judged: bool
+        self,
+        config: PythonReward,
+        caller: Callable[[list[Any]], Awaitable[_FunctionResult]],
+        inline: InlineCalls | None = None,
+        *,
+        wants_judged: bool,
     ) -> None:
-        self._config, self._caller, self._wants_judged = config, caller, wants_judged
+        self._config, self._caller, self._inline, self._wants_judged = config, caller, inline, wants_judged
 
     async def score_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[Score]:
-        arguments = [task, list(completions)]
-        answer = await self._caller(arguments + ([[each.parts for each in judged]] if self._wants_judged else []))
+        arguments = [task, list(completions), *([[each.parts for each in judged]] if self._wants_judged else [])]
+        answer = _inline(self._config, self._inline, arguments) or await self._caller(arguments)
         if not answer.in_time:
             return [Score(self._config.timeout_reward, TIMEOUT, answer.queue_s, answer.run_s)] * len(completions)
         found = zip(answer.values, answer.details, strict=True)
         return [Score(value, OK, answer.queue_s, answer.run_s, details) for value, details in found]
 
 
-async def _in_process(config: PythonReward, source: str, pool: GraderPool, arguments: list[Any]) -> _FunctionResult:
-    options = dict(config.options)
-    if len(arguments) == 3:
-        options["judged"] = arguments.pop()
+def _inline(config: PythonReward, inline: InlineCalls | None, arguments: list[Any]) -> _FunctionResult | None:
+    """Call the function here, if it is quick."""
+    if inline is None:
+        return None
+    read = partial(validate_result, in_groups=isinstance(arguments[1], list))
     try:
-        reply = await pool.ask("python", (arguments, options), config.time_limit_s, setup=source)
-    except (TypeError, AttributeError, PicklingError) as error:
-        raise RewardError(f"the task cannot be sent to another process ({error}); set run_in: thread") from error
+        found = inline.call(*_with_options(config, arguments), read)
+    except _NOT_COPIED as error:
+        raise _not_copied(error) from error
+    if found is None:
+        return None
+    (values, details), seconds = found
+    return _FunctionResult(values, details, in_time=True, run_s=seconds)
+
+
+async def _in_process(config: PythonReward, source: str, pool: GraderPool, arguments: list[Any]) -> _FunctionResult:
+    try:
+        reply = await pool.ask("python", _with_options(config, arguments), config.time_limit_s, setup=source)
+    except _NOT_COPIED as error:
+        raise _not_copied(error) from error
     if reply.outcome not in (OK, TIMEOUT):
         raise RewardError(f"it ran out of {reply.outcome}")
     values, details = reply.value if reply.outcome == OK else ([], [])
@@ -157,10 +188,8 @@ async def _in_thread(
     config: PythonReward, function: RewardFunction, threads: FunctionThreads, arguments: list[Any]
 ) -> _FunctionResult:
     """Run plain functions in a thread, awaitables in the event loop of `threads`."""
-    options = dict(config.options)
-    if len(arguments) == 3:
-        options["judged"] = arguments.pop()
-    call, loop = partial(function, *arguments, **options), asyncio.get_running_loop()
+    positional, options = _with_options(config, arguments)
+    call, loop = partial(function, *positional, **options), asyncio.get_running_loop()
     started = loop.time()
     if _is_async(function):
         found, in_time = await threads.run(config.function, _within(call, config.time_limit_s), config.time_limit_s)
@@ -175,6 +204,18 @@ async def _in_thread(
             found, in_time = await threads.run(config.function, work, config.time_limit_s)
     values, details = validate_result(found, isinstance(arguments[1], list)) if in_time else ([], [])
     return _FunctionResult(values, details, in_time)
+
+
+_NOT_COPIED = (TypeError, AttributeError, PicklingError)
+
+
+def _not_copied(error: Exception) -> RewardError:
+    return RewardError(f"the task cannot be sent to another process ({error}); set run_in: thread")
+
+
+def _with_options(config: PythonReward, arguments: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Split into positional and keyword arguments; a third one is `judged`."""
+    return arguments[:2], config.options | ({"judged": arguments[2]} if len(arguments) == 3 else {})
 
 
 def _parameters(function: RewardFunction) -> list[str]:

@@ -52,20 +52,17 @@ class RewardResources:
 
     def graders_for(self, kind: str) -> GraderPool:
         """`graders` for a reward that will load this handler of grader_worker.py."""
-        self._loads.append((self.graders, kind, ""))
+        self.will_load(self.graders, kind)
         return self.graders
 
-    def pool(self, key: str, make: Callable[[], GraderPool], kind: str = "", setup: str = "") -> GraderPool:
+    def pool(self, key: str, make: Callable[[], GraderPool]) -> GraderPool:
         """Return the pool stored under `key`, as `shared`: one that was set aside with started processes, if there is
-        one.
+        one."""
+        return self.shared(key, lambda: _set_aside.pop(key, None) or make())
 
-        Args:
-            kind, setup: what its processes will load, if known.
-        """
-        found = self.shared(key, lambda: _set_aside.pop(key, None) or make())
-        if kind:
-            self._loads.append((found, kind, setup))
-        return found
+    def will_load(self, pool: GraderPool, kind: str, setup: str = "") -> None:
+        """Note what a pool's processes will load, so that `set_aside` can start them."""
+        self._loads.append((pool, kind, setup))
 
     def set_aside(self) -> None:
         """Start the pools' processes and keep them for the next resources of this process that want such a pool; close

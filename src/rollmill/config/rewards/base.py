@@ -112,9 +112,10 @@ class PythonReward(RewardSection):
     """Keyword arguments of the function."""
     time_limit_s: float = Field(60.0, gt=0)
     """Timeout of one call; the outcome is then `timeout`."""
-    run_in: Literal["process", "thread"] = "process"
+    run_in: Literal["auto", "process", "thread"] = "auto"
     """Isolation of a plain function. Processes do not slow down rollouts and can be killed; each has its own copy of
-    the file's global variables. An async function runs in an event loop of this process."""
+    the file's global variables. `auto`: in the run's own process as long as calls are quick (50 ms at most, 1 ms on
+    average), then in processes. An async function runs in an event loop of this process."""
     processes: int = Field(4, ge=1)
     """Maximum number of processes for this function; each starts on first use."""
 
