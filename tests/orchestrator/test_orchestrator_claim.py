@@ -15,7 +15,7 @@ from tiny import tiny_run
 import rollmill
 from rollmill.errors import ConfigError
 from rollmill.launch import next_free_folder, resume
-from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock, is_run_locked
+from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock, is_run_locked, will_restart
 
 
 def test_a_run_that_goes_on_cannot_be_started_or_resumed_again(tmp_path: Path) -> None:
@@ -45,6 +45,17 @@ def test_a_process_that_was_killed_has_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "run.lock").read_text().startswith(f"process {child} ")
     with hold_run_lock(tmp_path):
         assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} ")
+
+
+def test_the_command_that_supervises_a_killed_process_is_known(tmp_path: Path) -> None:
+    assert not will_restart(tmp_path)
+    for owner, lives in ((None, False), (os.getpid(), True)):
+        if (child := os.fork()) == 0:
+            with hold_run_lock(tmp_path, owner=owner):
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert not is_run_locked(tmp_path)
+        assert will_restart(tmp_path) == lives
 
 
 def test_a_trainer_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:

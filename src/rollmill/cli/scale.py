@@ -50,9 +50,9 @@ def command(
 
 def _goes_on(run: Path, state: str) -> bool:
     """True if the run is in progress; while it is resumed, its processes have not reported yet."""
-    from rollmill.orchestrator.run_lock import is_run_locked
+    from rollmill.orchestrator.run_lock import is_run_locked, will_restart
 
-    return state in _GOES_ON or is_run_locked(run)
+    return state in _GOES_ON or is_run_locked(run) or (state == "killed" and will_restart(run))
 
 
 def _require_explorers(run: Path, config: dict[str, Any]) -> None:

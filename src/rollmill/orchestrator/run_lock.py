@@ -59,6 +59,13 @@ def is_run_locked(run_dir: Path) -> bool:
     return is_locked(run_dir / LOCK)
 
 
+def will_restart(run_dir: Path) -> bool:
+    """True if the command that supervises the run has not ended: a process that trains was killed, it starts another,
+    and takes the lock a moment later."""
+    path = run_dir / LOCK
+    return path.is_file() and _owner(path) is not None and not _owner_is_gone(path)
+
+
 def _owner(path: Path) -> int | None:
     """Return the process that a lock's file names; None if it is not one of this host."""
     words = path.read_text().split()
