@@ -157,6 +157,7 @@ class EngineCore:
     def destroy_weights(self) -> None:
         """Free the cast weights; the next step casts the trained parameters again."""
         self.weights.destroy()
+        self._runner.destroy_weights()
         self._stale = True
 
     def cache_bytes(self) -> int:
@@ -205,6 +206,7 @@ class EngineCore:
         self._remove_finished()
         self.prefixes.clear()
         self.weights.refresh()
+        self._runner.weights_changed()
         if self._runner.features is not None:
             self._runner.features.clear()
         self._runner.invalidate()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.engines.native.decode import DecodeContext
+from rollmill.engines.native.fused_layers import FusedLayers, build_fused_layers
 from rollmill.engines.native.kv_cache import KVCache
 from rollmill.engines.native.prefill import PrefillChunk, PrefillContext
 from rollmill.engines.native.prefix_cache import PrefixCache
@@ -104,6 +105,8 @@ class ModelRunner:
         self._offsets_B: Tensor | None = None  # from index to position of the rows whose prompts have pictures
         #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
         self.slack = 0.25 if self._graphs else 0.0
+        self._fused: FusedLayers | None = None
+        self._may_fuse = self.features is None and not record_routing
         self._context: DecodeContext | None = None
         self.reset(cache)
 
@@ -111,6 +114,19 @@ class ModelRunner:
         """Switch to another cache; everything in the old one is dropped."""
         self._cache = cache
         self.invalidate()
+
+    def weights_changed(self) -> None:
+        """Use the model's present weights from now on."""
+        if self._fused is not None:
+            self._fused.refresh()
+        elif self._may_fuse:
+            self._may_fuse = False
+            self._fused = build_fused_layers(self._model, self._last_position + 1)
+
+    def destroy_weights(self) -> None:
+        """Free copies of weights, until they change."""
+        if self._fused is not None:
+            self._fused.destroy()
 
     def invalidate(self) -> None:
         """Drop the decode context, since rows were added or removed; the next step builds it again."""
@@ -348,6 +364,8 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of the kept rows (0: all), and the experts of all rows [T, L, k] if recorded."""
         context.begin()
+        if self._fused is not None:
+            return self._fused.forward(context, tokens, positions, keep), None
         recording = capture_routing(self._model) if self._record_routing else nullcontext()
         if self.features is not None:
             with use_fast_norms(self._norms):

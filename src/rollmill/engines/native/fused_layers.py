@@ -1,0 +1,213 @@
+"""Forward passes of Llama-like models in fewer operations than transformers makes, for the engine on a CPU.
+
+A decode step of a small model is mostly the cost of starting some forty operations per layer. Here the projections of
+queries, keys and values are one product, queries and keys are normalised and rotated together, and residuals are added
+by the products. The result is that of the model itself, apart from rounding; a model for which a comparison shows
+anything else is left to transformers.
+
+Shapes: T tokens, d hidden size, H query heads, K key-value heads, D head size, S rows with logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rollmill.errors import ModelError
+from rollmill.models.attention import AttentionContext, AttentionOptions, build_forward_inputs, use_attention_context
+from rollmill.models.recurrent import RecurrentCall
+
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+FIXED_ROTARY = frozenset({"default", "linear", "llama3"})
+"""Kinds of rotary embedding whose frequencies do not depend on the sequence."""
+LONGEST_CONTEXT = 1 << 15  #: positions with a stored rotary embedding
+COPIED_BYTES = 1 << 26  #: of weights that are copied to be one; larger products gain little by it
+_TRIED = 8  # tokens that are compared
+
+
+class FusedLayers:
+    """The passes of one model. `refresh` has to follow each change of its weights.
+
+    Args:
+        options: of each layer's attention.
+        longest: number of positions.
+    """
+
+    def __init__(self, model: nn.Module, options: list[AttentionOptions], longest: int) -> None:
+        whole: Any = model
+        network: Any = whole.model
+        self._embedding, self._norm, self._head = network.embed_tokens, network.norm, whole.lm_head
+        copied = sum(each.weight.nbytes for layer in network.layers for each in _inputs(layer))
+        own = zip(network.layers, options, strict=True)
+        self._layers = [_Layer(layer, each, copied <= COPIED_BYTES) for layer, each in own]
+        positions = torch.arange(longest)[None]
+        cos, sin = network.rotary_emb(self._embedding.weight[:1, None], positions)
+        half = sin.shape[-1] // 2
+        self._cos_PD, self._sin_PD = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+
+    def refresh(self) -> None:
+        """Copy the weights that are used as one."""
+        for layer in self._layers:
+            layer.refresh()
+
+    def destroy(self) -> None:
+        """Free the copies."""
+        for layer in self._layers:
+            layer.destroy()
+
+    def forward(self, context: AttentionContext, tokens: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
+        """Compute logits [S, V] of the rows `keep` (0: all) from tokens and positions [1, T]."""
+        hidden = functional.embedding(tokens[0], self._embedding.weight)
+        cos, sin = self._cos_PD[positions[0], None], self._sin_PD[positions[0], None]
+        for layer in self._layers:
+            hidden = layer.forward(context, hidden, cos, sin)
+        if isinstance(keep, Tensor):
+            hidden = hidden[keep]
+        return functional.linear(_rms_norm(hidden, self._norm), self._head.weight, self._head.bias)
+
+
+class _Layer:
+    """One decoder layer."""
+
+    def __init__(self, layer: Any, options: AttentionOptions, copies: bool) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._first, self._second = layer.input_layernorm, layer.post_attention_layernorm
+        self._q_norm: Any = getattr(attention, "q_norm", None)
+        self._k_norm: Any = getattr(attention, "k_norm", None)
+        self._out, self._down, self._act = attention.o_proj, mlp.down_proj, mlp.act_fn
+        self._qkv = _Joined([attention.q_proj, attention.k_proj, attention.v_proj], copies)
+        self._gate_up = _Joined([mlp.gate_proj, mlp.up_proj], copies)
+        self._inner: int = mlp.gate_proj.out_features
+        self._size: int = attention.head_dim
+        self._heads = attention.q_proj.out_features // self._size
+        self._kv_heads = attention.k_proj.out_features // self._size
+        self._options = options
+        self._qk_weight: Tensor | None = None
+
+    def refresh(self) -> None:
+        """Copy the weights that are used as one."""
+        self._qkv.refresh()
+        self._gate_up.refresh()
+        if self._q_norm is not None:
+            q, k = self._q_norm.weight, self._k_norm.weight
+            self._qk_weight = torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
+
+    def destroy(self) -> None:
+        """Free the copies."""
+        self._qkv.destroy()
+        self._gate_up.destroy()
+
+    def forward(self, context: AttentionContext, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Hidden states [T, d] -> [T, d]; cos and sin are [T, 1, D]."""
+        qkv = self._qkv(_rms_norm(hidden, self._first)).view(len(hidden), -1, self._size)
+        qk, value = qkv[:, : -self._kv_heads], qkv[:, -self._kv_heads :]
+        if self._qk_weight is not None:
+            qk = functional.rms_norm(qk, (self._size,), None, self._q_norm.variance_epsilon) * self._qk_weight
+        half = self._size // 2
+        turned = torch.cat((qk[..., half:], qk[..., :half]), -1)
+        qk = (qk * cos).addcmul_(turned, sin)
+        q, k, v = (each.transpose(0, 1)[None] for each in (qk[:, : self._heads], qk[:, self._heads :], value))
+        hidden = _add_product(hidden, context.attend(q, k, v, self._options)[0].flatten(1), self._out)
+        both = self._gate_up(_rms_norm(hidden, self._second))
+        inner = self._act(both[:, : self._inner]).mul_(both[:, self._inner :])
+        return _add_product(hidden, inner, self._down)
+
+
+class _Joined:
+    """Linear layers with the same input, of one product if their weights are copied."""
+
+    def __init__(self, linears: list[Any], copies: bool) -> None:
+        self._linears, self._copies = linears, copies
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def refresh(self) -> None:
+        if not self._copies:
+            return
+        self._weight = torch.cat([each.weight for each in self._linears])
+        if self._linears[0].bias is not None:
+            self._bias = torch.cat([each.bias for each in self._linears])
+
+    def destroy(self) -> None:
+        self._weight = self._bias = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if self._weight is not None:
+            return functional.linear(hidden, self._weight, self._bias)
+        return torch.cat([functional.linear(hidden, each.weight, each.bias) for each in self._linears], -1)
+
+
+def build_fused_layers(model: nn.Module, longest: int) -> FusedLayers | None:
+    """Return the fused passes of a model with its present weights.
+
+    None if it is not of a known form, or if they do not compute the logits that the model computes.
+    """
+    if longest > LONGEST_CONTEXT or not _is_known(model):
+        return None
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    tokens = torch.arange(_TRIED)[None] * 7 % vocabulary
+    positions = torch.linspace(0, longest - 1, _TRIED).long()[None]
+    recorder = _Recorder()
+    with use_attention_context(model, recorder):
+        expected = model(**build_forward_inputs(model, tokens, positions)).logits[0].double()
+    fused = FusedLayers(model, list(recorder.options), longest)
+    fused.refresh()
+    found = fused.forward(recorder, tokens, positions, 0).double()
+    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    return fused if (found - expected).norm() <= tolerance * expected.norm() else None
+
+
+class _Recorder:
+    """Attention of one sequence; keeps the options of each layer."""
+
+    def __init__(self) -> None:
+        self.options: list[AttentionOptions] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """See AttentionContext."""
+        self.options.append(options)
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=options.scaling, enable_gqa=True
+        ).transpose(1, 2)
+
+    def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
+        """See AttentionContext."""
+        raise ModelError("a recurrent layer in a model without any")
+
+
+def _is_known(model: Any) -> bool:
+    """True for a model on a CPU whose modules are those of its architecture, with nothing added or replaced."""
+    config = model.config
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if config.model_type not in MODEL_TYPES or rotary.get("rope_type") not in FIXED_ROTARY:
+        return False
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return False
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return False
+    linears = [model.lm_head, *(each for layer in model.model.layers for each in _linears(layer))]
+    return all(type(each) is nn.Linear for each in linears)
+
+
+def _inputs(layer: Any) -> Iterator[Any]:
+    """The linear layers that are joined."""
+    attention, mlp = layer.self_attn, layer.mlp
+    yield from (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+
+
+def _linears(layer: Any) -> Iterator[Any]:
+    yield from (*_inputs(layer), layer.self_attn.o_proj, layer.mlp.down_proj)
+
+
+def _rms_norm(hidden: Tensor, norm: Any) -> Tensor:
+    return functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+def _add_product(hidden: Tensor, x: Tensor, linear: Any) -> Tensor:
+    if linear.bias is not None:
+        return hidden + functional.linear(x, linear.weight, linear.bias)
+    return torch.addmm(hidden, x, linear.weight.t())
