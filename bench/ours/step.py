@@ -57,8 +57,10 @@ def build_stage(
     from rollmill.orchestrator.loop import TrainingLoop
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import StageTasks
+    from rollmill.trackers.host_memory import keep_freed_blocks
     from rollmill.trainer import choose_precision
 
+    keep_freed_blocks()  # as `rollmill run` does
     device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -46,7 +46,7 @@ from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
 from rollmill.rewards.resources import close_set_aside
-from rollmill.trackers.host_memory import return_large_blocks
+from rollmill.trackers.host_memory import keep_freed_blocks, return_large_blocks
 from rollmill.trainer import StepSize, choose_precision, choose_threads
 from rollmill.trainer.batch import CPU_ROW
 from rollmill.trainer.parity import load_verified_policy
@@ -142,6 +142,8 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     dtype = torch.bfloat16 if _param_dtype(loaded) == "bf16" else torch.float32
     if any(stage.trainer.saves_memory for stage in loaded.stages) or _file_bytes(model) > _LARGE_MODEL:
         return_large_blocks()
+    else:
+        keep_freed_blocks()
     verified: AbstractContextManager[None] = nullcontext()  # by the caller, with the checkpoint's other files
     if stored is None and isinstance(model.path, Path):
         verified = verifying(model.path, model_files)
