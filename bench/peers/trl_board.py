@@ -31,6 +31,7 @@ def _plain(completion: str, answer: str) -> float:
 
 SCORES: dict[str, Score] = {
     "repair": right,
+    "repair_3m": right,
     "sorting": _plain,
     "countdown": countdown_score,
 }
