@@ -158,7 +158,7 @@ def tune(name: str, row: Row, side: str, settings: Sequence[str] = tuple(GRID)) 
         reached = len(runs) == len(TUNED_ON) and all(each["reached"] for each in runs)
         if reached and (limit is None or seconds < limit):
             best = setting
-        return seconds / sum(each["steps"] for each in runs)
+        return seconds / float(sum(each["steps"] for each in runs))
 
     for grid in settings:
         options = _options(_changes(grid, stage))
