@@ -24,9 +24,8 @@ from rollmill.models.recurrent import RecurrentCall
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 FIXED_ROTARY = frozenset({"default", "linear", "llama3"})
 """Kinds of rotary embedding whose frequencies do not depend on the sequence."""
-LONGEST_CONTEXT = 1 << 15  #: positions with a stored rotary embedding
 COPIED_BYTES = 1 << 26  #: of weights that are copied to be one; larger products gain little by it
-_TRIED = 8  # tokens that are compared
+_TRIED, _TRIED_POSITIONS = 8, 4096  # tokens that are compared, and how far apart they are at most
 
 
 class FusedLayers:
@@ -34,20 +33,17 @@ class FusedLayers:
 
     Args:
         options: of each layer's attention.
-        longest: number of positions.
     """
 
-    def __init__(self, model: nn.Module, options: list[AttentionOptions], longest: int) -> None:
+    def __init__(self, model: nn.Module, options: list[AttentionOptions]) -> None:
         whole: Any = model
         network: Any = whole.model
         self._embedding, self._norm, self._head = network.embed_tokens, network.norm, whole.lm_head
         copied = sum(each.weight.nbytes for layer in network.layers for each in _inputs(layer))
         own = zip(network.layers, options, strict=True)
         self._layers = [_Layer(layer, each, copied <= COPIED_BYTES) for layer, each in own]
-        positions = torch.arange(longest)[None]
-        cos, sin = network.rotary_emb(self._embedding.weight[:1, None], positions)
-        half = sin.shape[-1] // 2
-        self._cos_PD, self._sin_PD = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+        self._rotary: Any = network.rotary_emb
+        self._cos_PD = self._sin_PD = torch.empty(0)  # of the positions that have occurred so far
 
     def refresh(self) -> None:
         """Copy the weights that are used as one."""
@@ -62,12 +58,22 @@ class FusedLayers:
     def forward(self, context: AttentionContext, tokens: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         """Compute logits [S, V] of the rows `keep` (0: all) from tokens and positions [1, T]."""
         hidden = functional.embedding(tokens[0], self._embedding.weight)
-        cos, sin = self._cos_PD[positions[0], None], self._sin_PD[positions[0], None]
+        cos, sin = self._angles(positions[0])
         for layer in self._layers:
             hidden = layer.forward(context, hidden, cos, sin)
         if isinstance(keep, Tensor):
             hidden = hidden[keep]
         return functional.linear(_rms_norm(hidden, self._norm), self._head.weight, self._head.bias)
+
+    def _angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary embedding, [T, 1, D]; the first half of the sines is negated."""
+        needed = int(positions_T.max()) + 1
+        if needed > len(self._cos_PD):
+            count = max(needed, 2 * len(self._cos_PD))
+            cos, sin = self._rotary(self._embedding.weight[:1, None], torch.arange(count)[None])
+            half = sin.shape[-1] // 2
+            self._cos_PD, self._sin_PD = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+        return self._cos_PD[positions_T, None], self._sin_PD[positions_T, None]
 
 
 class _Layer:
@@ -146,15 +152,15 @@ def build_fused_layers(model: nn.Module, longest: int) -> FusedLayers | None:
 
     None if it is not of a known form, or if they do not compute the logits that the model computes.
     """
-    if longest > LONGEST_CONTEXT or not _is_known(model):
+    if not _is_known(model):
         return None
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     tokens = torch.arange(_TRIED)[None] * 7 % vocabulary
-    positions = torch.linspace(0, longest - 1, _TRIED).long()[None]
+    positions = torch.linspace(0, min(longest, _TRIED_POSITIONS) - 1, _TRIED).long()[None]
     recorder = _Recorder()
     with use_attention_context(model, recorder):
         expected = model(**build_forward_inputs(model, tokens, positions)).logits[0].double()
-    fused = FusedLayers(model, list(recorder.options), longest)
+    fused = FusedLayers(model, list(recorder.options))
     fused.refresh()
     found = fused.forward(recorder, tokens, positions, 0).double()
     tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3
