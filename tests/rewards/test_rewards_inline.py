@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from reward_helpers import completion, judged, task
 
 from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import RewardError
-from rollmill.rewards import RewardManager, RewardResult
+from rollmill.rewards import RewardManager, RewardResult, inline_calls
 from rollmill.rewards.manager import build_reward_manager
 
 FUNCTIONS = '''
@@ -76,7 +77,8 @@ def imports(task, completion):
 
 
 @pytest.fixture
-def functions(tmp_path: Path) -> Path:
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(inline_calls, "LONGEST_S", 30.0)  # a busy machine may hold up any call
     path = tmp_path / "functions.py"
     path.write_text(FUNCTIONS)
     return path
@@ -89,6 +91,11 @@ def build(functions: Path, name: str, **keys: Any) -> RewardManager:
 
 def run(judge: RewardManager, text: str = "") -> RewardResult:
     return judged(judge, "5", text)
+
+
+@pytest.fixture
+def cut_off_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(inline_calls, "LONGEST_S", 0.05)
 
 
 def test_quick_calls_stay_in_this_process(functions: Path) -> None:
@@ -125,10 +132,11 @@ HANGS = {
 
 
 @pytest.mark.parametrize("hang", HANGS)
-def test_a_call_that_hangs_meets_its_time_limit(functions: Path, hang: str) -> None:
+def test_a_call_that_hangs_meets_its_time_limit(functions: Path, cut_off_soon: Callable[[], None], hang: str) -> None:
     """Also one that never lets other threads run, such as a regular expression. It costs later calls nothing."""
     with build(functions, "as_told", time_limit_s=0.5, timeout_reward=-1) as judge:
         assert run(judge).reward == os.getpid()
+        cut_off_soon()
         result = run(judge, HANGS[hang])
         assert (result.reward, result.outcomes) == (-1, {"as_told": "timeout"})
         after = run(judge)
@@ -137,11 +145,31 @@ def test_a_call_that_hangs_meets_its_time_limit(functions: Path, hang: str) -> N
 
 
 @pytest.mark.parametrize("slow", ["time.sleep(0.2)", "try: time.sleep(0.2)\nexcept: pass"])
-def test_after_a_slow_call_all_calls_run_in_processes(functions: Path, slow: str) -> None:
+def test_after_a_slow_call_all_calls_run_in_processes(
+    functions: Path, cut_off_soon: Callable[[], None], slow: str
+) -> None:
     with build(functions, "as_told") as judge:
         assert run(judge).reward == os.getpid()
+        cut_off_soon()
         assert run(judge, slow).outcomes == {"as_told": "ok"}
         assert run(judge).reward != os.getpid()
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        "import signal; signal.alarm(0)",
+        "import signal; signal.alarm(7)",
+        "import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN)",
+    ],
+)
+def test_after_a_call_that_sets_alarms_all_calls_run_in_processes(functions: Path, sets: str) -> None:
+    """It could take for ever the next time, and nothing would cut it off."""
+    handler = signal.getsignal(signal.SIGALRM)
+    with build(functions, "as_told") as judge:
+        assert run(judge, sets).reward == os.getpid()
+        assert signal.getsignal(signal.SIGALRM) is handler
+        assert run(judge).reward not in (None, os.getpid())
 
 
 def test_calls_that_are_slow_on_average_move_to_a_process(functions: Path) -> None:
@@ -167,8 +195,11 @@ def test_errors_are_those_of_a_process(functions: Path, error: str) -> None:
     assert found[0] == found[1]
 
 
-def test_an_import_is_not_cut_off(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_is_not_cut_off(
+    functions: Path, cut_off_soon: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A library that is half imported cannot always be imported again."""
+    cut_off_soon()
     text = "import os, time\ntime.sleep(0.2)\nPID = os.getpid()\n"
     (functions.parent / "imported_slowly.py").write_text(text)
     monkeypatch.syspath_prepend(functions.parent)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -60,8 +61,8 @@ class InlineCalls:
         copied = pickle.loads(pickle.dumps((arguments, options)))
         started, used = time.perf_counter(), time.thread_time()
         try:
-            with _alarm(LONGEST_S) as armed:
-                if not armed:
+            with _alarm(LONGEST_S) as alarm:
+                if alarm is None:
                     return None
                 found = self._function(*copied[0], **copied[1])
         except KeyboardInterrupt:
@@ -85,7 +86,9 @@ class InlineCalls:
             return None
         self._seconds += time.thread_time() - used
         self._calls += 1
-        if seconds > LONGEST_S or self._seconds > START_S + MEAN_S * self._calls:
+        if alarm.taken:  # it could take for ever next time
+            self._stop("sets alarms itself")
+        elif seconds > LONGEST_S or self._seconds > START_S + MEAN_S * self._calls:
             self._stop(f"took {self._seconds / self._calls * 1000:.1f} ms a call")
         return value, seconds
 
@@ -95,21 +98,28 @@ class InlineCalls:
         _log.info("reward `%s` %s: it runs in processes from now on", self._name, why)
 
 
+@dataclass
+class _Alarm:
+    taken: bool = False  #: the block has set or cancelled an alarm
+
+
 @contextmanager
-def _alarm(seconds: float) -> Iterator[bool]:
-    """Raise _CutOffError in the block after so many seconds. False if another program's handler cannot be put back.
+def _alarm(seconds: float) -> Iterator[_Alarm | None]:
+    """Raise _CutOffError in the block after so many seconds. None if another program's handler cannot be put back.
 
     A timer and a handler that are there already go on afterwards.
     """
     if signal.getsignal(signal.SIGALRM) is None:  # not set by Python
-        yield False
+        yield None
         return
-    running = True
+    running, alarm, armed = True, _Alarm(), 0.0
 
     def cut_off(number: int, frame: FrameType | None) -> None:
+        nonlocal armed
         if not running:
             return
         signal.setitimer(signal.ITIMER_REAL, seconds)  # once more, should the function catch the error
+        armed = time.monotonic()
         at = frame
         while at is not None:  # a module that is half imported cannot always be imported again
             if at.f_code.co_filename == _IMPORT:
@@ -118,14 +128,16 @@ def _alarm(seconds: float) -> Iterator[bool]:
         raise _CutOffError
 
     handler = signal.signal(signal.SIGALRM, cut_off)
-    began = time.monotonic()
+    began = armed = time.monotonic()
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield True
+        yield alarm
         running = False
     finally:
         running = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        rest, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        own = signal.signal(signal.SIGALRM, handler)
+        expected = seconds - (time.monotonic() - armed)
+        alarm.taken = own is not cut_off or rest == 0 or abs(rest - expected) > seconds / 2
         if left:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-6), interval)
