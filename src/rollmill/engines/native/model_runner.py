@@ -121,7 +121,7 @@ class ModelRunner:
             self._fused.refresh()
         elif self._may_fuse:
             self._may_fuse = False
-            self._fused = build_fused_layers(self._model, self._last_position + 1)
+            self._fused = build_fused_layers(self._model)
 
     def destroy_weights(self) -> None:
         """Free copies of weights, until they change."""
