@@ -75,7 +75,7 @@ def even(task, completion):
 )
 def test_an_evaluation_that_fails_costs_no_step_and_is_repeated(tmp_path: Path, every: int, failed: int) -> None:
     (tmp_path / "even.py").write_text(LOST)
-    rewards = [{"name": "python", "function": f"{tmp_path}/even.py:even"}]
+    rewards = [{"name": "python", "function": f"{tmp_path}/even.py:even", "run_in": "process"}]
     path = tiny_run(
         tmp_path,
         stages=[GRPO | {"steps": 5}],
