@@ -1,4 +1,4 @@
-"""Seconds and tokens to a stated accuracy on held-out tasks, on six tasks: ours against TRL's GRPOTrainer.
+"""Seconds and tokens to a stated accuracy on held-out tasks: ours against TRL's GRPOTrainer.
 
 Per task and seed, a stage of SFT on a flawed teacher makes a checkpoint; both sides practise from it until the target.
 Both are tuned on two other seeds, over the same types, learning rates and batches; ours also has the settings of
