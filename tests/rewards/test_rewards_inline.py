@@ -108,6 +108,14 @@ def test_quick_calls_stay_in_this_process(functions: Path) -> None:
         assert [each.reward for each in results] == [os.getpid()] * 3
 
 
+def test_what_a_function_prints_is_no_output_of_the_run(functions: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with build(functions, "as_told") as judge:
+        assert run(judge, "print('seen')").reward == os.getpid()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "seen" in err
+
+
 def test_a_function_that_changes_its_arguments_changes_copies(functions: Path) -> None:
     mine, written = task("5"), completion("5")
     with build(functions, "changes") as judge:

@@ -11,10 +11,11 @@ import inspect
 import logging
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -61,7 +62,7 @@ class InlineCalls:
         copied = pickle.loads(pickle.dumps((arguments, options)))
         started, used = time.perf_counter(), time.thread_time()
         try:
-            with _alarm(LONGEST_S) as alarm:
+            with redirect_stdout(sys.stderr), _alarm(LONGEST_S) as alarm:  # as in a process
                 if alarm is None:
                     return None
                 found = self._function(*copied[0], **copied[1])

@@ -183,6 +183,7 @@ class RewardManager:
     async def _run_reward(self, part: WeightedReward, task: Task, completion: Completion) -> _Timed:
         queued_at = time.perf_counter()
         try:
+            # not by `score`: a task of the event loop for its time limit would cost more than a quick call
             score = part.reward.score_inline(task, completion) if isinstance(part.reward, PythonScorer) else None
             score = score or await self._in_time(part.reward.score(task, completion))  # type: ignore[union-attr]
         except Exception as error:

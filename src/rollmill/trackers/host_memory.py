@@ -46,7 +46,7 @@ def _resets() -> bool:
 
 
 def keep_freed_blocks() -> None:
-    """Make glibc keep freed memory, up to 2 GiB at the end of its heap, for the next blocks, from now on.
+    """Make glibc keep freed memory for the next blocks, from now on; of its heap's free end, up to 2 GiB.
 
     By default each block of more than 32 MiB is returned to the system at once, and so is the heap's free end. An
     optimizer step asks for the same blocks again and again, and the system clears every page that it hands out: at 135M
