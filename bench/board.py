@@ -59,7 +59,9 @@ ROWS = {
     "sorting": Row("bench/board/sorting.yaml", 0.85),
     "sorting_3m": Row("bench/board/sorting.yaml", 0.85, shape=LARGER),
     "countdown": Row("bench/board/countdown.yaml", 0.36),
+    "countdown_3m": Row("bench/board/countdown.yaml", 0.36, shape=LARGER),
     "frozen_lake": Row("examples/frozen_lake.yaml", 0.6),
+    "frozen_lake_3m": Row("examples/frozen_lake.yaml", 0.6, shape=LARGER),
     "tools": Row("examples/tool_agent.yaml", 0.6),
     "tools_3m": Row("examples/tool_agent.yaml", 0.6, shape=LARGER),
     "pictures": Row(

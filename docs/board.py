@@ -28,7 +28,9 @@ TASKS = {
     "sorting": ("Sorting", "Six digits in ascending order; the teacher exchanged two of them in six of ten answers."),
     "sorting_3m": ("Sorting, 3.2M", "The same digits, sorted by a model of 3.2M parameters instead of 0.4M."),
     "countdown": ("Countdown", "An expression of four numbers with a given value; any right one counts."),
+    "countdown_3m": ("Countdown, 3.2M", "The same expressions, found by a model of 3.2M parameters instead of 0.4M."),
     "frozen_lake": ("FrozenLake", "An agent crosses a frozen lake turn by turn (`examples/frozen_lake.yaml`)."),
+    "frozen_lake_3m": ("FrozenLake, 3.2M", "The same lake, crossed by a model of 3.2M parameters."),
     "tools": ("Calculator", "An agent calls a calculator for products (`examples/tool_agent.yaml`)."),
     "tools_3m": ("Calculator, 3.2M", "The same products, asked by a model of 3.2M parameters instead of 0.2M."),
     "pictures": (

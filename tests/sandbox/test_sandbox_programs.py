@@ -13,6 +13,8 @@ import pytest
 from rollmill.sandbox import Sandbox, SandboxLimits
 from rollmill.sandbox.backend_selection import SAFE_BACKENDS
 
+PATIENT = SandboxLimits(wall_s=120.0, cpu_s=60)  # time is not under test, and a busy machine is slow
+
 ONE = {
     "sqlite3 in a file": """
 import sqlite3
@@ -186,6 +188,7 @@ def test_the_canonical_solutions_of_humaneval_run(backend: str, sandboxes: dict[
     failed = []
     for task in tasks:
         program = f"{task['prompt']}{task['canonical_solution']}\n{task['test']}\ncheck({task['entry_point']})"
-        if sandboxes[backend].run_sync(program).outcome != "ok":
-            failed.append(task["task_id"])
+        result = sandboxes[backend].run_sync(program, limits=PATIENT)
+        if result.outcome != "ok":
+            failed.append((task["task_id"], result))
     assert failed == []
