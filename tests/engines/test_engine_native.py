@@ -100,6 +100,19 @@ def test_logprobs_equal_a_forward_pass(architecture: str, temperature: float) ->
         assert np.all(completion.kept_logmass == 0)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma2"])
+def test_long_prompts_in_long_chunks_equal_a_forward_pass(architecture: str) -> None:
+    model = toy_model(architecture, vocab_size=VOCAB)
+    requests = [
+        GenerationRequest(p, SamplingConfig(max_new_tokens=3), n=2, seed=i)
+        for i, p in enumerate(prompts_of((901, 700)))
+    ]
+    served = serve(engine_of(model, context=1024, prefill_tokens=300), requests)
+    for completion in (c for group in served for c in group):
+        expected = reference_logprobs(model, completion)
+        torch.testing.assert_close(torch.from_numpy(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
 def test_large_capacities_waste_at_most_a_third() -> None:
     capacities = [kv_cache.bucket_capacity_for(length) for length in range(1, 5000)]
     assert sorted(set(capacities))[:9] == [32, 64, 96, 128, 192, 256, 384, 512, 768]
