@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollmill.models.attention import AttentionOptions
 from rollmill.trainer import attention, attention_blocks
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
@@ -53,7 +54,10 @@ CASES = [
 
 @pytest.mark.parametrize(("architecture", "changes"), CASES, ids=[c[0] for c in CASES])
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize(("budget", "short"), [(1, False), (60, False), (60, True), (10_000, False)])
+@pytest.mark.parametrize(
+    ("budget", "kind"),
+    [(1, "masked"), (60, "masked"), (60, "products"), (10_000, "masked"), (60, "no mask"), (10_000, "no mask")],
+)
 def test_values_and_gradients_equal_plain_forward(
     toy: Any,
     make_batch: Any,
@@ -61,10 +65,11 @@ def test_values_and_gradients_equal_plain_forward(
     changes: dict[str, Any],
     share: bool,
     budget: int,
-    short: bool,
+    kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "prefers_products", lambda q, k: short)  # what bf16 on a CPU takes, in fp32
+    monkeypatch.setattr(attention, "prefers_products", lambda q, k: kind == "products")  # as bf16 on a CPU, in fp32
+    monkeypatch.setattr(attention_blocks, "LONG", 0 if kind == "no mask" else 1 << 60)
     model, batch = toy(architecture, **changes), make_batch(experts=2)
     expected, got = _plain(model, batch), _packed(model, batch, budget, share)
     for a, b in zip(got, expected, strict=True):
@@ -76,6 +81,26 @@ def test_values_and_gradients_equal_plain_forward(
         (weight @ logprob + weight.flip(0) @ entropy).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert (gradients[1] - gradients[0]).norm() < 1e-5 * gradients[0].norm()
+
+
+def test_long_segments_of_interleaved_parents_attend_as_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact up to rounding in float64, and gradients of keys that several segments share are summed."""
+    layout = attention.SegmentLayout((7, 3, 400, 380, 390, 400, 2), (-1, -1, 0, 1, 0, 1, 1))
+    options = AttentionOptions(scaling=0.3)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(1, heads, sum(layout.lengths), 8, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    weight = torch.randn(1, sum(layout.lengths), 4, 8, dtype=torch.float64, generator=generator)
+    found = []
+    for longest in (1 << 60, 100_000):
+        monkeypatch.setattr(attention_blocks, "LONG", longest)
+        output = attention.PackedAttention(layout, CPU).attend(leaves[0], leaves[1], leaves[2], options)
+        found.append([output, *torch.autograd.grad((output * weight).sum(), leaves)])
+    for masked, joined in zip(*found, strict=True):
+        assert not torch.equal(masked, joined)
+        torch.testing.assert_close(joined, masked, rtol=1e-11, atol=1e-12)
 
 
 def test_nothing_grows_with_the_square_of_a_row(toy: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:

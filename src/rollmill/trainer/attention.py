@@ -25,10 +25,13 @@ from rollmill.models.picture_prompts import Block
 from rollmill.models.recurrent import RecurrentCall, RecurrentState
 from rollmill.trainer.attention_blocks import (
     AttentionBlock,
+    Family,
     QueryPiece,
+    attend_after_parents,
     attend_block,
     attend_piece,
     block_mask,
+    needs_no_mask,
     prefers_products,
     split_queries,
 )
@@ -81,11 +84,16 @@ class PackedAttention:
             zip(self._blocks, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
         ):
             q_pad, k_pad, v_pad = (_pad(x, block) for x in (q_block, k_block, v_block))
+            runs = self._runs(i)
+            by_products = options.softcap is not None or prefers_products(q_pad, block.parent_longest + block.longest)
+            if not by_products and runs == [] and needs_no_mask(q_pad, v_pad, block, options):
+                parent_k, parent_v = _parents_in_a_row(k, block), _parents_in_a_row(v, block)
+                padded = attend_after_parents(q_pad, k_pad, v_pad, parent_k, parent_v, block, options.scaling)
+                outputs.append(_unpad(padded, block))
+                continue
             if block.parents is not None:
                 k_pad = torch.cat([_parents(k, block), k_pad], dim=1)
                 v_pad = torch.cat([_parents(v, block), v_pad], dim=1)
-            by_products = options.softcap is not None or prefers_products(q_pad, k_pad)
-            runs = self._runs(i)
             always = by_products or options.sinks is not None or runs != []
             pieces = split_queries(block, options, q_pad.shape[2], runs, masked=always)
             if pieces is None:
@@ -190,6 +198,13 @@ def _unpad(x: Tensor, block: AttentionBlock) -> Tensor:
     return output
 
 
+def _parents_in_a_row(x: Tensor, block: AttentionBlock) -> Tensor:
+    """Keys or values of the distinct parents, one after the other: [T, K, D] -> [parents' tokens, K, D]."""
+    assert block.parent_rows is not None
+    output: Tensor = _ScatterRows.apply(x, block.parent_rows, None, len(block.parent_rows))  # type: ignore[no-untyped-call]
+    return output
+
+
 def _parents(x: Tensor, block: AttentionBlock) -> Tensor:
     """Keys or values of each child's parent: [T, K, D] -> [n, P, K, D]."""
     placed = _ScatterRows.apply(x, block.parent_rows, block.parent_slots, block.m * block.parent_longest)  # type: ignore[no-untyped-call]
@@ -279,7 +294,15 @@ def _block(layout: SegmentLayout, starts: list[int], segments: range, device: to
         parent_lengths=torch.tensor([layout.lengths[p] for p in own_parents], device=device),
         m=len(distinct),
         parent_longest=longest_parent,
+        families=tuple(
+            _family(layout.lengths[p], [i for i, own in enumerate(own_parents) if own == p]) for p in distinct
+        ),
     )
+
+
+def _family(length: int, children: list[int]) -> Family:
+    first, last = children[0], children[-1] + 1
+    return Family(length, slice(first, last) if len(children) == last - first else children)
 
 
 def _concatenated_ranges(starts: list[int], lengths: list[int], device: torch.device) -> Tensor:
