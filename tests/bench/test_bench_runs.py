@@ -267,12 +267,20 @@ def test_what_the_example_with_pictures_learns(tmp_path: Path) -> None:
 def test_train_step_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     settings = ("fp32, 32 a pass", "bf16, 8 a pass")
-    line = bench(str(tmp_path), "train_step", "--models", "tiny", "--rounds", "1", "--trl", *settings)
+    options = ("--models", "tiny", "--rounds", "1", "--new-tokens", "64", "256", "--trl", *settings)
+    line = bench(str(tmp_path), "train_step", *options)
     assert line["unit"] == "s"
     assert line["peer_name"].startswith("trl")
     record = json.loads((tmp_path / "train_step.json").read_text())
+    assert [case["case"] for case in record["cases"]] == ["tiny", "tiny, 256 tokens"]
     assert list(record["cases"][0]["peer_settings"]) == [f"trl {each}" for each in settings]
-    assert {(one["rounds"][0]["tokens"], one["rounds"][0]["learned"]) for one in record["raw"]} == {(4096, 64)}
+    assert list(record["cases"][1]["peer_settings"]) == ["trl bf16, 8 a pass"]
+    counted = {
+        (one["rounds"][0]["tokens"], one["rounds"][0]["learned"])
+        for one in record["raw"]
+        if "learned" in one["rounds"][0]
+    }
+    assert counted == {(4096, 64), (4096, 16)}
 
 
 @pytest.mark.thorough
