@@ -43,8 +43,10 @@ def ready_made(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     from rollmill.algorithms import build_recipe
     from rollmill.config.algorithms import GRPO
     from rollmill.config.trainer import TrainerConfig
+    from rollmill.trackers.host_memory import keep_freed_blocks
     from rollmill.trainer import Trainer
 
+    keep_freed_blocks()  # as `rollmill run` does
     torch.set_num_threads(1)
     vocab = SHAPES[args.model].vocab_size
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir(args.model), dtype=torch.float32)
