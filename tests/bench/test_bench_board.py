@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bench import board
 from bench.board import ROWS, practice_file
 from bench.board_tasks import countdown, countdown_score, sorting
+from bench.harness import BenchError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,3 +90,35 @@ def test_a_task_of_the_board_against_trl(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     assert set(found["tuned"]["trl"]["tried"]) == {"fp32 lr x2", "bf16 lr x2"}
     assert practice_file("sorting", ROWS["sorting"], 0).is_file()
+
+
+def test_tuning_takes_the_setting_that_reaches_the_target_on_most_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = tmp_path / "practice.yaml"
+    stage.write_text("trainer: {lr: 1.0}")
+    monkeypatch.setattr(board, "practice_file", lambda *_: stage)
+    outcomes = {  # by type and optimizer steps per batch: of each seed, whether it is reached, and seconds
+        ("fp32", 1): ((True, 1.0), (False, 9.0)),
+        ("bf16", 1): ((True, 1.0), (False, 8.0)),
+        ("bf16", 2): ((True, 20.0), (True, 20.0)),
+    }
+
+    def run(
+        _name: str, _row: object, _side: str, options: list[str], seed: int, _limit: float | None
+    ) -> dict[str, object]:
+        text = " ".join(options)
+        kind = "fp32" if "fp32" in text else "bf16", 2 if "updates_per_batch=2" in text else 1
+        reached, seconds = outcomes[kind][board.TUNED_ON.index(seed)]
+        return {"reached": reached, "seconds": seconds, "steps": 10}
+
+    monkeypatch.setattr(board, "run", run)
+
+    def best(*settings: str) -> str:
+        return str(board.tune("sorting", ROWS["sorting"], "trl", settings)["best"])
+
+    assert best("as given") == "bf16 as given"
+    assert best("as given", "lr x2, 2 updates") == "bf16 lr x2, 2 updates"
+    outcomes = dict.fromkeys(outcomes, ((False, 1.0), (False, 1.0)))
+    with pytest.raises(BenchError, match=r"no setting of trl reached 0\.85"):
+        best("as given")

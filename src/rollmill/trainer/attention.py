@@ -21,13 +21,12 @@ from rollmill.models.attention import (
     fits_window,
     varlen_available,
 )
+from rollmill.models.attention_after_prefixes import Family, attend_after_prefixes
 from rollmill.models.picture_prompts import Block
 from rollmill.models.recurrent import RecurrentCall, RecurrentState
 from rollmill.trainer.attention_blocks import (
     AttentionBlock,
-    Family,
     QueryPiece,
-    attend_after_parents,
     attend_block,
     attend_piece,
     block_mask,
@@ -87,8 +86,8 @@ class PackedAttention:
             runs = self._runs(i)
             by_products = options.softcap is not None or prefers_products(q_pad, block.parent_longest + block.longest)
             if not by_products and runs == [] and needs_no_mask(q_pad, v_pad, block, options):
-                parent_k, parent_v = _parents_in_a_row(k, block), _parents_in_a_row(v, block)
-                padded = attend_after_parents(q_pad, k_pad, v_pad, parent_k, parent_v, block, options.scaling)
+                parent_k, parent_v = _distinct_parents(k, block), _distinct_parents(v, block)
+                padded = attend_after_prefixes(q_pad, k_pad, v_pad, parent_k, parent_v, block.families, options.scaling)
                 outputs.append(_unpad(padded, block))
                 continue
             if block.parents is not None:
@@ -198,7 +197,7 @@ def _unpad(x: Tensor, block: AttentionBlock) -> Tensor:
     return output
 
 
-def _parents_in_a_row(x: Tensor, block: AttentionBlock) -> Tensor:
+def _distinct_parents(x: Tensor, block: AttentionBlock) -> Tensor:
     """Keys or values of the distinct parents, one after the other: [T, K, D] -> [parents' tokens, K, D]."""
     assert block.parent_rows is not None
     output: Tensor = _ScatterRows.apply(x, block.parent_rows, None, len(block.parent_rows))  # type: ignore[no-untyped-call]

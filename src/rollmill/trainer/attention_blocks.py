@@ -11,32 +11,23 @@ D head size, V size of a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from rollmill.models.attention import AttentionOptions, AttentionWindow, append_sinks, fits_window, window_mask
+from rollmill.models.attention_after_prefixes import Family, handles
 from rollmill.models.picture_prompts import Block
 
 _SHORT = 6_000_000  # scores of a block (24 MB in fp32); larger blocks would allocate new memory at every call
 MASK_ELEMENTS = 1 << 24  #: of a mask, beyond which queries are processed in pieces, with a mask each
 SCORES = 1 << 26  #: of a soft-cap, likewise
 LEAST_PIECE = 64  #: queries
-LONG = 320_000  #: scores of a segment and head, from which two passes without a mask are faster than one with it
-
-
-@dataclass(frozen=True)
-class Family:
-    """A parent, and the segments of a block that continue it."""
-
-    length: int  #: of the parent
-    children: slice | list[int]  #: their numbers within the block
+LONG = 320_000  #: scores of a segment and head, from which `attend_after_prefixes` is faster than one pass with a mask
 
 
 @dataclass(frozen=True)
@@ -72,17 +63,9 @@ def prefers_products(q: Tensor, keys: int) -> bool:
 
 
 def needs_no_mask(q: Tensor, v: Tensor, block: AttentionBlock, options: AttentionOptions) -> bool:
-    """True if `attend_after_parents` computes the attention of a block, and is faster than one pass with a mask."""
+    """True if `attend_after_prefixes` computes the attention of a block, and is faster than one pass with a mask."""
     keys = block.parent_longest + block.longest
-    return (
-        block.parents is not None
-        and q.device.type == "cpu"
-        and q.shape[-1] == v.shape[-1]
-        and block.longest * keys >= LONG
-        and options.softcap is None
-        and options.sinks is None
-        and fits_window(keys, options.window)
-    )
+    return block.parents is not None and block.longest * keys >= LONG and handles(q, v, keys, options)
 
 
 def split_queries(
@@ -234,83 +217,3 @@ def block_mask(
 
 def _indices(span: range, device: torch.device) -> Tensor:
     return torch.arange(span.start, span.stop, device=device)
-
-
-def attend_after_parents(
-    q: Tensor, k: Tensor, v: Tensor, parent_k: Tensor, parent_v: Tensor, block: AttentionBlock, scaling: float
-) -> Tensor:
-    """Attention of a block to its parents and, causally, to itself, [n, S, H, D].
-
-    Args:
-        q: [n, S, H, D].
-        k: [n, S, K, D].
-        v: [n, S, K, D].
-        parent_k: [parents' tokens, K, D], one distinct parent after the other, without padding.
-        parent_v: likewise.
-    """
-    output: Tensor = _AfterParents.apply(q, k, v, parent_k, parent_v, block.families, scaling)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _AfterParents(torch.autograd.Function):
-    """Two passes of the fused kernel without a mask, joined by the sums of their exponentials (as FlashDecoding does).
-
-    The kernel's backward pass reads the output and those sums for the probabilities and the gradients' mean, so with
-    the joined ones it gives the gradients of each part.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        parent_k: Tensor,
-        parent_v: Tensor,
-        families: tuple[Family, ...],
-        scaling: float,
-    ) -> Tensor:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the public function hides the sums
-        own, own_sum = (x.transpose(1, 2) for x in flash(*_heads_first(q, k, v), is_causal=True, scale=scaling))
-        seen, seen_sum = torch.empty_like(own), torch.empty_like(own_sum)
-        for family, keys, values in _by_parent(families, parent_k, parent_v):
-            queries = q[family.children]
-            found = flash(*_heads_first(queries.flatten(0, 1)[None], keys, values), scale=scaling)
-            for into, x in zip((seen, seen_sum), found, strict=True):
-                into[family.children] = x.transpose(1, 2).reshape(*queries.shape[:2], *into.shape[2:])
-        share = torch.sigmoid(own_sum - seen_sum)[..., None]
-        output = torch.lerp(seen.to(share.dtype), own.to(share.dtype), share).to(v.dtype)
-        ctx.save_for_backward(q, k, v, parent_k, parent_v, output, torch.logaddexp(own_sum, seen_sum))
-        ctx.families, ctx.scaling = families, scaling
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, parent_k, parent_v, output, total = ctx.saved_tensors
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        (grad,) = grads
-        parts = _heads_first(grad, q, k, v, output, total)
-        grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in backward(*parts, 0.0, True, scale=ctx.scaling))
-        of_keys, of_values = [], []
-        for family, keys, values in _by_parent(ctx.families, parent_k, parent_v):
-            g, queries, out, sums = (x[family.children].flatten(0, 1)[None] for x in (grad, q, output, total))
-            parts = _heads_first(g, queries, keys, values, out, sums)
-            of_q, of_k, of_v = (x.transpose(1, 2)[0] for x in backward(*parts, 0.0, False, scale=ctx.scaling))
-            grad_q[family.children] += of_q.reshape(-1, *q.shape[1:])
-            of_keys.append(of_k)
-            of_values.append(of_v)
-        return grad_q, grad_k, grad_v, torch.cat(of_keys), torch.cat(of_values), None, None
-
-
-def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    return [x.transpose(1, 2) for x in tensors]
-
-
-def _by_parent(
-    families: tuple[Family, ...], parent_k: Tensor, parent_v: Tensor
-) -> Iterator[tuple[Family, Tensor, Tensor]]:
-    """Each family with its parent's keys and values, [1, P, K, D]."""
-    lengths = [family.length for family in families]
-    for family, keys, values in zip(families, parent_k.split(lengths), parent_v.split(lengths), strict=True):
-        yield family, keys[None], values[None]

@@ -21,13 +21,14 @@ from rollmill.models.attention import (
     varlen_available,
     window_mask,
 )
+from rollmill.models.attention_after_prefixes import Family, attend_after_prefixes, handles
 from rollmill.models.picture_prompts import Block, PicturePrompt
 from rollmill.models.recurrent import RecurrentCall
 from rollmill.models.vision import PictureSpan
 
 MASK_ELEMENTS = 1 << 23  #: of a mask, beyond which queries are processed in pieces
 LEAST_PIECE = 64  #: queries
-LONG = 256  #: queries of one segment from which two passes without a mask are faster than one with it
+LONG = 256  #: queries of one segment, from which `attend_after_prefixes` is faster than one pass with a mask
 
 
 @dataclass(slots=True)
@@ -71,6 +72,11 @@ class _Batch:
     def scores(self) -> int:
         """Pairs of a query and a key, each of which takes memory in the mask."""
         return len(self.members) * max(self._lengths) * self._seen
+
+    @property
+    def is_long_chunk(self) -> bool:
+        """True for a single long segment after tokens of its own entry."""
+        return len(self.members) == 1 and self._starts[0] > 0 and self._lengths[0] >= LONG
 
     def attend(
         self, layer: int, queries: Sequence[Tensor], key: Tensor, value: Tensor, options: AttentionOptions
@@ -168,7 +174,7 @@ class PrefillContext:
     def _batches(self) -> list[_Batch]:
         """Segments of entries without ancestors, by bucket: new prompts, and those that begin with cached tokens.
 
-        A long one that is alone in its bucket is left out.
+        A long chunk that continues its prompt alone is left out: it needs no mask.
         """
         if self._by_bucket is None:
             found: dict[tuple[int, bool], list[int]] = {}
@@ -176,12 +182,7 @@ class PrefillContext:
                 if segment.entry.parent is None:
                     found.setdefault((id(segment.entry.bucket), segment.start == 0), []).append(i)
             batches = [_Batch(members, [self.segments[i] for i in members]) for members in found.values()]
-            self._by_bucket = [
-                batch
-                for batch in batches
-                if batch.scores <= MASK_ELEMENTS
-                and (len(batch.members) > 1 or len(self.segments[batch.members[0]].tokens) < LONG)
-            ]
+            self._by_bucket = [batch for batch in batches if batch.scores <= MASK_ELEMENTS and not batch.is_long_chunk]
         return self._by_bucket
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
@@ -216,12 +217,10 @@ class PrefillContext:
         key = torch.cat([k[entry.index, :, :length] for entry, length, (k, _) in stores], dim=1)[None]
         value = torch.cat([v[entry.index, :, :length] for entry, length, (_, v) in stores], dim=1)[None]
         before, blocks = key.shape[2] - n, segment.blocks
-        plain = options.softcap is None and options.sinks is None and not blocks
-        if plain and fits_window(before + n, options.window):
-            if before == 0:
-                return _fresh(query, key, value, [n], options.scaling)
-            if n >= LONG and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-                return _after_prefix(query, key, value, before, options.scaling)
+        if before and n >= LONG and not blocks and handles(query, value, before + n, options):
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            seen = k[0, :before], v[0, :before], (Family(before, slice(0, 1)),)
+            return attend_after_prefixes(q, k[:, before:], v[:, before:], *seen, options.scaling)
         size = max(MASK_ELEMENTS // key.shape[2], LEAST_PIECE)
         parts = []
         for first in range(0, n, size):  # a mask of all queries would take gigabytes for a long prompt
@@ -273,19 +272,6 @@ def _fresh(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scalin
     if even:
         return output.reshape(1, count * longest, *output.shape[2:])
     return torch.cat([output[i, :n] for i, n in enumerate(lengths)])[None]
-
-
-def _after_prefix(query: Tensor, key: Tensor, value: Tensor, before: int, scaling: float) -> Tensor:
-    """Causal attention on a CPU of queries [1, H, n, D] whose own keys follow `before` others; [1, n, H, D].
-
-    Attention to the keys before and to the own ones, joined by the sums of their exponentials (FlashDecoding's
-    reduction). One pass with a mask would compute every score of the own keys, and read and add the mask.
-    """
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the public function hides the sums
-    seen, seen_sum = flash(query, key[:, :, :before], value[:, :, :before], scale=scaling)
-    own, own_sum = flash(query, key[:, :, before:], value[:, :, before:], is_causal=True, scale=scaling)
-    share = torch.sigmoid(own_sum - seen_sum)[..., None]
-    return torch.lerp(seen.to(share.dtype), own.to(share.dtype), share).to(value.dtype).transpose(1, 2)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, options: AttentionOptions) -> Tensor:
