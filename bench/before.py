@@ -1,4 +1,4 @@
-"""Speed of this checkout against that of an earlier commit, measured in turn on one core.
+"""Speed of this checkout against that of an earlier commit, measured in turn.
 
 Both sides are the workers of the other benchmarks, each with the sources of its own checkout:
 git worktree add FOLDER COMMIT; python -m bench before FOLDER.
@@ -13,25 +13,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench import packing, rollout
+from bench import overlap, packing, ranks, rollout, spec, sync, tail
 from bench.harness import BenchError, Measured, Side, note, run_in_turn
 from bench.report import Case, finish
+
+UNITS = {
+    "tokens_per_s": ("tokens/s", True),
+    "per_second": ("1/s", True),
+    "steps_per_s": ("steps/s", True),
+    "gb_per_s": ("GB/s", True),
+    "written": ("experiences/s", True),
+    "read": ("experiences/s", True),
+    "seconds": ("s", False),
+    "together_s": ("s", False),
+    "ms": ("ms", False),
+    "execute_ms": ("ms", False),
+}
+"""Unit of a key of a worker's report, and whether more is better."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A contestant of another benchmark, and the key of its reports that is compared."""
+    """A contestant of another benchmark, and the keys of its reports that are compared."""
 
     side: Callable[[], Side]
-    key: str
-    unit: str
+    keys: tuple[str, ...] = ("seconds",)
     rounds: int = 5
-    higher_is_better: bool = False
+    warmups: int = 2
+    pinned: bool = True
+
+
+def _worker(module: str, *options: str) -> Callable[[], Side]:
+    return lambda: Side(module, f"bench.ours.{module}", options)
 
 
 def _passes(model: str, groups: list[tuple[int, list[int]]]) -> Callable[[], Side]:
-    options = ("--model", model, "--groups", json.dumps(groups), "--dtype", "fp32")
-    return lambda: Side("passes", "bench.ours.passes", options)
+    return _worker("passes", "--model", model, "--groups", json.dumps(groups), "--dtype", "fp32")
 
 
 def _rollout(model: str) -> Callable[[], Side]:
@@ -39,28 +56,61 @@ def _rollout(model: str) -> Callable[[], Side]:
 
 
 def _step(module: str, model: str) -> Callable[[], Side]:
-    return lambda: Side(module, f"bench.ours.{module}", ("--model", model, "--dtype", "auto"))
+    return _worker(module, "--model", model, "--dtype", "auto")
 
 
+def _spec() -> Side:
+    folder = spec.warm_started(8, 420)
+    return _worker("spec", *f"--folder {folder} --digits 8 --steps 2 --batch 4 --lr 1e-4 --reuse".split())()
+
+
+def _tail() -> Side:
+    model, size = tail.MODELS["tiny"]
+    partial = json.dumps({"token_budget": size.budget})
+    return _worker("tail", "--model", model, *size.arguments(), "--max-staleness", "2", "--rollout", partial)()
+
+
+RATE = ("tokens_per_s",)
+OVERLAPPED = ["--model", "m3", "--steps", "10", "--new-tokens", "96", "--placement", "ray", "--max-staleness", "1"]
 CASES = {
-    "rollout m3": Compared(_rollout("m3"), "tokens_per_s", "tokens/s", higher_is_better=True),
-    "rollout m25": Compared(_rollout("m25"), "tokens_per_s", "tokens/s", 3, higher_is_better=True),
-    "rollout m600": Compared(_rollout("m600"), "tokens_per_s", "tokens/s", 2, higher_is_better=True),
-    "step m3": Compared(_step("step", "m3"), "seconds", "s", 7),
-    "step m25": Compared(_step("step", "m25"), "seconds", "s"),
-    "train_step m3": Compared(_step("train_step", "m3"), "seconds", "s", 7),
-    "train_step m25": Compared(_step("train_step", "m25"), "seconds", "s"),
-    "prefix m25": Compared(_passes("m25", [(512, [128] * 8)]), "seconds", "s"),
-    "packing m3": Compared(_passes("m3", packing.lengths(64, 64, 512)), "seconds", "s"),
-    "sampling": Compared(
-        lambda: Side("sampling", "bench.ours.sampling", ("--rows", "64", "--vocab", "151936")), "ms", "ms", 7
+    "rollout m3": Compared(_rollout("m3"), RATE),
+    "rollout m25": Compared(_rollout("m25"), RATE, 3),
+    "rollout m600": Compared(_rollout("m600"), RATE, 2),
+    "step m3": Compared(_step("step", "m3"), rounds=7),
+    "step m25": Compared(_step("step", "m25")),
+    "train_step m3": Compared(_step("train_step", "m3"), rounds=7),
+    "train_step m25": Compared(_step("train_step", "m25")),
+    "prefix m25": Compared(_passes("m25", [(512, [128] * 8)])),
+    "long m3": Compared(_passes("m3", [(64, [1024] * 4)])),
+    "packing m3": Compared(_passes("m3", packing.lengths(64, 64, 512))),
+    "sampling": Compared(_worker("sampling", "--rows", "64", "--vocab", "151936"), ("ms",), 7),
+    "logprob": Compared(_worker("logprob", "--tokens", "2048", "--vocab", "151936", "--hidden", "256"), rounds=3),
+    "tail": Compared(_tail, ("per_second",), 3, 0),
+    "spec": Compared(_spec, RATE, 3),
+    "grade": Compared(_worker("grade"), ("per_second",), 3, 1, pinned=False),
+    "sandbox": Compared(_worker("sandbox", "namespaces", "150"), ("ms", "per_second", "execute_ms")),
+    "overlap m25": Compared(
+        _worker("overlap", "--model", "m25", *overlap.SIZES["m25"]), ("together_s",), 3, 1, pinned=False
     ),
-    "logprob": Compared(
-        lambda: Side("logprob", "bench.ours.logprob", ("--tokens", "2048", "--vocab", "151936", "--hidden", "256")),
-        "seconds",
-        "s",
+    "buffer": Compared(_worker("buffer", "40", ""), ("written", "read"), 9, pinned=False),
+    **{
+        f"sync {kind}": Compared(_worker("sync", kind, "--megabytes", "400"), ("gb_per_s",), 15, pinned=False)
+        for kind in sync.TRANSPORTS
+        if kind != "pickled"
+    },
+    "asynchronous m3": Compared(
+        _worker("overlapped", *OVERLAPPED),
+        ("steps_per_s",),
         3,
+        1,
+        pinned=False,
     ),
+    **{
+        f"ranks {sharding}": Compared(
+            _worker("ranks", "--model", "m3", "--ranks", "2", "--sharding", sharding), RATE, pinned=False
+        )
+        for sharding in ranks.SHARDINGS
+    },
 }
 
 
@@ -75,6 +125,8 @@ def main(arguments: list[str], only_json: bool) -> None:
     if not (checkout / "src" / "rollmill").is_dir() or not (checkout / "bench" / "ours").is_dir():
         raise BenchError(f"{checkout}: no checkout of rollmill there; make one with git worktree add")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout.strip()
+    if unknown := set(args.only.split(",")) - set(CASES):
+        raise BenchError(f"--only: there is no case `{min(unknown)}`; there are {', '.join(CASES)}")
     cases: list[Case] = []
     raw: list[Measured] = []
     for name in args.only.split(","):
@@ -82,10 +134,14 @@ def main(arguments: list[str], only_json: bool) -> None:
         note(f"{name}:")
         side = replace(compared.side(), name=f"now, {name}")
         earlier = replace(side, name=f"before, {name}", checkout=checkout)
-        ours, peer = run_in_turn([side, earlier], args.rounds or compared.rounds, warmups=2)
-        values = ours.values(compared.key), peer.values(compared.key)
-        extra = {"dtypes": [one.ready.get("dtype") for one in (ours, peer)]}
-        cases.append(Case(name, commit[:8], compared.unit, *values, compared.higher_is_better, extra))
+        ours, peer = run_in_turn(
+            [side, earlier], args.rounds or compared.rounds, warmups=compared.warmups, pinned=compared.pinned
+        )
+        extra = {"dtypes": [one.ready["dtype"] for one in (ours, peer)]} if "dtype" in ours.ready else {}
+        for key in compared.keys:
+            unit, higher = UNITS[key]
+            title = f"{name}, {key}" if len(compared.keys) > 1 else name
+            cases.append(Case(title, commit[:8], unit, ours.values(key), peer.values(key), higher, extra))
         raw += [ours, peer]
     versions = {one.name: one.ready["versions"] for one in raw}
     finish("before", cases, versions=versions, only_json=only_json, raw=raw)

@@ -91,6 +91,12 @@ def test_each_side_of_before_has_the_sources_of_its_checkout(tmp_path: Path) -> 
     line = bench(str(tmp_path), "before", str(earlier), "--only", "sampling", "--rounds", "1")
     assert (line["case"], line["peer"], line["unit"]) == ("sampling", 2.5, "ms")
     assert line["ratio"] == pytest.approx(2.5 / line["ours"], rel=1e-2)
+    refused = subprocess.run(
+        [sys.executable, "-m", "bench", "before", str(earlier), "--only", "sampling,sampled"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert refused.returncode != 0
+    assert "no case `sampled`; there are rollout m3" in refused.stderr
 
 
 @pytest.mark.thorough

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,6 +82,15 @@ class Reward(Protocol):
     """Scores one completion. An exception that it raises ends the run as a RewardError."""
 
     async def score(self, task: Task, completion: Completion) -> Score: ...
+
+
+@runtime_checkable
+class SupportsBegin(Protocol):
+    """A reward that scores most completions without waiting for another process."""
+
+    def begin(self, task: Task, completion: Completion) -> Score | Awaitable[Score]:
+        """Return the score, or start the work for it and return what to await."""
+        ...
 
 
 class GroupReward(Protocol):

@@ -29,10 +29,10 @@ from rollmill.rewards.base import (
     RewardResult,
     RewardTiming,
     Score,
+    SupportsBegin,
     SupportsCounters,
 )
 from rollmill.rewards.function_threads import retrieve_error
-from rollmill.rewards.python import PythonScorer
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 from rollmill.waiting import patient_timeout
@@ -74,6 +74,7 @@ class RewardManager:
         self._gates = [part for part in single if part.config.gate is not None]
         self._single = [part for part in single if part.config.gate is None]
         self._groupwise = [part for part in parts if part.groupwise]
+        self._quick = {part.name: part.reward for part in single if isinstance(part.reward, SupportsBegin)}
         self._judging, self._resources = judging, resources
         self._changes: list[tuple[int, str, float]] = []  # version, reward, weight
 
@@ -183,9 +184,10 @@ class RewardManager:
     async def _run_reward(self, part: WeightedReward, task: Task, completion: Completion) -> _Timed:
         queued_at = time.perf_counter()
         try:
-            # not by `score`: a task of the event loop for its time limit would cost more than a quick call
-            score = part.reward.score_inline(task, completion) if isinstance(part.reward, PythonScorer) else None
-            score = score or await self._in_time(part.reward.score(task, completion))  # type: ignore[union-attr]
+            # without waiting if it can: a task of the event loop for the time limit costs more than a quick call
+            quick = self._quick.get(part.name)
+            begun = part.reward.score(task, completion) if quick is None else quick.begin(task, completion)  # type: ignore[union-attr]
+            score = begun if isinstance(begun, Score) else await self._in_time(begun)
         except Exception as error:
             raise _reward_error(part.name, task, f"completion {completion.index}", completion.text, error) from error
         return _timed(score or Score(part.config.timeout_reward, LATE), queued_at)

@@ -6,6 +6,7 @@ math-verify runs in a grader process, which is killed at the time limit.
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -23,8 +24,9 @@ from rollmill.rewards.answers.complexity import oversize_outcome
 from rollmill.rewards.answers.extraction import FinalAnswer, extract_answer, extract_reference
 from rollmill.rewards.answers.options import selected_options as chosen_letters
 from rollmill.rewards.answers.quantities import normalize_answer, strip_spaces
-from rollmill.rewards.answers.symbolic import compare_answers
+from rollmill.rewards.answers.symbolic import start_comparison
 from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, Score
+from rollmill.rewards.grader_pool import GraderResult
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 
@@ -47,7 +49,21 @@ class MathScorer:
     def __init__(self, config: MathReward, resources: RewardResources) -> None:
         self._config, self._graders = config, resources.graders_for("math")
 
+    def begin(self, task: Task, completion: Completion) -> Score | Awaitable[Score]:
+        found = self._answer_of(task, completion)
+        if isinstance(found, Score):
+            return found
+        decision = compare_texts(*found)
+        if isinstance(decision, bool):
+            return Score(float(decision))
+        return self._score_of(start_comparison(decision, found[2], self._graders, self._config.time_limit_s))
+
     async def score(self, task: Task, completion: Completion) -> Score:
+        begun = self.begin(task, completion)
+        return begun if isinstance(begun, Score) else await begun
+
+    def _answer_of(self, task: Task, completion: Completion) -> Score | tuple[str, str, AnswerMatchOptions]:
+        """Return the score if the answer need not be compared; else the reference, the answer, and how to compare."""
         if task.answer is None:
             return Score(None)
         gold, config = reference_answer(task.answer), self._config.of_task(task.taskset, task.metadata)
@@ -68,10 +84,10 @@ class MathScorer:
         rules = AnswerMatchOptions(slack, units_required=config.units == "required")
         options = task_options(task.metadata)
         answer = _extract_words(plain, found, options) if in_words else _without_asked_side(answer, task)
-        return await self._compare(*_resolve_options(gold, answer, options, rules), rules)
+        return *_resolve_options(gold, answer, options, rules), rules
 
-    async def _compare(self, gold: str, answer: str, rules: AnswerMatchOptions) -> Score:
-        reply = await compare_answers(gold, answer, rules, self._graders, self._config.time_limit_s)
+    async def _score_of(self, comparison: Awaitable[GraderResult]) -> Score:
+        reply = await comparison
         if reply.outcome == "too_costly":
             return Score(0.0, reply.outcome)
         if reply.outcome != OK:

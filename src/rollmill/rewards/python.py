@@ -119,9 +119,11 @@ class PythonScorer:
     ) -> None:
         self._config, self._caller, self._inline = config, caller, inline
 
-    def score_inline(self, task: Task, completion: Completion) -> Score | None:
+    def begin(self, task: Task, completion: Completion) -> Score | Awaitable[Score]:
         answer = _inline(self._config, self._inline, [task, completion])
-        return None if answer is None else Score(answer.values[0], OK, 0.0, answer.run_s, answer.details[0])
+        if answer is None:
+            return self.score(task, completion)
+        return Score(answer.values[0], OK, 0.0, answer.run_s, answer.details[0])
 
     async def score(self, task: Task, completion: Completion) -> Score:
         answer = await self._caller([task, completion])

@@ -50,7 +50,8 @@ _VERB = (
     r"|comes out to)(?: therefore)?(?: be)?)\b"
 )
 _SAID = re.compile(
-    r"\banswers?\b(?!\s+(?:choices?|options?|keys?|sheets?|format))(?:\s+\((?:in|to)[^()\n]{1,40}\))?"
+    r"(?=[abcdfioprsvwz\[答最所因结得正符满故应选排顺])"  # every first character of what follows: fails fast elsewhere
+    r"(?:\banswers?\b(?!\s+(?:choices?|options?|keys?|sheets?|format))(?:\s+\((?:in|to)[^()\n]{1,40}\))?"
     rf"(?:\s*[*_]*\s*(?:[:=]+>?|[-–—]>?\s|→)|[\s*,_]+(?:(?!is\b|are\b)[A-Za-z'’-]+[\s,]+"
     rf"|\$[^$\n]{{1,30}}\$\s+){{0,9}}?{_VERB}\s*:?|[ \t*_]*\n)"
     rf"|\b(?:correct|right|best|final|desired|required|appropriate)\s+(?:[a-z]+\s+)?{_NOUN}\s*(?:{_VERB}\s*:?|[*_]*:)+"
@@ -64,7 +65,7 @@ _SAID = re.compile(
     r"|正确的?(?:选项|顺序|说法|排序|答案|图象|图像|结论)?\s*(?:应该|应)?\s*(?:是|为|有|:)+|(?:符合|满足)[^,。;\n]{0,16}的(?:选项|说法)?(?:是|为|有)"
     r"|(?:[故应]|所以|因此)\s*选(?:择|项)?\s*(?:是|为|:)*"
     r"|(?<![备可挑精])选(?:择|项)?\s*(?:是|为|:)*\s*(?=[(\[]?[A-J]{1,10}(?![A-Za-z]))"
-    r"|(?<![解问回])答\s*:|(?:[故应]|所以|因此|应该)填\s*[:是为]?\s*(?=\S)|(?:排序|顺序|排列)(?:应该?)?(?:依次)?(?:(?:是|为)?\s*:|(?:是|为)(?=\s*[A-J①-⑳]))",
+    r"|(?<![解问回])答\s*:|(?:[故应]|所以|因此|应该)填\s*[:是为]?\s*(?=\S)|(?:排序|顺序|排列)(?:应该?)?(?:依次)?(?:(?:是|为)?\s*:|(?:是|为)(?=\s*[A-J①-⑳])))",
     re.IGNORECASE,
 )
 _UNSAID = re.compile(

@@ -7,6 +7,7 @@ kind the last one counts.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollmill.config.evaluation import VoteExtraction
@@ -91,13 +92,7 @@ def extract_answer(text: str, place: AnswerExtraction = "auto", *, values: bool 
         return _answer_at_place(SegmentedText(to_half_width(text[-_LONGEST:])), place)
     passage = SegmentedText(answer_section(text))
     contents = find_boxes(passage.text)
-    marked = [
-        _joined(passage.text, contents),
-        find_hash_answer(passage.text),
-        *reversed(find_stated_answers(passage)),
-        find_bare_answer(passage.text),
-    ]
-    for candidate in marked:
+    for candidate in _marked_candidates(passage, contents):
         if candidate is not None and (found := _confirm_candidate(passage, contents, candidate)) is not None:
             return found
     for candidate in (find_concluding_sentence(passage) if values else None, find_last_line(passage.text)):
@@ -106,11 +101,23 @@ def extract_answer(text: str, place: AnswerExtraction = "auto", *, values: bool 
     return None
 
 
+def _marked_candidates(passage: SegmentedText, contents: list[AnswerCandidate]) -> Iterator[AnswerCandidate | None]:
+    """Find candidates one after the other, because most completions need only the first."""
+    yield _joined(passage.text, contents)
+    yield find_hash_answer(passage.text)
+    yield from reversed(find_stated_answers(passage))
+    yield find_bare_answer(passage.text)
+
+
 def answer_section(text: str) -> str:
     """Return the part of a completion that holds its answer, in half width: no thoughts, inside `<answer>` tags."""
-    text = to_half_width(_FULL_WIDTH_MARK.sub("。", text[-_LONGEST:])).rpartition("</think>")[2]
+    text = text[-_LONGEST:]
+    if not text.isascii():
+        text = to_half_width(_FULL_WIDTH_MARK.sub("。", text))
+    text = text.rpartition("</think>")[2]
     inside = last_tag_content(text, "answer")
-    return _POWER_OF_UNIT.sub(r"^\1", text if inside is None else inside)
+    text = text if inside is None else inside
+    return _POWER_OF_UNIT.sub(r"^\1", text) if "^" in text else text
 
 
 def _joined(text: str, contents: list[AnswerCandidate]) -> AnswerCandidate | None:
@@ -138,12 +145,13 @@ def _confirm_candidate(
 ) -> FinalAnswer | None:
     """Return the answer of a candidate or of its correction; None if it is retracted without one."""
     text = passage.text
+    value = _value(candidate)
     if candidate.kind in ("boxed", "hash", "said", "bold"):
-        kept = apply_correction(passage, candidate, _value(candidate))
+        kept = apply_correction(passage, candidate, value)
         if kept is None:
             return None
-        candidate = kept
-    value = _value(candidate)
+        if kept is not candidate:
+            candidate, value = kept, _value(kept)
     if candidate.kind == "line" and (words := extract_statements(text)) and not has_value(words[0]):
         value = words[0]
     at = text.rfind(value, candidate.start, candidate.end) if value else -1

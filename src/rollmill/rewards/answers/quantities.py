@@ -155,6 +155,8 @@ _MOST_DIGITS = 400
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
 _POWER = r"(?:[eE](?P<e>[+-]?\d{1,3})|(?:\\times|\\cdot|\*|x)10\^\{?(?P<t>[+-]?\d{1,3})\}?)"
+_SPACE = re.compile(r"\s+")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
 _PLAIN = re.compile(rf"(?P<sign>[+-]*)(?P<number>{_DECIMAL}){_POWER}?")
 _REPEATING = re.compile(
     r"(?P<sign>[+-]*)(?P<whole>\d+)\.(?P<fixed>\d*)\\(?:overline|bar|dot)(?:\{(?P<again>\d+)\}|(?P<digit>\d))"
@@ -175,6 +177,8 @@ _SYMBOLS = {
     **{"，": ",", "；": ";", "：": ":", "（": "(", "）": ")", "％": "%", "＝": "=", "。": "."},
 }
 _TRANSLATION = str.maketrans(_SYMBOLS)
+_SPECIAL = re.compile(r"[\\*{~$]|[^\x00-\x7f]")
+"""A character without which a text has no LaTeX or Markdown to strip."""
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CURRENCY = re.compile(r"([+-]?) ?([$€£¥]) ?(?=[+-]?[\d.])")
 _BEFORE_UNIT = re.compile(r"[\d.}](\s*)(?=[^\W\d_]|[%°¢€£¥$]|\\mu)")
@@ -223,11 +227,19 @@ class Quantity:
     unit: Unit | None = None
 
 
+@lru_cache(256)
 def normalize_answer(text: str) -> str:
     """Strip LaTeX spacing, text wrappers and delimiters; equal results are equal answers.
 
     A dollar sign is kept as money if it is escaped, or before a number without a second one that closes it.
     """
+    if _SPECIAL.search(text):
+        text = _strip_latex(text)
+    text = " ".join(text.split()).rstrip(" .,;:").lstrip(" ,;:")
+    return text if re.match(r"\.\d", text) else text.lstrip(" .,;:")
+
+
+def _strip_latex(text: str) -> str:
     text = to_half_width(text).translate(_TRANSLATION)
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^{" + found[0].translate(_RAISED) + "}", text)
     text = text.replace("{,}", ",").replace("\\!", "")
@@ -240,8 +252,7 @@ def normalize_answer(text: str) -> str:
     text = re.sub(r"(?<!\\)\\[()]|(?<!\\)\\[\[\]]", " ", text)
     if text.count("$") - text.count("\\$") != 1 or not re.search(r"(?<!\\)\$ ?[\d.]", text):
         text = re.sub(r"(?<!\\)\$", " ", text)
-    text = " ".join(text.replace("\\$", "$").split()).rstrip(" .,;:").lstrip(" ,;:")
-    return text if re.match(r"\.\d", text) else text.lstrip(" .,;:")
+    return text.replace("\\$", "$")
 
 
 _APPROXIMATELY = re.compile(
@@ -257,8 +268,9 @@ def strip_approximation(text: str) -> str:
 
 def strip_spaces(text: str) -> str:
     """Remove the spaces of a normalised text for comparison, without merging two numbers."""
-    text = re.sub(r"\s+", "", re.sub(r"(?<=\d)\s+(?=\d)", "_", text))
-    return text[1:-1] if re.fullmatch(r"\{[^{}]*\}", text) else text
+    if _SPACE.search(text):
+        text = _SPACE.sub("", re.sub(r"(?<=\d)\s+(?=\d)", "_", text))
+    return text[1:-1] if text.startswith("{") and re.fullmatch(r"\{[^{}]*\}", text) else text
 
 
 def parse_quantity(text: str) -> Quantity | None:
@@ -368,6 +380,8 @@ def _compound(text: str) -> Quantity | None:
 def _fraction(text: str) -> Fraction | None:
     if len(text) > _MOST_DIGITS:
         return None
+    if _INTEGER.fullmatch(text):
+        return Fraction(int(text))
     text = re.sub(r"^([+-]) ", r"\1", text.strip())
     text = re.sub(r"^\{([^{}]*)\}|^\(([^(),]*)\)$", r"\1\2", text)
     text = re.sub(r"^([+-]*)10\^(?=\{?[+-]?\d)", r"\g<1>1*10^", text)

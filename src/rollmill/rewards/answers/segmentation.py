@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from rollmill.rewards.answers.normalization import CJK
@@ -41,8 +42,15 @@ class SegmentedText:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.formulas = _formulas(text)
-        self._starts = [formula.start for formula in self.formulas]
+
+    @cached_property
+    def formulas(self) -> list[Formula]:
+        """All formulas and pieces of code, in order."""
+        return _formulas(self.text)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [formula.start for formula in self.formulas]
 
     def formula_at(self, at: int) -> Formula | None:
         """Return the formula that covers a position."""
@@ -89,6 +97,8 @@ class SegmentedText:
 
 def _formulas(text: str) -> list[Formula]:
     found: list[Formula] = []
+    if not any(sign in text for sign in "\\$`"):
+        return found
     at = 0
     while (opening := _OPENINGS.search(text, at)) is not None:
         formula = _formula(text, opening)

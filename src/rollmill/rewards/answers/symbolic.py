@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Awaitable
+from concurrent.futures import Future
+from itertools import chain
 
 from rollmill.rewards.answers.comparison import TRIGONOMETRY, AnswerMatchOptions, SymbolicEquality, compare_texts
 from rollmill.rewards.answers.complexity import is_too_costly
@@ -29,17 +33,34 @@ async def compare_answers(
     `time_limit_s` applies to each formula. Raises RewardError if the grader itself fails.
     """
     decision = compare_texts(gold, answer, rules)
-    queue_s = 0.0
-    run_s: float | None = None
-    open_equalities = decision if isinstance(decision, list) else []
-    if any(len(each.answers) > _MOST_PAIRED or _is_too_costly(each) for each in open_equalities):
-        return GraderResult("too_costly")
-    for equality in open_equalities:
-        reply = await graders.ask("math", _payload(equality, rules), time_limit_s)
-        queue_s, run_s = queue_s + reply.queue_s, (run_s or 0.0) + (reply.run_s or 0.0)
-        if reply.outcome != OK or reply.value != 1.0:
-            return GraderResult(reply.outcome, 0.0, queue_s, run_s)
-    return GraderResult(OK, float(decision is not False), queue_s, run_s)
+    if isinstance(decision, bool):
+        return GraderResult(OK, float(decision))
+    return await start_comparison(decision, rules, graders, time_limit_s)
+
+
+def start_comparison(
+    equalities: list[SymbolicEquality], rules: AnswerMatchOptions, graders: GraderPool, time_limit_s: float
+) -> Awaitable[GraderResult]:
+    """Start to find out whether all equalities that `compare_texts` left open hold, and return what to await.
+
+    The first one is with the graders when this returns, however busy the event loop is.
+    """
+    if any(len(each.answers) > _MOST_PAIRED or _is_too_costly(each) for each in equalities):
+        return asyncio.sleep(0, GraderResult("too_costly"))
+
+    def send(equality: SymbolicEquality) -> Future[GraderResult]:
+        return graders.submit("math", _payload(equality, rules), time_limit_s)
+
+    async def all_hold(first: list[Future[GraderResult]], others: list[SymbolicEquality]) -> GraderResult:
+        queue_s, run_s = 0.0, None
+        for sent in chain(first, map(send, others)):
+            reply = await asyncio.wrap_future(sent)
+            queue_s, run_s = queue_s + reply.queue_s, (run_s or 0.0) + (reply.run_s or 0.0)
+            if reply.outcome != OK or reply.value != 1.0:
+                return GraderResult(reply.outcome, 0.0, queue_s, run_s)
+        return GraderResult(OK, 1.0, queue_s, run_s)
+
+    return all_hold([send(each) for each in equalities[:1]], equalities[1:])
 
 
 def _is_too_costly(equality: SymbolicEquality) -> bool:
