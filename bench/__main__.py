@@ -25,6 +25,7 @@ NAMES = (
     "curriculum",
     "mixing",
     "verify",
+    "int8",
     "overlap",
     "tail",
     "grade",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench import overlap, packing, ranks, rollout, spec, sync, tail
-from bench.harness import BenchError, Measured, Side, note, run_in_turn
+from bench import machine, overlap, packing, ranks, rollout, spec, sync, tail
+from bench.harness import RESULTS, BenchError, Measured, Side, note, run_in_turn
 from bench.report import Case, finish
 
 UNITS = {
@@ -118,7 +118,9 @@ def main(arguments: list[str], only_json: bool) -> None:
     """Run the benchmark; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="bench before", description=__doc__)
     parser.add_argument("checkout", type=Path, help="folder of the earlier commit")
-    parser.add_argument("--only", default=",".join(CASES), help="cases, with commas")
+    parser.add_argument(
+        "--only", default=",".join(CASES), help="cases to measure, with commas; others keep their results"
+    )
     parser.add_argument("--rounds", type=int)
     args = parser.parse_args(arguments)
     checkout = args.checkout.resolve()
@@ -127,8 +129,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout.strip()
     if unknown := set(args.only.split(",")) - set(CASES):
         raise BenchError(f"--only: there is no case `{min(unknown)}`; there are {', '.join(CASES)}")
-    cases: list[Case] = []
-    raw: list[Measured] = []
+    found = _stored(commit)
     for name in args.only.split(","):
         compared = CASES[name]
         note(f"{name}:")
@@ -137,11 +138,30 @@ def main(arguments: list[str], only_json: bool) -> None:
         ours, peer = run_in_turn(
             [side, earlier], args.rounds or compared.rounds, warmups=compared.warmups, pinned=compared.pinned
         )
-        extra = {"dtypes": [one.ready["dtype"] for one in (ours, peer)]} if "dtype" in ours.ready else {}
-        for key in compared.keys:
-            unit, higher = UNITS[key]
-            title = f"{name}, {key}" if len(compared.keys) > 1 else name
-            cases.append(Case(title, commit[:8], unit, ours.values(key), peer.values(key), higher, extra))
-        raw += [ours, peer]
-    versions = {one.name: one.ready["versions"] for one in raw}
-    finish("before", cases, versions=versions, only_json=only_json, raw=raw)
+        ours.ready["date"] = machine.describe()["date"]
+        found[name] = ours, peer
+    raw = [one for name in CASES if name in found for one in found[name]]
+    cases = [case for name in CASES if name in found for case in _cases(name, commit, *found[name])]
+    finish("before", cases, versions=raw[0].ready["versions"], only_json=only_json, raw=raw)
+
+
+def _cases(name: str, commit: str, ours: Measured, peer: Measured) -> Iterator[Case]:
+    """Compare each key of a case, with the date of the measurement."""
+    extra = {"date": ours.ready["date"]}
+    if "dtype" in ours.ready:
+        extra["dtypes"] = [one.ready["dtype"] for one in (ours, peer)]
+    keys = CASES[name].keys
+    for key in keys:
+        unit, higher = UNITS[key]
+        title = f"{name}, {key}" if len(keys) > 1 else name
+        yield Case(title, commit[:8], unit, ours.values(key), peer.values(key), higher, extra)
+
+
+def _stored(commit: str) -> dict[str, tuple[Measured, Measured]]:
+    """Results of earlier runs against the same commit on such a machine, by case: `--only` measures others anew."""
+    path = RESULTS / "before.json"
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    if stored.get("peer_name") != commit[:8] or stored["machine"]["cpu"] != machine.describe()["cpu"]:
+        return {}
+    sides = {one["name"]: Measured(**one) for one in stored["raw"]}
+    return {name: (sides[f"now, {name}"], sides[f"before, {name}"]) for name in CASES if f"now, {name}" in sides}

@@ -1,4 +1,8 @@
-"""Worker: one batch of completions per command with the native engine."""
+"""Worker: one batch of completions per command with the native engine.
+
+With `--updates` the trained model is in fp32, as in a run, and its weights count as changed before each batch: the
+report has the seconds to cast or to round them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--int8", action="store_true")
+    parser.add_argument("--updates", action="store_true")
     args = parser.parse_args()
     channel = Channel()
 
@@ -40,7 +46,7 @@ def main() -> None:
     if precision == "auto":
         precision = choose_precision(model.float(), args.device, StepSize.of_generation())
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model.to(dtype)
+    model.to(torch.float32 if args.updates else dtype)
     prompts: list[list[int]] = json.loads(args.prompts)
 
     async def batch() -> tuple[list[Completion], float]:
@@ -60,14 +66,22 @@ def main() -> None:
         return [completion for group in groups for completion in group], first
 
     began_engine = time.perf_counter()
-    native = NativeEngine(model, context=model.config.max_position_embeddings, dtype=dtype, max_sequences=256)
+    context = model.config.max_position_embeddings
+    native = NativeEngine(model, context=context, dtype=dtype, max_sequences=256, int8=args.int8)
     asyncio.run(
         native.generate(GenerationRequest(prompts[0], SamplingConfig(max_new_tokens=1)))
     )  # ready: it has produced a token
     startup_s = time.perf_counter() - began_engine
 
+    version = 0
+
     def run() -> dict[str, Any]:
+        nonlocal version
         began = time.perf_counter()
+        if args.updates:
+            native.weights_updated(version := version + 1)
+            native.core.weights.refresh()
+        update_s, began = time.perf_counter() - began, time.perf_counter()
         completions, first_s = asyncio.run(batch())
         seconds = time.perf_counter() - began
         tokens = sum(len(completion.token_ids) for completion in completions)
@@ -76,6 +90,7 @@ def main() -> None:
             "tokens": tokens,
             "tokens_per_s": tokens / seconds,
             "first_completion_s": first_s,
+            "update_s": update_s,
         }
 
     serve(

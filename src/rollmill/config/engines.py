@@ -41,6 +41,10 @@ class NativeEngineConfig(EngineSection):
     follows the new weights exactly. `keep`: keep the entries of the old weights, which saves that time; later tokens
     come from the new weights but attend to old keys and values. Either way a token's log-prob is that of the
     distribution it was sampled from."""
+    weights: Literal["int8"] | None = None
+    """`int8`: linear layers multiply in 8 bits, with a scale per output channel and per token; rounded again after each
+    update. On CPUs with VNNI. Rollouts are faster where products take most of the time, and tokens come from a slightly
+    different policy: list `corrections`."""
     prefix_cache_gb: float = Field(1.0, ge=0)
     """Memory (GiB) for keys and values of finished turns, until the next weight update: the next turn of the same
     conversation starts from them. 0 computes every turn from its beginning."""

@@ -13,11 +13,12 @@ from torch import nn
 from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.algorithms.distillation import Distill, SelfDistill
 from rollmill.config.checks.offload import component_phases, reward_models
-from rollmill.config.engines import VLLMEngineConfig
+from rollmill.config.engines import EngineSection, NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
 from rollmill.config.trainer import MOMENT_BLOCK
 from rollmill.errors import ConfigError
+from rollmill.models.int8 import int8_linears
 from rollmill.models.load import PolicyModel, build_meta_model
 from rollmill.models.lora import adapted_layers, has_lora, merges_adapters
 from rollmill.models.quantization import count_weights
@@ -162,7 +163,7 @@ def estimate_component_sizes(
         sizes["teacher"] = sum(_MASTER * each.numel() for each in taught.parameters())
     if scorers := loaded_reward_models(reward_models(stage), str(policy.device)):
         sizes["rewards"] = sum(each.nbytes for scorer in scorers for each in scorer.model.parameters())
-    if cast := _cast_bytes(model, precision):
+    if cast := _cast_bytes(model, precision, stage.engine):
         sizes["cast"] = cast
     sizes["cache"] = 0
     if explorers is not None:
@@ -185,7 +186,7 @@ def _explorer_bytes(stage: StageConfig, model: nn.Module, precision: str, reward
     engine = stage.engine
     if isinstance(engine, VLLMEngineConfig):
         return vllm_bytes(engine, model, precision) + rewards
-    return _weight_bytes(model.parameters()) + _cast_bytes(model, precision) + rewards
+    return _weight_bytes(model.parameters()) + _cast_bytes(model, precision, engine) + rewards
 
 
 def default_memory_budget(device: torch.device) -> float:
@@ -195,8 +196,14 @@ def default_memory_budget(device: torch.device) -> float:
     return _SHARE * psutil.virtual_memory().total
 
 
-def _cast_bytes(model: nn.Module, precision: str) -> int:
-    """Size of the engine's copy (engines/native/weights.py): cast weights in bf16, merged weights in fp32."""
+def _cast_bytes(model: nn.Module, precision: str, engine: EngineSection) -> int:
+    """Size of the engine's copy (engines/native/weights.py): cast weights in bf16, merged weights in fp32, and those
+    that it multiplies in 8 bits."""
+    if isinstance(engine, NativeEngineConfig) and engine.weights == "int8":
+        rounded = {id(layer.weight): layer.weight.numel() for layer in int8_linears(model).values()}
+        width, has_own = (2, torch.bfloat16) if precision == "bf16" else (4, torch.float32)
+        others = [each for name, each in model.named_parameters() if id(each) not in rounded and ".lora_" not in name]
+        return sum(rounded.values()) + sum(width * each.numel() for each in others if each.dtype != has_own)
     if adapted_layers(model) and not merges_adapters(model):
         width = 2 if precision == "bf16" else 4
         floats = [each for each in model.parameters() if each.is_floating_point()]

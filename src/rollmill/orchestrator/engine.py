@@ -83,6 +83,7 @@ def build_native(
         keep=section.after_update == "keep",
         record_routing=replayed,
         prefix_cache_bytes=int(section.prefix_cache_gb * 2**30),
+        int8=section.weights == "int8",
     )
 
 
@@ -135,6 +136,7 @@ def build_native_engine(
     keep: bool = False,
     record_routing: bool = False,
     prefix_cache_bytes: int = 1 << 30,
+    int8: bool = False,
 ) -> NativeEngine:
     """Build the native engine, with the policy's own parameters."""
     return NativeEngine(
@@ -148,6 +150,7 @@ def build_native_engine(
         keep=keep,
         record_routing=record_routing,
         prefix_cache_bytes=prefix_cache_bytes,
+        int8=int8,
     )
 
 

@@ -12,6 +12,7 @@ from rollmill.config.checks.engine import engine_conflicts
 from rollmill.config.checks.evaluation import evaluation_conflicts, evaluation_set_path
 from rollmill.config.checks.rewards import reward_conflicts
 from rollmill.config.checks.workflow import workflow_conflicts
+from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.orders import CustomOrder, SequentialOrder
 from rollmill.config.run import StageConfig
@@ -279,6 +280,9 @@ def _quantized(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Confli
         yield ("model", "quantization"), "is not supported with several trainer.ranks; use 1, or remove this"
     for stage in stages:
         algorithm = stage.algorithm
+        if isinstance(stage.engine, NativeEngineConfig) and stage.engine.weights is not None:
+            text = "the engine shares these weights, and would round them once more"
+            yield ("model", "quantization"), f"stage {stage.name}: {text} (engine.weights); remove one of the two"
         if isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic:
             text = "a critic would train a copy of the policy's weights, which cannot be quantised"
             yield ("model", "quantization"), f"stage {stage.name}: {text}; remove this, or use an algorithm without one"

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.checks.evaluation import evaluation_set_path
+from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
 from rollmill.config.run import StageConfig
@@ -33,7 +34,11 @@ def find_doubts(run: LoadedRun, longest_prompts: Mapping[tuple[str, str], int]) 
     found = []
     for index, stage in enumerate(run.stages):
         prefix: KeyPath = ("stages", index) if run.config.stages else ()
-        doubts = [*_context(run.config.model, facts, stage, longest_prompts), *_learning_rates(run, facts, stage)]
+        doubts = [
+            *_context(run.config.model, facts, stage, longest_prompts),
+            *_learning_rates(run, facts, stage),
+            *_uncorrected(stage),
+        ]
         found += [f"{format_key_path((*prefix, *path))}: {text}" for path, text in doubts]
     return list(dict.fromkeys(found))
 
@@ -91,6 +96,19 @@ def _completions(stage: StageConfig) -> Iterator[tuple[KeyPath, str, int]]:
         place = evaluation_set_path(name)
         path = ("rollout", "max_new_tokens") if limit is None else (*place, "sampling", "max_new_tokens")
         yield path, ".".join(place), stage.for_evaluation(held_out).rollout.max_new_tokens
+
+
+def _uncorrected(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Yields an engine that samples from a rounded policy, where nothing accounts for it."""
+    engine, algorithm = stage.engine, stage.algorithm
+    if not isinstance(engine, NativeEngineConfig) or engine.weights is None:
+        return
+    if isinstance(algorithm, PolicyGradientOptions) and algorithm.uses_rollouts and not algorithm.corrections:
+        yield (
+            ("engine", "weights"),
+            "tokens are sampled from the rounded weights, and learned from as if the trained ones had sampled them; "
+            "add algorithm.corrections: [tis]",
+        )
 
 
 def _learning_rates(run: LoadedRun, facts: Mapping[str, Any], stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:

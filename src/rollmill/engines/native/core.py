@@ -70,10 +70,11 @@ class EngineCore:
         keep: bool,
         record_routing: bool,
         prefix_cache_bytes: int,
+        int8: bool = False,
     ) -> None:
         self.version = 0
         self.tokens_generated = 0
-        self.weights = EngineWeights(model, dtype)  #: the weights that it decodes with
+        self.weights = EngineWeights(model, dtype, int8=int8)  #: the weights that it decodes with
         self._max_sequences = max_sequences
         self._prefill_tokens = prefill_tokens
         self._keep = keep

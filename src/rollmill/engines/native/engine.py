@@ -36,6 +36,7 @@ class NativeEngine:
         keep: running completions keep the keys and values of older weights when new weights arrive.
         prefix_cache_bytes: memory for finished turns, which the next turn of a conversation starts from.
         record_routing: record the experts of every token, for Completion.routing; the model must have routers.
+        int8: linear layers multiply in 8 bits.
     """
 
     applies_processors = True
@@ -53,6 +54,7 @@ class NativeEngine:
         keep: bool = False,
         record_routing: bool = False,
         prefix_cache_bytes: int = 1 << 30,
+        int8: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
@@ -67,6 +69,7 @@ class NativeEngine:
             keep=keep,
             record_routing=record_routing,
             prefix_cache_bytes=prefix_cache_bytes,
+            int8=int8,
         )
         self._paused = False
         self._failure: BaseException | None = None

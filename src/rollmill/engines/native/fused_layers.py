@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from rollmill.errors import ModelError
 from rollmill.models.attention import AttentionContext, AttentionOptions, build_forward_inputs, use_attention_context
+from rollmill.models.int8 import Int8Linear, round_rows
 from rollmill.models.recurrent import RecurrentCall
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -127,7 +128,7 @@ class _Joined:
     """Linear layers with the same input, of one product if their weights are copied."""
 
     def __init__(self, linears: list[Any], copies: bool) -> None:
-        self._linears, self._copies = linears, copies
+        self._linears, self._copies = linears, copies and not isinstance(linears[0], Int8Linear)
         self._sizes = [each.out_features for each in linears]
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
@@ -143,6 +144,9 @@ class _Joined:
         self._weight = self._bias = None
 
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
+        if isinstance(self._linears[0], Int8Linear):
+            rounded = round_rows(hidden)
+            return [each.product(*rounded) for each in self._linears]
         if self._weight is not None:
             return torch.split(functional.linear(hidden, self._weight, self._bias), self._sizes, -1)
         return [functional.linear(hidden, each.weight, each.bias) for each in self._linears]
@@ -194,13 +198,13 @@ def _is_known(model: Any) -> bool:
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return False
     for module in model.modules():
-        home = type(module).__module__
+        home = "torch.nn." if type(module) is Int8Linear else type(module).__module__
         if not home.startswith(("transformers.", "torch.nn.")) or "forward" in vars(module):
             return False
         if module._forward_hooks or module._forward_pre_hooks:
             return False
-    linears = [model.lm_head, *(each for layer in model.model.layers for each in _linears(layer))]
-    return all(type(each) is nn.Linear for each in linears)
+    linears = [type(each) for layer in model.model.layers for each in _linears(layer)]
+    return type(model.lm_head) is nn.Linear and set(linears) in ({nn.Linear}, {Int8Linear})
 
 
 def _inputs(layer: Any) -> Iterator[Any]:
@@ -218,6 +222,8 @@ def _rms_norm(hidden: Tensor, norm: Any) -> Tensor:
 
 
 def _add_product(hidden: Tensor, x: Tensor, linear: Any) -> Tensor:
+    if isinstance(linear, Int8Linear):
+        return linear(x).add_(hidden)  # type: ignore[no-any-return]
     if linear.bias is not None:
         return hidden + functional.linear(x, linear.weight, linear.bias)
     return torch.addmm(hidden, x, linear.weight.t())
