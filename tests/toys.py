@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ from transformers import (
 )
 
 from rollmill.config.model import TokenizerConfig
+from rollmill.config.rollout import SamplingConfig
+from rollmill.engines.base import GenerationRequest
+from rollmill.engines.native import NativeEngine
 from rollmill.models.from_scratch import save_policy, train_tokenizer
+from rollmill.types import Completion
 
 CONTEXT = 256
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
@@ -76,3 +81,14 @@ def toy_checkpoint(path: Path, architecture: str, seed: int = 0, **overrides: An
     model = toy_model(architecture, len(tokenizer), seed, **(special | overrides))
     save_policy(model, tokenizer, path)
     return path
+
+
+def sampled_completions(engine: NativeEngine) -> list[Completion]:
+    """Completions of prompts of 9, 18 and 36 tokens, three of each."""
+    sampling = SamplingConfig(max_new_tokens=40)
+    requests = [GenerationRequest(list(range(5, 5 + 9 * n)), sampling, n=3, seed=n) for n in (1, 2, 4)]
+
+    async def main() -> list[list[Completion]]:
+        return list(await asyncio.gather(*map(engine.generate, requests)))
+
+    return [completion for group in asyncio.run(main()) for completion in group]

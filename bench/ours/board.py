@@ -28,6 +28,7 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
         if args.levels is not None:
             from rollmill.models import int8
 
+            # the same code then rounds to fewer bits, which is no setting of a run
             vars(int8)["_LEVELS"] = args.levels
         loaded = load_run(args.file, [*args.set, f"seed={args.seed}", "threads=1"])
     with tempfile.TemporaryDirectory() as temporary:

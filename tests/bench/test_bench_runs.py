@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gguf_files import write_gguf
 from toys import toy_model, toy_tokenizer
 from vllm_service import needs_vllm
@@ -19,6 +20,8 @@ from bench.harness import Measured
 from bench.models import Shape
 from bench.packing import lengths
 from bench.roof import Batch, rollout_seconds, training_seconds, weights
+from rollmill.errors import ModelError
+from rollmill.models.int8 import require_int8_products
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +44,21 @@ def test_rollout_against_transformers(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "rollout", "--models", "tiny", "--without", "vllm", "--rounds", "1")
     assert line["peer_name"] == "transformers"
     assert line["ratio"] == pytest.approx(line["ours"] / line["peer"], rel=1e-2)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_rollouts_in_8_bits_against_bf16(tmp_path: Path) -> None:
+    try:
+        require_int8_products(torch.device("cpu"))
+    except ModelError as error:
+        pytest.skip(str(error))
+    line = bench(str(tmp_path), "int8", "--models", "tiny", "--tasks", "sorting", "--seeds", "0", "--steps", "5")
+    assert (line["case"], line["peer_name"]) == ("rollouts tiny", "bf16")
+    cases = {case["case"]: case for case in json.loads((tmp_path / "int8.json").read_text())["cases"]}
+    assert cases["rollouts tiny"]["update_s"].keys() == {"int8", "bf16"}
+    gaps = [cases[f"sorting, {bits} bits, uncorrected"]["gap"][0] for bits in (8, 4)]
+    assert 0 < gaps[0] < gaps[1]
 
 
 @pytest.mark.slow

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from toys import toy_model
+from toys import sampled_completions, toy_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rollmill.config.rollout import SamplingConfig
-from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine, fused_layers
 from rollmill.engines.native.fused_layers import build_fused_layers
 from rollmill.models.attention import build_forward_inputs, use_attention_context
@@ -55,16 +52,6 @@ def random_model(name: str) -> Any:
     return model
 
 
-def completions_of(engine: NativeEngine) -> list[Completion]:
-    sampling = SamplingConfig(max_new_tokens=40)
-    requests = [GenerationRequest(list(range(5, 5 + 9 * n)), sampling, n=3, seed=n) for n in (1, 2, 4)]
-
-    async def main() -> list[list[Completion]]:
-        return list(await asyncio.gather(*map(engine.generate, requests)))
-
-    return [completion for group in asyncio.run(main()) for completion in group]
-
-
 def require_own_logprobs(model: Any, completions: list[Completion], atol: float = 2e-5) -> None:
     for completion in completions:
         tokens = torch.tensor([[*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]])
@@ -81,13 +68,13 @@ def test_logprobs_are_those_of_the_model(name: str, copied: int, monkeypatch: py
     monkeypatch.setattr(fused_layers, "COPIED_BYTES", copied)
     model = random_model(name)
     assert build_fused_layers(model) is not None
-    require_own_logprobs(model, completions_of(NativeEngine(model, context=256)))
+    require_own_logprobs(model, sampled_completions(NativeEngine(model, context=256)))
 
 
 def test_new_weights_are_used_also_after_their_memory_was_freed() -> None:
     model = random_model("qwen3")
     engine = NativeEngine(model, context=256)
-    first = completions_of(engine)
+    first = sampled_completions(engine)
     for version, destroy in enumerate((False, True), 1):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -95,7 +82,7 @@ def test_new_weights_are_used_also_after_their_memory_was_freed() -> None:
         if destroy:
             engine.core.destroy_weights()
         engine.weights_updated(version)
-        later = completions_of(engine)
+        later = sampled_completions(engine)
         require_own_logprobs(model, later)
         assert [list(each.token_ids) for each in later] != [list(each.token_ids) for each in first]
 
@@ -126,7 +113,7 @@ def test_a_model_that_computes_something_else_is_left_as_it_is(change: Any) -> N
     change(model)
     assert build_fused_layers(model) is None
     engine = NativeEngine(model, context=256)
-    require_own_logprobs(model, completions_of(engine))
+    require_own_logprobs(model, sampled_completions(engine))
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen3_moe"])

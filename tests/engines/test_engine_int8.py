@@ -3,7 +3,6 @@ weights after each update. All need a processor with VNNI or AMX."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 import shutil
 from pathlib import Path
@@ -14,14 +13,13 @@ import pytest
 import torch
 from tiny import metrics, outcome, ran, tiny_run
 from torch import nn
-from toys import toy_checkpoint, toy_model
+from toys import sampled_completions, toy_checkpoint, toy_model
+from transformers import JetMoeConfig, JetMoeForCausalLM
 
 import rollmill
 from rollmill.cli import main
 from rollmill.config.loader import load_run
 from rollmill.config.model import LoRAConfig, ModelConfig
-from rollmill.config.rollout import SamplingConfig
-from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.weights import EngineWeights
 from rollmill.errors import ConfigError, ModelError
@@ -83,16 +81,6 @@ def test_the_largest_numbers_do_not_overflow() -> None:
     torch.testing.assert_close(own(torch.full((2, 4096), 3.0)), torch.tensor([[12288.0, -12288.0, 6144.0]] * 2))
 
 
-def completions_of(engine: NativeEngine) -> list[Completion]:
-    sampling = SamplingConfig(max_new_tokens=40)
-    requests = [GenerationRequest(list(range(5, 5 + 9 * n)), sampling, n=3, seed=n) for n in (1, 2, 4)]
-
-    async def generate() -> list[list[Completion]]:
-        return list(await asyncio.gather(*map(engine.generate, requests)))
-
-    return [completion for group in asyncio.run(generate()) for completion in group]
-
-
 @torch.no_grad()
 def gaps(model: Any, completions: list[Completion]) -> torch.Tensor:
     """Differences of recorded log-probs and the model's own."""
@@ -113,7 +101,7 @@ def test_recorded_logprobs_are_those_of_the_rounded_model_after_each_update(arch
     engine = NativeEngine(model, context=256, int8=True)
     torch.manual_seed(3)
     for version in range(3):
-        found = completions_of(engine)
+        found = sampled_completions(engine)
         own, trained = gaps(engine.core.weights.model, found), gaps(model, found)
         # a code of an input may differ by one where a sum was rounded in another order
         assert own.mean() < trained.mean() / 8
@@ -127,14 +115,22 @@ def test_recorded_logprobs_are_those_of_the_rounded_model_after_each_update(arch
         engine.weights_updated(version + 1)
 
 
-@needs_int8
 def test_layers_that_choose_or_predict_are_not_rounded() -> None:
-    model = toy_model("qwen3_moe")
-    weights = EngineWeights(model, torch.bfloat16, int8=True)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = JetMoeForCausalLM(JetMoeConfig(**sizes, kv_channels=16, vocab_size=90, num_local_experts=4))
+    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    left_out = {"lm_head", "model.layers.0.mlp.router.layer", "model.layers.0.self_attention.experts.router.layer"}
+    assert left_out < linears
+    assert set(int8_linears(model)) == linears - left_out
+
+
+@needs_int8
+def test_the_copy_has_layers_in_8_bits_and_nothing_without_memory() -> None:
+    weights = EngineWeights(toy_model("qwen3_moe"), torch.bfloat16, int8=True)
     kinds = {name.split(".")[-1]: type(module) for name, module in weights.model.named_modules()}
     assert kinds["q_proj"] is kinds["o_proj"] is Int8Linear
     assert kinds["lm_head"] is nn.Linear
-    assert "gate" not in {name.split(".")[-1] for name in int8_linears(model)}
     assert not any(parameter.is_meta for parameter in weights.model.parameters())
 
 
@@ -164,17 +160,14 @@ def test_adapters_are_in_the_rounded_weights_if_they_are_merged(tmp_path: Path, 
 
 
 @needs_int8
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4), LoRAConfig(rank=4, merge=False)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_estimate_of_the_copy_is_its_size(tmp_path: Path, dtype: torch.dtype) -> None:
-    policy = load_policy(
-        ModelConfig(path=toy_checkpoint(tmp_path / "toy", "llama")), texts=[], seed=0, device=CPU, dtype=torch.float32
-    )
+def test_the_estimate_of_the_copy_is_its_size(tmp_path: Path, dtype: torch.dtype, lora: LoRAConfig | None) -> None:
+    config = ModelConfig(path=toy_checkpoint(tmp_path / "toy", "llama"), lora=lora)
+    policy = load_policy(config, texts=[], seed=0, device=CPU, dtype=torch.float32)
     weights = EngineWeights(policy.model, dtype, int8=True)
     weights.refresh()
-    path = tiny_run(
-        tmp_path, stages=None, algorithm={"name": "grpo"}, steps=1, engine={"name": "native", "weights": "int8"}
-    )
-    stage = load_run(path).stages[0]
+    stage = load_run(tiny_run(tmp_path, **stages(INT8, CORRECTED))).stages[1]
     sizes = estimate_component_sizes(stage, policy, "bf16" if dtype == torch.bfloat16 else "fp32")
     assert sizes["cast"] == weights.bytes() > 0
 
@@ -220,7 +213,7 @@ def test_quantised_weights_are_not_rounded_once_more(tmp_path: Path) -> None:
         rollmill.run(tiny_run(tmp_path, model=model, **stages(INT8, CORRECTED)), out=tmp_path / "out")
 
 
-def test_it_is_refused_where_it_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_without_products_or_layers_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="int8 is for CPUs, and the engine is on meta"):
         require_int8_products(torch.device("meta"))
     model = toy_model("llama")
@@ -228,7 +221,7 @@ def test_it_is_refused_where_it_cannot_work(tmp_path: Path, monkeypatch: pytest.
         layer.self_attn, layer.mlp = nn.Identity(), nn.Identity()
     with pytest.raises(ModelError, match="LlamaForCausalLM has no linear layers for it"):
         int8_linears(model)
-    product = Int8Linear.product
-    monkeypatch.setattr(Int8Linear, "product", lambda *given: product(*given).clamp(max=100))
+    monkeypatch.setattr(Int8Linear, "load", lambda self: None)
+    monkeypatch.setattr(Int8Linear, "product", lambda self, codes, scale: torch.full((1, 2), 100.0))  # saturated
     with pytest.raises(ModelError, match="no exact products"):
         require_int8_products(CPU)

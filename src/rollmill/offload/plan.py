@@ -202,8 +202,13 @@ def _cast_bytes(model: nn.Module, precision: str, engine: EngineSection) -> int:
     if isinstance(engine, NativeEngineConfig) and engine.weights == "int8":
         rounded = {id(layer.weight): layer.weight.numel() for layer in int8_linears(model).values()}
         width, has_own = (2, torch.bfloat16) if precision == "bf16" else (4, torch.float32)
-        others = [each for name, each in model.named_parameters() if id(each) not in rounded and ".lora_" not in name]
-        return sum(rounded.values()) + sum(width * each.numel() for each in others if each.dtype != has_own)
+        own_adapters = bool(adapted_layers(model)) and not merges_adapters(model)
+        copied = [
+            each.numel()
+            for name, each in model.named_parameters()
+            if (own_adapters if ".lora_" in name else id(each) not in rounded and each.dtype != has_own)
+        ]
+        return sum(rounded.values()) + width * sum(copied)
     if adapted_layers(model) and not merges_adapters(model):
         width = 2 if precision == "bf16" else 4
         floats = [each for each in model.parameters() if each.is_floating_point()]
