@@ -41,6 +41,9 @@ class Compared:
     rounds: int = 5
     warmups: int = 2
     pinned: bool = True
+    pairs: int = 1
+    """Pairs of processes, each with that many rounds. What is bound by memory differs from process to process, by the
+    pages that each happens to get."""
 
 
 def _worker(module: str, *options: str) -> Callable[[], Side]:
@@ -73,28 +76,30 @@ def _tail() -> Side:
 RATE = ("tokens_per_s",)
 OVERLAPPED = ["--model", "m3", "--steps", "10", "--new-tokens", "96", "--placement", "ray", "--max-staleness", "1"]
 CASES = {
-    "rollout m3": Compared(_rollout("m3"), RATE),
+    "rollout m3": Compared(_rollout("m3"), RATE, pairs=2),
     "rollout m25": Compared(_rollout("m25"), RATE, 3),
     "rollout m600": Compared(_rollout("m600"), RATE, 2),
     "step m3": Compared(_step("step", "m3"), rounds=7),
     "step m25": Compared(_step("step", "m25")),
     "train_step m3": Compared(_step("train_step", "m3"), rounds=7),
     "train_step m25": Compared(_step("train_step", "m25")),
-    "prefix m25": Compared(_passes("m25", [(512, [128] * 8)])),
+    "prefix m25": Compared(_passes("m25", [(512, [128] * 8)]), pairs=2),
     "long m3": Compared(_passes("m3", [(64, [1024] * 4)])),
-    "packing m3": Compared(_passes("m3", packing.lengths(64, 64, 512))),
-    "sampling": Compared(_worker("sampling", "--rows", "64", "--vocab", "151936"), ("ms",), 7),
-    "logprob": Compared(_worker("logprob", "--tokens", "2048", "--vocab", "151936", "--hidden", "256"), rounds=3),
+    "packing m3": Compared(_passes("m3", packing.lengths(64, 64, 512)), pairs=2),
+    "sampling": Compared(_worker("sampling", "--rows", "64", "--vocab", "151936"), ("ms",), 5, pairs=4),
+    "logprob": Compared(
+        _worker("logprob", "--tokens", "2048", "--vocab", "151936", "--hidden", "256"), rounds=3, pairs=2
+    ),
     "tail": Compared(_tail, ("per_second",), 3, 0),
     "spec": Compared(_spec, RATE, 3),
-    "grade": Compared(_worker("grade"), ("per_second",), 3, 1, pinned=False),
-    "sandbox": Compared(_worker("sandbox", "namespaces", "150"), ("ms", "per_second", "execute_ms")),
+    "grade": Compared(_worker("grade"), ("per_second",), 3, 1, pinned=False, pairs=3),
+    "sandbox": Compared(_worker("sandbox", "namespaces", "150"), ("ms", "per_second", "execute_ms"), pairs=2),
     "overlap m25": Compared(
         _worker("overlap", "--model", "m25", *overlap.SIZES["m25"]), ("together_s",), 3, 1, pinned=False
     ),
-    "buffer": Compared(_worker("buffer", "40", ""), ("written", "read"), 9, pinned=False),
+    "buffer": Compared(_worker("buffer", "40", ""), ("written", "read"), 7, pinned=False, pairs=3),
     **{
-        f"sync {kind}": Compared(_worker("sync", kind, "--megabytes", "400"), ("gb_per_s",), 15, pinned=False)
+        f"sync {kind}": Compared(_worker("sync", kind, "--megabytes", "400"), ("gb_per_s",), 7, pinned=False, pairs=4)
         for kind in sync.TRANSPORTS
         if kind != "pickled"
     },
@@ -107,7 +112,7 @@ CASES = {
     ),
     **{
         f"ranks {sharding}": Compared(
-            _worker("ranks", "--model", "m3", "--ranks", "2", "--sharding", sharding), RATE, pinned=False
+            _worker("ranks", "--model", "m3", "--ranks", "2", "--sharding", sharding), RATE, pinned=False, pairs=2
         )
         for sharding in ranks.SHARDINGS
     },
@@ -135,8 +140,14 @@ def main(arguments: list[str], only_json: bool) -> None:
         note(f"{name}:")
         side = replace(compared.side(), name=f"now, {name}")
         earlier = replace(side, name=f"before, {name}", checkout=checkout)
-        ours, peer = run_in_turn(
-            [side, earlier], args.rounds or compared.rounds, warmups=compared.warmups, pinned=compared.pinned
+        rounds = args.rounds or compared.rounds
+        runs = [
+            run_in_turn([side, earlier], rounds, warmups=compared.warmups, pinned=compared.pinned)
+            for _ in range(compared.pairs)
+        ]
+        ours, peer = (
+            Measured(parts[0].name, parts[0].ready, [each for part in parts for each in part.rounds])
+            for parts in zip(*runs, strict=True)
         )
         ours.ready["date"] = machine.describe()["date"]
         found[name] = ours, peer

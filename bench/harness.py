@@ -122,7 +122,7 @@ class Measured:
 def run_in_turn(
     sides: Sequence[Side], rounds: int, *, warmups: int = 1, pinned: bool = True, deadline_s: float = 1200
 ) -> list[Measured]:
-    """Start every contestant, warm each up, then measure `rounds` times, each in turn."""
+    """Start every contestant, warm each up, then measure `rounds` times, in turn, in every other round backwards."""
     workers: list[Worker] = []
     try:
         for side in sides:
@@ -130,7 +130,8 @@ def run_in_turn(
             workers.append(Worker(side, deadline_s, pinned))
         measured = [Measured(worker.side.name, worker.ready, []) for worker in workers]
         for number in range(warmups + rounds):
-            for worker, result in zip(workers, measured, strict=True):
+            turn = list(zip(workers, measured, strict=True))
+            for worker, result in reversed(turn) if number % 2 else turn:
                 report = worker.run()
                 stage = "warm-up" if number < warmups else f"round {number - warmups + 1}"
                 note(f"  {stage}: {worker.side.name} {report}")

@@ -51,9 +51,9 @@ def side(tmp_path: Path, name: str) -> Side:
     return Side(name, "toy_worker", (name, str(tmp_path / "log")), env={"PYTHONPATH": path})
 
 
-def test_workers_are_measured_in_turn_each_on_one_core(tmp_path: Path) -> None:
+def test_workers_are_measured_in_alternating_turn_each_on_one_core(tmp_path: Path) -> None:
     measured = run_in_turn([side(tmp_path, "a"), side(tmp_path, "b")], rounds=2, warmups=1, deadline_s=30)
-    assert (tmp_path / "log").read_text().split() == ["a", "b"] * 3
+    assert (tmp_path / "log").read_text().split() == ["a", "b", "b", "a", "a", "b"]
     assert [len(one.rounds) for one in measured] == [2, 2]
     assert {(round_["cores"], round_["threads"]) for one in measured for round_ in one.rounds} == {(1, "1")}
 
@@ -84,9 +84,10 @@ def test_a_silent_worker_is_given_up_by_name(tmp_path: Path) -> None:
 
 def test_ratio_is_above_one_where_ours_is_better() -> None:
     faster = Case("x", "peer", "s", ours=[1.0, 2.0], peer=[2.0, 8.0], higher_is_better=False)
-    higher = Case("x", "peer", "tokens/s", ours=[20.0], peer=[10.0], higher_is_better=True)
+    higher = Case("x", "peer", "tokens/s", ours=[20.0, 5.0], peer=[10.0, 8.0], higher_is_better=True)
     assert faster.ratios == [2.0, 4.0]
-    assert higher.ratios == [2.0]
+    assert higher.ratios == [2.0, 0.625]
+    assert (faster.best_ratio, higher.best_ratio) == (2.0, 2.0)
 
 
 def test_the_line_is_the_worst_case_and_the_file_has_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
