@@ -108,7 +108,7 @@ def test_each_side_of_before_has_the_sources_of_its_checkout(tmp_path: Path) -> 
     )
     line = bench(str(tmp_path), "before", str(earlier), "--only", "sampling", "--rounds", "1")
     assert (line["case"], line["peer"], line["unit"]) == ("sampling", 2.5, "ms")
-    assert line["ratio"] == pytest.approx(2.5 / line["ours"], rel=1e-2)
+    assert 0.99 * line["ratio_min"] <= 2.5 / line["ours"] <= 1.01 * line["ratio_max"]
     refused = subprocess.run(
         [sys.executable, "-m", "bench", "before", str(earlier), "--only", "sampling,sampled"],
         cwd=ROOT, capture_output=True, text=True,
@@ -121,9 +121,10 @@ def test_each_side_of_before_has_the_sources_of_its_checkout(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_memory_of_a_run_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    line = bench(str(tmp_path), "memory", "--model", "tiny")
+    ways = ["fp32 weights", "bf16 weights", "LoRA over bf16 weights"]
+    line = bench(str(tmp_path), "memory", "--model", "tiny", "--ways", *ways)
     cases = json.loads((tmp_path / "memory.json").read_text())["cases"]
-    assert [case["case"] for case in cases] == ["fp32 weights", "bf16 weights", "LoRA over bf16 weights"]
+    assert [case["case"] for case in cases] == ways
     assert line["unit"] == "GiB"
     assert all(0.1 < case["ours"] < 4 and case["seconds"] > 0 for case in cases)
 

@@ -68,7 +68,7 @@ def test_types_of_weights_and_moments_count(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     run = tiny_run(tmp_path, stages=None, algorithm={"name": "grpo"}, model={"path": str(folder), "new": None})
-    bf16 = ["trainer.precision=auto", "trainer.param_dtype=bf16"]
+    bf16 = ["trainer.precision=bf16", "trainer.param_dtype=bf16"]
     adapters = [*bf16, "model.lora={rank: 2, merge: false}", "trainer.gradient_checkpointing=true"]
     ways = [
         ["trainer.precision=bf16"],
@@ -89,6 +89,20 @@ def test_types_of_weights_and_moments_count(tmp_path: Path) -> None:
     totals = [each.memory["train"].total for each in found]
     assert totals == sorted(totals, reverse=True)
     assert all(each["process"] > 1e8 for each in parts)
+
+
+def test_activations_of_the_first_micro_batch_go_while_gradients_come(tmp_path: Path) -> None:
+    def train(batch: int, *words: str) -> dict[str, float]:
+        run = tiny_run(tmp_path, stages=None, algorithm={"name": "grpo"}, steps=4, evaluation=None)
+        sizes = [f"rollout.batch={batch}", "rollout.group_size=4", "trainer.micro_batch_tokens=592"]
+        words = ("trainer.precision=bf16", *sizes, *words)
+        [found] = estimate_run(run, words, model="qwen3-0.6b", prompt_tokens=20, mean_tokens=32)
+        return found.memory["train"].parts
+
+    for words in ([], ["model.lora={}"]):
+        one, more, two, three = (train(batch, *words) for batch in (4, 5, 8, 12))  # 592 tokens, 148 more, twice, thrice
+        assert one["work"] == two["work"] - two["gradients"] > 0
+        assert one["work"] <= more["work"] < two["work"] == three["work"]
 
 
 def test_kept_turns_of_conversations_count() -> None:

@@ -134,7 +134,8 @@ def estimate_stage(model: ClusterModel, device: torch.device, memory_gb: float |
             here["cache"] = float(together * of_completion)
             if isinstance(stage.engine, NativeEngineConfig) and any(not each.single_turn for each in stage.workflows):
                 here["cache"] += min(stage.engine.prefix_cache_gb * 2**30, completions * of_completion)
-        always = {"work": _work_bytes(model, phase, precision, device), "process": float(_PROCESS)}
+        work = _work_bytes(model, phase, precision, device, sizes["gradients"])
+        always = {"work": work, "process": float(_PROCESS)}
         memory[phase] = PhaseMemory({name: size for name, size in (here | always).items() if size > 0})
         kept = {name: size for name, size in here.items() if phase in needs.get(name, ())}
         least[phase] = PhaseMemory({name: size for name, size in (kept | always).items() if size > 0})
@@ -160,20 +161,28 @@ def estimate_stage(model: ClusterModel, device: torch.device, memory_gb: float |
     )
 
 
-def _work_bytes(model: ClusterModel, phase: str, precision: str, device: torch.device) -> float:
-    """Bytes of what a phase computes with and then frees."""
+def _work_bytes(model: ClusterModel, phase: str, precision: str, device: torch.device, gradients: int) -> float:
+    """Bytes of what a phase computes with and then frees, at its peak.
+
+    In an update's first micro-batch the gradients come to be while the activations go; only the activations of a later
+    one exist beside all gradients.
+    """
     rollout, trainer = model.stage.rollout, model.stage.trainer
     if phase == "rollout":
         rows = min(groups_per_step(model.stage) * rollout.group_size, rollout.max_sequences)
         return float(_SAMPLED_LOGIT * rows * len(model.model.get_output_embeddings().weight))
     if phase != "train":
         return 0.0
-    tokens = min(model.step_tokens, trainer.micro_batch_tokens)
-    if device.type == "cpu":
-        tokens = min(tokens, CPU_ROW)
-    if precision == "bf16":
-        return activation_bytes(model, tokens) + autocast_bytes(model)
-    return 2 * activation_bytes(model, tokens)
+    limit = min(trainer.micro_batch_tokens, CPU_ROW) if device.type == "cpu" else trainer.micro_batch_tokens
+
+    def work(tokens: float) -> float:
+        if precision == "bf16":
+            return activation_bytes(model, tokens) + autocast_bytes(model)
+        return 2 * activation_bytes(model, tokens)
+
+    first = min(model.step_tokens, limit)
+    second = min(model.step_tokens - first, limit)
+    return max(work(first) - gradients, work(second) if second else 0.0)
 
 
 def _seconds(
