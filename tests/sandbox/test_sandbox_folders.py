@@ -71,6 +71,41 @@ def test_files_count_named_or_not(tmp_path: Path) -> None:
     assert not exceeds_disk_limit(str(tmp_path), os.getpid(), limits)
 
 
+def test_a_process_that_is_ending_uses_nothing(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ending:
+        os.waitid(os.P_PID, ending.pid, os.WEXITED | os.WNOWAIT)  # ended, but still listed: it has no memory to look at
+        assert not exceeds_disk_limit(str(tmp_path), ending.pid, SandboxLimits(disk_mb=2))
+        (tmp_path / "x").write_bytes(os.urandom(3 << 20))
+        assert exceeds_disk_limit(str(tmp_path), ending.pid, SandboxLimits(disk_mb=2))
+
+
+def test_a_process_without_its_first_thread_is_not_ending(tmp_path: Path) -> None:
+    program = """
+import ctypes, os, threading
+def go_on():
+    main.join(0.1)  # seconds until the first thread has ended
+    file = open("x", "wb+", buffering=0)
+    os.unlink("x")
+    file.write(os.urandom(3 << 20))
+    print("written", flush=True)
+    input()
+main = threading.main_thread()
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)  # exit, of this thread only
+"""
+    limits = SandboxLimits(disk_mb=2)
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdin=-1, stdout=-1) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"written\n"
+        assert exceeds_disk_limit(str(tmp_path), running.pid, limits)
+        deep = tmp_path / "deep"
+        deep.mkdir()
+        nested = "import os\nfor n in range(60):\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)"
+        subprocess.run([sys.executable, "-c", nested], cwd=deep, check=True)
+        assert exceeds_disk_limit(str(deep), running.pid, limits)  # it cannot be measured
+        running.kill()
+
+
 def _tree(folder: Path, deep: int, wide: int) -> None:
     program = (
         f"import os\nfor n in range({wide}): os.mkdir(str(n))\nfor n in range({deep}): os.mkdir('d'); os.chdir('d')"

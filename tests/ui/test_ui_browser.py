@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from browser import nameless_controls, watched
 from feedback_runs import completion
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from ui_runs import ServedRuns, activities, config, killed_run, make_run, served, step_row
 
 from rollmill.data.images import make_image_ref
@@ -189,6 +189,21 @@ def test_two_settings_are_compared_over_seeds(browser: Browser, tmp_path: Path) 
         expect(page.locator("h1")).to_contain_text("sync-0")
 
 
+def test_no_rows_of_training_are_shown_as_evaluations(page: Page) -> None:
+    page.goto("/#/run?run=one&tab=rollouts")
+    page.locator(".rollouts a").first.wait_for()
+    held: list[Route] = []
+    page.route(re.compile("of=evaluations"), lambda route: held.append(route))
+    page.get_by_label(re.compile("^Of ")).select_option("evaluations")
+    expect(page.locator(".rollouts a")).to_have_count(0)
+    expect(page.get_by_text("Reading completions")).to_be_visible()
+    page.unroute_all()
+    for each in held:
+        each.continue_()
+    page.locator(".rollouts a").first.click()
+    expect(page.locator("h1")).to_contain_text("evaluation after step")
+
+
 def test_an_agents_rollout_token_by_token_and_turn_by_turn(page: Page, tmp_path: Path) -> None:
     page.goto("/#/run?run=one&tab=rollouts")
     page.get_by_label("Search").fill("do not know")
@@ -233,7 +248,8 @@ def test_an_agents_rollout_token_by_token_and_turn_by_turn(page: Page, tmp_path:
     expect(page.locator(".turn.observation")).to_have_count(1)
     picture(page, "agent", tmp_path)
     page.goto("/#/run?run=one&tab=rollouts")
-    page.get_by_label(re.compile("^Of ")).select_option("evaluations")
+    with page.expect_response(lambda answer: "of=evaluations" in answer.url):
+        page.get_by_label(re.compile("^Of ")).select_option("evaluations")
     page.locator(".rollouts a").first.click()
     expect(page.locator("h1")).to_contain_text("evaluation after step 30")
     page.go_back()

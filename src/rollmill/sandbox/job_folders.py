@@ -16,6 +16,8 @@ _AT_ONCE = 200
 """Entries of a job's folder that are removed before the job ends; larger folders are moved away."""
 _BACKLOG = 16
 """Folders that may wait for their removal. Beyond, jobs remove their own, and so wait for it."""
+_PF_EXITING = 0x4
+"""Flag of a thread that runs no code of its program any more, in the ninth field of its `stat` (Linux, sched.h)."""
 
 
 class JobFolders:
@@ -120,7 +122,8 @@ def _remove_files(here: int) -> list[str]:
 def exceeds_disk_limit(folder: str, program: int, limits: SandboxLimits) -> bool:
     """True if files below a folder, and unnamed ones that a process holds open, exceed the disk limit.
 
-    Also true if it cannot be measured: too long paths and folders without permissions.
+    Also true if it cannot be measured: too long paths and folders without permissions. Not if that is because the
+    process is ending: then it can do nothing any more.
     """
     size = files = 0
     pending = [folder]
@@ -139,7 +142,21 @@ def exceeds_disk_limit(folder: str, program: int, limits: SandboxLimits) -> bool
     except (FileNotFoundError, NotADirectoryError):  # a folder that was removed just now
         return False
     except OSError:
-        return True
+        return not _is_ending(program)
+
+
+def _is_ending(program: int) -> bool:
+    """True if all threads of a process are on their way out. On a busy machine that can last."""
+    threads = f"/proc/{program}/task"
+    with suppress(FileNotFoundError, ProcessLookupError):  # of the folder: the process is gone
+        listed = os.listdir(threads)
+        for thread in listed:
+            with suppress(FileNotFoundError, ProcessLookupError), open(f"{threads}/{thread}/stat", "rb") as file:
+                if not int(file.read().rpartition(b")")[2].split()[6]) & _PF_EXITING:
+                    return False
+        # A thread that the first list lacks is in the second one, or was begun after it by one that is not ending.
+        return set(os.listdir(threads)) <= set(listed)
+    return True
 
 
 def _unnamed(folder: str, program: int, limits: SandboxLimits) -> int:

@@ -103,7 +103,7 @@ class LandlockBackend(IsolationBackend):
         found = exceeds_disk_limit(os.getcwd(), program, limits)
         self._next_look = time.monotonic() + max(self.look_s, _SHARE * (time.thread_time() - started))
         before, self._suspected = self._suspected, found
-        return found and before  # require two checks: a process that is just ending cannot be inspected either
+        return found and before  # a state that lasts for a moment ends no program
 
     def close(self) -> None:
         with suppress(ChildProcessError):

@@ -25,7 +25,8 @@ export function Reward({ value }) {
 }
 
 function useRollouts(run, params, pages, revision) {
-  const [state, setState] = useState({ data: null, error: null });
+  const [state, setState] = useState({ data: null, error: null, kind: null });
+  const kind = JSON.stringify([run, params.get("of")]); // rows of another kind are not shown until these are there
   const wanted = JSON.stringify([run, query(params), pages]);
   useEffect(() => {
     const control = new AbortController();
@@ -33,7 +34,7 @@ function useRollouts(run, params, pages, revision) {
     const load = async () => {
       try {
         const data = await ask("rollouts", { run, ...query(params), limit: Math.min(1000, PAGE * pages) }, { signal: control.signal });
-        setState({ data, error: null });
+        setState({ data, error: null, kind });
         if (data.pending) timer = setTimeout(load, 150);
       } catch (error) {
         if (error.name !== "AbortError") setState((old) => ({ ...old, error: error.message }));
@@ -42,7 +43,7 @@ function useRollouts(run, params, pages, revision) {
     timer = setTimeout(load, state.data ? 180 : 0);
     return () => { clearTimeout(timer); control.abort(); };
   }, [wanted, revision]);
-  return state;
+  return { ...state, data: state.kind === kind ? state.data : null };
 }
 
 // Rewards and lengths of one task over the steps of the run.
