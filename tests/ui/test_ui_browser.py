@@ -193,11 +193,12 @@ def test_no_rows_of_training_are_shown_as_evaluations(page: Page) -> None:
     page.goto("/#/run?run=one&tab=rollouts")
     page.locator(".rollouts a").first.wait_for()
     held: list[Route] = []
-    page.route(re.compile("of=evaluations"), lambda route: held.append(route))
+    holding = True
+    page.route(re.compile("of=evaluations"), lambda route: held.append(route) if holding else route.continue_())
     page.get_by_label(re.compile("^Of ")).select_option("evaluations")
     expect(page.locator(".rollouts a")).to_have_count(0)
     expect(page.get_by_text("Reading completions")).to_be_visible()
-    page.unroute_all()
+    holding = False
     for each in held:
         each.continue_()
     page.locator(".rollouts a").first.click()

@@ -154,7 +154,7 @@ def _is_ending(program: int) -> bool:
             with suppress(FileNotFoundError, ProcessLookupError), open(f"{threads}/{thread}/stat", "rb") as file:
                 if not int(file.read().rpartition(b")")[2].split()[6]) & _PF_EXITING:
                     return False
-        # A thread that the first list lacks is in the second one, or was begun after it by one that is not ending.
+        # A thread that is not in the first list, since it began later, is in the second.
         return set(os.listdir(threads)) <= set(listed)
     return True
 
