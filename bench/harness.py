@@ -101,7 +101,9 @@ class Worker:
         if not line:
             self._process.wait()
             tail = "\n".join(Path(self._log.name).read_text(errors="replace").splitlines()[-12:])
-            raise BenchError(f"{self.side.name} ended with exit code {self._process.returncode}:\n{tail}")
+            code = self._process.returncode
+            killed = " (killed: most likely, memory ran out)" if code == -signal.SIGKILL else ""
+            raise BenchError(f"{self.side.name} ended with exit code {code}{killed}:\n{tail}")
         message: dict[str, Any] = json.loads(line)
         return message
 

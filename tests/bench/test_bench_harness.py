@@ -35,6 +35,8 @@ channel = Channel()
 print("libraries may print")
 if sys.argv[1] == "dies":
     raise RuntimeError("out of luck")
+if sys.argv[1] == "is killed":
+    os.kill(os.getpid(), 9)
 if sys.argv[1] == "sleeps":
     time.sleep(60)
 with open(sys.argv[2], "a") as log:
@@ -75,6 +77,11 @@ def test_a_worker_is_stopped_between_its_runs(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_reported_with_what_it_said(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"(?s)dies ended with exit code 1.*RuntimeError: out of luck"):
         run_in_turn([side(tmp_path, "dies")], rounds=1, deadline_s=30)
+
+
+def test_a_worker_that_is_killed_is_reported_with_the_likely_reason(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"is killed ended with exit code -9 \(killed: most likely, memory ran out\)"):
+        run_in_turn([side(tmp_path, "is killed")], rounds=1, deadline_s=30)
 
 
 def test_a_silent_worker_is_given_up_by_name(tmp_path: Path) -> None:
