@@ -105,6 +105,22 @@ def test_activations_of_the_first_micro_batch_go_while_gradients_come(tmp_path: 
         assert one["work"] <= more["work"] < two["work"] == three["work"]
 
 
+def test_gradients_of_weights_are_summed_apart_where_products_of_bf16_are_not_native(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(native: bool, *words: str) -> float:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+        run = tiny_run(tmp_path, stages=None, algorithm={"name": "grpo"}, steps=4, evaluation=None)
+        [found] = estimate_run(run, words, model="qwen3-0.6b", prompt_tokens=20, mean_tokens=32)
+        return found.memory["train"].parts["work"]
+
+    sizes = ["trainer.precision=bf16", "rollout.batch=9", "rollout.group_size=4", "trainer.micro_batch_tokens=592"]
+    assert work(False, *sizes) - work(True, *sizes) == 4 * 151_936 * 1024  # of the output layer, the largest
+    sizes.append("model.lora={}")
+    assert work(False, *sizes) == work(True, *sizes)
+
+
 def test_kept_turns_of_conversations_count() -> None:
     def cache(**changes: Any) -> float:
         section = {"taskset": {"path": "tasks.jsonl"}, "algorithm": {"name": "grpo"}, **changes}

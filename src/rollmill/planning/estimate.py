@@ -165,7 +165,8 @@ def _work_bytes(model: ClusterModel, phase: str, precision: str, device: torch.d
     """Bytes of what a phase computes with and then frees, at its peak.
 
     In an update's first micro-batch the gradients come to be while the activations go; only the activations of a later
-    one exist beside all gradients.
+    one exist beside all gradients. A CPU that has AVX-512 without products of bf16 sums a gradient of a weight in fp32,
+    in memory of its own.
     """
     rollout, trainer = model.stage.rollout, model.stage.trainer
     if phase == "rollout":
@@ -174,10 +175,14 @@ def _work_bytes(model: ClusterModel, phase: str, precision: str, device: torch.d
     if phase != "train":
         return 0.0
     limit = min(trainer.micro_batch_tokens, CPU_ROW) if device.type == "cpu" else trainer.micro_batch_tokens
+    weights = [model.model.get_output_embeddings().weight, *(each.weight for _, each in model.linears())]
+    sums = max((4 * each.numel() for each in weights if each.requires_grad), default=0)
+    if device.type != "cpu" or not torch.cpu._is_avx512_supported() or torch.cpu._is_avx512_bf16_supported():
+        sums = 0
 
     def work(tokens: float) -> float:
         if precision == "bf16":
-            return activation_bytes(model, tokens) + autocast_bytes(model)
+            return activation_bytes(model, tokens) + autocast_bytes(model) + sums
         return 2 * activation_bytes(model, tokens)
 
     first = min(model.step_tokens, limit)
