@@ -54,6 +54,16 @@ def model_dir(name: str) -> Path:
     return folder
 
 
+def set_allocator(name: str) -> None:
+    """Set glibc's allocator as `rollmill run` does for a checkpoint of this size in bf16."""
+    from rollmill.trackers.host_memory import keep_freed_blocks, return_large_blocks
+
+    if name == "m600":
+        return_large_blocks()
+    else:
+        keep_freed_blocks()
+
+
 def _write_model(folder: Path, shape: Shape) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

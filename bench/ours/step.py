@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from bench.models import PROMPT, model_dir, prompts
+from bench.models import PROMPT, model_dir, prompts, set_allocator
 from bench.worker import Channel, versions
 
 
@@ -57,10 +57,9 @@ def build_stage(
     from rollmill.orchestrator.loop import TrainingLoop
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import StageTasks
-    from rollmill.trackers.host_memory import keep_freed_blocks
     from rollmill.trainer import choose_precision
 
-    keep_freed_blocks()  # as `rollmill run` does
+    set_allocator(args.model)
     device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)

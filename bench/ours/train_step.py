@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import Any
 
-from bench.models import SHAPES, model_dir
+from bench.models import SHAPES, model_dir, set_allocator
 from bench.peers.rollouts import rollouts
 from bench.worker import Channel, serve, versions
 
@@ -44,10 +44,9 @@ def ready_made(args: argparse.Namespace, micro_batch_tokens: int = 8192) -> tupl
     from rollmill.algorithms import build_recipe
     from rollmill.config.algorithms import GRPO
     from rollmill.config.trainer import TrainerConfig
-    from rollmill.trackers.host_memory import keep_freed_blocks
     from rollmill.trainer import Trainer
 
-    keep_freed_blocks()  # as `rollmill run` does
+    set_allocator(args.model)
     torch.set_num_threads(1)
     vocab = SHAPES[args.model].vocab_size
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir(args.model), dtype=torch.float32)
