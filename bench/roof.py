@@ -21,8 +21,6 @@ from bench.report import Case, finish
 
 SIDE = Side("roof", "bench.ours.roof")
 ROUNDS = {"tiny": 1, "m3": 3, "m25": 3, "m135": 2, "m600": 1}
-MICRO_BATCH_TOKENS = {"m600": 2048}
-"""Tokens of a micro-batch, if not 8,192: in fp32 the largest model needs over 18 GiB for the whole batch at once."""
 _BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -109,11 +107,9 @@ def _sides(name: str, dtype: str) -> list[Side]:
     batch = Batch()
     common = ("--dtype", dtype, "--group", str(batch.group), "--new-tokens", str(batch.new_tokens))
     given = ("--model", str(model_dir(name)), "--prompts", json.dumps(prompts(name, batch.prompts, batch.prompt)))
-    tokens = MICRO_BATCH_TOKENS.get(name, 8192)
-    step = ("--model", name, "--prompts", str(batch.prompts), "--micro-batch-tokens", str(tokens))
     return [
         Side("rollout", "bench.ours.rollout", (*given, *common)),
-        Side("train", "bench.ours.train_step", (*step, *common)),
+        Side("train", "bench.ours.train_step", ("--model", name, "--prompts", str(batch.prompts), *common)),
     ]
 
 

@@ -18,11 +18,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     args = parser.parse_args()
     channel = Channel()
     began = time.perf_counter()
-    trainer, batch = ready_made(args, args.micro_batch_tokens)
+    trainer, batch = ready_made(args)
 
     def step() -> dict[str, Any]:
         started, cpu = time.perf_counter(), time.process_time()
@@ -35,7 +34,7 @@ def main() -> None:
     serve(channel, step, startup_s=startup_s, dtype=trainer.precision, versions=versions("torch", "transformers"))
 
 
-def ready_made(args: argparse.Namespace, micro_batch_tokens: int = 8192) -> tuple[Any, list[Any]]:
+def ready_made(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     """Make a trainer and the rollouts of a step."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -51,8 +50,7 @@ def ready_made(args: argparse.Namespace, micro_batch_tokens: int = 8192) -> tupl
     vocab = SHAPES[args.model].vocab_size
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir(args.model), dtype=torch.float32)
     recipe = build_recipe(GRPO(), max_new_tokens=args.new_tokens)
-    config = TrainerConfig(lr=1e-5, precision=args.dtype, micro_batch_tokens=micro_batch_tokens)
-    trainer = Trainer(model, recipe, config, total_steps=100_000)
+    trainer = Trainer(model, recipe, TrainerConfig(lr=1e-5, precision=args.dtype), total_steps=100_000)
     return trainer, experiences(rollouts(vocab, [(20, [args.new_tokens] * args.group)] * args.prompts), vocab)
 
 
