@@ -151,9 +151,16 @@ def main(arguments: list[str], only_json: bool) -> None:
         )
         ours.ready["date"] = machine.describe()["date"]
         found[name] = ours, peer
-    raw = [one for name in CASES if name in found for one in found[name]]
-    cases = [case for name in CASES if name in found for case in _cases(name, commit, *found[name])]
-    finish("before", cases, versions=raw[0].ready["versions"], only_json=only_json, raw=raw)
+        _write(commit, found, only_json, done=False)
+    _write(commit, found, only_json, done=True)
+
+
+def _write(commit: str, found: dict[str, tuple[Measured, Measured]], only_json: bool, *, done: bool) -> None:
+    """Write the results so far, in the order of `CASES`, and print them when `done`."""
+    names = [name for name in CASES if name in found]
+    raw = [one for name in names for one in found[name]]
+    cases = [case for name in names for case in _cases(name, commit, *found[name])]
+    finish("before", cases, versions=raw[0].ready["versions"], only_json=only_json, raw=raw, done=done)
 
 
 def _cases(name: str, commit: str, ours: Measured, peer: Measured) -> Iterator[Case]:

@@ -47,5 +47,5 @@ def main(arguments: list[str], only_json: bool) -> None:
         peak = max(peer.values("gib"))
         cases.append(Case(way, peer.name, "GiB", one.values("gib"), [peak], False, seconds | plan))
         note(f"  {way}: {found['gib']:.2f} GiB, predicted {found['predicted']:.2f}, a step in {found['seconds']:.1f} s")
-    finish("memory", cases, versions={one.name: one.ready["versions"] for one in measured}, only_json=only_json,
-           raw=measured)  # fmt: skip
+        finish("memory", cases, versions={one.name: one.ready["versions"] for one in measured}, only_json=only_json,
+               raw=measured, done=way == args.ways[-1])  # fmt: skip

@@ -72,10 +72,12 @@ def finish(
     folder: Path = RESULTS,
     raw: Sequence[Measured] = (),
     machine_info: dict[str, Any] | None = None,
+    done: bool = True,
 ) -> None:
     """Print the table, write `folder`/BENCH.json and end with the one JSON line.
 
-    The line's ratio is that of the worst case among `headline` (default: all cases).
+    A long benchmark calls this after each case with `done` false, which writes the file only: a stopped run keeps what
+    it measured. The line's ratio is that of the worst case among `headline` (default: all cases).
     """
     summaries = [case.summary() for case in cases]
     worst = min((case.summary() for case in headline or cases), key=lambda one: one["ratio"])
@@ -100,9 +102,10 @@ def finish(
         "raw": [{"name": one.name, "ready": one.ready, "rounds": one.rounds} for one in raw],
     }
     (folder / f"{bench}.json").write_text(json.dumps(record, indent=1) + "\n")
-    if not only_json:
+    if done and not only_json:
         print(table(summaries))
-    print(json.dumps(line))
+    if done:
+        print(json.dumps(line))
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> str:
