@@ -43,7 +43,7 @@ class Compared:
     pinned: bool = True
     pairs: int = 1
     """Pairs of processes, each with that many rounds. What is bound by memory differs from process to process, by the
-    pages that each happens to get."""
+    pages that each happens to get, and the process that starts first gets slower ones: an even number is fair."""
 
 
 def _worker(module: str, *options: str) -> Callable[[], Side]:
@@ -92,12 +92,12 @@ CASES = {
     ),
     "tail": Compared(_tail, ("per_second",), 3, 0),
     "spec": Compared(_spec, RATE, 3),
-    "grade": Compared(_worker("grade"), ("per_second",), 3, 1, pinned=False, pairs=3),
+    "grade": Compared(_worker("grade"), ("per_second",), 3, 1, pinned=False, pairs=4),
     "sandbox": Compared(_worker("sandbox", "namespaces", "150"), ("ms", "per_second", "execute_ms"), pairs=2),
     "overlap m25": Compared(
         _worker("overlap", "--model", "m25", *overlap.SIZES["m25"]), ("together_s",), 3, 1, pinned=False
     ),
-    "buffer": Compared(_worker("buffer", "40", ""), ("written", "read"), 7, pinned=False, pairs=3),
+    "buffer": Compared(_worker("buffer", "40", ""), ("written", "read"), 7, pinned=False, pairs=4),
     **{
         f"sync {kind}": Compared(_worker("sync", kind, "--megabytes", "400"), ("gb_per_s",), 7, pinned=False, pairs=4)
         for kind in sync.TRANSPORTS
@@ -141,10 +141,12 @@ def main(arguments: list[str], only_json: bool) -> None:
         side = replace(compared.side(), name=f"now, {name}")
         earlier = replace(side, name=f"before, {name}", checkout=checkout)
         rounds = args.rounds or compared.rounds
-        runs = [
-            run_in_turn([side, earlier], rounds, warmups=compared.warmups, pinned=compared.pinned)
-            for _ in range(compared.pairs)
-        ]
+        runs = []
+        for pair in range(compared.pairs):  # the sides start first in turn
+            backwards = -1 if pair % 2 else 1
+            sides = [side, earlier][::backwards]
+            measured = run_in_turn(sides, rounds, warmups=compared.warmups, pinned=compared.pinned)
+            runs.append(measured[::backwards])
         ours, peer = (
             Measured(parts[0].name, parts[0].ready, [each for part in parts for each in part.rounds])
             for parts in zip(*runs, strict=True)
