@@ -108,6 +108,15 @@ def test_the_line_is_the_worst_case_and_the_file_has_all(tmp_path: Path, capsys:
     assert [(case["ratio_min"], case["ratio"], case["ratio_max"]) for case in cases] == [(2, 3, 4), (0.5, 0.5, 0.5)]
 
 
+def test_results_before_the_end_are_in_the_file_and_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Case("first", "peer", "s", ours=[1.0], peer=[2.0], higher_is_better=False)
+    finish("toy", [first], versions={}, only_json=False, folder=tmp_path, done=False)
+    assert [case["case"] for case in json.loads((tmp_path / "toy.json").read_text())["cases"]] == ["first"]
+    assert capsys.readouterr().out == ""
+
+
 def test_a_missing_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ROLLMILL_VLLM_PYTHON", str(tmp_path / "python"))
     with pytest.raises(BenchError, match=r"install_vllm\.sh"):
