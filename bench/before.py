@@ -43,7 +43,7 @@ class Compared:
     pinned: bool = True
     pairs: int = 1
     """Pairs of processes, each with that many rounds. What is bound by memory differs from process to process, by the
-    pages that each happens to get, and the process that starts first gets slower ones: an even number is fair."""
+    pages that each happens to get, and the one that starts first was the slower one: an even number is fair."""
 
 
 def _worker(module: str, *options: str) -> Callable[[], Side]:
