@@ -105,21 +105,22 @@ def main(arguments: list[str], only_json: bool) -> None:
         if args.ablation:
             found = json.loads(path.read_text())
             found["ablation"] = ablation(name, row, seeds, found["tuned"]["ours"]["best"])
+            path.write_text(json.dumps(found, indent=1) + "\n")
         else:
-            found = measure(name, row, seeds, args.grid)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+            measure(name, row, seeds, args.grid, path)
     report(args.out, only_json)
 
 
-def measure(name: str, row: Row, seeds: Sequence[int], grid: Sequence[str]) -> dict[str, Any]:
-    """Tune both sides on a row, and measure them on every seed."""
-    found = []
+def measure(name: str, row: Row, seeds: Sequence[int], grid: Sequence[str], path: Path) -> None:
+    """Tune both sides on a row, and measure them on every seed; the file is written after each, as a row takes long."""
+    found = list[dict[str, Any]]()
     tuned = {side: tune(name, row, side, grid) for side in ("ours", "trl")}
     for seed in seeds:
         for side in ("ours", "trl"):
             one = run(name, row, side, tuned[side]["options"], seed)
             found.append({"side": side, "seed": seed, **one})
-    return {"row": name, "target": row.target, "tuned": tuned, "runs": found}
+        whole = {"row": name, "target": row.target, "tuned": tuned, "runs": found}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def ablation(name: str, row: Row, seeds: Sequence[int], best: str) -> list[dict[str, Any]]:

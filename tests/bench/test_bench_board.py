@@ -122,3 +122,21 @@ def test_tuning_takes_the_setting_that_reaches_the_target_on_most_seeds(
     outcomes = dict.fromkeys(outcomes, ((False, 1.0), (False, 1.0)))
     with pytest.raises(BenchError, match=r"no setting of trl reached 0\.85"):
         best("as given")
+
+
+def test_a_stopped_task_keeps_the_seeds_that_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "board" / "sorting.json"
+    path.parent.mkdir()
+    tuned = {"best": "fp32 as given", "options": [], "tried": {}}
+    monkeypatch.setattr(board, "tune", lambda *_: tuned)
+
+    def run(_name: str, _row: object, side: str, _options: list[str], seed: int) -> dict[str, object]:
+        if (side, seed) == ("trl", 1):
+            raise BenchError("stopped")
+        return {"reached": True, "seconds": 1.0, "tokens": 10, "versions": {}}
+
+    monkeypatch.setattr(board, "run", run)
+    with pytest.raises(BenchError, match="stopped"):
+        board.measure("sorting", ROWS["sorting"], (0, 1), ("as given",), path)
+    assert [(one["side"], one["seed"]) for one in json.loads(path.read_text())["runs"]] == [("ours", 0), ("trl", 0)]
+    board.report(path.parent, only_json=True)  # can be compared as it is
