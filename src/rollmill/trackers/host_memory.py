@@ -60,7 +60,7 @@ def return_large_blocks() -> None:
 
     By default it learns to keep blocks of up to 32 MiB in its heap. Weights, gradients and moments are then allocated
     between activations, and what is free between them stays in memory: a run of 0.6B parameters took 2.7 GiB more, and
-    no less time.
+    no less time on a CPU without AMX.
     """
     _set_malloc({_M_MMAP_MAX: 1 << 16, _M_MMAP_THRESHOLD: 1 << 20, _M_TRIM_THRESHOLD: 1 << 24})
     trim_heap()
