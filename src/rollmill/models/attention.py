@@ -282,9 +282,23 @@ class _RowPositions:
 _NEEDED = {"scale", "window_size", "enable_gqa"}  # parameters that early versions of the function lack
 
 
-def varlen_available(device: torch.device) -> bool:
-    """True if this torch version has the kernel for this device."""
-    return device.type == "cuda" and set(inspect.signature(varlen_attn).parameters) >= _NEEDED
+_WIDEST_HEAD = 256  # of the flash kernels
+
+
+def varlen_available(query: Tensor, value: Tensor) -> bool:
+    """True if GPU and torch have the kernel for this type and heads of these sizes (the last dimension).
+
+    The kernel needs compute capability 8.0 (Ampere), 16 bits, and queries and values of one head size.
+    """
+    size = value.shape[-1]
+    return (
+        value.device.type == "cuda"
+        and value.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == size <= _WIDEST_HEAD
+        and size % 8 == 0
+        and torch.cuda.get_device_capability(value.device) >= (8, 0)
+        and set(inspect.signature(varlen_attn).parameters) >= _NEEDED
+    )
 
 
 class VarlenAttention:

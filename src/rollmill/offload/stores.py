@@ -89,7 +89,8 @@ class TempFileStore:
                 os.posix_fallocate(self._file.fileno(), 0, self._ends()[-1])
             for start, storage in zip(self._starts(), storages, strict=True):
                 self._file.seek(start)
-                self._file.write(_buffer(storage_bytes(storage).cpu()))
+                host = storage_bytes(storage).cpu()  # named: `_buffer` keeps an address only
+                self._file.write(_buffer(host))
             self._file.flush()
         except OSError as error:
             raise OffloadError(

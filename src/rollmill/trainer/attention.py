@@ -68,14 +68,15 @@ class PackedAttention:
         self._device = device
         self._masks: dict[tuple[int, AttentionWindow, torch.dtype], Tensor | None] = {}
         self._sequences: dict[bool, list[_RecurrentBatch]] = {}
-        self._varlen = VarlenAttention(layout.lengths, layout.parents, device) if varlen_available(device) else None
+        self._varlen: VarlenAttention | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of one layer: query [1, H, T, D], key [1, K, T, D] and value [1, K, T, V] -> [1, T, H, V]."""
         dtype = value.dtype
         q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
         plain = options.softcap is None and options.sinks is None and options.chunk is None and not self._both_ways
-        if self._varlen is not None and plain and dtype in (torch.bfloat16, torch.float16):
+        if plain and varlen_available(q, v):
+            self._varlen = self._varlen or VarlenAttention(self._layout.lengths, self._layout.parents, self._device)
             return self._varlen.attend(q, k, v, options.scaling, options.sliding_window)[None]
         sizes = [block.tokens for block in self._blocks]
         outputs = []

@@ -152,7 +152,7 @@ class PrefillContext:
         plain = options.softcap is None and options.sinks is None and fits_window(self._longest, options.window)
         plain = plain and not any(segment.blocks for segment in self.segments)
         if plain and all(segment.fresh for segment in self.segments):
-            if value.dtype in (torch.bfloat16, torch.float16) and varlen_available(value.device):
+            if varlen_available(query, value):
                 self._varlen = self._varlen or VarlenAttention(lengths, [-1] * len(lengths), value.device)
                 q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
                 return self._varlen.attend(q, k, v, options.scaling, None)[None]
