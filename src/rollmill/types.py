@@ -5,6 +5,7 @@ No I/O and no torch: arrays are numpy, so any process can hold them cheaply.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
@@ -22,6 +23,9 @@ RoutingArray = npt.NDArray[np.unsignedinteger[Any]]
 
 DraftUseArray = npt.NDArray[np.uint8]
 """A `DraftUse` for each token."""
+
+REASONING_START, REASONING_END = "<think>", "</think>"
+"""Tags of reasoning that most models use."""
 
 IMPORTED_FROM = "imported_from"
 """Key of `Experience.info`: the other run that produced the experience; its versions are not this run's."""
@@ -91,6 +95,66 @@ class Task:
     workflow: str | None = None  #: name of the workflow that rolls it out; None: the stage's
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. `arguments` is a JSON object."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+    def message(self) -> dict[str, Any]:
+        """Build the entry of `tool_calls` in OpenAI's format."""
+        function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedReply:
+    """The policy's turn, taken apart: its reasoning, its answer, its tool calls.
+
+    Attributes:
+        content: the answer: text outside of reasoning and well-formed calls; empty while the reasoning is unfinished.
+        reasoning: text of the reasoning; None if the turn has none.
+        tool_calls: well-formed calls, in order. There are none in reasoning.
+        malformed: an error for each call that cannot be read or was cut off; its text stays in `content`.
+        reasoning_finished: False if the turn ended within its reasoning.
+    """
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    malformed: list[str] = field(default_factory=list)
+    reasoning_finished: bool = True
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's message in OpenAI's format, with the reasoning as `reasoning_content`."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found |= {"content": self.content or None, "tool_calls": [call.message() for call in self.tool_calls]}
+        return found
+
+
+def split_reasoning(text: str, *, opened: bool = False) -> ParsedReply:
+    """Split a text at the tags `<think>` and `</think>`, for models whose reasoning has no other marks.
+
+    Reasoning is at the start only: from `<think>`, or from the prompt, to the first `</think>`. A text with `</think>`
+    that does not begin with `<think>` continues a prompt that has opened it. Later tags belong to the answer.
+
+    Args:
+        opened: the prompt ends within reasoning.
+    """
+    start = text.lstrip()
+    tagged = start.startswith(REASONING_START)
+    before, end, after = (start.removeprefix(REASONING_START) if tagged else text).partition(REASONING_END)
+    if end:
+        return ParsedReply(after.lstrip("\n"), before)
+    return ParsedReply("", before, reasoning_finished=False) if tagged or opened else ParsedReply(text)
+
+
 @dataclass(slots=True)
 class Completion:
     """Result of an engine for one sample of a request.
@@ -122,6 +186,13 @@ class Completion:
     submitted_at: float = 0.0
     started_at: float = 0.0
     finished_at: float = 0.0
+    reply: ParsedReply | None = None
+    """The turn taken apart by the model's renderer, in chats; None: the tags in `text` are all there is."""
+
+    @property
+    def answer(self) -> str:
+        """Text that rewards grade: `text` without reasoning, empty while the reasoning is unfinished."""
+        return (self.reply or split_reasoning(self.text)).content
 
 
 @dataclass(slots=True)

@@ -55,9 +55,9 @@ def test_no_text_raises_and_all_of_it_can_be_passed_on(text: str) -> None:
     for format in ("auto", "hermes", "json"):
         reading = parse_tool_calls(text, format)  # type: ignore[arg-type]
         json.dumps(reading.message)
-        for call in reading.calls:
+        for call in reading.tool_calls:
             json.dumps(call.arguments, ensure_ascii=False).encode()
-        if not reading.calls:
+        if not reading.tool_calls:
             assert reading.content == text
 
 
@@ -81,7 +81,7 @@ def test_no_text_raises_and_all_of_it_can_be_passed_on(text: str) -> None:
 )
 def test_what_is_a_call(text: str, content: str | None, calls: list[Any]) -> None:
     reading = parse_tool_calls(text)
-    assert made(reading.calls) == calls
+    assert made(reading.tool_calls) == calls
     assert reading.content == (text if content is None else content)
     assert reading.malformed == []
 
@@ -101,7 +101,7 @@ def test_what_is_a_call(text: str, content: str | None, calls: list[Any]) -> Non
 )
 def test_what_is_none_is_said_and_stays_in_the_content(text: str, why: str) -> None:
     reading = parse_tool_calls(text)
-    assert reading.calls == []
+    assert reading.tool_calls == []
     [said] = reading.malformed
     assert why in said
     assert reading.content == text
@@ -109,7 +109,7 @@ def test_what_is_none_is_said_and_stays_in_the_content(text: str, why: str) -> N
 
 def test_calls_beside_malformed_ones_are_calls() -> None:
     reading = parse_tool_calls('<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>oh</tool_call>')
-    assert made(reading.calls) == [("f", {})]
+    assert made(reading.tool_calls) == [("f", {})]
     assert reading.content == "<tool_call>oh</tool_call>"
     assert len(reading.malformed) == 1
 

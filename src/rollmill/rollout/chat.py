@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rollmill.data.images import ImageRef, PictureFolder
 from rollmill.data.picture_turns import PictureTurn, encode_turn, join_turns, referred_pictures, split_references
 from rollmill.errors import EngineError, TasksetError
-from rollmill.rollout.tools.formats import ToolCall, ToolFormat, describe_tools, render_tool_calls, wrap_tool_response
-from rollmill.types import Completion
+from rollmill.rollout.tools.formats import ToolFormat, describe_tools, render_tool_calls, wrap_tool_response
+from rollmill.types import Completion, ToolCall
 
 if TYPE_CHECKING:
     from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt

@@ -19,10 +19,10 @@ from rollmill.errors import EngineError, WorkflowError
 from rollmill.rollout.chat import ChatMessage, ChatPrompt, ChatRenderer, RecordedReply
 from rollmill.rollout.environments.base import Observation, has_pictures, observation_text
 from rollmill.rollout.recorder import Recorder
-from rollmill.rollout.tools.formats import ParsedReply, ToolCall, ToolFormat, parse_tool_calls
+from rollmill.rollout.tools.formats import ToolFormat, parse_tool_calls
 from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import GENERATE, Trace
-from rollmill.types import Completion, StopReason, Task
+from rollmill.types import Completion, ParsedReply, StopReason, Task, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Policy:
             if tools or tool_format:
                 reading = parse_tool_calls(completion.text, format, salt=str(len(messages)))
             self._replies.append(self._chat.record_reply([*messages, reading.message], prompt, tools, completion))
-            replies.append(Reply(completion.text, completion, reading.message, reading.calls, reading.malformed))
+            replies.append(Reply(completion.text, completion, reading.message, reading.tool_calls, reading.malformed))
         return replies
 
     async def complete(self, prompt: str | Sequence[int], *, learn: bool = True, **sampling: Any) -> Reply:

@@ -24,8 +24,7 @@ from rollmill.rollout.endpoint.pictures import PictureReader, shows_pictures
 from rollmill.rollout.endpoint.protocol import MESSAGES_PATH, ApiError, ChatCompletionRequest
 from rollmill.rollout.endpoint.service import INLINE_BYTES, EndpointService
 from rollmill.rollout.endpoint.session import requested_tools
-from rollmill.rollout.tools.formats import ToolCall
-from rollmill.types import Completion, StopReason
+from rollmill.types import Completion, StopReason, ToolCall
 
 
 class MessagesHandler(ChatCompletionHandler):

@@ -15,7 +15,7 @@ from typing import Any
 from rollmill.errors import EngineError
 from rollmill.rollout.endpoint.pictures import PictureReader
 from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam
-from rollmill.rollout.tools.formats import ToolCall
+from rollmill.types import ToolCall
 
 
 def normalize_messages(

@@ -16,10 +16,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollmill.files import parse_strict_json
+from rollmill.types import ParsedReply, ToolCall
 
 ToolFormat = Literal["auto", "hermes", "json"]
 """Format of calls; `auto` is hermes if its tags appear, else json."""
@@ -32,41 +32,10 @@ _ATTEMPT = re.compile(rf'\[?\s*{{\s*"(?:{"|".join(_NAMES)})"\s*:')
 _ID_LENGTH = 9  # Mistral's templates require ids of nine letters and digits
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool. `arguments` is a JSON object."""
-
-    id: str
-    name: str
-    arguments: dict[str, Any]
-
-    def message(self) -> dict[str, Any]:
-        """An entry of `tool_calls` in OpenAI's format."""
-        function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
-        return {"id": self.id, "type": "function", "function": function}
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedReply:
-    """A parsed text: its calls, the text around them, and the errors of malformed calls."""
-
-    content: str
-    calls: list[ToolCall] = field(default_factory=list)
-    malformed: list[str] = field(default_factory=list)
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The assistant's message in OpenAI's format."""
-        if not self.calls:
-            return {"role": "assistant", "content": self.content}
-        calls = [call.message() for call in self.calls]
-        return {"role": "assistant", "content": self.content or None, "tool_calls": calls}
-
-
 def split_tool_calls(text: str, format: ToolFormat = "auto", *, salt: str = "") -> tuple[str, list[ToolCall]]:
     """Return the text around the calls, and the calls; see `parse_tool_calls`."""
     reading = parse_tool_calls(text, format, salt=salt)
-    return reading.content, reading.calls
+    return reading.content, reading.tool_calls
 
 
 def parse_tool_calls(text: str, format: ToolFormat = "auto", *, salt: str = "") -> ParsedReply:
@@ -91,7 +60,7 @@ def parse_tool_calls(text: str, format: ToolFormat = "auto", *, salt: str = "") 
     if not named:
         return ParsedReply(text, malformed=malformed)
     calls = [ToolCall(_id(salt, number, text), *each) for number, each in enumerate(named)]
-    return ParsedReply(f"{thoughts}{end}{around.strip()}", calls, malformed)
+    return ParsedReply(f"{thoughts}{end}{around.strip()}", tool_calls=calls, malformed=malformed)
 
 
 def render_tool_calls(calls: Sequence[ToolCall], format: ToolFormat = "auto") -> str:

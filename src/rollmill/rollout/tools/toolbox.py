@@ -10,7 +10,8 @@ from typing import Any
 from rollmill.data.images import PictureFolder
 from rollmill.rollout.environments.base import drop_surrogates
 from rollmill.rollout.policy import Reply
-from rollmill.rollout.tools.formats import ToolCall, tool_result_message
+from rollmill.rollout.tools.formats import tool_result_message
+from rollmill.types import ToolCall
 
 ToolCallable = Callable[[dict[str, Any]], Awaitable[str | list[dict[str, Any]]]]
 """Maps arguments to a result: a text, or content parts with pictures. Raises ToolError with a message for the model."""

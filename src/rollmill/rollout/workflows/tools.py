@@ -59,9 +59,9 @@ async def _in_text(config: ToolWorkflow, task: Task, policy: Policy, tools: Tool
                 raise
             break
         reading = parse_tool_calls(reply.text, config.format, salt=str(turn))
-        if turn == config.turns - 1 or not (reading.calls or reading.malformed):
+        if turn == config.turns - 1 or not (reading.tool_calls or reading.malformed):
             break
-        results = [(await tools.answered(call)).text for call in reading.calls]
+        results = [(await tools.answered(call)).text for call in reading.tool_calls]
         results += [tools.malformed_message(reading.malformed)] if reading.malformed else []
         dialogue.tell("".join(config.result.replace("{result}", each) for each in results))
     assert reply is not None
