@@ -34,6 +34,10 @@ class TasksetError(RollmillError, ValueError):
     """A taskset is missing, empty or holds rows that cannot become tasks."""
 
 
+class ChatTemplateError(RollmillError, ValueError):
+    """The model's chat template cannot show a conversation, or what it shows could not be trained or read rightly."""
+
+
 class RewardError(RollmillError):
     """A reward raised, or returned something that is not a reward."""
 

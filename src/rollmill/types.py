@@ -138,21 +138,25 @@ class ParsedReply:
         return found
 
 
-def split_reasoning(text: str, *, opened: bool = False) -> ParsedReply:
-    """Split a text at the tags `<think>` and `</think>`, for models whose reasoning has no other marks.
+def split_reasoning(
+    text: str, *, opened: bool | None = None, start: str = REASONING_START, end: str = REASONING_END
+) -> ParsedReply:
+    """Split a text at the tags of its reasoning.
 
-    Reasoning is at the start only: from `<think>`, or from the prompt, to the first `</think>`. A text with `</think>`
-    that does not begin with `<think>` continues a prompt that has opened it. Later tags belong to the answer.
+    Reasoning is at the beginning only: from the start tag, or from the prompt, to the first end tag. Later tags belong
+    to the answer.
 
     Args:
-        opened: the prompt ends within reasoning.
+        opened: whether the prompt ends within reasoning; None: unknown, so a text with an end tag is taken to continue
+            such a prompt.
     """
-    start = text.lstrip()
-    tagged = start.startswith(REASONING_START)
-    before, end, after = (start.removeprefix(REASONING_START) if tagged else text).partition(REASONING_END)
-    if end:
+    begins = text.lstrip().startswith(start)
+    if opened is False and not begins:
+        return ParsedReply(text)
+    before, closed, after = (text.lstrip().removeprefix(start) if begins else text).partition(end)
+    if closed:
         return ParsedReply(after.lstrip("\n"), before)
-    return ParsedReply("", before, reasoning_finished=False) if tagged or opened else ParsedReply(text)
+    return ParsedReply("", before, reasoning_finished=False) if begins or opened else ParsedReply(text)
 
 
 @dataclass(slots=True)

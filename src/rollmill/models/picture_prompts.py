@@ -198,14 +198,20 @@ class PictureProcessor:
         tools: Any = None,
         *,
         add_generation_prompt: bool = True,
+        **switches: Any,
     ) -> str:
-        """Render a chat whose contents are parts of the types `text` and `image`. Raises what the template raises."""
+        """Render a chat whose contents are parts of the types `text` and `image`. Raises what the template raises.
+
+        Args:
+            switches: variables of the template.
+        """
         renderer = self.processor if getattr(self.processor, "chat_template", None) else tokenizer
         text: str = renderer.apply_chat_template(
             [dict(each) for each in messages],
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **switches,
         )
         return text
 
