@@ -14,6 +14,7 @@ from rollmill.config.rows import RowsSection
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.data.generators import call_row_function, generate_rows
 from rollmill.data.images import image_refs_of
+from rollmill.data.layouts import RESPONSE_MESSAGES, SWITCHES
 from rollmill.data.operators.batch import TaskOperatorReport
 from rollmill.data.operators.pipeline import run_task_pipeline
 from rollmill.data.readers import BadRowError, SourceRow, SourceRows, read_path
@@ -71,6 +72,7 @@ class Taskset:
             parts = [task.id, task.prompt, task.response, task.rejected, task.answer, *pictures]
             parts += [] if task.rewards is None else [task.rewards]
             parts += [] if task.workflow is None else [{"workflow": task.workflow}]
+            parts += [{key: task.metadata[key]} for key in (SWITCHES, RESPONSE_MESSAGES) if key in task.metadata]
             digest.update(json.dumps(parts, default=lambda other: type(other).__name__, skipkeys=True).encode())
         return digest.hexdigest()[:16]
 
@@ -115,6 +117,11 @@ def read_tasks(config: RowsSection) -> Taskset:
         if len(tasks) == config.limit:
             break
     _check_rows(name, config, tasks, rejected)
+    if config.chat_template_kwargs and all(isinstance(task.prompt, str) for task in tasks):
+        raise TasksetError(
+            f"taskset.chat_template_kwargs: no prompt of {name} is a chat, so no chat template is used; write "
+            "taskset.chat: true, or remove this key"
+        )
     return Taskset(name, tasks, rejected)
 
 
