@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ class RejectedRow:
 
     where: str  #: file:line, or the source and the row's number
     reason: str
+    kind: str = "bad row"  #: the reason in a few words, by which rows are counted
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
@@ -60,6 +62,10 @@ class Taskset:
     def with_tasks(self, tasks: list[Task], rejected: list[RejectedRow]) -> Taskset:
         """Copy of the taskset with only `tasks`, and `rejected` added to the rows left out."""
         return replace(self, tasks=tasks, rejected=[*self.rejected, *rejected])
+
+    def left_out(self) -> dict[str, int]:
+        """Numbers of rows and tasks left out, by reason."""
+        return dict(Counter(row.kind for row in self.rejected))
 
     def fingerprint(self) -> str:
         """Hex digest of ids, prompts, images, solutions and answers: equal for equal tasks, in any process.
@@ -139,7 +145,7 @@ def _prepared(taskset: Taskset, config: TasksetSection) -> Taskset:
         taskset.name, taskset.tasks, config.pipeline, read=lambda rows: read_tasks(rows).tasks
     )
     dropped = [
-        RejectedRow(f"task {id}", f"{report.operator}: {why}")
+        RejectedRow(f"task {id}", f"{report.operator}: {why}", f"{report.operator}: {why}")
         for report in reports
         for id, why in report.dropped.items()
     ]
