@@ -40,7 +40,7 @@ def test_a_checkpoint_folder_needs_only_the_path(
     shown = io.StringIO()
     summary = run(EXAMPLE, [*SHORT, f"model.path={checkpoint}"], tmp_path / "run", PlainView(shown))
     assert summary["status"] == "done"
-    assert "sft, 1 steps, 7473 tasks loaded, 0 rejected" in shown.getvalue()
+    assert "sft, 1 steps, 7473 tasks loaded, 0 left out" in shown.getvalue()
     steps = read_metrics(tmp_path / "run")
     assert [row["stage"] for row in steps if row["step"] > 0] == ["imitate", "reinforce", "reinforce"]
     assert all(key in steps[-1] for key in ("reward/math", "reward/format", "eval/greedy", "eval/sampled"))

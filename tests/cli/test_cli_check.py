@@ -57,7 +57,7 @@ def test_check_prints_the_run(capsys: pytest.CaptureFixture[str]) -> None:
         "1 x exact",
         "grpo: advantage grpo (scale group, ddof 1); loss ppo_clip (clip_low 0.2,",
         "lr 0.0002",
-        "7 tasks (0 rows rejected)",
+        "7 tasks (0 left out)",
         "limit 2",
         "stop ['\\n']",
     ):
@@ -69,7 +69,7 @@ def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "run.yaml", "--json", "--set", "stages.1.steps=8"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["config"]["stages"][1]["steps"] == 8
-    assert {"stage": "rl", "section": "evaluation", "tasks": 7, "rejected": 0} in answer["tasks"]
+    assert {"stage": "rl", "section": "evaluation", "tasks": 7, "rejected": 0, "left_out": {}} in answer["tasks"]
     assert answer["out"] == "runs/sums"
     assert answer["parameters"] > 10_000
 
@@ -153,7 +153,7 @@ def test_check_gsm8k(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None
     text = "model: {new: {}}\ntaskset: {preset: gsm8k}\nrewards: [{name: math}]\n"
     Path("run.yaml").write_text(text, encoding="utf-8")
     assert main(["check", "run.yaml", "--set", f"taskset.path={data_dir / 'gsm8k' / 'train.jsonl'}"]) == 0
-    assert "7473 tasks (0 rows rejected)" in capsys.readouterr().out
+    assert "7473 tasks (0 left out)" in capsys.readouterr().out
 
 
 def test_json_or_yaml(capsys: pytest.CaptureFixture[str]) -> None:

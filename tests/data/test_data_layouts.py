@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from chat_templates import templated
 
+from rollmill.cli import main
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import encode_demonstration, load_taskset, render_prompt
+from rollmill.data.layouts import REJECTED_MESSAGE, RESPONSE_MESSAGE, RESPONSE_MESSAGES, SWITCHES, TOOLS
 from rollmill.errors import TasksetError
 from rollmill.types import Task
 
@@ -38,7 +40,11 @@ RESULT = {"role": "tool", "name": "control_light", "content": "The light is on."
 def tasks_of(tmp_path: Path, *rows: dict[str, Any], suffix: str = ".jsonl", **keys: Any) -> list[Task]:
     """Tasks of a file with these rows."""
     path = tmp_path / f"rows{suffix}"
-    if suffix == ".parquet":
+    if suffix == "":
+        import datasets
+
+        datasets.Dataset.from_list(list(rows)).save_to_disk(path)
+    elif suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
 
@@ -228,3 +234,223 @@ def test_templates_without_tools_are_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_read_says_why(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(TasksetError, match=reason):
         tasks_of(tmp_path, row)
+
+
+# -- nulls ----------------------------------------------------------------------------------------------------------
+
+
+def calling(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    return {"name": name, "parameters": {"type": "object", "properties": properties}}
+
+
+def test_nulls_of_json_stay(tmp_path: Path) -> None:
+    schema = tool("search", day={"type": ["string", "null"], "default": None, "enum": ["Monday", None]})
+    row = {"messages": [ASK, calling("search", {"day": None, "where": {"city": None}})], "tools": [schema]}
+    [task] = tasks_of(tmp_path, row)
+    assert task.metadata[TOOLS] == [schema]
+    [call] = task.metadata[RESPONSE_MESSAGE]["tool_calls"]
+    assert call["function"]["arguments"] == {"day": None, "where": {"city": None}}
+    assert '"day": null' in (task.response or "")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ""])
+def test_nulls_that_only_fill_a_table_are_left_out(suffix: str, tmp_path: Path) -> None:
+    """Every struct of a column has the keys of all rows, at any depth."""
+    first, second = tool("sum", filter={"type": "integer", "minimum": 1}), tool("find", word={"type": "string"})
+    rows: list[dict[str, Any]] = [
+        {"messages": [ASK, calling("sum", {"filter": {"max": 3}})], "tools": [first], "info": {"level": None, "a": 1}},
+        {"messages": [ASK, calling("find", {"filter": {"unit": "m"}})], "tools": [second], "info": {"level": 2}},
+        {"messages": [ASK, SKY | {"thinking": "Hm."}], "tools": [second], "chat_template_kwargs": {"effort": "low"}},
+    ]
+    rows[0]["chat_template_kwargs"] = {"enable_thinking": False}
+    one, two, three = tasks_of(tmp_path, *rows, suffix=suffix)
+    assert (one.metadata[TOOLS], two.metadata[TOOLS]) == ([first], [second])
+    assert one.metadata[RESPONSE_MESSAGE]["tool_calls"][0]["function"]["arguments"] == {"filter": {"max": 3}}
+    assert two.metadata[RESPONSE_MESSAGE]["tool_calls"][0]["function"]["arguments"] == {"filter": {"unit": "m"}}
+    assert one.response == '{"name": "sum", "arguments": {"filter": {"max": 3}}}'
+    assert one.metadata["tools"] == [first]
+    assert (one.metadata[SWITCHES], three.metadata[SWITCHES]) == ({"enable_thinking": False}, {"effort": "low"})
+    assert SWITCHES not in two.metadata
+    assert one.metadata["info"] == {"level": None, "a": 1}  # a column of the user's own is as it is in the table
+
+
+def test_json_columns_of_datasets_keep_their_nulls(tmp_path: Path) -> None:
+    import datasets
+
+    if not hasattr(datasets, "Json"):
+        pytest.skip("this version of datasets has no JSON columns")
+    rows = [{"prompt": "x", "tools": [tool("f", day={"default": None})]}, {"prompt": "y", "tools": [{"name": "g"}]}]
+    features = datasets.Features({"prompt": datasets.Value("string"), "tools": datasets.List(datasets.Json())})
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "rows")
+    tasks = load_taskset(TasksetConfig(path=tmp_path / "rows")).tasks
+    assert [task.metadata[TOOLS] for task in tasks] == [row["tools"] for row in rows]
+
+
+RUN = {"model": {"new": {"tokenizer": {"kind": "char"}}}, "rewards": [{"name": "tool_call"}], "steps": 1}
+
+
+def checked(tmp_path: Path, *rows: dict[str, Any], suffix: str = ".jsonl", **keys: Any) -> int:
+    """Exit code of `rollmill check` for a run with these rows."""
+    tasks_of(tmp_path, *rows, suffix=suffix)
+    run = RUN | {"taskset": {"path": str(tmp_path / f"rows{suffix}")}} | keys
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    return main(["check", str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ""])
+def test_a_table_of_several_tools_can_be_scored(suffix: str, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "x", "tools": [tool("sum", a={"type": "integer", "minimum": 1})]},
+        {"prompt": "y", "tools": [tool("find", word={"type": "string"})]},
+    ]
+    rows[0]["tool_calls"] = [{"name": "sum", "arguments": {"a": 1}}]
+    rows[1]["tool_calls"] = [{"name": "find", "arguments": {"word": "b"}}]
+    assert checked(tmp_path, *rows, suffix=suffix) == 0
+    as_text = [{key: each if key == "prompt" else json.dumps(each) for key, each in row.items()} for row in rows]
+    assert checked(tmp_path, *as_text) == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "reward", "reason"),
+    [
+        ({"tools": [tool("f") | {"parameters": {"type": "integr"}}]}, {"name": "tool_call"}, "not a JSON Schema"),
+        ({"tools": "hammer"}, {"name": "tool_call"}, "the task's column `tools` has None; expected a list"),
+        (
+            {"tools": [tool("f")], "tool_calls": [{"name": "g"}]},
+            {"name": "tool_call"},
+            "which its column `tools` lacks",
+        ),
+        (
+            {"tools": [tool("f", a={"type": "integer"})], "tool_calls": [{"name": "f", "arguments": {"a": "b"}}]},
+            {"name": "tool_call"},
+            "has a call that its column `tools` rejects",
+        ),
+        ({"form": {"type": 3}}, {"name": "format", "schema_column": "form"}, "column form: not a JSON Schema"),
+    ],
+)
+def test_check_refuses_schemas_that_no_reward_can_use(
+    columns: dict[str, Any], reward: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checked(tmp_path, {"prompt": "x"} | columns, rewards=[reward]) == 2
+    said = capsys.readouterr().err
+    assert f"stage train: taskset: task `rows:0`, reward `{reward['name']}`: " in said
+    assert reason in said
+
+
+# -- switches of the chat template ------------------------------------------------------------------------------------
+
+
+def test_switches_of_rows_and_of_the_taskset(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": [USER], "chat_template_kwargs": {"enable_thinking": False}},
+        {"prompt": [USER], "chat_template_kwargs": '{"enable_thinking": true}'},
+        {"prompt": [USER], "chat_template_kwargs": None},
+        {"prompt": [USER]},
+    ]
+    alone = [task.metadata.get(SWITCHES) for task in tasks_of(tmp_path, *rows)]
+    assert alone == [{"enable_thinking": False}, {"enable_thinking": True}, None, None]
+    given = {"enable_thinking": 0, "effort": "low"}
+    merged = [task.metadata[SWITCHES] for task in tasks_of(tmp_path, *rows, chat_template_kwargs=given)]
+    assert merged == [given | {"enable_thinking": False}, given | {"enable_thinking": True}, given, given]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([1], r"chat_template_kwargs is \[1\]; give an object of values for the chat template"),
+        ("thinking", "chat_template_kwargs is 'thinking'; give an object"),
+        ({"tools": []}, "chat_template_kwargs has tools, which is set by rollmill itself"),
+    ],
+)
+def test_wrong_switches_are_refused(value: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(TasksetError, match=reason):
+        tasks_of(tmp_path, {"prompt": [USER], "chat_template_kwargs": value})
+
+
+def test_switches_of_a_taskset_need_a_chat(tmp_path: Path) -> None:
+    with pytest.raises(TasksetError, match=r"taskset\.chat_template_kwargs: no prompt of rows is a chat"):
+        tasks_of(tmp_path, {"prompt": "1+1"}, chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(TasksetError, match=r"taskset\.chat_template_kwargs has tokenize"):
+        tasks_of(tmp_path, {"prompt": "1+1"}, chat=True, chat_template_kwargs={"tokenize": True})
+
+
+def test_other_switches_are_another_taskset(tmp_path: Path) -> None:
+    def mark(**keys: Any) -> str:
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [USER]}))
+        return load_taskset(TasksetConfig.model_validate({"path": tmp_path / "rows.jsonl", **keys})).fingerprint()
+
+    assert mark() == mark(chat_template_kwargs={}) != mark(chat_template_kwargs={"enable_thinking": False})
+
+
+# -- whole messages as solutions ---------------------------------------------------------------------------------------
+
+THOUGHT = SKY | {"reasoning_content": "Rayleigh."}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("reasoning", ["reasoning_content", "thinking"])
+def test_reasoning_of_a_solution_is_kept(reasoning: str, suffix: str, tmp_path: Path) -> None:
+    last = SKY | {reasoning: "Rayleigh."}
+    earlier = [USER, {"role": "assistant", "content": "Blue.", reasoning: "Easy."}, USER]
+    for row in (
+        {"messages": [*earlier, last]},
+        {"prompt": earlier, "completion": [last]},
+        {"prompt": earlier, "response": last},
+        {"prompt": earlier, "chosen": [last], "rejected": [GREEN]},
+        {"chosen": [*earlier, last], "rejected": [*earlier, GREEN]},
+    ):
+        [task] = tasks_of(tmp_path, row, suffix=suffix)
+        assert (task.response, task.metadata[RESPONSE_MESSAGE]) == ("It is blue.", THOUGHT)
+        assert REJECTED_MESSAGE not in task.metadata
+        assert task.prompt == [USER, {"role": "assistant", "content": "Blue.", "reasoning_content": "Easy."}, USER]
+    [task] = tasks_of(tmp_path, {"messages": [USER, SKY]}, suffix=suffix)
+    assert RESPONSE_MESSAGE not in task.metadata
+
+
+def test_rejected_messages_are_kept(tmp_path: Path) -> None:
+    [pair] = tasks_of(tmp_path, {"prompt": [ASK], "chosen": [SKY], "rejected": [CALLING]})
+    assert (pair.metadata[REJECTED_MESSAGE], RESPONSE_MESSAGE in pair.metadata) == (CALLED, False)
+    assert "control_light" in (pair.rejected or "")
+    [labelled] = tasks_of(tmp_path, {"prompt": [USER], "completion": [THOUGHT], "label": False})
+    assert (labelled.rejected, labelled.metadata[REJECTED_MESSAGE]) == ("It is blue.", THOUGHT)
+    [templated_row] = tasks_of(
+        tmp_path, {"prompt": [USER], "response": [THOUGHT], "text": "Blue."}, response_template="{text}"
+    )
+    assert (templated_row.response, RESPONSE_MESSAGE in templated_row.metadata) == ("Blue.", False)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("column", ["completion", "response", "chosen"])
+def test_a_solution_of_several_messages_is_kept_whole(column: str, suffix: str, tmp_path: Path) -> None:
+    done = {"role": "assistant", "content": "Done!", "thinking": "It is on."}
+    [task] = tasks_of(tmp_path, {"prompt": [ASK], column: [CALLING, RESULT, done], "tools": [LIGHT]}, suffix=suffix)
+    assert (task.prompt, task.response) == ([ASK], "Done!")
+    last = {"role": "assistant", "content": "Done!", "reasoning_content": "It is on."}
+    assert task.metadata[RESPONSE_MESSAGES] == [CALLED, RESULT, last]
+    assert RESPONSE_MESSAGE not in task.metadata
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"completion": [CALLING, RESULT]}, "the response is a list, not text or messages that begin and end with one"),
+        ({"completion": [USER, SKY]}, "not text or messages that begin and end with one of the assistant"),
+        ({"chosen": [CALLING, RESULT, SKY], "rejected": [SKY]}, "solutions of several messages cannot be compared"),
+        ({"chosen": [SKY], "rejected": [CALLING, RESULT, SKY]}, "solutions of several messages cannot be compared"),
+        ({"completion": [CALLING, RESULT, SKY], "label": True}, "has a label .* and several messages"),
+        ({"completion": [THOUGHT | {"thinking": "No."}]}, "message 0 of the response has .*thinking, which differ"),
+        ({"completion": [SKY | {"weight": 1}]}, "message 0 of the response has weight; only role, content"),
+        ({"completion": [SKY | {"content": [{"type": "image"}]}]}, "message 0 of the response has a picture"),
+    ],
+)
+def test_solutions_that_cannot_be_read_say_why(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(TasksetError, match=reason):
+        tasks_of(tmp_path, {"prompt": [USER]} | row)

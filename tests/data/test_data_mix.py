@@ -216,5 +216,5 @@ def test_a_path_of_an_entry_has_to_exist(two: list[dict[str, Any]], tmp_path: Pa
 def test_check_names_the_sets(two: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(write(held_out(two), tmp_path / "run.yaml"))]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "8 tasks (0 rows rejected) from a mix; 3 x easy: " in shown
+    assert "8 tasks (0 left out) from a mix; 3 x easy: " in shown
     assert "b.jsonl (order sequential)" in shown

@@ -128,7 +128,7 @@ def test_chat_wraps_text_and_keeps_messages() -> None:
         ({"prompt": "x"}, {"fields": {"rejected": "bad"}}, "no column bad .* taskset.fields.rejected"),
         ({"prompt": "x", "chosen": ["y"]}, {}, "the chosen is a list, not text"),
         ({"prompt": "x", "rejected": 3}, {}, "the rejected is a number, not text"),
-        ({"prompt": "x", "chosen": [{"role": "user", "content": "y"}]}, {}, "not text or one message of the assistant"),
+        ({"prompt": "x", "chosen": [{"role": "user", "content": "y"}]}, {}, "not text or messages that begin and end"),
         (
             {"prompt": "x", "completion": "y", "label": "good"},
             {},

@@ -11,6 +11,7 @@ import pytest
 from tiny import outcome, tiny_run
 from transformers import AutoTokenizer
 
+from rollmill.cli import main
 from rollmill.config.algorithms import known_algorithms
 from rollmill.errors import TasksetError
 from rollmill.launch import resume, run
@@ -84,6 +85,51 @@ def test_a_run_makes_its_steps_and_resumes_exactly(name: str, tmp_path: Path, mo
             folder.rmdir()
     assert resume(cut, view=PlainView(io.StringIO()))["status"] == "done"
     assert outcome(cut) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("dpo", "4 tasks loaded, 2 left out: 1 empty response, 1 empty rejected"),
+        ("mix", "6 tasks loaded, 0 left out; 5 of them to imitate, 1 left out: 1 empty response"),
+    ],
+)
+def test_rows_without_a_solution_are_counted(
+    name: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*PAIRS[:4], PAIRS[4] | {"chosen": ""}, PAIRS[5] | {"rejected": None}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows))
+    taskset = {"path": str(tmp_path / "rows.jsonl"), "function": None, "options": None}
+    own: dict[str, Any] = {"algorithm": {"name": name}}
+    own |= {"rollout": None, "rewards": None} if name == "dpo" else {}
+    path = tiny_run(tmp_path, stages=None, evaluation=None, steps=1, taskset=taskset, **own)
+    shown = io.StringIO()
+    run(path, out=tmp_path / "out", view=PlainView(shown))
+    assert f", 1 steps, {line}\n" in shown.getvalue()
+    assert main(["check", str(path)]) == 0
+    checked = " ".join(capsys.readouterr().out.split())
+    assert line.replace(" loaded, ", " (") + ") from" in checked
+    assert main(["check", "--json", str(path)]) == 0
+    [found] = json.loads(capsys.readouterr().out)["tasks"]
+    found = found.get("examples", found)
+    assert (found["tasks"], found["rejected"]) == ((4, 2) if name == "dpo" else (5, 1))
+    assert found["left_out"]["empty response"] == 1
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "self_distill"])
+def test_check_refuses_a_taskset_without_a_solution(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1", "response": "", "rejected": "2"}))
+    taskset = {"path": str(tmp_path / "rows.jsonl"), "function": None, "options": None}
+    own: dict[str, Any] = {} if name == "self_distill" else {"rollout": None}
+    path = tiny_run(
+        tmp_path, stages=None, evaluation=None, steps=1, taskset=taskset, algorithm={"name": name}, rewards=None, **own
+    )
+    with pytest.raises(TasksetError) as refused:
+        run(path, out=tmp_path / "out", view=PlainView(io.StringIO()))
+    assert main(["check", str(path)]) == 2
+    assert str(refused.value) in capsys.readouterr().err
 
 
 def test_remax_rolls_one_greedy_completion_per_task(tmp_path: Path) -> None:

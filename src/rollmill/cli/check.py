@@ -14,7 +14,7 @@ from rollmill.config.checks.doubts import find_doubts
 from rollmill.config.checks.extras import find_missing_extras
 from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
 from rollmill.config.checks.pictures import both_ways, vision_model_name
-from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
+from rollmill.config.describe import TaskCount, describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards.base import PythonReward
 from rollmill.config.taskset import TasksetConfig
@@ -63,7 +63,7 @@ def command(
     if missing and data:
         raise ConfigError("\n".join(f"{config}: {each}" for each in missing))
     tasksets = load_tasksets(run) if data else {}
-    counts = {key: (len(each.tasks), len(each.rejected)) for key, each in tasksets.items()}
+    counts = _counted(run, tasksets)
     doubts = [*missing, *find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})]
     if as_json:
         print(json.dumps(_answer(run, counts) | {"warnings": doubts}, indent=2, ensure_ascii=False))
@@ -173,6 +173,36 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
     return found
 
 
+def _counted(run: LoadedRun, tasksets: dict[tuple[str, str], Taskset]) -> dict[tuple[str, str], TaskCount]:
+    """Count the tasks that every stage uses, and what it leaves out.
+
+    Raises ConfigError naming the stage if nothing is left to learn from.
+    """
+    if not tasksets:
+        return {}
+    from rollmill.config.algorithms.distillation import SelfDistill
+    from rollmill.data.examples import count_tasks, require_examples, select_context, select_examples
+
+    found: dict[tuple[str, str], TaskCount] = {}
+    for stage in run.stages:
+        for (name, section), taskset in tasksets.items():
+            if name != stage.name:
+                continue
+            if section.startswith("evaluation"):
+                found[name, section] = TaskCount(len(taskset.tasks), taskset.left_out())
+                continue
+            try:
+                examples = select_examples(stage, taskset)
+                if section == "taskset":
+                    require_examples(stage, taskset, examples)
+                if isinstance(stage.algorithm, SelfDistill):
+                    taskset = select_context(taskset, stage.algorithm, stage.required_taskset, [])
+            except TasksetError as error:
+                raise ConfigError(f"stage {name}: {section}: {error}") from error
+            found[name, section] = count_tasks(stage, taskset, examples)
+    return found
+
+
 def _loaded(taskset: TasksetConfig, where: str) -> Taskset:
     from rollmill.data import load_taskset
 
@@ -182,7 +212,7 @@ def _loaded(taskset: TasksetConfig, where: str) -> Taskset:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _answer(run: LoadedRun, counts: dict[tuple[str, str], tuple[int, int]]) -> dict[str, object]:
+def _answer(run: LoadedRun, counts: dict[tuple[str, str], TaskCount]) -> dict[str, object]:
     new = run.config.model.new if run.config.model.path == "new" else None
     return {
         "path": str(run.path),
@@ -190,7 +220,12 @@ def _answer(run: LoadedRun, counts: dict[tuple[str, str], tuple[int, int]]) -> d
         "config": run.resolved(),
         "parameters": estimate_parameters(new) if new else None,
         "tasks": [
-            {"stage": stage, "section": section, "tasks": tasks, "rejected": rejected}
-            for (stage, section), (tasks, rejected) in counts.items()
+            {"stage": stage, "section": section, **_count_json(count)}
+            | ({} if count.examples is None else {"examples": _count_json(count.examples)})
+            for (stage, section), count in counts.items()
         ],
     }
+
+
+def _count_json(count: TaskCount) -> dict[str, object]:
+    return {"tasks": count.tasks, "rejected": sum(count.left_out.values()), "left_out": dict(count.left_out)}

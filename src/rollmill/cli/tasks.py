@@ -106,6 +106,7 @@ def show(
     overrides: Overrides = None,
 ) -> None:
     """Load a run's tasks and print the effect of the pipeline, the sets of a mix, and a histogram of difficulty."""
+    from rollmill.config.describe import TaskCount
     from rollmill.config.loader import load_run
     from rollmill.data import load_taskset
     from rollmill.orchestrator.task_difficulty import find_stage
@@ -116,7 +117,8 @@ def show(
     if as_json:
         print(json.dumps({"stage": chosen.name, **shown}, ensure_ascii=False))
         return
-    print(f"stage {chosen.name}: {len(taskset.tasks)} tasks of {taskset.name}, {len(taskset.rejected)} left out")
+    count = TaskCount(len(taskset.tasks), taskset.left_out())
+    print(f"stage {chosen.name}: {count.tasks} tasks of {taskset.name}, {count.describe_left_out()}")
     for report in taskset.reports:
         print(f"  {report}")
     for name, count in shown["sets"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rollmill.config.algorithms.base import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
@@ -77,8 +78,28 @@ def _values(section: Section) -> str:
 
 CHAR_VOCABULARY = 100  #: assumed before the taskset's characters are counted
 
-TaskCounts = Mapping[tuple[str, str], tuple[int, int]]
-"""(stage name, "taskset", "evaluation" or "evaluation.sets.NAME") -> (tasks, rejected rows)."""
+
+@dataclass(frozen=True, slots=True)
+class TaskCount:
+    """Tasks that a stage uses, and the rows and tasks left out, by reason."""
+
+    tasks: int
+    left_out: Mapping[str, int]
+    examples: TaskCount | None = None  #: demonstrations or pairs, for an algorithm that also rolls tasks out
+
+    def describe_left_out(self) -> str:
+        """Returns how many were left out and why: `3 left out: 2 empty response, 1 bad row`."""
+        reasons = ", ".join(f"{number} {reason}" for reason, number in self.left_out.items())
+        return f"{sum(self.left_out.values())} left out" + (f": {reasons}" if reasons else "")
+
+    def describe_examples(self) -> str:
+        """Returns the same for the examples, to follow the tasks; empty without them."""
+        one = self.examples
+        return "" if one is None else f"; {one.tasks} of them to imitate, {one.describe_left_out()}"
+
+
+TaskCounts = Mapping[tuple[str, str], TaskCount]
+"""By stage name, and "taskset", "evaluation" or "evaluation.sets.NAME"."""
 
 
 def describe_run(run: LoadedRun, counts: TaskCounts) -> str:
@@ -279,8 +300,8 @@ def _own(value: object) -> str:
     return format_value(value)
 
 
-def _taskset(taskset: TasksetConfig, count: tuple[int, int] | None) -> str:
-    number = f"{count[0]} tasks ({count[1]} rows rejected) from " if count else ""
+def _taskset(taskset: TasksetConfig, count: TaskCount | None) -> str:
+    number = f"{count.tasks} tasks ({count.describe_left_out()}{count.describe_examples()}) from " if count else ""
     mixed = [f"{entry.weight:g} x {entry.name}: {_source(entry)}" for entry in taskset.mix]
     prepared = _source(taskset)
     return number + ("; ".join([f"a mix{prepared}", *mixed]) if mixed else prepared)

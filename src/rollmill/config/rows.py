@@ -91,6 +91,9 @@ class RowsSection(Section):
     """System message. Only with `chat: true`."""
     chat: bool = False
     """Wrap the prompt as a user message and apply the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Values for the chat template, the same for all tasks, for example {enable_thinking: false}. Those of a row's
+    column `chat_template_kwargs` win. Only with prompts that are chats."""
     images: Literal["see", "text"] = "see"
     """Pictures of the rows: `see`: the policy sees them, so it must be a vision-language model. `text`: only rewards
     do; a text model is trained on the text of the prompts."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rollmill.data.images import ImageRef, image_refs_of, read_image
-from rollmill.data.layouts import CALLS, TOOLS
+from rollmill.data.layouts import RESPONSE_MESSAGE, TOOLS, text_of_message
 from rollmill.data.template import PromptTemplate
 from rollmill.errors import TasksetError
 from rollmill.types import Experience, ExperienceSource, Message, Task, Turn, experience_from_demonstration
@@ -71,7 +71,7 @@ def _called(task: Task, tokenizer: Any) -> str:
 
     Raises TasksetError if the template does not continue its own prompt with the calls.
     """
-    message = task.metadata[CALLS]
+    message = task.metadata[RESPONSE_MESSAGE]
     assert not isinstance(task.prompt, str)
     before = _rendered(task, tokenizer, list(task.prompt), add_generation_prompt=True)
     whole = _rendered(task, tokenizer, [*task.prompt, message], add_generation_prompt=False)
@@ -169,7 +169,8 @@ def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str 
             "taskset.response_template"
         )
     prompt = encode_prompt(task, tokenizer)
-    if CALLS in task.metadata and solution == task.response and not isinstance(task.prompt, str):
+    message = task.metadata.get(RESPONSE_MESSAGE, {})
+    if message.get("tool_calls") and solution == text_of_message(message) and not isinstance(task.prompt, str):
         solution = _called(task, tokenizer)
     response: list[int] = tokenizer.encode(solution, add_special_tokens=False)
     return [*prompt, *response, eos_id], len(prompt)

@@ -9,20 +9,31 @@ A row that has a column of ours keeps it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from rollmill.data.padding import SWITCHES as SWITCHES
 from rollmill.data.presets import gsm8k
 from rollmill.data.readers import BadRowError, Row
 from rollmill.files import parse_strict_json
 
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of a message that chat templates know."""
-CALLS = "response_calls"
-"""Metadata of a task whose response is a message that calls tools: that message."""
+_REASONING = ("reasoning_content", "thinking")
+"""Names of a message's reasoning: the first is ours, the second that of TRL and gpt-oss."""
+RESPONSE_MESSAGE, REJECTED_MESSAGE = "response_message", "rejected_message"
+"""Metadata of a task whose response, or rejected one, is a message with more than a role and a text: that message."""
+RESPONSE_MESSAGES = "response_messages"
+"""Metadata of a task whose response is several messages: all of them. The last one is the assistant's, and its text the
+task's response."""
 TOOLS = "prompt_tools"
 """Metadata of a task whose prompt shows tools: their schemas."""
 _QUESTIONS = ("question", "problem")
+_NOT_SWITCHES = {"messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"} | {
+    "continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "padding", "truncation", "max_length", "processor_kwargs",
+}  # fmt: skip
+"""Arguments of `apply_chat_template` that are not values for the template."""
 
 
 def recognised(row: Row) -> Row:
@@ -33,7 +44,7 @@ def recognised(row: Row) -> Row:
     """
     found = _with_solution(_with_prompt(row))
     found = _with_answer(found)
-    if isinstance(found.get("info"), str) and (info := _parsed(found["info"])) is not None:
+    if isinstance(found.get("info"), str) and (info := parsed(found["info"])) is not None:
         found = found | {"info": info}
     return found
 
@@ -77,8 +88,7 @@ def _with_answer(row: Row) -> Row:
     if "answer" in row:
         return row
     for column in ("reward_model", "verification_info"):
-        value = row.get(column)
-        found = _parsed(value) if isinstance(value, str) else value
+        found = parsed(row.get(column))
         if isinstance(found, Mapping) and "ground_truth" in found:
             return row | {"answer": found["ground_truth"]}
     return row
@@ -119,50 +129,72 @@ def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
     """Returns the JSON schemas of a column `tools`, which may be JSON text; None if it holds something else."""
-    found = _parsed(value) if isinstance(value, str) else value
+    found = parsed(value)
     if not isinstance(found, list) or not found:
         return None
-    schemas = [_parsed(each) if isinstance(each, str) else each for each in found]
+    schemas = [parsed(each) for each in found]
     if not all(isinstance(each, Mapping) and isinstance(_function(each).get("name"), str) for each in schemas):
         return None
-    return [_without_gaps(each) for each in schemas]
+    return [dict(each) for each in schemas]
 
 
-def message_of(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+def switches_of(value: Any) -> dict[str, Any]:
+    """Returns the values for the chat template in the column `chat_template_kwargs`: an object, or JSON text of one.
+
+    Raises BadRowError for anything else.
+    """
+    found = {} if value is None or value == "" else parsed(value)
+    if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
+        raise BadRowError(
+            f"{SWITCHES} is {value!r:.60}; give an object of values for the chat template, such as "
+            '{"enable_thinking": false}'
+        )
+    if taken := sorted(_NOT_SWITCHES & found.keys()):
+        raise BadRowError(f"{SWITCHES} has {taken[0]}, which is set by rollmill itself; remove it")
+    return dict(found)
+
+
+def message_of(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns a message with the keys that chat templates know; arguments of its calls are objects.
+
+    Keys of the message itself that are null count as missing, as in OpenAI's format. `where` names the message.
 
     Raises BadRowError for anything else that it holds.
     """
     given = {key: part for key, part in message.items() if part is not None}
+    ours, theirs = _REASONING
+    if theirs in given and given.setdefault(ours, given[theirs]) != given.pop(theirs):
+        raise BadRowError(f"{where} has {ours} and {theirs}, which differ; give one of them")
     if unused := [key for key in given if key not in MESSAGE_KEYS]:
-        raise BadRowError(
-            f"message {number} of the prompt has {', '.join(unused)}; only {', '.join(MESSAGE_KEYS)} are used"
-        )
+        raise BadRowError(f"{where} has {', '.join(unused)}; only {', '.join((*MESSAGE_KEYS, theirs))} are used")
+    if not given.get("tool_calls", [None]):
+        del given["tool_calls"]
     found = {"role": given.get("role"), "content": given.get("content", "" if "tool_calls" in given else None)} | given
     if "tool_calls" in given:
-        found["tool_calls"] = [_call(each, number) for each in given["tool_calls"]]
+        calls = parsed(given["tool_calls"])
+        if not isinstance(calls, list):
+            raise BadRowError(f"the tool calls of {where} are no list")
+        found["tool_calls"] = [_call(each, where) for each in calls]
     if not all(isinstance(found[key], str) for key in found if key != "tool_calls"):
-        raise BadRowError(f"role or content of message {number} of the prompt is not text")
+        raise BadRowError(f"role or content of {where} is not text")
     return found
 
 
-def text_of_calls(message: Mapping[str, Any]) -> str:
-    """Describes a message that calls tools as text, for reports; a chat template writes it in the model's own form."""
-    calls = [json.dumps(_function(each), ensure_ascii=False) for each in message["tool_calls"]]
+def text_of_message(message: Mapping[str, Any]) -> str:
+    """Returns the text of a message of `message_of`, with its calls as JSON but without its reasoning, for reports and
+    to compare; a chat template writes the whole message in the model's own form."""
+    calls = [json.dumps(_function(each), ensure_ascii=False) for each in message.get("tool_calls", [])]
     return "\n".join([*([message["content"]] if message["content"] else []), *calls])
 
 
-def _call(entry: Any, number: int) -> dict[str, Any]:
+def _call(entry: Any, where: str) -> dict[str, Any]:
     function = _function(entry) if isinstance(entry, Mapping) else {}
     if not isinstance(function.get("name"), str):
-        raise BadRowError(f"a tool call of message {number} of the prompt names no function")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = _parsed(arguments or "{}")
+        raise BadRowError(f"a tool call of {where} names no function")
+    arguments = {} if (given := function.get("arguments")) in (None, "") else parsed(given)
     if not isinstance(arguments, Mapping):
-        raise BadRowError(f"the arguments of a tool call of message {number} of the prompt are no JSON object")
-    plain = {key: value for key, value in arguments.items() if value is not None}  # parquet fills missing keys in
-    called = {"type": "function", "function": {"name": function["name"], "arguments": plain}}
+        raise BadRowError(f"the arguments of a tool call of {where} are no JSON object")
+    called = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
     return called | ({"id": entry["id"]} if isinstance(entry.get("id"), str) else {})
 
 
@@ -171,18 +203,11 @@ def _function(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else entry
 
 
-def _parsed(text: str) -> Any:
-    """Parses JSON; None for any other text."""
+def parsed(value: Any) -> Any:
+    """Returns what JSON text stands for, None for any other text, and anything else as it is."""
+    if not isinstance(value, str):
+        return value
     try:
-        return parse_strict_json(text, unique_keys=True)
+        return parse_strict_json(value, unique_keys=True)
     except ValueError:
         return None
-
-
-def _without_gaps(value: Any) -> Any:
-    """Removes the nulls by which Parquet and `datasets` fill in keys that other rows have."""
-    if isinstance(value, Mapping):
-        return {key: _without_gaps(each) for key, each in value.items() if each is not None}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_without_gaps(each) for each in value]
-    return value

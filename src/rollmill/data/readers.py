@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rollmill.config.hub import reference_of
+from rollmill.data.padding import without_padding
 from rollmill.errors import TasksetError
 from rollmill.files import (
     MAX_JSONL_LINE_BYTES,
@@ -246,7 +247,7 @@ def read_parquet(path: Path) -> SourceRows:
             _require_different(str(path), file.schema_arrow.names)
             rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
             for number, row in enumerate(rows):
-                yield make_record(f"{path}: row {number}", row)
+                yield make_record(f"{path}: row {number}", without_padding(row))
     except (pyarrow.ArrowException, ValueError) as error:  # ValueError: duplicate field names inside a column
         if isinstance(error, TasksetError):
             raise
@@ -309,6 +310,14 @@ def read_hub_folder(path: Path, split: str | None, subset: str | None) -> Source
     return _rows_of(_one_split(path, loaded, split), path)
 
 
+def _holds_json(feature: Any) -> bool:
+    """True if a feature of `datasets` is JSON text that it parses, or has such a one inside: that is not padded."""
+    parts = list(feature.values()) if isinstance(feature, dict) else feature if isinstance(feature, list) else []
+    inner = getattr(feature, "feature", None)
+    parts += [] if inner is None else [inner]
+    return type(feature).__name__ == "Json" or any(_holds_json(each) for each in parts)
+
+
 def _one_split(path: Path, loaded: Any, split: str | None) -> Any:
     splits = list(loaded) if isinstance(loaded, dict) else []
     if not splits:
@@ -325,8 +334,10 @@ def _one_split(path: Path, loaded: Any, split: str | None) -> Any:
 
 def _rows_of(rows: Any, path: Path) -> Iterator[SourceRow]:
     try:
+        exact = {name for name, feature in rows.features.items() if _holds_json(feature)}
         for number, row in enumerate(rows):
-            yield make_record(f"{path}: row {number}", row)
+            whole = {name: row[name] for name in exact}
+            yield make_record(f"{path}: row {number}", without_padding(row) | whole)
     except Exception as error:
         raise TasksetError(f"taskset.path: {path} cannot be read by `datasets`: {error}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,12 +11,41 @@ from rollmill.config.rows import FieldsConfig, RowsSection
 from rollmill.config.workflows import workflow_by_name
 from rollmill.data.content_parts import split_content
 from rollmill.data.images import ImagePart, metadata_with_images
-from rollmill.data.layouts import CALLS, TOOLS, message_of, recognised, text_of_calls, tool_schemas
+from rollmill.data.layouts import (
+    REJECTED_MESSAGE,
+    RESPONSE_MESSAGE,
+    RESPONSE_MESSAGES,
+    SWITCHES,
+    TOOLS,
+    is_chat,
+    message_of,
+    recognised,
+    switches_of,
+    text_of_message,
+    tool_schemas,
+)
 from rollmill.data.presets import PRESETS
 from rollmill.data.readers import BadRowError, Row, SourceRow, check_finite
 from rollmill.data.template import PromptTemplate, describe_type
 from rollmill.errors import ConfigError, TasksetError
 from rollmill.types import Message, Task
+
+
+@dataclass(frozen=True, slots=True)
+class _Solution:
+    """A worked or a rejected solution, and its messages if it was given as such."""
+
+    text: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def whole(self, key: str) -> dict[str, Any]:
+        """Metadata with what the text leaves out: the messages, or under `key` the only one."""
+        if self.text is None or not self.messages:
+            return {}
+        if len(self.messages) > 1:
+            return {RESPONSE_MESSAGES: self.messages}
+        [message] = self.messages
+        return {key: message} if message.keys() - {"role", "content"} else {}
 
 
 class TaskBuilder:
@@ -28,6 +57,10 @@ class TaskBuilder:
 
     def __init__(self, config: RowsSection, name: str) -> None:
         self._config, self._name = config, name
+        try:
+            self._switches = switches_of(config.chat_template_kwargs)
+        except BadRowError as error:
+            raise TasksetError(f"taskset.{error}") from error
         self._folder = (
             config.path.parent if config.path is not None and config.path.is_file() else config.path or Path()
         )
@@ -55,24 +88,26 @@ class TaskBuilder:
         fields = self._config.fields
         answer = _optional(row, fields.answer, "answer")
         response, rejected = self._solutions(row)
-        for text in (response, rejected, answer):
+        for text in (response.text, rejected.text, answer):
             _check_unicode(text)
         if isinstance(answer, bytes):
             raise BadRowError(f"the answer (column {fields.answer or 'answer'}) is bytes, not text; convert it")
         check_finite(answer, f"the answer (column {fields.answer or 'answer'})")
         parts = {fields.prompt, fields.answer or "answer", fields.response or self._usual_response(row), fields.id}
         parts |= {fields.rewards, fields.workflow} - {None}
-        parts |= {fields.rejected or "rejected"} | ({self._label(row)} - {None})
+        parts |= {fields.rejected or "rejected", SWITCHES} | ({self._label(row)} - {None})
         rest = {column: value for column, value in row.items() if column not in parts}
         prompt, shown = self._prompt(row)
         metadata = self._with_images(rest, shown) if record.metadata is None else record.metadata
-        metadata = metadata | self._tools(row)
+        metadata = metadata | self._tools(row) | response.whole(RESPONSE_MESSAGE) | rejected.whole(REJECTED_MESSAGE)
+        if switches := self._switches | switches_of(row.get(SWITCHES)):
+            metadata = metadata | {SWITCHES: switches}
         return Task(
             id=self._id(row, number),
             prompt=prompt,
             answer=answer,
-            response=response,
-            rejected=rejected,
+            response=response.text,
+            rejected=rejected.text,
             metadata=metadata,
             taskset=self._name,
             rewards=self._rewards(row),
@@ -106,17 +141,13 @@ class TaskBuilder:
         return name
 
     def _tools(self, row: Row) -> dict[str, Any]:
-        """Metadata of the tools that the prompt shows, and of a response that calls them."""
+        """Metadata of the tools that the prompt shows."""
         column = self._config.fields.tools
         value = row.get("tools") if column is None else _column(row, column, "taskset.fields.tools") if column else None
         schemas = tool_schemas(value)
         if column and value is not None and schemas is None:
             raise BadRowError(f"the tools (column {column}) are no list of JSON schemas of functions")
-        found: dict[str, Any] = {} if schemas is None else {TOOLS: schemas}
-        match row.get(self._config.fields.response or self._usual_response(row)):
-            case [{"role": "assistant", "tool_calls": [_, *_]} as message]:
-                found[CALLS] = message_of(message, 0)
-        return found
+        return {} if schemas is None else {TOOLS: schemas}
 
     def _with_images(self, rest: Row, parts: list[ImagePart]) -> Row:
         column = self._config.fields.images
@@ -164,19 +195,23 @@ class TaskBuilder:
             raise BadRowError("the prompt has a system message of its own beside taskset.system; remove one of them")
         return [Message(role="system", content=self._config.system), *messages]
 
-    def _solutions(self, row: Row) -> tuple[str | None, str | None]:
+    def _solutions(self, row: Row) -> tuple[_Solution, _Solution]:
         """The preferred and the rejected solution; a labelled row has one of them, depending on its label."""
         worked, rejected = self._worked(row), self._solution(row, self._config.fields.rejected, "rejected")
         label = self._label(row)
         if label is None:
+            if (rejected.text is not None and len(worked.messages) > 1) or len(rejected.messages) > 1:
+                raise BadRowError("solutions of several messages cannot be compared; give one message of the assistant")
             return worked, rejected
-        if rejected is not None:
+        if rejected.text is not None:
             raise BadRowError(f"the row has a label (column {label}) and a rejected solution; remove one of them")
-        if worked is None:
+        if worked.text is None:
             raise BadRowError(
                 f"the row has a label (column {label}) but no completion; name its column in taskset.fields.response"
             )
-        return (worked, None) if _desirable(row[label], label) else (None, worked)
+        if len(worked.messages) > 1:
+            raise BadRowError(f"the row has a label (column {label}) and several messages; label one of the assistant")
+        return (worked, _Solution()) if _desirable(row[label], label) else (_Solution(), worked)
 
     def _label(self, row: Row) -> str | None:
         """The column with the label, if the row has one."""
@@ -187,9 +222,9 @@ class TaskBuilder:
         is_default = self._response is None and self._config.fields.response in (None, "completion")
         return "label" if is_default and self._usual_response(row) == "completion" else None
 
-    def _worked(self, row: Row) -> str | None:
+    def _worked(self, row: Row) -> _Solution:
         if self._response is not None:
-            return self._response.fill(row)
+            return _Solution(self._response.fill(row))
         column = self._config.fields.response
         return self._solution(row, column, "response" if column is not None else self._usual_response(row))
 
@@ -203,16 +238,23 @@ class TaskBuilder:
         return "completion" if labelled else "response"
 
     @staticmethod
-    def _solution(row: Row, column: str | None, default: str) -> str | None:
+    def _solution(row: Row, column: str | None, default: str) -> _Solution:
         value = _optional(row, column, default)
-        match value:  # a message of the assistant, as in chat data sets
-            case [{"role": "assistant", "tool_calls": [_, *_]} as message]:
-                value = text_of_calls(message_of(message, 0))
-            case [{"role": "assistant", "content": str(text)}] | {"role": "assistant", "content": str(text)}:
-                value = text
-        if value is not None and not isinstance(value, str):
-            raise BadRowError(f"the {default} is {describe_type(value)}, not text or one message of the assistant")
-        return value or None
+        if value is None or isinstance(value, str):
+            return _Solution(value or None)
+        given = [value] if isinstance(value, Mapping) else value
+        if not is_chat(given) or {given[0]["role"], given[-1]["role"]} != {"assistant"}:
+            raise BadRowError(
+                f"the {default} is {describe_type(value)}, not text or messages that begin and end with one of the "
+                "assistant"
+            )
+        messages = []
+        for index, each in enumerate(given):
+            message, pictures = _message(each, index, f"message {index} of the {default}")
+            if pictures:
+                raise BadRowError(f"message {index} of the {default} has a picture; pictures belong into the prompt")
+            messages.append(message)
+        return _Solution(text_of_message(messages[-1]) or None, messages)
 
 
 def _column(row: Row, column: str, key: str) -> Any:
@@ -250,25 +292,32 @@ def _messages(value: list[Any]) -> tuple[list[Message], list[ImagePart]]:
     messages: list[Message] = []
     parts: list[ImagePart] = []
     for index, message in enumerate(value):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | {
-            "content" if message.get("tool_calls") else ""
-        }:
-            raise BadRowError(f"message {index} of the prompt is not an object with role and content")
-        text = message.get("content")
-        if isinstance(text, list):
-            try:
-                text, own = split_content(text, index, f"message {index} of the prompt")
-            except ValueError as error:
-                raise BadRowError(str(error)) from error
-            parts += own
-        found = message_of({**message, "content": text}, index)
-        _check_unicode(found["content"])
+        found, own = _message(message, index, f"message {index} of the prompt")
+        parts += own
         messages.append(cast(Message, found))
     if messages[-1]["role"] == "assistant":
         raise BadRowError("the prompt ends with the assistant's message, so nothing is left to answer")
     if not messages[-1]["content"].strip() and all(part.message < len(messages) - 1 for part in parts):
         raise BadRowError("the prompt is empty (its last message)")
     return messages, parts
+
+
+def _message(message: Any, index: int, where: str) -> tuple[dict[str, Any], list[ImagePart]]:
+    """A message with the text of its content parts joined, and its image parts."""
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | {
+        "content" if message.get("tool_calls") else ""
+    }:
+        raise BadRowError(f"{where} is not an object with role and content")
+    text, parts = message.get("content"), list[ImagePart]()
+    if isinstance(text, list):
+        try:
+            text, parts = split_content(text, index, where)
+        except ValueError as error:
+            raise BadRowError(str(error)) from error
+    found = message_of({**message, "content": text}, where)
+    for value in (found["content"], found.get("reasoning_content")):
+        _check_unicode(value)
+    return found, parts
 
 
 def _check_unicode(value: Any) -> None:

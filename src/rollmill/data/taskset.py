@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from rollmill.config.rows import RowsSection
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.data.generators import call_row_function, generate_rows
 from rollmill.data.images import image_refs_of
+from rollmill.data.layouts import RESPONSE_MESSAGES, SWITCHES
 from rollmill.data.operators.batch import TaskOperatorReport
 from rollmill.data.operators.pipeline import run_task_pipeline
 from rollmill.data.readers import BadRowError, SourceRow, SourceRows, read_path
@@ -32,6 +34,7 @@ class RejectedRow:
 
     where: str  #: file:line, or the source and the row's number
     reason: str
+    kind: str = "bad row"  #: the reason in a few words, by which rows are counted
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
@@ -60,6 +63,10 @@ class Taskset:
         """Copy of the taskset with only `tasks`, and `rejected` added to the rows left out."""
         return replace(self, tasks=tasks, rejected=[*self.rejected, *rejected])
 
+    def left_out(self) -> dict[str, int]:
+        """Numbers of rows and tasks left out, by reason."""
+        return dict(Counter(row.kind for row in self.rejected))
+
     def fingerprint(self) -> str:
         """Hex digest of ids, prompts, images, solutions and answers: equal for equal tasks, in any process.
 
@@ -71,6 +78,7 @@ class Taskset:
             parts = [task.id, task.prompt, task.response, task.rejected, task.answer, *pictures]
             parts += [] if task.rewards is None else [task.rewards]
             parts += [] if task.workflow is None else [{"workflow": task.workflow}]
+            parts += [{key: task.metadata[key]} for key in (SWITCHES, RESPONSE_MESSAGES) if key in task.metadata]
             digest.update(json.dumps(parts, default=lambda other: type(other).__name__, skipkeys=True).encode())
         return digest.hexdigest()[:16]
 
@@ -115,6 +123,11 @@ def read_tasks(config: RowsSection) -> Taskset:
         if len(tasks) == config.limit:
             break
     _check_rows(name, config, tasks, rejected)
+    if config.chat_template_kwargs and all(isinstance(task.prompt, str) for task in tasks):
+        raise TasksetError(
+            f"taskset.chat_template_kwargs: no prompt of {name} is a chat, so no chat template is used; write "
+            "taskset.chat: true, or remove this key"
+        )
     return Taskset(name, tasks, rejected)
 
 
@@ -132,7 +145,7 @@ def _prepared(taskset: Taskset, config: TasksetSection) -> Taskset:
         taskset.name, taskset.tasks, config.pipeline, read=lambda rows: read_tasks(rows).tasks
     )
     dropped = [
-        RejectedRow(f"task {id}", f"{report.operator}: {why}")
+        RejectedRow(f"task {id}", f"{report.operator}: {why}", f"{report.operator}: {why}")
         for report in reports
         for id, why in report.dropped.items()
     ]

@@ -35,7 +35,7 @@ def build_expert_pool(
         return [expert_experience(task, policy.tokenizer, policy.end_id)]
 
     tasks = None
-    if worked is not None:
+    if worked is not None and worked.tasks:
         stream, batch = derive_seed(seed, EXPERT_STREAM), config.rollout.batch
         tasks = TasksetDemonstrations(
             build_sampler(worked, config.required_taskset.order, stream, batch=batch, observed=False), render

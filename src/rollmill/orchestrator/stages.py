@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from rollmill.buffer.sql import SQL
 from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
+from rollmill.data.examples import count_tasks
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import DeadlineError
 from rollmill.models.load import PolicyModel
@@ -259,10 +260,11 @@ class Stage:
 
     def describe(self) -> list[str]:
         """Messages for the start of the stage: its size, where rollouts are made, what moves when, tasks left out."""
-        config, training = self.config, self.tasks.training
+        config = self.config
+        count = count_tasks(config, self.tasks.training, self.tasks.experts)
         first = (
-            f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, {len(training.tasks)} tasks loaded, "
-            f"{len(training.rejected)} rejected"
+            f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, {count.tasks} tasks loaded, "
+            f"{count.describe_left_out()}{count.describe_examples()}"
         )
         offload = [] if self.offloader is None else [self.offloader.plan.describe()]
         return [first, *filter(None, [self.backend.location]), *offload, *self.tasks.notes]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from rollmill.config.algorithms.base import AlgorithmOptions
 from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.config.algorithms.preferences import KTO
 from rollmill.config.describe import evaluation_key
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import RejectedRow, Taskset, encode_demonstration, encode_prompt
+from rollmill.data.examples import require_examples, select_context, select_examples
 from rollmill.data.images import require_seen
 from rollmill.errors import TasksetError
 from rollmill.models.load import PolicyModel
@@ -27,7 +27,7 @@ class StageTasks:
     """Tasks of one stage; every prompt and demonstration fits the model's context."""
 
     training: Taskset  #: training tasks; `rejected` has the rows and tasks left out
-    experts: Taskset | None  #: demonstrations, if the algorithm imitates
+    experts: Taskset | None  #: demonstrations, if the algorithm imitates; `rejected` has the tasks without one, too
     held_out: dict[str, list[Task]]  #: evaluated tasks, by the name of their set
     notes: list[str]  #: messages on the pipeline and on tasks left out
 
@@ -47,23 +47,17 @@ def select_tasks(
     algorithm, notes = config.algorithm, [str(report) for report in training.reports]
     if config.taskset is not None:
         _require_seen(config.taskset, training, policy, f"stage {config.name}: taskset")
-    experts = None
-    if "taskset" in config.experts.sources and algorithm.uses_examples:
-        pairs, labels = algorithm.uses_pairs, algorithm.uses_labels
-        found = _with_pairs(training) if pairs else _with_labels(training) if labels else _with_solutions(training)
-        if found.tasks:
-            measure = _pair if pairs or labels else _demonstration
-            experts = _keep_fitting(found, config.required_taskset, policy, measure, notes)
-            if isinstance(algorithm, KTO):
-                notes += _imbalance(experts, algorithm)
-        elif not set(config.experts.sources) - {"taskset", "run"}:
-            raise TasksetError(_no_experts(training, algorithm))
+    experts = select_examples(config, training)
+    require_examples(config, training, experts)
+    if experts is not None and experts.tasks:
+        measure = _pair if algorithm.uses_pairs or algorithm.uses_labels else _demonstration
+        experts = _keep_fitting(experts, config.required_taskset, policy, measure, notes)
+        if isinstance(algorithm, KTO):
+            notes += _imbalance(experts, algorithm)
     if isinstance(algorithm, SelfDistill):
-        training = _with_context(training, algorithm, config.required_taskset, notes)
+        training = select_context(training, algorithm, config.required_taskset, notes)
     if algorithm.uses_rollouts and config.workflow.uses_tasks:
         training = _keep_fitting(training, config.required_taskset, policy, _prompt, notes)
-    elif experts is not None:
-        training = training.with_tasks(training.tasks, experts.rejected[len(training.rejected) :])
     return StageTasks(training, experts, select_held_out(config, policy, held_out, notes), notes)
 
 
@@ -122,7 +116,8 @@ def _keep_fitting(
         if tokens <= room:
             fit.append(task)
         else:
-            long.append(RejectedRow(f"task {task.id}", f"its {what} has {tokens} tokens, and {room} fit"))
+            reason = f"its {what} has {tokens} tokens, and {room} fit"
+            long.append(RejectedRow(f"task {task.id}", reason, f"{what} too long"))
     if not long:
         return taskset
     text = (
@@ -151,48 +146,6 @@ def _surely_fits(task: Task, context: int) -> bool:
     return len(task.prompt.encode()) + longest + _ADDED < context
 
 
-def _with_solutions(tasks: Taskset) -> Taskset:
-    worked = [task for task in tasks.tasks if task.response is not None]
-    return tasks.with_tasks(worked, [])
-
-
-def _with_pairs(tasks: Taskset) -> Taskset:
-    paired = [task for task in tasks.tasks if task.response is not None and task.rejected is not None]
-    return tasks.with_tasks(paired, [])
-
-
-def _with_labels(tasks: Taskset) -> Taskset:
-    """Split tasks into single completions: a task with a better and a worse solution becomes two."""
-    found: list[Task] = []
-    for task in tasks.tasks:
-        if task.response is not None and task.rejected is not None:
-            found.append(replace(task, id=f"{task.id}/chosen", rejected=None))
-            found.append(replace(task, id=f"{task.id}/rejected", response=None))
-        elif task.response is not None or task.rejected is not None:
-            found.append(task)
-    return tasks.with_tasks(found, [])
-
-
-def _with_context(taskset: Taskset, algorithm: SelfDistill, config: TasksetConfig, notes: list[str]) -> Taskset:
-    """Keep the tasks that have the context shown to the teacher."""
-    field = {"solution": "response", "answer": "answer"}.get(algorithm.context)
-    if field is None:
-        return taskset
-    known = [task for task in taskset.tasks if getattr(task, field) is not None]
-    missing = [RejectedRow(f"task {task.id}", f"no {field}") for task in taskset.tasks if getattr(task, field) is None]
-    if not missing:
-        return taskset
-    text = f"taskset {taskset.name}: {len(missing)} of {len(taskset.tasks)} tasks have no {field}"
-    if not known or config.on_bad_row == "refuse":
-        advice = "" if not known else ", or leave these tasks out by taskset.on_bad_row: skip"
-        raise TasksetError(
-            f"{text}, which algorithm self_distill shows the teacher (context: {algorithm.context}); name its column "
-            f"in taskset.fields.{field}{advice}\n  {missing[0]}"
-        )
-    notes.append(f"{text}, which the teacher is to see, and were left out")
-    return taskset.with_tasks(known, missing)
-
-
 def _imbalance(tasks: Taskset, algorithm: KTO) -> list[str]:
     """Note an imbalance between the weights of the two kinds of completions (KTO, arXiv:2402.01306, eq. 9)."""
     desirable = sum(task.response is not None for task in tasks.tasks)
@@ -209,21 +162,3 @@ def _imbalance(tasks: Taskset, algorithm: KTO) -> list[str]:
     )
     weight = undesirable * algorithm.undesirable_weight / desirable
     return [f"{text}; kto's authors advise 1 to 1.33: algorithm.desirable_weight {weight:.3g} to {weight * 4 / 3:.3g}"]
-
-
-def _no_experts(tasks: Taskset, algorithm: AlgorithmOptions) -> str:
-    if algorithm.uses_pairs:
-        return (
-            f"algorithm {algorithm.name} learns from preference pairs, but no task of {tasks.name} has both solutions; "
-            "name their columns: taskset.fields.response (the better) and taskset.fields.rejected"
-        )
-    if algorithm.uses_labels:
-        return (
-            f"algorithm {algorithm.name} learns from completions that are desirable or undesirable, but no task of "
-            f"{tasks.name} has one; give rows with prompt, completion and label (true or false), or name their "
-            "columns: taskset.fields.response and taskset.fields.label"
-        )
-    return (
-        f"algorithm {algorithm.name} imitates worked solutions, but no task of {tasks.name} has one; name "
-        "the column that holds them: taskset.fields.response, or write taskset.response_template"
-    )

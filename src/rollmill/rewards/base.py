@@ -11,6 +11,7 @@ from rollmill.config.rewards.base import RewardManagerConfig, reward_part_names
 from rollmill.config.rewards.code import CodeReward
 from rollmill.config.rewards.k12 import K12Reward
 from rollmill.config.rewards.math import MathReward
+from rollmill.config.rewards.text import FormatReward, ToolCallReward
 from rollmill.config.rewards.vision import ChartReward, CountReward, VQAReward
 from rollmill.errors import ConfigError
 from rollmill.rewards.values import RewardValue as RewardValue
@@ -140,8 +141,8 @@ _TEST_COLUMNS = ("tests", "test", "test_list")
 
 
 def require_references(rewards: Iterable[RewardConfig], tasks: Sequence[Task], where: str) -> None:
-    """Raise ConfigError if a reward that compares with the reference has a task with an empty one, or `count` one
-    without a number.
+    """Raise ConfigError if a reward that compares with the reference has a task with an empty one, `count` one
+    without a number, or a reward with JSON Schemas one that it cannot use.
 
     Args:
         tasks: the tasks that the rewards score.
@@ -149,6 +150,7 @@ def require_references(rewards: Iterable[RewardConfig], tasks: Sequence[Task], w
     """
     rewards = list(rewards)
     _require_counts(rewards, tasks, where)
+    _require_schemas(rewards, tasks, where)
     comparing = [reward for reward in rewards if isinstance(reward, _COMPARING)]
     if not comparing:
         return
@@ -184,6 +186,28 @@ def _require_counts(rewards: Sequence[RewardConfig], tasks: Sequence[Task], wher
                 f"({named}), which the reward `{name}` cannot compare with; score them by another reward, in a domain "
                 "of their own or named by row (taskset.fields.rewards), or give null where the reward does not apply"
             )
+
+
+def _require_schemas(rewards: Sequence[RewardConfig], tasks: Sequence[Task], where: str) -> None:
+    """Raise ConfigError if `tool_call`, or `format` with `schema_column`, has a task whose schemas it cannot use."""
+    from rollmill.rewards.text.json_schema import build_validator, schema_text  # these import this module
+    from rollmill.rewards.text.tool_call import check_tools
+
+    for name, reward in zip(reward_part_names(rewards), rewards, strict=True):
+        column = reward.schema_column if isinstance(reward, FormatReward) else None
+        if column is None and not isinstance(reward, ToolCallReward):
+            continue
+        for task in tasks:
+            if name not in (task.rewards or [name]):
+                continue
+            try:
+                if column is None:
+                    check_tools(task)
+                elif task.metadata.get(column) is not None:
+                    build_validator(schema_text(task.metadata[column]))
+            except ValueError as error:
+                about = "" if column is None else f"column {column}: "
+                raise ConfigError(f"{where}: task `{task.id}`, reward `{name}`: {about}{error}") from error
 
 
 def require_verdicts(

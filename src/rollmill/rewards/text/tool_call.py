@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollmill.config.rewards.text import ToolCallReward
+from rollmill.data.layouts import TOOLS, parsed
 from rollmill.files import parse_strict_json
 from rollmill.rewards.base import OK, TIMEOUT, Score
 from rollmill.rewards.resources import RewardResources
-from rollmill.rewards.text.json_schema import check_schema, schema_text
+from rollmill.rewards.text.json_schema import build_validator, check_schema, schema_text, validate_texts
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, select_text
 from rollmill.types import Completion, Task
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_REJECTED = "the task's column `tool_calls` has a call that its column `tools` rejects; correct one"
 _NO_PARAMETERS = {"type": "object", "maxProperties": 0}
 
 
@@ -43,9 +45,10 @@ class ToolCallScorer:
         self._config, self._graders = config, resources.graders_for("schema")
 
     async def score(self, task: Task, completion: Completion) -> Score:
-        if task.metadata.get("tools") is None:
+        column = _tools_column(task)
+        if column is None:
             return Score(None)
-        tools = read_tool_schemas(task.metadata["tools"])
+        tools = read_tool_schemas(column)
         wanted = _wanted(task.metadata.get("tool_calls"), tools)
         text = select_text(completion.text, self._config)
         if text is None:
@@ -74,7 +77,7 @@ class ToolCallScorer:
             return Score(earned, reply.outcome, reply.queue_s, reply.run_s)
         marks = str(reply.value)
         if set(marks[: len(wanted or [])]) - {"1"}:
-            raise ValueError("the task's column `tool_calls` has a call that its column `tools` rejects; correct one")
+            raise ValueError(_REJECTED)
         valid = [call for call, mark in zip(known, marks[len(wanted or []) :], strict=True) if mark == "1"]
         outcome, score = _outcome(found, known, valid), len(valid) / len(found)
         if wanted is not None:
@@ -92,14 +95,34 @@ def _outcome(found: list[ParsedToolCall | None], known: list[ParsedToolCall], va
     return "bad_arguments" if len(valid) < len(known) else OK
 
 
+def check_tools(task: Task) -> None:
+    """Raise ValueError if the reward cannot score a task because of its columns `tools` and `tool_calls`."""
+    column = _tools_column(task)
+    if column is None:
+        return
+    tools = read_tool_schemas(column)
+    for schema in tools.values():
+        build_validator(schema)
+    wanted = _wanted(task.metadata.get("tool_calls"), tools) or []
+    if set(validate_texts([(tools[call.name], json.dumps(call.arguments)) for call in wanted])) - {"1"}:
+        raise ValueError(_REJECTED)
+
+
+def _tools_column(task: Task) -> Any:
+    """Return the task's tools: its column `tools`, or the schemas that the prompt shows, from another column."""
+    own = task.metadata.get("tools")
+    return task.metadata.get(TOOLS) if own is None else own
+
+
 def read_tool_schemas(column: Any) -> dict[str, str]:
-    """Return name -> schema (as text) of the arguments, from OpenAI's list of tools.
+    """Return name -> schema (as text) of the arguments, from OpenAI's list of tools, which may be JSON text.
 
     Raises ValueError if it is invalid.
     """
     tools: dict[str, str] = {}
-    entries = column if isinstance(column, Sequence) and not isinstance(column, str) else [None]
-    for entry in entries:
+    found = parsed(column)
+    for each in found if isinstance(found, list | tuple) else [None]:
+        entry = parsed(each)
         function = entry.get("function", entry) if isinstance(entry, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(
@@ -114,7 +137,8 @@ def read_tool_schemas(column: Any) -> dict[str, str]:
 def _wanted(column: Any, tools: Collection[str]) -> list[ParsedToolCall] | None:
     if column is None:
         return None
-    calls = [_call(entry) for entry in column] if isinstance(column, list) else [None]
+    found = parsed(column)
+    calls = [_call(parsed(entry)) for entry in found] if isinstance(found, list) else [None]
     if None in calls:
         raise ValueError(
             f"the task's column `tool_calls` is {column!r:.80}; expected a list of "
