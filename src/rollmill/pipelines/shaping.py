@@ -95,7 +95,7 @@ def _distances(options: DiversityBonus, group: Sequence[Experience]) -> list[flo
     if len(group) < 2:
         return [0.0] * len(group)
     if options.by == "answer":
-        answers = [_answer(each.response, options.after) for each in group]
+        answers = [_answer(each.answer, options.after) for each in group]
         return [1 - (answers.count(own) - 1) / (len(group) - 1) for own in answers]
     sets = [_ngrams(response_ids(each).tolist(), options.ngram) for each in group]
     sums = [sum(_jaccard_distance(own, other) for other in sets) for own in sets]
