@@ -270,9 +270,9 @@ class Experience:
         return max(version - self.oldest_version, 0)
 
     @property
-    def answer(self) -> str:
-        """`response` without its reasoning, empty while that is unfinished; see `Completion.answer`."""
-        return split_reasoning(self.response, opened=opens_reasoning(self.prompt)).content
+    def parsed_reply(self) -> ParsedReply:
+        """`response` split at its tags."""
+        return split_reasoning(self.response, opened=opens_reasoning(self.prompt))
 
     @property
     def action_tokens(self) -> int:

@@ -62,7 +62,8 @@ async def judge_rows(
     async def one(group: str | int, members: list[int]) -> list[RewardResult]:
         async with gate:
             completions = [
-                _completion(index, rows[number]["response"], tasks[number]) for index, number in enumerate(members)
+                completion_from_text(tasks[number], rows[number]["response"], index)
+                for index, number in enumerate(members)
             ]
             if isinstance(group, str):
                 return await manager.score_group(tasks[members[0]], completions)
@@ -140,8 +141,8 @@ def row_task(number: int, row: Row, where: str, folder: Path, stage: StageConfig
     )
 
 
-def _completion(number: int, text: str, task: Task) -> Completion:
+def completion_from_text(task: Task, text: str, index: int = 0) -> Completion:
     """Build a completion that has only text: nothing was generated, so there are no tokens."""
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
     reply = split_reasoning(text, opened=isinstance(task.prompt, str) and opens_reasoning(task.prompt))
-    return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=number, reply=reply)
+    return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=index, reply=reply)
