@@ -159,6 +159,11 @@ def split_reasoning(
     return ParsedReply("", before, reasoning_finished=False) if begins or opened else ParsedReply(text)
 
 
+def opens_reasoning(prompt: str) -> bool:
+    """True if a prompt's text ends with the tag `<think>`, so that the reply to it begins within the reasoning."""
+    return prompt.rstrip().endswith(REASONING_START)
+
+
 @dataclass(slots=True)
 class Completion:
     """Result of an engine for one sample of a request.
@@ -194,9 +199,14 @@ class Completion:
     """The turn taken apart by the model's renderer, in chats; None: the tags in `text` are all there is."""
 
     @property
+    def parsed_reply(self) -> ParsedReply:
+        """`reply`, or else `text` split at its tags."""
+        return self.reply or split_reasoning(self.text)
+
+    @property
     def answer(self) -> str:
         """Text that rewards grade: `text` without reasoning, empty while the reasoning is unfinished."""
-        return (self.reply or split_reasoning(self.text)).content
+        return self.parsed_reply.content
 
 
 @dataclass(slots=True)
@@ -262,6 +272,11 @@ class Experience:
         0 for a later version: of another run, or of weights that a crash has undone.
         """
         return max(version - self.oldest_version, 0)
+
+    @property
+    def parsed_reply(self) -> ParsedReply:
+        """`response` split at its tags."""
+        return split_reasoning(self.response, opened=opens_reasoning(self.prompt) or None)
 
     @property
     def action_tokens(self) -> int:

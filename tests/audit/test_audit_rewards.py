@@ -75,6 +75,9 @@ def test_a_right_reward_has_no_problem(tasks: Path) -> None:
         ("control_passes", "hack:control_characters"),
         ("nested_passes", "hack:nested_formula"),
         ("every_number", "hack:number_list"),
+        ("last_box", "hack:answer_in_reasoning"),
+        ("unfinished_counts", "hack:unfinished_reasoning"),
+        ("any_program", "hack:code_in_reasoning"),
     ],
 )
 def test_a_broken_reward_is_found_by_its_check(tasks: Path, reward: str, check: str) -> None:
@@ -93,7 +96,7 @@ def test_all_options_at_once(tmp_path: Path) -> None:
     (tmp_path / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(
         "import re\nasync def letter(task, completion):\n"
-        "    last = re.findall(r'boxed\\{([^{}]*)\\}', completion.text)[-1:]\n"
+        "    last = re.findall(r'boxed\\{([^{}]*)\\}', completion.answer)[-1:]\n"
         "    return float(bool(last) and task.answer in last[0].split(', '))\n"
     )
     function = {"name": "python", "function": f"{tmp_path}/mine.py:letter"}

@@ -37,6 +37,15 @@ def run(made: Any, experiences: list[Experience], task: Task = TASK) -> list[Exp
     return found
 
 
+def test_programs_in_reasoning_are_no_submissions() -> None:
+    made = pipeline(OPTIONS)
+    thoughts = f"<think>\n```python\n{WRONG}\n```\n"
+    run(made, group([1.0, 1.0], text=[f"{thoughts}</think>\n```python\n{RIGHT[0]}\n```", thoughts]))
+    [[_, programs, *_]] = made.state_dict()["test_cases"]["tasks"]
+    assert [program.strip() for program in programs] == [RIGHT[0]]
+    made.close()
+
+
 def test_later_successes_have_to_pass_generated_tests() -> None:
     made = pipeline(OPTIONS)
     assert rewards(run(made, group([1.0, 1.0, 0.0], text=[RIGHT[0], WRONG, "print("]))) == [

@@ -81,6 +81,19 @@ def test_diversity_by_answer_and_by_ngrams() -> None:
     assert same[2].reward == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("after", ["is", None, "</think>"])
+def test_diversity_compares_answers_without_reasoning(after: str | None) -> None:
+    texts = [
+        "<think>it is 1</think>it is 12",
+        "it is 2</think>it is 12",
+        "<think>it is 12</think>it is 13",
+        "<think>it is 12",
+    ]
+    options = {"name": "diversity", "by": "answer", "after": after, "weight": 0.3, "threshold": 0.5}
+    found, _ = process(options, group([1.0, 1.0, 1.0, 0.0], text=texts))
+    assert added(found, "diversity") == pytest.approx([0.2, 0.2, 0.3, 0.0])
+
+
 def test_diversity_of_one_is_0() -> None:
     assert rewards(process("diversity", group([1.0]))[0]) == [1.0]
 

@@ -95,6 +95,32 @@ def test_a_malformed_verdict_is_asked_for_once_more() -> None:
     assert seen[1].endswith('\n{"score": N}')
 
 
+def test_judges_see_answers_without_reasoning() -> None:
+    """Half of the responses are reasoning only; a judge is never asked about them."""
+    solved = Task("t1", "question", response="<think>long</think>five")
+    rewards = [
+        JudgeReward(name="judge", **MODEL),
+        PairwiseReward(name="pairwise", **MODEL),
+        PairwiseReward(name="pairwise", against="reference", **MODEL),
+        RankingReward(name="ranking", **MODEL),
+    ]
+    seen: list[str] = []
+
+    def reply(text: str, seed: int, index: int) -> str:
+        seen.extend(responses(text))
+        key = key_of(text)
+        return json.dumps({key: [1, 2] if key == "ranking" else 10 if key == "score" else "tie"})
+
+    texts = ["<think>a secret</think>four", "it is secret", "</think>", "<think>a secret"]
+    with asks(reply), build_reward_manager(rewards) as judge:
+        found = group(judge, [texts[0], texts[1] + texts[2] + "six", texts[3]], solved)
+    assert set(seen) == {"four", "five", "six"}
+    assert set(found[2].outcomes.values()) == {"no_answer"}
+    assert found[2].reward == 0.0
+    assert [set(each.outcomes.values()) for each in found[:2]] == [{"ok"}] * 2
+    assert found[0].reward == pytest.approx(1 + 0.5 + 0.5 + 0.5)
+
+
 def test_a_verdict_in_words_is_not_asked_for_again() -> None:
     with asks(lambda text, seed, index: "It is nearly right.\n\n**Score: 8/10**"), judge_of() as judge:
         assert judged(judge, "5", "a").reward == pytest.approx(0.8)

@@ -101,6 +101,30 @@ def test_another_vocabulary_reads_the_text(folder: Path, caplog: pytest.LogCaptu
     assert len(said) == 2  # once per model in memory
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_reasoning_is_no_part_of_what_is_scored(folder: Path, shared: bool) -> None:
+    own, tokenizer = toy_tokenizer(), toy_tokenizer() if shared else toy_tokenizer("char")
+    found = completions(
+        tokenizer, ["<think>how many</think>12 apples", "how many</think>12 apples", "<think>12 apples"]
+    )
+    judged = group([reward(folder)], found, tokenizer)
+    end = own.eos_token_id
+    answer = [*own.encode("question"), *own.encode("12 apples", add_special_tokens=False), end]
+    expected = plain(folder, [answer, answer, [*own.encode("question"), end]])
+    assert [each.reward for each in judged] == pytest.approx(expected, abs=1e-4, rel=1e-5)
+    assert [each.outcomes["model"] for each in judged] == ["ok", "ok", "no_answer"]
+
+
+def test_reasoning_that_the_prompt_has_opened_is_closed(folder: Path) -> None:
+    tokenizer = toy_tokenizer()
+    [opened] = completions(tokenizer, ["how many</think>12 apples"])
+    opened.prompt_ids = np.array(tokenizer.encode("question <think>\n"), np.int32)
+    [judged] = group([reward(folder)], [opened], tokenizer)
+    answer = tokenizer.encode("</think>\n\n12 apples", add_special_tokens=False)
+    [expected] = plain(folder, [[*opened.prompt_ids, *answer, tokenizer.eos_token_id]])
+    assert judged.reward == pytest.approx(expected, abs=1e-4, rel=1e-5)
+
+
 def test_without_padding_sequences_go_one_by_one(tmp_path: Path) -> None:
     path, tokenizer = written(tmp_path / "model", end_is_padding=True), toy_tokenizer()
     found = completions(tokenizer)

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.base import LATE, TIMEOUT
-from rollmill.types import Completion, StopReason, Task
+from rollmill.rewards.grading import completion_from_text
+from rollmill.types import Completion, Task
 
 _AT_ONCE = 64
 _LATE, _LATE_SHARE = 8, 0.05  # late results (count, share of all) from which on the rest is cancelled
@@ -47,7 +46,7 @@ class AuditGrader:
         A reward that raises is recorded, and its result is NOT_GRADED. So is every further result after too many
         timeouts.
         """
-        completions = [completion_from_text(text, index) for index, text in enumerate(texts)]
+        completions = [completion_from_text(task, text, index) for index, text in enumerate(texts)]
         if self._rewards.groupwise:
             async with self._slots:
                 work = self._rewards.score_group(task, completions)
@@ -96,9 +95,3 @@ class AuditGrader:
                 self._ended.set()
                 for each in self._pending:
                     each.cancel()
-
-
-def completion_from_text(text: str, index: int = 0) -> Completion:
-    """Build a completion that has only text: nothing was generated, so there are no tokens."""
-    ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=index)

@@ -61,7 +61,7 @@ class TestGenerator:
         """Record successes; generate the tests once there are enough."""
         name, prefix = _function_and_prefix(task)
         for experience in successes:
-            code = extract_code(experience.response, self._options.code.extract, name)
+            code = extract_code(experience.parsed_reply.content, self._options.code.extract, name)
             source = None if code is None else join_prefix(prefix, code, name) if prefix else code
             if source is not None and source not in known.programs:
                 known.programs.append(source)

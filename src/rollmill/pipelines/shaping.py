@@ -19,7 +19,7 @@ from rollmill.pipelines.batch import Batch, is_success, response_ids, response_l
 from rollmill.pipelines.deduplication import normalize_whitespace
 from rollmill.pipelines.pipeline import Operator
 from rollmill.pipelines.reward_updates import add_reward, init_reward_part, set_reward
-from rollmill.rewards.base import text_after
+from rollmill.rewards.base import find_answer
 from rollmill.rewards.text.length import kimi_length_scores, soft_overlong_penalty
 from rollmill.rewards.text.repetition import repetition_share
 from rollmill.types import Experience, first_per_rollout, split_by_role
@@ -95,16 +95,16 @@ def _distances(options: DiversityBonus, group: Sequence[Experience]) -> list[flo
     if len(group) < 2:
         return [0.0] * len(group)
     if options.by == "answer":
-        answers = [_answer(each.response, options.after) for each in group]
+        answers = [_answer(each, options.after) for each in group]
         return [1 - (answers.count(own) - 1) / (len(group) - 1) for own in answers]
     sets = [_ngrams(response_ids(each).tolist(), options.ngram) for each in group]
     sums = [sum(_jaccard_distance(own, other) for other in sets) for own in sets]
     return [total / (len(group) - 1) for total in sums]
 
 
-def _answer(text: str, after: str | None) -> str:
+def _answer(experience: Experience, after: str | None) -> str:
     """The answer for comparison; empty if there is none."""
-    found = text_after(text, after)
+    found = find_answer(experience, after)
     return "" if found is None else normalize_whitespace(found)
 
 

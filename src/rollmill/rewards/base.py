@@ -15,7 +15,7 @@ from rollmill.config.rewards.text import FormatReward, ToolCallReward
 from rollmill.config.rewards.vision import ChartReward, CountReward, VQAReward
 from rollmill.errors import ConfigError
 from rollmill.rewards.values import RewardValue as RewardValue
-from rollmill.types import Completion, Task
+from rollmill.types import REASONING_END, Completion, Experience, Task
 
 OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applicable", "gated"
 NO_ANSWER, HEDGED = "no_answer", "hedged"
@@ -112,6 +112,20 @@ class SupportsCounters(Protocol):
     def counters(self) -> dict[str, float]:
         """Return the sums since the reward was built, by name."""
         ...
+
+
+def find_answer(replied: Completion | Experience, after: str | None = None) -> str | None:
+    """Return the text that counts as answer, or what follows the last `after` in it.
+
+    None if the reasoning is unfinished or `after` is missing: then there is no answer. `after: </think>` is all of the
+    answer, if reasoning comes before it.
+    """
+    reply = replied.parsed_reply
+    if not reply.reasoning_finished:
+        return None
+    if after is not None and after.strip() == REASONING_END and reply.reasoning is not None:
+        return reply.content
+    return text_after(reply.content, after)
 
 
 def text_after(text: str, marker: str | None) -> str | None:

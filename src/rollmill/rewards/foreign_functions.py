@@ -1,5 +1,7 @@
 """Reward functions that were written for TRL or verl, as rewards of rollmill. They are used unchanged.
 
+Functions of all kinds may have the parameters `content` and `reasoning`, which hold the parts of the reply.
+
 Both frameworks call by keyword, so the names of the parameters say which one a function is for:
 
 - TRL (`GRPOTrainer(reward_funcs=...)`): `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
@@ -23,12 +25,15 @@ if TYPE_CHECKING:
 _ANSWERS = ("answer", "solution", "ground_truth")
 """Columns under which a function of `**columns` finds the task's answer, if its row has no column of that name."""
 _OF_TRL = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
+_PARTS = ("content", "reasoning")
+"""Parts of the reply that a function gets if it has a parameter of that name without a default."""
 _NOT_HERE = ("trainer_state", "environments")
 """Arguments of TRL that have no counterpart here."""
 
 
 def adapt_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function `(task, completion)` that calls one of TRL or verl; of any other function, itself.
+    """Return a reward function `(task, completion)` that calls one of TRL or verl, or one that asks for parts of the
+    reply; of any other function, itself.
 
     With the attribute `group = True` a function of TRL gets all completions of a task in one call, else one at a time.
     """
@@ -42,12 +47,22 @@ def adapt_function(function: Callable[..., Any]) -> Callable[..., Any]:
         first in ("prompts", "completions") or later
     ):  # (item, completions) is a group function of rollmill
         return TRLFunction(function, parameters)
-    return function
+    asked = _asked_parts(dict(list(parameters.items())[2:]))
+    return PartsFunction(function, asked) if asked else function
 
 
 def unadapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Inverse of `adapt_function`."""
-    return function.function if isinstance(function, TRLFunction | VerlFunction) else function
+    return function.function if isinstance(function, TRLFunction | VerlFunction | PartsFunction) else function
+
+
+def _asked_parts(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    return [name for name in _PARTS if name in parameters and _is_required(parameters[name])]
+
+
+def _part(name: str, completion: Completion) -> str | None:
+    reply = completion.parsed_reply
+    return reply.content if name == "content" else reply.reasoning
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -55,6 +70,24 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # written in C
         return {}
+
+
+class PartsFunction:
+    """A reward function `(task, completion)` with parameters `content` or `reasoning`: of a group lists, one entry per
+    completion. Options of these names go first."""
+
+    def __init__(self, function: Callable[..., Any], asked: Sequence[str]) -> None:
+        self.function, self.asked, self.group = function, asked, bool(getattr(function, "group", False))
+        self.is_async = inspect.iscoroutinefunction(function)
+        self.__signature__ = inspect.signature(function)
+
+    def __call__(self, task: Task, completion: Any, **options: Any) -> Any:
+        """Score one completion, or with `group` all completions of the task."""
+        parts = {
+            name: [_part(name, each) for each in completion] if self.group else _part(name, completion)
+            for name in self.asked
+        }
+        return self.function(task, completion, **(parts | options))
 
 
 class TRLFunction:
@@ -69,7 +102,8 @@ class TRLFunction:
         required = [name for name, each in parameters.items() if _is_required(each)]
         if impossible := [name for name in required if name in _NOT_HERE]:
             raise TypeError(f"it needs `{impossible[0]}`, which only TRL has; give the parameter a default")
-        self._columns = [name for name in required if name not in _OF_TRL]
+        self._asked = _asked_parts(parameters)
+        self._columns = [name for name in required if name not in (*_OF_TRL, *_PARTS)]
 
     def __call__(self, task: Task, completion: Any, **options: Any) -> Any:
         """Score one completion, or with `group` all completions of the task. The result of an async function is
@@ -90,6 +124,7 @@ class TRLFunction:
         chat, count = not isinstance(task.prompt, str), len(completions)
         texts = [each.text for each in completions]
         return {
+            **{name: [_part(name, each) for each in completions] for name in self._asked},
             **{name: [value] * count for name, value in self._values(task, options).items()},
             "prompts": [task.prompt] * count,
             "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else texts,
@@ -134,6 +169,7 @@ class VerlFunction:
         self.function, self.is_async = function, inspect.iscoroutinefunction(function)
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         self._taken = None if takes_any else frozenset(parameters)
+        self._asked = _asked_parts(parameters)
 
     def not_taken(self, options: Mapping[str, Any]) -> list[str]:
         """Options that the function does not take."""
@@ -149,7 +185,8 @@ class VerlFunction:
             "extra_info": dict(extra) if isinstance(extra, Mapping) else extra,
         }
         known = {name: value for name, value in arguments.items() if self._taken is None or name in self._taken}
-        found = self.function(**known, **options)
+        parts = {name: _part(name, completion) for name in self._asked}
+        found = self.function(**(parts | known | options))
         return self._awaited(found) if inspect.isawaitable(found) else self._score(found)
 
     async def _awaited(self, found: Awaitable[Any]) -> LoggedScore:

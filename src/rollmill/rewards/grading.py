@@ -19,7 +19,7 @@ from rollmill.errors import ConfigError
 from rollmill.rewards.base import RewardResult
 from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rewards.manager import RewardManager, build_reward_manager
-from rollmill.types import Completion, StopReason, Task
+from rollmill.types import Completion, StopReason, Task, opens_reasoning, split_reasoning
 
 _CONCURRENT_ROWS = 256
 Row = Mapping[str, Any]
@@ -61,7 +61,10 @@ async def judge_rows(
 
     async def one(group: str | int, members: list[int]) -> list[RewardResult]:
         async with gate:
-            completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
+            completions = [
+                completion_from_text(tasks[number], rows[number]["response"], index)
+                for index, number in enumerate(members)
+            ]
             if isinstance(group, str):
                 return await manager.score_group(tasks[members[0]], completions)
             role = rows[members[0]].get("role")
@@ -138,7 +141,8 @@ def row_task(number: int, row: Row, where: str, folder: Path, stage: StageConfig
     )
 
 
-def _completion(number: int, text: str) -> Completion:
+def completion_from_text(task: Task, text: str, index: int = 0) -> Completion:
     """Build a completion that has only text: nothing was generated, so there are no tokens."""
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=number)
+    reply = split_reasoning(text, opened=(isinstance(task.prompt, str) and opens_reasoning(task.prompt)) or None)
+    return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=index, reply=reply)

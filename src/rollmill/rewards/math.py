@@ -25,7 +25,7 @@ from rollmill.rewards.answers.extraction import FinalAnswer, extract_answer, ext
 from rollmill.rewards.answers.options import selected_options as chosen_letters
 from rollmill.rewards.answers.quantities import normalize_answer, strip_spaces
 from rollmill.rewards.answers.symbolic import start_comparison
-from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, Score
+from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, Score, find_answer
 from rollmill.rewards.grader_pool import GraderResult
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
@@ -69,9 +69,11 @@ class MathScorer:
         gold, config = reference_answer(task.answer), self._config.of_task(task.taskset, task.metadata)
         plain = normalize_answer(gold)
         in_words = parse_option_letter(plain) is not None or is_plain_words(plain)
-        found = extract_answer(completion.text, config.extract, values=not in_words)
+        if (text := find_answer(completion)) is None:
+            return Score(0.0, NO_ANSWER)
+        found = extract_answer(text, config.extract, values=not in_words)
         if in_words and (found is None or found.kind == "line"):
-            found = _formula_answer(completion.text) or found
+            found = _formula_answer(text) or found
         if found is None or not (answer := found.text if in_words else found.value):
             return Score(0.0, NO_ANSWER)
         if found.hedged:

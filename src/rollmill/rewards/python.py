@@ -16,7 +16,7 @@ from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import find_reward
 from rollmill.rewards.base import OK, TIMEOUT, RewardResult, RewardValue, Score
-from rollmill.rewards.foreign_functions import VerlFunction, adapt_function, unadapted
+from rollmill.rewards.foreign_functions import PartsFunction, VerlFunction, adapt_function, unadapted
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError, start_user_task
 from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.inline_calls import InlineCalls
@@ -68,8 +68,9 @@ def load_reward_function(config: PythonReward) -> RewardFunction:
         raise ConfigError(f"{config.function} takes no option `{unknown[0]}`; correct the reward's `options`")
     group = getattr(function, "group", False)
     judged = {"judged": None} if group and "judged" in _parameters(function) else {}
+    parts = dict.fromkeys(function.asked) if isinstance(function, PartsFunction) else {}
     try:
-        inspect.signature(function).bind(None, None, **config.options, **judged)
+        inspect.signature(function).bind(None, None, **(parts | config.options), **judged)
     except TypeError as error:
         what = "(task, completions)" if group else "(task, completion)"
         options = ", ".join(config.options) or "no options"

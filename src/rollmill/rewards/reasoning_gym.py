@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollmill.config.rewards.math import ReasoningGymReward
 from rollmill.errors import RewardError
-from rollmill.rewards.base import OK, TIMEOUT, Score, text_after
+from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score, find_answer
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 
@@ -12,8 +12,9 @@ from rollmill.types import Completion, Task
 class ReasoningGymScorer:
     """The score from the task's generator: a number from 0 to 1, with the generator's partial credit.
 
-    Outcomes besides ok: `no_answer` (the marker is missing), `timeout`, `memory`, and `unscorable` if the scorer raises
-    on the answer but accepts the reference; a timeout earns the configured reward, the others 0.
+    Outcomes besides ok: `no_answer` (the marker is missing, or the reasoning unfinished), `timeout`, `memory`, and
+    `unscorable` if the scorer raises on the answer but accepts the reference; a timeout earns the configured reward,
+    the others 0.
     """
 
     def __init__(self, config: ReasoningGymReward, resources: RewardResources) -> None:
@@ -23,9 +24,9 @@ class ReasoningGymScorer:
         made_by, entry = task.metadata.get("reasoning_gym"), task.metadata.get("entry")
         if made_by is None or entry is None:
             raise RewardError("it was not made by a reasoning-gym generator; give taskset.generator or another reward")
-        answer = text_after(completion.text, self._config.after)
+        answer = find_answer(completion, self._config.after)
         if answer is None:
-            return Score(0.0, "no_answer")
+            return Score(0.0, NO_ANSWER)
         if answer.strip() == entry["answer"]:
             return Score(1.0)
         payload = {"name": made_by["name"], "options": made_by.get("options", {}), "entry": entry}

@@ -16,11 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 from rollmill.config.rewards.judges import ModelReward
 from rollmill.data.encoding import encode_prompt
 from rollmill.models.classifier import load_classifier
-from rollmill.rewards.base import RewardResult, Score
+from rollmill.rewards.base import NO_ANSWER, OK, RewardResult, Score
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.values import validate_value
-from rollmill.types import Completion, StopReason, Task
+from rollmill.types import REASONING_END, Completion, StopReason, Task, opens_reasoning
 
+_TAG_TOKENS = 16
+"""Tokens at the end of a prompt that may spell the tag `<think>`."""
 _log = logging.getLogger(__name__)
 
 
@@ -85,11 +87,13 @@ def loaded_reward_models(rewards: Iterable[ModelReward], device: str) -> list[Lo
 
 
 class RewardModelScorer:
-    """The score of a reward model. One model in memory serves all rewards of its folder.
+    """The score of a reward model for the answer, without reasoning. One model in memory serves all rewards of its
+    folder.
 
-    It reads the policy's tokens if its tokenizer has the same vocabulary. Otherwise it reads the text: the prompt
-    (through its own chat template, if it is a chat), the completion, and its own end-of-sequence token if the policy
-    generated one.
+    It reads the policy's tokens if its tokenizer has the same vocabulary; of a completion with reasoning only those of
+    the prompt. Otherwise it reads the text: the prompt (through its own chat template, if it is a chat), the answer,
+    and its own end-of-sequence token if the policy generated one. A completion that ends within its reasoning is scored
+    like an empty one, with the outcome `no_answer`: scores have no lowest value.
     """
 
     def __init__(self, config: ModelReward, resources: RewardResources) -> None:
@@ -111,12 +115,18 @@ class RewardModelScorer:
         sequences = [self._tokens(task, completion) for completion in completions]
         loop, scorer = asyncio.get_running_loop(), self._scorer
         found = await loop.run_in_executor(scorer.thread, scorer.scores, sequences, self._batch_tokens)
-        return [Score(validate_value(score)) for score in found]
+        outcomes = [OK if each.parsed_reply.reasoning_finished else NO_ANSWER for each in completions]
+        return [Score(validate_value(score), outcome) for score, outcome in zip(found, outcomes, strict=True)]
 
     def _tokens(self, task: Task, completion: Completion) -> list[int]:
-        if self._reads_tokens:
-            return [*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]
         tokenizer: Any = self._scorer.tokenizer
+        reply = completion.parsed_reply
+        if self._reads_tokens and reply.reasoning is None:
+            return [*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]
+        prompt = completion.prompt_ids.tolist() if self._reads_tokens else list(encode_prompt(task, tokenizer))
+        text = reply.content
+        if reply.reasoning is not None and opens_reasoning(tokenizer.decode(prompt[-_TAG_TOKENS:])):
+            text = f"{REASONING_END}\n\n{text}"
         ended = completion.stop_reason is StopReason.EOS and tokenizer.eos_token_id is not None
-        text: list[int] = tokenizer.encode(completion.text, add_special_tokens=False)
-        return [*encode_prompt(task, tokenizer), *text, *([tokenizer.eos_token_id] if ended else [])]
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return [*prompt, *ids, *([tokenizer.eos_token_id] if ended else [])]

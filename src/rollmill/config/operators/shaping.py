@@ -80,7 +80,8 @@ class DiversityBonus(SuccessOperatorSection):
     ngram: int = Field(4, ge=1)
     """Length of an n-gram in tokens. Only with `by: ngrams`."""
     after: str | None = None
-    """The answer is what follows the last occurrence of this text. Default: the whole text. Only with `by: answer`."""
+    """The answer is what follows the last occurrence of this text. Default: all of the text without reasoning. Only
+    with `by: answer`."""
     weight: float = Field(0.1, ge=0)
     """Factor of the bonus."""
 

@@ -26,8 +26,8 @@ class CodeReward(RewardSection):
     kinds: list[str] = []
     """Kinds of tests to run, such as visible, hidden and generated. Empty: all."""
     extract: CodeExtraction = "auto"
-    """Location of the code: the last fenced block, the whole text, or (`auto`) a fenced block if there is one, else the
-    whole text."""
+    """Location of the code in the answer: the last fenced block, all of it, or (`auto`) a fenced block if there is one,
+    else all of it. Code in reasoning is never run."""
     time_limit_s: float = Field(5.0, gt=0)
     """Timeout of one test (for a check function, of all that it does)."""
     total_limit_s: float = Field(30.0, gt=0)

@@ -143,7 +143,8 @@ class JudgeSection(RewardSection):
 
 
 class JudgeReward(JudgeSection):
-    """LLM judge: scores the response from 0 to 1. The judge reasons first, then ends with a verdict in JSON."""
+    """LLM judge: scores the response, without its reasoning, from 0 to 1. The judge reasons first, then ends with a
+    verdict in JSON."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "response", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("response", "verdict")
@@ -164,7 +165,8 @@ class JudgeReward(JudgeSection):
 
 
 class PairwiseReward(JudgeSection):
-    """Fraction of comparisons that the response wins, from 0 to 1. Each is made in both orders; ties count half."""
+    """Fraction of comparisons that the response, without its reasoning, wins, from 0 to 1. Each is made in both orders;
+    ties count half."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
@@ -185,7 +187,8 @@ class PairwiseReward(JudgeSection):
 
 
 class RankingReward(JudgeSection):
-    """Rank of the response among its siblings, from 1 (best) to 0: the judge sees and ranks all at once."""
+    """Rank of the response among its siblings, from 1 (best) to 0: the judge sees and ranks all at once, without their
+    reasoning."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
@@ -199,7 +202,7 @@ class RankingReward(JudgeSection):
 
 
 class ModelReward(RewardSection):
-    """Score of a reward model: a sequence classifier with one output."""
+    """Score of a reward model for the answer, without reasoning: a sequence classifier with one output."""
 
     implementation = "rollmill.rewards.reward_model:RewardModelScorer"
     name: Literal["model"]

@@ -15,7 +15,7 @@ K12Type = Literal["single", "multiple", "true_false", "blank", "numeric", "order
 
 class K12Reward(RewardSection):
     """Scores school questions by the rule of their type: single and multiple choice, true/false, blanks, numbers with
-    units, ordering, matching, short answers. In English and Chinese."""
+    units, ordering, matching, short answers. In English and Chinese. Reads the answer, without reasoning."""
 
     implementation = "rollmill.rewards.k12:K12Scorer"
     decides = True

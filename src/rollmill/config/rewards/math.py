@@ -22,8 +22,9 @@ class MathReward(RewardSection):
     time_limit_s: float = Field(1.5, gt=0)
     """Timeout of one answer; the grader process is then killed and the outcome is `timeout`."""
     extract: AnswerExtraction = "auto"
-    """Location of the answer: the last \\boxed{}, after `####`, or the last number. `auto`: the best evidence of a box,
-    `####`, "the answer is" and the last conclusion, inside the last `<answer>...</answer>` if there is one."""
+    """Location of the answer after the reasoning: the last \\boxed{}, after `####`, or the last number. `auto`: the
+    best evidence of a box, `####`, "the answer is" and the last conclusion, inside the last `<answer>...</answer>` if
+    there is one."""
     extract_by_taskset: dict[str, AnswerExtraction] = {}
     """Extraction for individual tasksets, by the name of file (without suffix), generator or function."""
     tolerance: float = Field(0.0, ge=0, lt=1)
@@ -49,7 +50,7 @@ class MathReward(RewardSection):
 
 
 class ReasoningGymReward(RewardSection):
-    """The score of reasoning-gym's own scorer. Only for tasks of a `generator`."""
+    """The score of reasoning-gym's own scorer for the answer, without reasoning. Only for tasks of a `generator`."""
 
     needs_extra = ("reasoning", "reasoning_gym")
     implementation = "rollmill.rewards.reasoning_gym:ReasoningGymScorer"

@@ -13,7 +13,7 @@ TagName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")]
 
 
 class TextReward(RewardSection):
-    """Base of rewards that can score a part of the text."""
+    """Base of rewards that can score a part of the text they read: the answer, or the whole text of `language`."""
 
     after: str | None = None
     """Score only what follows the last occurrence of this text, for example "Answer:"."""
@@ -28,7 +28,7 @@ class TextReward(RewardSection):
 
 
 class ExactReward(RewardSection):
-    """1 if the answer string equals the reference string, else 0."""
+    """1 if the answer, without reasoning, equals the reference string, else 0."""
 
     implementation = "rollmill.rewards.text.format:ExactScorer"
     decides = True
@@ -43,7 +43,11 @@ class ExactReward(RewardSection):
 
 
 class FormatReward(RewardSection):
-    """1 if the completion has the required format: one of `pattern`, `tags`, `sections` and a JSON schema."""
+    """1 if the completion has the required format: one of `pattern`, `tags`, `sections` and a JSON schema.
+
+    `pattern` and `tags` read the whole text, so that they can ask for `<think>`; `sections` and JSON schemas the
+    answer, without reasoning.
+    """
 
     implementation = "rollmill.rewards.text.format:build_format_scorer"
     largest = 1.0
@@ -56,12 +60,13 @@ class FormatReward(RewardSection):
     """Headings that must each appear once on their own line, in this order, with text below: `## Plan`, `**Plan**` or
     `Plan:`."""
     json_schema: dict[str, Any] | None = None
-    """JSON Schema of the completion, or of its last fenced block (extra `schema`). A `$ref` may only refer to the
+    """JSON Schema of the answer, or of its last fenced block (extra `schema`). A `$ref` may only refer to the
     schema itself, and the keyword `format` is not checked."""
     schema_column: str | None = None
     """Column of the task with such a schema; the reward does not apply to tasks without one."""
     whole: bool = False
-    """Match the whole completion instead of anywhere in it. Only with `pattern` and JSON schemas."""
+    """Match the whole text (of a JSON schema: the whole answer) instead of anywhere in it. Only with `pattern` and JSON
+    schemas."""
     opened: bool = False
     """The prompt ends with the opening first tag, so the completion starts inside it. Only with `tags`."""
     words: int = Field(1, ge=1)
@@ -125,7 +130,8 @@ _HONOURED_BY = {
 
 
 class LanguageReward(TextReward):
-    """Fraction of words in the target language (DeepSeek-R1). Code, formulas and tags are ignored."""
+    """Fraction of words in the target language (DeepSeek-R1), in the whole text: reasoning counts. Code, formulas and
+    tags are ignored."""
 
     implementation = "rollmill.rewards.text.language:LanguageScorer"
     largest = 1.0
@@ -142,7 +148,7 @@ class LanguageReward(TextReward):
 
 
 class LengthReward(RewardSection):
-    """Length reward in tokens (in words if a completion has no tokens)."""
+    """Length reward in tokens of the whole completion, reasoning included (in words if a completion has no tokens)."""
 
     implementation = "rollmill.rewards.text.length:build_length_scorer"
     name: Literal["length"]
@@ -186,7 +192,8 @@ class LengthReward(RewardSection):
 
 
 class RepetitionReward(RewardSection):
-    """From 0 to -1: the fraction of repeated n-grams, or the fraction of the text in a loop at its end."""
+    """From 0 to -1: the fraction of repeated n-grams, or the fraction of the text in a loop at its end. Reads the whole
+    text, reasoning included."""
 
     implementation = "rollmill.rewards.text.repetition:RepetitionScorer"
     largest = 0.0
@@ -202,7 +209,8 @@ class RepetitionReward(RewardSection):
 
 
 class CitationReward(TextReward):
-    """Citation quality from 0 to 1: citations such as [1] or [doc:3] of the facts in the task's column `facts`.
+    """Citation quality of the answer from 0 to 1: citations such as [1] or [doc:3] of the facts in the task's column
+    `facts`.
 
     Precision if the column `citations` does not list the required citations, else F1. Invented ids, and quotations that
     do not appear in the fact, count as wrong citations.
@@ -222,7 +230,8 @@ class ToolCallReward(TextReward):
     """Fraction of valid tool calls; if the task's column `tool_calls` lists the expected calls, F1 of the calls made.
 
     A call is valid if it is JSON, names a tool of the task's column `tools` and has arguments of its schema (extra
-    `schema`).
+    `schema`). Calls in reasoning do not count. In chats, calls in the form of the model's own template count, whatever
+    `syntax`, `after` and `tag` say.
     """
 
     needs_extra = ("schema", "jsonschema")
@@ -230,7 +239,7 @@ class ToolCallReward(TextReward):
     largest = 1.0
     name: Literal["tool_call"]
     syntax: Literal["tags", "json"] = "tags"
-    """`tags`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. `json`: the text is one such object, a list
+    """`tags`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. `json`: the answer is one such object, a list
     of them, or a message with `tool_calls` as in the OpenAI API."""
     calls: int = Field(16, ge=1)
     """Maximum number of calls in one completion; more earn 0."""

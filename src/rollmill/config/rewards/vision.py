@@ -14,7 +14,8 @@ BoxLayout = Literal["xyxy", "xywh", "yxyx"]
 
 
 class VisionReward(TextReward):
-    """Base of image rewards. A task's column `vision` may set a reward's own keys, under its name."""
+    """Base of image rewards, which read the answer, without reasoning. A task's column `vision` may set a reward's own
+    keys, under its name."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Extracts the final answer of a completion: the candidate with the best evidence that nothing retracts.
+"""Extracts the final answer of a text without reasoning: the candidate with the best evidence that nothing retracts.
 
 The order is: a box, `####`, a stated answer, the whole of a short text, the concluding sentence. Of candidates of one
 kind the last one counts.
@@ -29,9 +29,10 @@ from rollmill.rewards.answers.phrase import extract_statements, extract_value, h
 from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_spaces
 from rollmill.rewards.answers.segmentation import SegmentedText
 from rollmill.rewards.base import last_tag_content
+from rollmill.types import split_reasoning
 
 _LONGEST = 20_000
-"""Characters at the end of a completion that are read."""
+"""Characters at the end of a text that are read."""
 _LONGEST_TAIL = 2_000
 _BETWEEN_BOXES = re.compile(
     r"[\s$.,;:\\()\[\]]*(?:\\text\s*\{)?\s*(?:or|and|,|;|[或和与、，；])?\s*\}?[\s$.,;:\\()\[\]]*", re.IGNORECASE
@@ -80,9 +81,10 @@ class FinalAnswer:
 
 
 def extract_answer(text: str, place: AnswerExtraction = "auto", *, values: bool = True) -> FinalAnswer | None:
-    """Return the final answer after `</think>`, and in the last `<answer>...</answer>` if any; None without one.
+    """Return the final answer, in the last `<answer>...</answer>` if any; None without one.
 
-    The text is read in half width. Never raises, and linear in the length of the text.
+    The text, which has no reasoning any more, is read in half width. Never raises, and linear in the length of the
+    text.
 
     Args:
         place: `boxed`, `hash` and `last_number` read that place only.
@@ -110,11 +112,10 @@ def _marked_candidates(passage: SegmentedText, contents: list[AnswerCandidate]) 
 
 
 def answer_section(text: str) -> str:
-    """Return the part of a completion that holds its answer, in half width: no thoughts, inside `<answer>` tags."""
+    """Return the part of a text that holds its final answer, in half width: inside `<answer>` tags if any."""
     text = text[-_LONGEST:]
     if not text.isascii():
         text = to_half_width(_FULL_WIDTH_MARK.sub("。", text))
-    text = text.rpartition("</think>")[2]
     inside = last_tag_content(text, "answer")
     text = text if inside is None else inside
     return _POWER_OF_UNIT.sub(r"^\1", text) if "^" in text else text
@@ -211,12 +212,14 @@ _LONGEST_VOTES = 400
 
 
 def normalize_vote(text: str, place: VoteExtraction) -> str | None:
-    """Return the answer as a vote; None if there is none, or another one is offered as well.
+    """Return the answer of a reply as a vote; None if there is none, or another one is offered as well.
 
+    Reasoning is no part of the answer, and a reply that ends within it has none.
     Numbers of one value are one vote, whatever percent sign or unit they have (0.5 and 1/2 are; 0.333 and 1/3 are not);
     everything else is compared by its text without spaces. Formulas are not compared: (x+1)^2 and x^2+2x+1 are two
     votes.
     """
+    text = split_reasoning(text).content
     if place == "text":
         answer = text.strip()
     else:

@@ -1,4 +1,4 @@
-"""Extracts the code of a completion."""
+"""Extracts the code of an answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def find_code_blocks(text: str) -> list[CodeBlock]:
 
 
 def extract_code(text: str, place: CodeExtraction = "auto", name: str | None = None) -> str | None:
-    """Return the code of a completion, None if there is none.
+    """Return the code of an answer, None if there is none.
 
     Of the blocks marked as Python, or else those without a language, it is the last one that defines `name`, or else
     the last one.

@@ -14,7 +14,7 @@ from typing import Any
 from rollmill.config.rewards.code import CodeExtraction, CodeReward
 from rollmill.errors import ConfigError
 from rollmill.registry import import_object
-from rollmill.rewards.base import Score
+from rollmill.rewards.base import NO_ANSWER, Score, find_answer
 from rollmill.rewards.code.candidate import SandboxedSolution
 from rollmill.rewards.code.comparison import (
     BuiltinComparer,
@@ -72,7 +72,9 @@ class CodeScorer:
         tests = [test for test in suite.tests if self._is_enabled(test)] if suite else []
         if suite is None or not tests:
             return Score(None)
-        code = await _extract_code(completion.text, self._config.extract, suite.entry_point)
+        if (text := find_answer(completion)) is None:
+            return Score(0.0, NO_ANSWER)
+        code = await _extract_code(text, self._config.extract, suite.entry_point)
         if code is None:
             return Score(0.0, NO_CODE)
         if len(code) > MAX_CODE_CHARS:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from rollmill.config.rewards.judges import JudgeSection
 from rollmill.errors import RewardError
-from rollmill.rewards.base import GATED, NOT_APPLICABLE, TIMEOUT, RewardResult, Score
+from rollmill.rewards.base import GATED, NO_ANSWER, NOT_APPLICABLE, TIMEOUT, RewardResult, Score, find_answer
 from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rewards.judges.chat import (
     STOP,
@@ -222,7 +222,7 @@ class JudgeClient:
         return vote
 
 
-# Scores completions of one task by comparison with each other, one score per distinct text.
+# Scores completions of one task by comparison with each other, one score per distinct answer.
 
 
 async def score_distinct_texts(
@@ -234,17 +234,21 @@ async def score_distinct_texts(
 ) -> list[Score]:
     """Return a score per completion, in their order.
 
-    `compare` gets each distinct text once, with its number of completions, and is called if there are at least two
-    completions. Gated completions and those longer than `limit` characters do not take part.
+    `compare` gets each distinct answer once, with its number of completions, and is called if there are at least two
+    completions. Gated completions, those without an answer and those longer than `limit` characters do not take part.
     """
-    gated_flags = [result.failed_gate is not None for result in judged]
-    too_long = [len(completion.text) > limit for completion in completions]
-    playing = [not gated and not long for gated, long in zip(gated_flags, too_long, strict=True)]
-    counts = Counter(each.text for each, plays in zip(completions, playing, strict=True) if plays)
+
+    def excluded(result: RewardResult, answer: str | None) -> Score | None:
+        if result.failed_gate is not None:
+            return Score(None, GATED)
+        if answer is None:
+            return Score(0.0, NO_ANSWER)
+        return client.without(TOO_LONG) if len(answer) > limit else None
+
+    answers = [find_answer(completion) for completion in completions]
+    scores = [excluded(result, answer) for result, answer in zip(judged, answers, strict=True)]
+    playing = [answer or "" for answer, score in zip(answers, scores, strict=True) if score is None]
+    counts = Counter(playing)
     alone = counts.total() < 2
     found = dict.fromkeys(counts, Score(None, NOT_APPLICABLE)) if alone else await compare(counts)
-    scores = []
-    for completion, gated, plays in zip(completions, gated_flags, playing, strict=True):
-        excluded = Score(None, GATED) if gated else client.without(TOO_LONG)
-        scores.append(found[completion.text] if plays else excluded)
-    return scores
+    return [found[answer or ""] if score is None else score for answer, score in zip(answers, scores, strict=True)]

@@ -10,7 +10,7 @@ from functools import partial
 
 from rollmill.config.rewards.judges import JudgeReward, JudgeSection
 from rollmill.errors import RewardError
-from rollmill.rewards.base import Score
+from rollmill.rewards.base import NO_ANSWER, Score, find_answer
 from rollmill.rewards.judges.chat import TOO_LONG, UNPARSABLE, NoReplyError
 from rollmill.rewards.judges.client import JudgeClient, JudgePrompt
 from rollmill.rewards.judges.parsing import combine_votes, parse_score, verdict_schema
@@ -30,13 +30,14 @@ from rollmill.types import Completion, Task
 
 
 class GenerativeJudge:
-    """A score from 0 to 1. If most votes have no verdict, the outcome is `unparsable`."""
+    """A score from 0 to 1 of the answer. If most votes have no verdict, the outcome is `unparsable`."""
 
     def __init__(self, config: JudgeReward, resources: RewardResources) -> None:
         self._config, self._client = config, JudgeClient(config, resources)
 
     async def score(self, task: Task, completion: Completion) -> Score:
-        return await self.grade(task, completion.text)
+        answer = find_answer(completion)
+        return Score(0.0, NO_ANSWER) if answer is None else await self.grade(task, answer)
 
     async def grade(self, task: Task, text: str, rubric: str | None = None) -> Score:
         """Score any text as a response to a task. `rubric` overrides the task's and the configured one."""

@@ -13,7 +13,7 @@ from itertools import combinations
 from statistics import fmean
 
 from rollmill.config.rewards.judges import PairwiseReward
-from rollmill.rewards.base import RewardResult, Score
+from rollmill.rewards.base import NO_ANSWER, RewardResult, Score, find_answer
 from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rewards.judges.chat import TOO_LONG, UNPARSABLE, NoReplyError
 from rollmill.rewards.judges.client import JudgeClient, JudgePrompt, score_distinct_texts
@@ -102,12 +102,15 @@ class PairwiseReferenceJudge:
         if opponent is None:
             return Score(None)
         client = self._comparer.client
-        if len(completion.text) > self._comparer.config.response_limit:
+        answer = find_answer(completion)
+        if answer is None:
+            return Score(0.0, NO_ANSWER)
+        if len(answer) > self._comparer.config.response_limit:
             return client.without(TOO_LONG)
-        if completion.text == opponent:
+        if answer == opponent:
             return Score(0.5)
         try:
-            share = await self._comparer.win_rate(task, completion.text, opponent)
+            share = await self._comparer.win_rate(task, answer, opponent)
         except NoReplyError as error:
             return client.without(error.outcome)
         return client.without(UNPARSABLE) if share is None else Score(share)
@@ -120,8 +123,8 @@ class PairwiseReferenceJudge:
 class PairwiseGroupJudge:
     """The win rate of each completion against the other completions of the task.
 
-    Equal texts are compared once and share the result; among themselves they tie. Gated completions do not take part. A
-    completion without siblings has no reward.
+    Equal answers are compared once and share the result; among themselves they tie. Gated completions and those without
+    an answer do not take part. A completion without siblings has no reward.
     """
 
     def __init__(self, config: PairwiseReward, resources: RewardResources) -> None:

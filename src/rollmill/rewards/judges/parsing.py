@@ -21,21 +21,21 @@ from rollmill.rewards.answers.hedging import find_replacement, is_denied, is_dis
 from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.answers.phrase import strip_markup
 from rollmill.rewards.answers.segmentation import SegmentedText
+from rollmill.types import split_reasoning
 
 _LONGEST, _MOST_OBJECTS = 65_536, 400
 _OBJECT = re.compile(r'\{(?=\s*+["}])')
 _LONGEST_WORDS = 8000
 _MORE = re.compile(r"[\s*_]*(?:-|–|~|/|%|to\b|or\b|and\b|(?:out )?of\b)[\s*_]*\d|[\s*_]*%", re.IGNORECASE)
 """The rest of a range, a fraction or a share, which is no score."""
-_THOUGHT_ENDS = "</think>"
 
 
 def last_json_object(text: str) -> dict[str, Any] | None:
     """Return the last outermost JSON object of a reply; empty if it has a duplicate key, None without one.
 
-    Thoughts before </think> are ignored. Of a long reply only the end is read.
+    Reasoning is ignored. Of a long reply only the end is read.
     """
-    text = text.rpartition(_THOUGHT_ENDS)[2][-_LONGEST:]
+    text = split_reasoning(text).content[-_LONGEST:]
     starts = [match.start() for match in _OBJECT.finditer(text)]  # not the braces of formulas
     if len(starts) > _MOST_OBJECTS:
         return None
@@ -114,7 +114,7 @@ def _stated_verdict(text: str, key: str, shown: Sequence[str], pattern: re.Patte
     texts = [to_half_width(each) for each in (*shown, "".join(shown))]
     if "_" in key or any(_ALPHABETS.search(each) or pattern.search(each) for each in texts):
         return None
-    text = to_half_width(text.rpartition(_THOUGHT_ENDS)[2][-_LONGEST_WORDS:]).strip()
+    text = to_half_width(split_reasoning(text).content[-_LONGEST_WORDS:]).strip()
     passage = SegmentedText(text)
     found = list(pattern.finditer(text))
     final = [each for each in found if each["final"]]

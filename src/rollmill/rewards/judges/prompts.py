@@ -12,7 +12,7 @@ import regex
 from rollmill.config.rewards.judges import PLACEHOLDER
 from rollmill.data.images import data_url, image_refs_of
 from rollmill.rewards.judges.chat import ChatMessage
-from rollmill.types import Task
+from rollmill.types import Task, split_reasoning
 
 # Images of a task for a judge with a vision-language model.
 
@@ -164,14 +164,15 @@ def task_context(task: Task, rubric: str | None, *, with_reference: bool = True)
 
 
 def task_reference(task: Task) -> str | None:
-    """Return the task's answer as text; without one its worked solution."""
-    return task.response if task.answer is None else _as_text(task.answer)
+    """Return the task's answer as text; without one its worked solution, without reasoning."""
+    return task_opponent(task) if task.answer is None else _as_text(task.answer)
 
 
 def task_opponent(task: Task) -> str | None:
-    """Return the text that a response is compared with: the task's worked solution; without one its answer."""
+    """Return the text that a response is compared with: the task's worked solution, without its reasoning; without
+    one its answer."""
     if task.response is not None:
-        return task.response
+        return split_reasoning(task.response).content
     return None if task.answer is None else _as_text(task.answer)
 
 

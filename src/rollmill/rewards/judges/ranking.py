@@ -32,8 +32,8 @@ from rollmill.types import Completion, Task
 class RankingJudge:
     """A score from 1 (first place) to 0 (last), evenly spaced, averaged over orders and votes.
 
-    Equal texts are shown once and share the mean of their places. Gated completions do not take part. A completion
-    without siblings has no reward.
+    Equal answers are shown once and share the mean of their places. Gated completions and those without an answer do
+    not take part. A completion without siblings has no reward.
     """
 
     def __init__(self, config: RankingReward, resources: RewardResources) -> None:

@@ -328,8 +328,8 @@ _NEGATED = re.compile(
 
 
 def extract_short_answer(text: str) -> str:
-    """Return the answer of a completion: after `</think>` and after the last "Answer:", or all of it."""
-    text = fold_text(text).rpartition("</think>")[2]
+    """Return the text after the last "Answer:", or all of it."""
+    text = fold_text(text)
     marks = list(_MARK.finditer(text))
     return (text[marks[-1].end() :] if marks else text).strip()
 

@@ -16,7 +16,7 @@ from rollmill.rewards.answers.extraction import FinalAnswer, answer_section, ext
 from rollmill.rewards.answers.normalization import comparison_key, fold_text, has_cjk
 from rollmill.rewards.answers.options import is_labelled, selected_options
 from rollmill.rewards.answers.symbolic import compare_answers
-from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, TIMEOUT, Score
+from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, TIMEOUT, Score, find_answer
 from rollmill.rewards.grader_pool import GraderResult
 from rollmill.rewards.k12.answer_types import (
     count_matched_blanks,
@@ -70,7 +70,8 @@ class K12Scorer:
         question = read_question(task)
         if question is None:
             return Score(None)
-        score = await self._score(task, question, completion.text)
+        text = find_answer(completion)
+        score = Score(0.0, NO_ANSWER) if text is None else await self._score(task, question, text)
         assert isinstance(score.value, float)
         return replace(score, details=_details(question, score.value))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollmill.config.rewards.text import CitationReward
 from rollmill.rewards.base import Score
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_answer
 from rollmill.types import Completion, Task
 
 _BRACKET = re.compile(r"\[([^\[\]\n]{1,200})\](?!\()")
@@ -41,7 +41,7 @@ class CitationScorer:
             return Score(None)
         facts = read_facts(task.metadata["facts"])
         needed = _needed(task.metadata.get("citations"), facts)
-        text = select_text(completion.text, self._config)
+        text = select_answer(completion, self._config)
         if text is None:
             return Score(0.0, "no_answer")
         if len(text) > MAX_TEXT_CHARS:

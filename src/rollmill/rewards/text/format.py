@@ -10,7 +10,7 @@ from itertools import pairwise
 import regex
 
 from rollmill.config.rewards.text import ExactReward, FormatReward
-from rollmill.rewards.base import OK, TIMEOUT, Reward, Score, text_after
+from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Reward, Score, find_answer
 from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.text.json_schema import check_schema, schema_text
@@ -29,9 +29,9 @@ class ExactScorer:
     async def score(self, task: Task, completion: Completion) -> Score:
         if task.answer is None:
             return Score(None)
-        answer = text_after(completion.text, self._config.after)
+        answer = find_answer(completion, self._config.after)
         if answer is None:
-            return Score(0.0, "no_answer")
+            return Score(0.0, NO_ANSWER)
         return Score(float(self._folded(answer) == self._folded(str(task.answer))), OK)
 
     def _folded(self, text: str) -> str:
@@ -116,7 +116,7 @@ _AT_ONCE_S = 0.01
 
 
 class PatternScorer:
-    """1 if the completion matches a regular expression, else 0."""
+    """1 if the whole text of the completion, reasoning included, matches a regular expression, else 0."""
 
     def __init__(self, config: FormatReward) -> None:
         assert config.pattern is not None
@@ -137,13 +137,19 @@ class PatternScorer:
 
 
 class StructureScorer:
-    """1 if all tags or sections are right; else 0, or with `partial` the share of satisfied rules."""
+    """1 if all tags or sections are right; else 0, or with `partial` the share of satisfied rules.
+
+    Tags stand in the whole text, because they may mark the reasoning; sections in the answer.
+    """
 
     def __init__(self, config: FormatReward) -> None:
         self._config = config
 
     async def score(self, task: Task, completion: Completion) -> Score:
-        config, text = self._config, completion.text
+        config = self._config
+        text = completion.text if config.mode == "tags" else find_answer(completion)
+        if text is None:
+            return Score(0.0, NO_ANSWER)
         if len(text) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
         if config.mode == "tags":
@@ -155,9 +161,10 @@ class StructureScorer:
 
 
 class JSONSchemaScorer:
-    """1 if the JSON matches the schema, else 0. It is validated in a grader process: patterns can run for hours.
+    """1 if the JSON of the answer matches the schema, else 0. It is validated in a grader process: patterns can run for
+    hours.
 
-    Outcomes besides ok: `not_json`, `invalid`, `too_long`, `timeout`, `memory`.
+    Outcomes besides ok: `no_answer`, `not_json`, `invalid`, `too_long`, `timeout`, `memory`.
     """
 
     def __init__(self, config: FormatReward, graders: GraderPool) -> None:
@@ -168,9 +175,12 @@ class JSONSchemaScorer:
         schema = config.json_schema if config.schema_column is None else task.metadata.get(config.schema_column)
         if schema is None:
             return Score(None)
-        if len(completion.text) > MAX_TEXT_CHARS:
+        answer = find_answer(completion)
+        if answer is None:
+            return Score(0.0, NO_ANSWER)
+        if len(answer) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
-        text = completion.text if config.whole else last_code_block(completion.text) or completion.text
+        text = answer if config.whole else last_code_block(answer) or answer
         reply = await self._graders.ask("schema", [(schema_text(schema), text)], config.time_limit_s)
         if reply.outcome != OK:
             earned = config.timeout_reward if reply.outcome == TIMEOUT else 0.0

@@ -12,7 +12,7 @@ import regex
 
 from rollmill.config.rewards.text import TextReward
 from rollmill.files import is_too_deep
-from rollmill.rewards.base import last_tag_content, text_after
+from rollmill.rewards.base import find_answer, last_tag_content, text_after
 from rollmill.types import Completion
 
 Result = TypeVar("Result")
@@ -33,6 +33,12 @@ def select_text(text: str, config: TextReward) -> str | None:
     if config.tag is None:
         return text_after(text, config.after)
     return last_tag_content(text, config.tag)
+
+
+def select_answer(completion: Completion, config: TextReward) -> str | None:
+    """Return the part of the answer selected by `after` or `tag`; None also if the reasoning is unfinished."""
+    answer = find_answer(completion, config.after)
+    return answer if answer is None or config.tag is None else last_tag_content(answer, config.tag)
 
 
 async def run_large_in_thread(size: int, work: Callable[..., Result], *arguments: Any) -> Result:

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rollmill.config.rewards.text import ToolCallReward
 from rollmill.data.layouts import TOOLS, parsed
 from rollmill.files import parse_strict_json
-from rollmill.rewards.base import OK, TIMEOUT, Score
+from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.text.json_schema import build_validator, check_schema, schema_text, validate_texts
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, select_text
-from rollmill.types import Completion, Task
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, select_answer
+from rollmill.types import Completion, Task, ToolCall
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _REJECTED = "the task's column `tool_calls` has a call that its column `tools` rejects; correct one"
 _NO_PARAMETERS = {"type": "object", "maxProperties": 0}
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedToolCall:
-    """A tool call; `arguments` is a JSON object."""
-
-    name: str
-    arguments: dict[str, Any]
-
-    def key(self) -> str:
-        """Return a key that is equal for equal calls: numbers by value, objects without regard to order."""
-        return f"{self.name} {json.dumps(_plain(self.arguments), sort_keys=True)}"
-
-
 class ToolCallScorer:
     """A score from 0 to 1. A task without the column `tools` has no reward.
+
+    Calls are those that the model's chat renderer has found in its own form, or else those in the answer. There are
+    none in reasoning.
 
     Outcomes besides ok: `no_answer`, `no_call`, `too_many`, `malformed`, `unknown_tool`, `bad_arguments`, `wrong_call`,
     `too_long`, `timeout`, `memory`.
@@ -50,23 +40,29 @@ class ToolCallScorer:
             return Score(None)
         tools = read_tool_schemas(column)
         wanted = _wanted(task.metadata.get("tool_calls"), tools)
-        text = select_text(completion.text, self._config)
-        if text is None:
-            return Score(0.0, "no_answer")
-        if len(text) > MAX_TEXT_CHARS:
-            return Score(0.0, "too_long")
-        found = await run_large_in_thread(
-            len(text), parse_tagged_calls if self._config.syntax == "tags" else parse_json_calls, text
-        )
+        found = await self._calls(completion)
+        if isinstance(found, Score):
+            return found
         if not found:
             return Score(1.0) if wanted == [] else Score(0.0, "no_call")
         if len(found) > self._config.calls:
             return Score(0.0, "too_many")
         return await self._score(found, tools, wanted)
 
-    async def _score(
-        self, found: list[ParsedToolCall | None], tools: dict[str, str], wanted: list[ParsedToolCall] | None
-    ) -> Score:
+    async def _calls(self, completion: Completion) -> list[ToolCall | None] | Score:
+        """Return the calls, None for each malformed one; the score if there is no text to search."""
+        reply = completion.reply
+        if reply is not None and (reply.tool_calls or reply.malformed):
+            return [*reply.tool_calls, *([None] * len(reply.malformed))]
+        text = select_answer(completion, self._config)
+        if text is None:
+            return Score(0.0, NO_ANSWER)
+        if len(text) > MAX_TEXT_CHARS:
+            return Score(0.0, "too_long")
+        parse = parse_tagged_calls if self._config.syntax == "tags" else parse_json_calls
+        return await run_large_in_thread(len(text), parse, text)
+
+    async def _score(self, found: list[ToolCall | None], tools: dict[str, str], wanted: list[ToolCall] | None) -> Score:
         known = [call for call in found if call is not None and call.name in tools]
         pairs = [(tools[call.name], json.dumps(call.arguments)) for call in [*(wanted or []), *known]]
         if not pairs:
@@ -81,13 +77,13 @@ class ToolCallScorer:
         valid = [call for call, mark in zip(known, marks[len(wanted or []) :], strict=True) if mark == "1"]
         outcome, score = _outcome(found, known, valid), len(valid) / len(found)
         if wanted is not None:
-            right = _in_common([call.key() for call in valid], [call.key() for call in wanted])
+            right = _in_common([_key(call) for call in valid], [_key(call) for call in wanted])
             score = 2 * right / (len(found) + len(wanted))
             outcome = "wrong_call" if outcome == OK and score < 1 else outcome
         return Score(score, outcome, reply.queue_s, reply.run_s)
 
 
-def _outcome(found: list[ParsedToolCall | None], known: list[ParsedToolCall], valid: list[ParsedToolCall]) -> str:
+def _outcome(found: list[ToolCall | None], known: list[ToolCall], valid: list[ToolCall]) -> str:
     if None in found:
         return "malformed"
     if len(known) < len(found):
@@ -134,7 +130,7 @@ def read_tool_schemas(column: Any) -> dict[str, str]:
     return tools
 
 
-def _wanted(column: Any, tools: Collection[str]) -> list[ParsedToolCall] | None:
+def _wanted(column: Any, tools: Collection[str]) -> list[ToolCall] | None:
     if column is None:
         return None
     found = parsed(column)
@@ -150,18 +146,18 @@ def _wanted(column: Any, tools: Collection[str]) -> list[ParsedToolCall] | None:
     return wanted
 
 
-def parse_tagged_calls(text: str) -> list[ParsedToolCall | None]:
+def parse_tagged_calls(text: str) -> list[ToolCall | None]:
     """Return the calls in <tool_call> tags; None for each invalid or unclosed one."""
     _, *rest = text.split(_OPENING)
     stray = text.count(_CLOSING) - sum(_CLOSING in part for part in rest)
-    found: list[ParsedToolCall | None] = [None] * stray
+    found: list[ToolCall | None] = [None] * stray
     for part in rest:
         inside, closed, _ = part.partition(_CLOSING)
         found.append(_parsed_call(inside) if closed else None)
     return found
 
 
-def parse_json_calls(text: str) -> list[ParsedToolCall | None]:
+def parse_json_calls(text: str) -> list[ToolCall | None]:
     """Return the calls of a text, or of its last fenced block, that is JSON as a whole.
 
     Empty if the text does not begin like a JSON object or list: that is not an attempt at a call.
@@ -178,14 +174,14 @@ def parse_json_calls(text: str) -> list[ParsedToolCall | None]:
     return [_call(entry) for entry in (value if isinstance(value, list) else [value])]
 
 
-def _parsed_call(text: str) -> ParsedToolCall | None:
+def _parsed_call(text: str) -> ToolCall | None:
     try:
         return _call(parse_strict_json(text))
     except ValueError:
         return None
 
 
-def _call(entry: Any) -> ParsedToolCall | None:
+def _call(entry: Any) -> ToolCall | None:
     """Parse a call as {name, arguments}, or inside `function`; the arguments may be an object or its JSON text."""
     function = entry.get("function", entry) if isinstance(entry, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -196,7 +192,12 @@ def _call(entry: Any) -> ParsedToolCall | None:
             arguments = parse_strict_json(arguments)
         except ValueError:
             return None
-    return ParsedToolCall(function["name"], dict(arguments)) if isinstance(arguments, Mapping) else None
+    return ToolCall("", function["name"], dict(arguments)) if isinstance(arguments, Mapping) else None
+
+
+def _key(call: ToolCall) -> str:
+    """Return a key that is equal for equal calls: numbers by value, objects without regard to order."""
+    return f"{call.name} {json.dumps(_plain(call.arguments), sort_keys=True)}"
 
 
 def _plain(value: Any) -> Any:

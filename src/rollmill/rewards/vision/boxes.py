@@ -6,7 +6,7 @@ import numpy as np
 
 from rollmill.config.rewards.vision import BoxesReward, GroundingReward
 from rollmill.rewards.base import Box, Score
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_answer
 from rollmill.rewards.vision.detections import Detections, read_boxes, reference_boxes
 from rollmill.rewards.vision.geometry import Point, boxes_in_pixels, giou, image_bounds, iou, scale_factors
 from rollmill.rewards.vision.matching import Matrix, f1_score, labels_match, max_matching_score
@@ -29,7 +29,7 @@ class BoxesScorer:
             return Score(None)
         golds = reference_boxes(task.answer, config.reference_layout)
         across, down = scale_factors(config.coordinates, config.reference or config.coordinates, task.metadata)
-        text = select_text(completion.text, config)
+        text = select_answer(completion, config)
         if text is not None and len(text) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
         found = None if text is None else await run_large_in_thread(len(text), read_boxes, text, config.layout)
@@ -84,7 +84,7 @@ class GroundingScorer:
         config = self._config.of_task(task.metadata)
         if config is None:
             return Score(None)
-        text = select_text(completion.text, config)
+        text = select_answer(completion, config)
         if text is None:
             return Score(0.0, "no_answer")
         if len(text) > MAX_TEXT_CHARS:

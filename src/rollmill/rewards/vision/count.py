@@ -12,7 +12,7 @@ from rollmill.rewards.answers.numerals import find_chinese_counts, find_english_
 from rollmill.rewards.answers.phrase import names_several_values
 from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_approximation
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
-from rollmill.rewards.text.parsing import select_text
+from rollmill.rewards.text.parsing import select_answer
 from rollmill.rewards.vision.chart import parse_chart_number
 from rollmill.types import Completion, Task
 
@@ -37,7 +37,7 @@ class CountScorer:
         if config is None or task.answer is None:
             return Score(None)
         gold = reference_count(task.answer)
-        text = select_text(completion.text, config)
+        text = select_answer(completion, config)
         found = None if text is None else extract_answer(text)
         if found is None:
             return Score(0.0, NO_ANSWER)

@@ -9,7 +9,7 @@ from rollmill.config.rewards.vision import OCRReward
 from rollmill.errors import ConfigError
 from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.base import Score
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_answer
 from rollmill.types import Completion, Task
 
 Distance = Callable[[str, str, int], int]
@@ -32,7 +32,7 @@ class OCRScorer:
         if config is None or task.answer is None:
             return Score(None)
         golds = accepted_texts(task.answer)
-        text = select_text(completion.text, config)
+        text = select_answer(completion, config)
         if text is None:
             return Score(0.0, "no_answer")
         if len(text) > MAX_TEXT_CHARS:

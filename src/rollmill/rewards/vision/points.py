@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rollmill.config.rewards.vision import PointsReward
 from rollmill.rewards.base import Score
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_answer
 from rollmill.rewards.vision.boxes import max_detections
 from rollmill.rewards.vision.detections import read_points
 from rollmill.rewards.vision.geometry import (
@@ -68,7 +68,7 @@ class PointsScorer:
         if config.tolerance == 0 and any(target.kind == "point" for target in targets):
             raise ValueError("the task's answer is a point, which nothing hits with tolerance 0; give `tolerance`")
         across, down = scale_factors(config.coordinates, config.reference or config.coordinates, task.metadata)
-        text = select_text(completion.text, config)
+        text = select_answer(completion, config)
         if text is not None and len(text) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
         found = None if text is None else await run_large_in_thread(len(text), read_points, text)

@@ -11,7 +11,7 @@ from typing import Any
 from rollmill.config.rewards.vision import TableReward
 from rollmill.files import parse_strict_json
 from rollmill.rewards.base import Score
-from rollmill.rewards.text.parsing import last_code_block, select_text
+from rollmill.rewards.text.parsing import last_code_block, select_answer
 from rollmill.rewards.vision.chart import parse_chart_number, within_tolerance
 from rollmill.types import Completion, Task
 
@@ -126,7 +126,7 @@ class TableScorer:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
             return Score(None)
-        return await asyncio.to_thread(_score, task.answer, select_text(completion.text, config), config.tolerance)
+        return await asyncio.to_thread(_score, task.answer, select_answer(completion, config), config.tolerance)
 
 
 def _score(answer: Any, text: str | None, tolerance: float) -> Score:

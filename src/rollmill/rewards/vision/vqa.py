@@ -13,7 +13,7 @@ from rollmill.rewards.answers.phrase import extract_statements, strip_markup
 from rollmill.rewards.answers.quantities import normalize_answer as normal
 from rollmill.rewards.answers.quantities import parse_quantity
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
-from rollmill.rewards.text.parsing import select_text
+from rollmill.rewards.text.parsing import select_answer
 from rollmill.rewards.vision.ocr import accepted_texts
 from rollmill.types import Completion, Task
 
@@ -41,7 +41,7 @@ class VQAScorer:
         if config is None or task.answer is None:
             return Score(None)
         golds = accepted_texts(task.answer)
-        text = select_text(completion.text, config)
+        text = select_answer(completion, config)
         found = None if text is None else extract_answer(text)
         if text is None or found is None:
             return Score(0.0, NO_ANSWER)
