@@ -399,7 +399,7 @@ def experience_from_completion(
 
 def experience_from_demonstration(
     token_ids: Sequence[int] | IntArray,
-    first: int,
+    imitated: int | Sequence[bool],
     *,
     id: str,
     task_id: str,
@@ -412,15 +412,17 @@ def experience_from_demonstration(
 ) -> Experience:
     """Build an experience from tokens that no policy produced: log-probs 0, versions -1.
 
-    Tokens from index `first` on are imitated.
+    Args:
+        imitated: the tokens that are imitated: those from this index on, or a mask of them.
     """
     ids = np.array(token_ids, np.int32)
+    mask = np.arange(len(ids)) >= imitated if isinstance(imitated, int) else np.array(imitated, bool)
     return Experience(
         id=id,
         task_id=task_id,
         group=group,
         token_ids=ids,
-        action_mask=np.arange(len(ids)) >= first,
+        action_mask=mask,
         logprobs=np.zeros(len(ids), np.float32),
         versions=np.full(len(ids), -1, np.int32),
         source=source,

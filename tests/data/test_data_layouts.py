@@ -193,10 +193,10 @@ def test_tools_and_calls_are_written_by_the_chat_template(suffix: str, as_text: 
 def test_a_response_that_calls_tools_has_the_form_of_the_template(name: str, tmp_path: Path) -> None:
     [task] = tasks_of(tmp_path, {"messages": [ASK, CALLING], "tools": [LIGHT]})
     tokenizer, ends = templated(name)
-    ids, n_prompt = encode_demonstration(task, tokenizer, next(iter(ends)))
+    ids, mask = encode_demonstration(task, tokenizer, next(iter(ends)))
     whole = tokenizer.apply_chat_template([ASK, CALLING], tools=[LIGHT], tokenize=False)
     assert tokenizer.decode(ids) == whole.rstrip()
-    assert '"name": "control_light"' in tokenizer.decode(ids[n_prompt:])
+    assert '"name": "control_light"' in tokenizer.decode(ids[mask.index(True) :])
     assert "control_light" in (task.response or "")
 
 
@@ -205,7 +205,7 @@ def test_templates_without_tools_are_refused(tmp_path: Path) -> None:
     tokenizer, _ = templated("chatml")
     [task] = tasks_of(tmp_path, row)
     with pytest.raises(
-        TasksetError, match="the tool `control_light`, which the tokenizer's chat template does not show"
+        TasksetError, match="task rows:0: the tokenizer's chat template does not show the tool `control_light`"
     ):
         render_prompt(task, tokenizer)
     [without] = tasks_of(tmp_path, row, fields={"tools": ""})

@@ -63,21 +63,23 @@ def test_an_end_token_that_the_prompt_itself_writes_is_kept() -> None:
 def test_a_chat_without_chat_template_is_an_error() -> None:
     tokenizer = toy_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(TasksetError, match="task t:7 is a chat, but the model's tokenizer has no chat template"):
+    with pytest.raises(TasksetError, match="task t:7 is a chat: the model's tokenizer has no chat template"):
         encode_prompt(Task("t:7", CHAT), tokenizer)
 
 
 def test_a_template_that_refuses_a_role_is_an_error_with_its_words() -> None:
     tokenizer = toy_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(TasksetError, match=r"task t:7: .* refuses its messages: System role not supported"):
+    with pytest.raises(TasksetError, match=r"task t:7: .* refuses the messages: System role not supported"):
         encode_prompt(Task("t:7", CHAT), tokenizer)
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
 def test_a_demonstration_is_the_rollouts_prompt_then_the_response_then_the_end(prompt: str, response: str) -> None:
     task = Task("t:0", prompt, response=response)
-    ids, n_prompt = encode_demonstration(task, TOKENIZER, 1)
+    ids, mask = encode_demonstration(task, TOKENIZER, 1)
+    n_prompt = mask.index(True)
+    assert all(mask[n_prompt:])
     assert ids[:n_prompt] == encode_prompt(task, TOKENIZER)
     assert TOKENIZER.decode(ids[n_prompt:-1]) == response
     assert ids[-1] == 1

@@ -86,6 +86,10 @@ class ExpertsConfig(Section):
     """Also imitate completions that a person rated at least this high (0 to 1); null: none. With `kto` these are
     desirable, and those rated lower are undesirable."""
 
+    learn: Literal["last", "all"] = "last"
+    """Turns that are imitated of a conversation with several of the assistant: the last one, or all. A response of
+    several messages is imitated in all of its turns in any case."""
+
     @property
     def others(self) -> list[Path]:
         """Run directories and Parquet files among the sources."""

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollmill.data.images import ImageRef, image_refs_of, read_image
-from rollmill.data.layouts import RESPONSE_MESSAGE, TOOLS, text_of_message
+from rollmill.data.layouts import REJECTED_MESSAGE, RESPONSE_MESSAGE, RESPONSE_MESSAGES, SWITCHES, TOOLS
+from rollmill.data.picture_turns import refer_to
+from rollmill.data.renderer import ChatMessage, Renderer, renderer_of
+from rollmill.data.renderer.tokens import encode_pieces, encode_start
 from rollmill.data.template import PromptTemplate
-from rollmill.errors import TasksetError
-from rollmill.types import Experience, ExperienceSource, Message, Task, Turn, experience_from_demonstration
+from rollmill.errors import ChatTemplateError, TasksetError
+from rollmill.types import Experience, ExperienceSource, Message, StopReason, Task, Turn, experience_from_demonstration
 
 if TYPE_CHECKING:
     from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
+
+LearnedTurns = Literal["last", "all"]
+"""Turns of a conversation that are imitated: the last of the assistant's, or all of them."""
 
 
 def render_prompt(task: Task, tokenizer: Any) -> str:
@@ -21,68 +30,49 @@ def render_prompt(task: Task, tokenizer: Any) -> str:
     For a policy that sees, the text has a place for each picture.
 
     Raises:
-        TasksetError: the tokenizer has no chat template, or the template rejects the messages.
+        TasksetError: the tokenizer has no chat template, or the template refuses or does not show the messages.
     """
-    seen = _pictures(task, tokenizer)
     if isinstance(task.prompt, str):
+        seen = _pictures(task, tokenizer)
         return tokenizer.picture_processor.plain(task.prompt, len(seen)) if seen else task.prompt
-    if tokenizer.chat_template is None:
-        raise TasksetError(
-            f"task {task.id} is a chat, but the model's tokenizer has no chat template; remove taskset.chat (or give "
-            "text prompts), or use a checkpoint with a chat template"
-        )
+    with _named(task):
+        return _renderer(task, tokenizer).text(_messages(task, tokenizer), *_settings(task))
+
+
+def _renderer(task: Task, tokenizer: Any) -> Renderer:
+    """The renderer of the tokenizer's chats. Raises TasksetError if it has no chat template."""
     try:
-        if seen:
-            places = [(each.message, each.offset) for each in seen]
-            shown: str = tokenizer.picture_processor.render(task.prompt, tokenizer, places)
-            return shown
-        text = _rendered(task, tokenizer, list(task.prompt), add_generation_prompt=True)
-    except TasksetError:
-        raise
-    except Exception as error:  # templates are programs: they raise Jinja and Python errors
-        raise TasksetError(f"task {task.id}: the tokenizer's chat template refuses its messages: {error}") from error
-    return text
-
-
-def _rendered(task: Task, tokenizer: Any, messages: list[Any], *, add_generation_prompt: bool) -> str:
-    """Messages as text, with the tools of the task. Raises TasksetError if the template does not show the tools."""
-    tools = task.metadata.get(TOOLS)
-    options: dict[str, Any] = {} if tools is None else {"tools": tools}
-    processor: PictureProcessor | None = getattr(tokenizer, "picture_processor", None)
-    text: str
-    if processor is not None:  # many templates of such models take no text in place of parts
-        parts = [{**each, "content": [{"type": "text", "text": each.get("content") or ""}]} for each in messages]
-        text = processor.apply_template(parts, tokenizer, add_generation_prompt=add_generation_prompt, **options)
-    else:
-        text = tokenizer.apply_chat_template(
-            [dict(each) for each in messages], add_generation_prompt=add_generation_prompt, tokenize=False, **options
-        )
-    names = [each.get("function", each)["name"] for each in tools or []]
-    if missing := [name for name in names if name not in text]:
+        return renderer_of(tokenizer)
+    except ChatTemplateError as error:
         raise TasksetError(
-            f"task {task.id} has the tool `{missing[0]}`, which the tokenizer's chat template does not show; use a "
-            'checkpoint whose template knows tools, or leave them out by taskset.fields.tools: ""'
-        )
-    return text
+            f"task {task.id} is a chat: {error}, or remove taskset.chat (or give text prompts)"
+        ) from error
 
 
-def _called(task: Task, tokenizer: Any) -> str:
-    """Text of a response that calls tools, as the chat template writes it, without what ends the turn.
+@contextmanager
+def _named(task: Task) -> Iterator[None]:
+    """Name the task in errors of the chat template."""
+    try:
+        yield
+    except ChatTemplateError as error:
+        raise TasksetError(f"task {task.id}: {error}") from error
 
-    Raises TasksetError if the template does not continue its own prompt with the calls.
-    """
-    message = task.metadata[RESPONSE_MESSAGE]
+
+def _settings(task: Task) -> tuple[Any, Any]:
+    """Tools and switches of the template, for a task's chat."""
+    return task.metadata.get(TOOLS), task.metadata.get(SWITCHES)
+
+
+def _messages(task: Task, tokenizer: Any) -> list[ChatMessage]:
+    """The prompt's messages, with references to its pictures in their texts."""
     assert not isinstance(task.prompt, str)
-    before = _rendered(task, tokenizer, list(task.prompt), add_generation_prompt=True)
-    whole = _rendered(task, tokenizer, [*task.prompt, message], add_generation_prompt=False)
-    names = [each["function"]["name"] for each in message["tool_calls"]]
-    text = whole.removeprefix(before)
-    if not whole.startswith(before) or any(name not in text for name in names):
-        raise TasksetError(
-            f"task {task.id}: its response calls the tool `{names[0]}`, which the tokenizer's chat template does not "
-            "write after a prompt; use a checkpoint whose template knows tool calls"
-        )
-    return text.rstrip().removesuffix(str(tokenizer.eos_token))
+    messages: list[Any] = [dict(each) for each in task.prompt]
+    user = next((i for i, each in enumerate(messages) if each["role"] == "user"), 0)
+    for picture in reversed(_pictures(task, tokenizer)):
+        message = messages[user if picture.message is None else picture.message]
+        text, at = message["content"], picture.offset
+        message["content"] = f"{text[:at]}{refer_to(picture)}{text[at:]}"
+    return messages
 
 
 def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
@@ -97,9 +87,9 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
     if processor is not None and processor.single_prompt:
         raise TasksetError(f"task {task.id} has no picture, and the policy's prompts have; leave it out")
     text = render_prompt(task, tokenizer)
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=isinstance(task.prompt, str))
-    if ids[-1:] == [tokenizer.eos_token_id] and tokenizer.encode(text, add_special_tokens=False)[-1:] != ids[-1:]:
-        return ids[:-1]  # a tokenizer that appends EOS: the completion has to continue the prompt
+    if isinstance(task.prompt, str):
+        return encode_start(tokenizer, text)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
@@ -157,37 +147,82 @@ def encode_privileged_prompt(
     return encode_prompt(shown, tokenizer), encode_pictures(shown, tokenizer)
 
 
-def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str | None = None) -> tuple[list[int], int]:
-    """Token ids of prompt, solution (default: the task's worked solution) and EOS, and the length of the prompt.
+def encode_demonstration(
+    task: Task, tokenizer: Any, eos_id: int, *, rejected: bool = False, learn: LearnedTurns = "last"
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a prompt and its solution, up to the token that ends it; True for those that are imitated.
 
-    Raises TasksetError when the task has no worked solution.
+    In a chat, the solution is what the chat template continues the prompt with: reasoning, answer, tool calls, and the
+    token that ends a turn. A text ends with `eos_id`, unless it does so already.
+
+    Args:
+        rejected: the task's rejected solution.
+        learn: "all": also the assistant's turns in the prompt. Those of a response of several messages are always
+            imitated.
+
+    Raises TasksetError when the task has no such solution, or the chat template cannot show it.
     """
-    solution = task.response if solution is None else solution
+    solution = task.rejected if rejected else task.response
     if solution is None:
         raise TasksetError(
             f"task {task.id} has no worked solution to imitate; name its column in taskset.fields.response or write "
             "taskset.response_template"
         )
-    prompt = encode_prompt(task, tokenizer)
-    message = task.metadata.get(RESPONSE_MESSAGE, {})
-    if message.get("tool_calls") and solution == text_of_message(message) and not isinstance(task.prompt, str):
-        solution = _called(task, tokenizer)
-    response: list[int] = tokenizer.encode(solution, add_special_tokens=False)
-    return [*prompt, *response, eos_id], len(prompt)
+    if isinstance(task.prompt, str):
+        prompt, response = encode_pieces(tokenizer, [render_prompt(task, tokenizer), solution], add_special_tokens=True)
+        if (pictures := encode_pictures(task, tokenizer)) is not None:
+            prompt = list(pictures.token_ids)
+        response += [eos_id] if response[-1:] != [eos_id] else []
+        return [*prompt, *response], [*[False] * len(prompt), *[True] * len(response)]
+    own: list[ChatMessage] = [{"role": "assistant", "content": solution}]
+    if rejected and REJECTED_MESSAGE in task.metadata:
+        own = [task.metadata[REJECTED_MESSAGE]]
+    elif not rejected:
+        own = task.metadata.get(RESPONSE_MESSAGES) or [task.metadata.get(RESPONSE_MESSAGE, own[0])]
+    first = 0 if learn == "all" else len(task.prompt)
+    with _named(task):
+        messages = [*_messages(task, tokenizer), *own]
+        pieces = _renderer(task, tokenizer).demonstration_pieces(messages, first, *_settings(task))
+    pictures = encode_pictures(task, tokenizer)
+    if pictures is None:
+        encoded = encode_pieces(tokenizer, [text for text, _ in pieces])
+    else:  # the processor has encoded the prompt
+        if learn == "all" and len(pieces) > 2:
+            raise TasksetError(
+                f"task {task.id} has pictures: only its last turn can be imitated; set experts.learn: last"
+            )
+        behind = "".join(text for text, _ in pieces).removeprefix(pictures.text or render_prompt(task, tokenizer))
+        encoded = [list(pictures.token_ids), tokenizer.encode(behind, add_special_tokens=False)]
+    mask = [learned for ids, (_, learned) in zip(encoded, pieces, strict=True) for _ in ids]
+    return [token for ids in encoded for token in ids], mask
 
 
-def expert_experience(task: Task, tokenizer: Any, eos_id: int) -> Experience:
-    """The demonstration as an experience: its response and EOS count in the loss, log-probs 0 and versions -1."""
+def end_of_answer(experience: Experience, tokenizer: Any, end_id: int) -> int:
+    """Return the id that ends another answer to an experience's prompt.
+
+    It is the one that ended its own answer; if that was cut off, the end of a turn in a chat, and `end_id` in a text.
+    """
+    if experience.stop_reason is StopReason.EOS and experience.action_mask[-1:].any():
+        return int(experience.token_ids[-1])
+    if tokenizer.chat_template is None:
+        return end_id
+    renderer = renderer_of(tokenizer)
+    is_chat = any(token in experience.prompt for token in renderer.template.special_tokens)
+    return renderer.turn_end_id if is_chat and renderer.turn_end_id is not None else end_id
+
+
+def expert_experience(task: Task, tokenizer: Any, eos_id: int, learn: LearnedTurns = "last") -> Experience:
+    """The demonstration as an experience: its response and end count in the loss, log-probs 0 and versions -1."""
     return _demonstrated(
-        task, task.response, tokenizer, eos_id, name="expert", group=task.id, source=ExperienceSource.EXPERT
+        task, tokenizer, eos_id, name="expert", group=task.id, source=ExperienceSource.EXPERT, learn=learn
     )
 
 
 def preference_pair(task: Task, tokenizer: Any, eos_id: int, group: str) -> list[Experience]:
     """The task's two solutions as a group of experiences: the chosen one with reward 1, the rejected one with 0."""
     pair = [
-        _demonstrated(task, text, tokenizer, eos_id, name=name, group=group, source=ExperienceSource.PREFERENCE)
-        for name, text in (("chosen", task.response), ("rejected", task.rejected))
+        _demonstrated(task, tokenizer, eos_id, name=name, group=group, rejected=name == "rejected")
+        for name in ("chosen", "rejected")
     ]
     for experience, reward in zip(pair, (1.0, 0.0), strict=True):
         experience.reward = reward
@@ -197,25 +232,41 @@ def preference_pair(task: Task, tokenizer: Any, eos_id: int, group: str) -> list
 def labelled_experience(task: Task, tokenizer: Any, eos_id: int, group: str) -> Experience:
     """The task's only solution as a group of one: reward 1 if it is desirable (`response`), else 0."""
     desirable = task.response is not None
-    name, text = ("desirable", task.response) if desirable else ("undesirable", task.rejected)
-    made = _demonstrated(task, text, tokenizer, eos_id, name=name, group=group, source=ExperienceSource.PREFERENCE)
+    name = "desirable" if desirable else "undesirable"
+    made = _demonstrated(task, tokenizer, eos_id, name=name, group=group, rejected=not desirable)
     made.reward = float(desirable)
     return made
 
 
 def _demonstrated(
-    task: Task, response: str | None, tokenizer: Any, eos_id: int, *, name: str, group: str, source: ExperienceSource
+    task: Task,
+    tokenizer: Any,
+    eos_id: int,
+    *,
+    name: str,
+    group: str,
+    rejected: bool = False,
+    source: ExperienceSource = ExperienceSource.PREFERENCE,
+    learn: LearnedTurns = "last",
 ) -> Experience:
-    ids, n_prompt = encode_demonstration(task, tokenizer, eos_id, response)
-    prompt = render_prompt(task, tokenizer)
+    ids, mask = encode_demonstration(task, tokenizer, eos_id, rejected=rejected, learn=learn)
+    prompt, response = render_prompt(task, tokenizer), task.rejected if rejected else task.response
     assert response is not None
+    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    spans = list(pairwise(edges))
+    turns = [
+        Turn("assistant", start, end, response if end == len(ids) else tokenizer.decode(ids[start:end]))
+        if mask[start]
+        else Turn("prompt", start, end, prompt if len(spans) == 2 else tokenizer.decode(ids[start:end]))
+        for start, end in spans
+    ]
     return experience_from_demonstration(
         ids,
-        n_prompt,
+        mask,
         id=f"{group}/{name}",
         task_id=task.id,
         group=group,
-        turns=[Turn("prompt", 0, n_prompt, prompt), Turn("assistant", n_prompt, len(ids), response)],
+        turns=turns,
         prompt=prompt,
         response=response,
         source=source,

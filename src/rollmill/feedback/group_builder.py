@@ -10,7 +10,8 @@ import numpy as np
 
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.buffer.base import FEEDBACK
-from rollmill.data import encode_prompt, render_prompt
+from rollmill.data import encode_demonstration, render_prompt
+from rollmill.data.encoding import end_of_answer
 from rollmill.feedback.requests import FeedbackError
 from rollmill.models.run_tokenizer import RunTokenizer
 from rollmill.trackers.console import printable
@@ -62,7 +63,7 @@ def build_comparison_group(better: Experience, worse: Experience, id: str) -> Gr
 def build_demonstration_group(task: Task, tokenizer: RunTokenizer, id: str) -> Group:
     """Builds a demonstration: the task's response after its prompt."""
     assert task.response is not None
-    return _group(id, ExperienceKind.EXPERT, [_written(task, task.response, tokenizer, f"{id}/0", id)])
+    return _group(id, ExperienceKind.EXPERT, [_written(task, tokenizer, f"{id}/0", id)])
 
 
 def build_preference_group(task: Task, tokenizer: RunTokenizer, id: str) -> Group:
@@ -73,8 +74,8 @@ def build_preference_group(task: Task, tokenizer: RunTokenizer, id: str) -> Grou
     if task.response == task.rejected:
         raise FeedbackError("chosen and rejected are the same text; neither is better")
     pair = [
-        _written(task, task.response, tokenizer, f"{id}/chosen", id),
-        _written(task, task.rejected, tokenizer, f"{id}/rejected", id),
+        _written(task, tokenizer, f"{id}/chosen", id),
+        _written(task, tokenizer, f"{id}/rejected", id, rejected=True),
     ]
     for experience, reward in zip(pair, (1.0, 0.0), strict=True):
         experience.source, experience.reward = ExperienceSource.PREFERENCE, reward
@@ -84,7 +85,7 @@ def build_preference_group(task: Task, tokenizer: RunTokenizer, id: str) -> Grou
 def build_graded_group(task: Task, rating: float, tokenizer: RunTokenizer, id: str) -> Group:
     """Builds a rated text. It is encoded here, so log-probs are 0 and versions -1."""
     assert task.response is not None
-    experience = _written(task, task.response, tokenizer, f"{id}/0", id)
+    experience = _written(task, tokenizer, f"{id}/0", id)
     experience.source, experience.reward, experience.reward_parts = ExperienceSource.ROLLOUT, rating, {"rating": rating}
     return _group(id, ExperienceKind.RATED, [experience])
 
@@ -96,28 +97,36 @@ def find_answer_start(experience: Experience) -> int:
     return int(experience.action_mask.argmax())
 
 
-def encode_answer(text: str, tokenizer: RunTokenizer) -> list[int]:
-    """Encodes an answer and its end token.
+def encode_answer(text: str, original: Experience, tokenizer: RunTokenizer) -> list[int]:
+    """Encodes another answer to a completion's prompt, and its end token.
 
     Raises FeedbackError if the vocabulary lacks a character (which would be lost), or if the text contains the end
     token.
     """
     ids: list[int] = tokenizer.tokenizer.encode(text, add_special_tokens=False)
     _check_known(text, ids, tokenizer.tokenizer)
-    if tokenizer.end_id in ids:
-        raise FeedbackError("the answer holds the token that ends an answer; leave it out, it is added")
-    return [*ids, tokenizer.end_id]
+    end_id = end_of_answer(original, tokenizer.tokenizer, tokenizer.end_id)
+    if end_id in ids:
+        raise FeedbackError(_HOLDS_END)
+    return [*ids, end_id]
 
 
-def _written(task: Task, text: str, tokenizer: RunTokenizer, id: str, group: str) -> Experience:
+_HOLDS_END = "the answer holds the token that ends an answer; leave it out, it is added"
+
+
+def _written(task: Task, tokenizer: RunTokenizer, id: str, group: str, *, rejected: bool = False) -> Experience:
     """Builds an experience from an answer to a task, encoded like worked solutions of a taskset."""
-    prompt_ids = encode_prompt(task, tokenizer.tokenizer)
-    if not prompt_ids:
+    ids, mask = encode_demonstration(task, tokenizer.tokenizer, tokenizer.end_id, rejected=rejected)
+    start = mask.index(True)
+    if not start:
         raise FeedbackError("the prompt has no tokens")
-    prompt = render_prompt(task, tokenizer.tokenizer)
-    _check_known(prompt, prompt_ids, tokenizer.tokenizer)
-    token_ids = np.array([*prompt_ids, *encode_answer(text, tokenizer)], np.int32)
-    start = len(prompt_ids)
+    prompt, text = render_prompt(task, tokenizer.tokenizer), task.rejected if rejected else task.response
+    assert text is not None
+    _check_known(prompt, ids[:start], tokenizer.tokenizer)
+    _check_known(text, ids[start:-1], tokenizer.tokenizer)
+    if ids[-1] in ids[start:-1] or tokenizer.tokenizer.decode(ids[-1:]) in text:
+        raise FeedbackError(_HOLDS_END)
+    token_ids = np.array(ids, np.int32)
     return _demonstration(id, task.id, group, token_ids, start, [Turn("prompt", 0, start, prompt)], prompt, text)
 
 

@@ -280,7 +280,7 @@ class FeedbackService:
                 return groups.build_rated_group(original, request.rating, id), about | {"slot": f"rate {original.id}"}
             case EditRequest():
                 step, original = self.stored.find(request.completion, request.step)
-                encoded = groups.encode_answer(request.text, self.tokenizer)
+                encoded = groups.encode_answer(request.text, original, self.tokenizer)
                 about = {"of": [original.id], "step": step, "group": original.group, "texts": [request.text]}
                 return groups.build_edited_group(original, request.text, encoded, id), about
             case CompareRequest():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from transformers import (
 
 from rollmill.config.checks.pictures import BOTH_WAYS, VISION_MODELS
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.errors import ModelError
+from rollmill.data.renderer import renderer_of
+from rollmill.errors import ChatTemplateError, ModelError
 from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
 from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, pretrained_source
 from rollmill.models.hf_forward import picture_prompts
@@ -108,6 +109,9 @@ def wrap_policy(model: Any, tokenizer: Any, device: torch.device, where: str) ->
         ModelError: no token ends a sequence, or the context is unknown.
     """
     eos_ids = _end_ids(model, tokenizer, where)
+    tokenizer.stop_ids = eos_ids
+    with suppress(ChatTemplateError):  # no chat template, or one that chats will refuse
+        eos_ids |= renderer_of(tokenizer).stop_ids
     pad_id = [
         *_as_ids(tokenizer.pad_token_id),
         *_as_ids(getattr(model.config, "pad_token_id", None)),

@@ -32,7 +32,7 @@ def build_expert_pool(
             return [labelled_experience(task, policy.tokenizer, policy.end_id, f"{task.id}/{place}")]
         if algorithm.uses_pairs:
             return preference_pair(task, policy.tokenizer, policy.end_id, f"{task.id}/{place}")
-        return [expert_experience(task, policy.tokenizer, policy.end_id)]
+        return [expert_experience(task, policy.tokenizer, policy.end_id, config.experts.learn)]
 
     tasks = None
     if worked is not None and worked.tasks:

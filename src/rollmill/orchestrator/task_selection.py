@@ -98,8 +98,8 @@ def _demonstration(task: Task, policy: PolicyModel) -> tuple[str, int, int]:
 
 def _pair(task: Task, policy: PolicyModel) -> tuple[str, int, int]:
     """Measure the longer of its solutions; a labelled completion has only one."""
-    solutions = [each for each in (task.response, task.rejected) if each is not None]
-    longer = max(len(encode_demonstration(task, policy.tokenizer, 0, each)[0]) for each in solutions)
+    solutions = [each for each in (False, True) if (task.rejected if each else task.response) is not None]
+    longer = max(len(encode_demonstration(task, policy.tokenizer, 0, rejected=each)[0]) for each in solutions)
     return "pair" if len(solutions) == 2 else "completion", longer, policy.context
 
 
