@@ -209,6 +209,16 @@ def test_verl(tmp_path: Path) -> None:
     assert "trainer.n_gpus_per_node" in found.unneeded
 
 
+@pytest.mark.parametrize(("given", "expected"), [(True, (0.001, "k3", "loss")), (False, (0.0, "k3", "loss"))])
+def test_penalty_of_verl_replaces_that_of_the_algorithm(
+    given: bool, expected: tuple[float, str, str], tmp_path: Path
+) -> None:
+    text = VERL.replace("adv_estimator: grpo", "adv_estimator: reinforce_plus_plus")
+    run, _ = imported(tmp_path, text.replace("use_kl_loss: true", f"use_kl_loss: {given}"), rows=7473)
+    kl = run.stages[0].algorithm.kl  # type: ignore[attr-defined]
+    assert (kl.coefficient, kl.estimator if given else "k3", kl.where if given else "loss") == expected
+
+
 def test_overrides_of_verl(tmp_path: Path) -> None:
     text = (
         "- algorithm.adv_estimator=gae\n- data.train_files=train.parquet\n- data.train_batch_size=64\n"
@@ -234,7 +244,8 @@ def test_trinity(tmp_path: Path) -> None:
     assert (stage.rollout.batch, stage.rollout.group_size, stage.rollout.temperature) == (96, 8, 0.8)
     assert stage.max_staleness == 1
     assert (algorithm.loss.clip_low, algorithm.kl.estimator, stage.trainer.max_grad_norm) == (0.2, "k2", 0.5)
-    assert found.sections["taskset"] == {"path": "hf://openai/gsm8k", "split": "train", "subset": "main", "chat": True}
+    source = {"path": "hf://openai/gsm8k", "split": "train", "subset": "main", "chat": True}
+    assert found.sections["taskset"] == source | {"order": "sequential"}
     assert found.sections["evaluation"]["sets"]["test"]["taskset"]["split"] == "test"
     assert found.lost == {}
 
@@ -267,9 +278,166 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert json.loads(capsys.readouterr().out)["problems"] == []
 
 
+SMALL = {"model": {"model_path": "./model"}, "buffer": {"batch_size": 4, "total_steps": 3}}
+
+
+def trinity(tmp_path: Path, **keys: Any) -> tuple[LoadedRun, Any]:
+    """A small run of Trinity-RFT with these sections."""
+    return imported(tmp_path, yaml.safe_dump(SMALL | keys))
+
+
+@pytest.mark.parametrize(
+    ("kind", "aggregation", "kl", "loss"),
+    [
+        ("grpo", "token-mean", (0.001, "k2"), {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}),
+        ("dapo", "token-mean", (0.0, "k3"), {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}),
+        ("rloo", "token-mean", (0.001, "k2"), {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}),
+        ("reinforceplusplus", "token-mean", (0.001, "k2"), {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}),
+        ("gspo", "token-mean", (0.001, "k2"), {"clip_low": 0.0003, "clip_high": 0.0004}),
+        ("cispo", "token-mean", (0.001, "k2"), {"clip_low": 1.0, "clip_high": 0.28}),
+        ("opmd", "token-mean", (0.001, "k2"), {"tau": 1.0}),
+    ],
+)
+def test_defaults_of_trinity_are_written(
+    kind: str, aggregation: str, kl: tuple[float, str], loss: dict[str, float], tmp_path: Path
+) -> None:
+    run, found = trinity(tmp_path, algorithm={"algorithm_type": kind, "repeat_times": 4})
+    algorithm: Any = run.stages[0].algorithm
+    assert (algorithm.aggregation, algorithm.kl.coefficient, algorithm.kl.estimator) == (aggregation, *kl)
+    assert algorithm.kl.where == "loss"
+    assert {key: getattr(algorithm.loss, key) for key in loss} == loss
+    assert found.lost == {}
+    assert found.sections["taskset"]["order"] == "sequential"
+
+
+def test_penalties_of_trinity(tmp_path: Path) -> None:
+    given = {"algorithm_type": "reinforceplusplus", "repeat_times": 4, "kl_loss_fn": "none"}
+    run, found = trinity(tmp_path, algorithm=given)
+    algorithm: Any = run.stages[0].algorithm
+    assert (algorithm.kl.coefficient, found.lost) == (0.0, {})
+    given |= {"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.02, "clamp": 3}}
+    run, found = trinity(tmp_path, algorithm=given)
+    algorithm = run.stages[0].algorithm
+    assert (algorithm.kl.coefficient, algorithm.kl.estimator, algorithm.kl.where) == (0.02, "k1", "reward")
+    assert set(found.lost) == {"algorithm.kl_penalty_fn_args.clamp"}
+    run, found = trinity(tmp_path, algorithm=given | {"kl_loss_fn": "k7"})
+    assert set(found.lost) == {"algorithm.kl_loss_fn", "algorithm.kl_penalty_fn_args.clamp"}
+
+
+def test_evaluations_of_trinity_keep_their_sampling(tmp_path: Path) -> None:
+    sets = [
+        {"name": "aime", "path": "a.jsonl", "repeat_times": 32, "rollout_args": {"temperature": 0.6, "top_p": 0.95}},
+        {"name": "gsm", "path": "b.jsonl", "rollout_args": {"top_k": 5, "max_tokens": 99, "stop": ["x"]}, "odd": 1},
+        {"name": "once", "path": "c.jsonl", "rollout_args": {"temperature": 0.0}, "repeat_times": 1},
+    ]
+    taskset = {"path": "t.jsonl", "rollout_args": {"temperature": 0.8}, "task_selector": {"selector_type": "shuffle"}}
+    inputs = {"taskset": taskset, "eval_tasksets": sets}
+    run, found = trinity(
+        tmp_path,
+        algorithm={"algorithm_type": "grpo", "repeat_times": 4},
+        buffer=SMALL["buffer"] | {"explorer_input": inputs},
+        explorer={"rollout_model": {"enable_thinking": False, "engine_num": 2, "ignore_eos": True}},
+    )
+    evaluation: Any = run.stages[0].evaluation
+    aime, gsm, once = (evaluation.sets[name] for name in ("aime", "gsm", "once"))
+    assert (aime.samples, aime.sampling.temperature, aime.sampling.top_p) == (32, 0.6, 0.95)
+    assert (gsm.samples, gsm.sampling.temperature, gsm.sampling.top_k, gsm.sampling.max_new_tokens) == (1, 1.0, 5, 99)
+    assert once.samples == 0
+    assert evaluation.every == 100
+    assert run.stages[0].required_taskset.order.name == "shuffled"
+    thinking = {"enable_thinking": False}
+    assert [each.chat_template_kwargs for each in run.stages[0].evaluation.tasksets()] == [thinking] * 3  # type: ignore[union-attr]
+    assert run.stages[0].required_taskset.chat_template_kwargs == thinking
+    assert set(found.lost) == {
+        "eval_tasksets.gsm.rollout_args.stop",
+        "eval_tasksets.gsm.odd",
+        "explorer.rollout_model.ignore_eos",
+    }
+
+
+def test_what_changes_results_is_never_called_unneeded(tmp_path: Path) -> None:
+    """Names that begin like those of harmless settings."""
+    _, found = trinity(
+        tmp_path,
+        algorithm={"algorithm_type": "grpo", "repeat_times": 4, "optimizer": {"lr_scheduler_type": "wsd"}},
+        stages=[{"stage_name": "sft"}],
+        trainer={"trainer_config": {"actor": {"grad_clip": 2}}},
+    )
+    assert {"stages", "trainer.trainer_config.actor.grad_clip"} < set(found.lost)
+    assert found.lost["algorithm.optimizer.lr_scheduler_type"].startswith("wsd: schedules are")
+    text = GRPO + "optim: adafactor\nenvironment_factory: mine.Env\nlr_scheduler_kwargs: {num_cycles: 3}\n"
+    _, found = imported(tmp_path, text, processes=2)
+    assert {"optim", "environment_factory", "lr_scheduler_kwargs.num_cycles"} < set(found.lost)
+    text = VERL.replace("val_kwargs: {temperature: 0.6, n: 2}", "val_kwargs: {temperature: 0.6, min_p: 0.1}")
+    text = text.replace("trainer:\n", "reward_model: {reward_kwargs: {bonus: 2}}\ntrainer:\n")
+    text = text.replace("{lr: 1e-6,", "{lr: 1e-6, lr_scheduler_type: wsd,")
+    _, found = imported(tmp_path, text, rows=7473)
+    assert set(found.lost) == {
+        "actor_rollout_ref.actor.calculate_entropy",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type",
+        "actor_rollout_ref.rollout.val_kwargs.min_p",
+        "reward_model.reward_kwargs.bonus",
+    }
+
+
+@pytest.mark.parametrize("files", ["a.parquet", ["a.parquet", "b.parquet"]])
+def test_rows_that_verl_does_not_shuffle_stay_in_order(files: Any, tmp_path: Path) -> None:
+    text = yaml.safe_dump(
+        {
+            "data": {"train_files": files, "shuffle": False, "image_key": "picture", "train_batch_size": 8}
+            | {"apply_chat_template_kwargs": {"enable_thinking": False}},
+            "algorithm": {"adv_estimator": "grpo"},
+            "actor_rollout_ref": {"model": {"path": "./m"}, "actor": {"ppo_mini_batch_size": 8}, "rollout": {"n": 4}},
+        }
+    )
+    run, found = imported(tmp_path, text)
+    taskset = run.stages[0].required_taskset
+    for entry in taskset.mix or [taskset]:
+        assert (entry.order.name, entry.fields.images) == ("sequential", "picture")
+        assert entry.chat_template_kwargs == {"enable_thinking": False}
+    assert found.lost == {}
+    assert found.unneeded == []
+
+
+def test_order_and_switches_of_trl(tmp_path: Path) -> None:
+    text = GRPO + "shuffle_dataset: false\nchat_template_kwargs: {enable_thinking: false}\noptim: adamw_8bit\n"
+    run, _ = imported(tmp_path, text, processes=2)
+    taskset = run.stages[0].required_taskset
+    assert (taskset.order.name, taskset.chat_template_kwargs) == ("sequential", {"enable_thinking": False})
+    assert run.stages[0].trainer.optimizer == "adamw_8bit"
+
+
+def test_processes_of_open_r1(tmp_path: Path) -> None:
+    """Its files have accelerate's number of processes; one GPU of eight is vLLM's."""
+    text = (
+        "num_processes: 7\nnum_generations: 7\nper_device_train_batch_size: 16\ngradient_accumulation_steps: 4\n"
+        "model_name_or_path: ./model\nreward_funcs: [accuracy_reward, get_soft_overlong_punishment, mine]\n"
+        "reward_weights: [1.0, 0.2, 0.5]\nmax_steps: 5\n"
+    )
+    run, found = imported(tmp_path, text)
+    assert run.stages[0].rollout.batch == 64
+    assert "num_processes" not in {*found.lost, *found.unneeded}
+    assert [(each["name"], each["weight"]) for each in found.sections["rewards"]] == [("math", 1.0), ("python", 0.5)]
+    run, found = imported(tmp_path, text, processes=14)
+    assert run.stages[0].rollout.batch == 128
+    assert found.lost["num_processes"] == "7: --processes 14 is used instead"
+    _, found = imported(tmp_path, text.replace("num_processes: 7\nnum_generations: 7", "num_generations: 8"))
+    assert any("processes: 1 is a guess" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [
+        (
+            "num_processes: 7\nnum_generations: 16\nper_device_train_batch_size: 2\n",
+            {},
+            r"per_device_train_batch_size 2 x 7 processes \(num_processes, --processes\) .* 14 is not a multiple of 16",
+        ),
+        (
+            "reward_funcs: [a, b]\nreward_weights: [1]\n",
+            {"source": "trl-grpo"},
+            "reward_weights: 1 weights for 2 rewards",
+        ),
         ("learning_rate: 1e-5\n", {}, "its keys are not those of one framework; say which it is by --from"),
         ("num_generations: 8\nper_device_train_batch_size: 3\n", {}, "3 is not a multiple of 8"),
         ("num_generations: many\n", {}, "num_generations: expected a number, found 'many'"),

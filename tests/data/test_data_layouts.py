@@ -353,12 +353,13 @@ def test_switches_of_rows_and_of_the_taskset(tmp_path: Path) -> None:
         {"prompt": [USER], "chat_template_kwargs": '{"enable_thinking": true}'},
         {"prompt": [USER], "chat_template_kwargs": None},
         {"prompt": [USER]},
+        {"messages": [USER, SKY], "enable_thinking": True},  # verl's
     ]
     alone = [task.metadata.get(SWITCHES) for task in tasks_of(tmp_path, *rows)]
-    assert alone == [{"enable_thinking": False}, {"enable_thinking": True}, None, None]
+    assert alone == [{"enable_thinking": False}, {"enable_thinking": True}, None, None, {"enable_thinking": True}]
     given = {"enable_thinking": 0, "effort": "low"}
     merged = [task.metadata[SWITCHES] for task in tasks_of(tmp_path, *rows, chat_template_kwargs=given)]
-    assert merged == [given | {"enable_thinking": False}, given | {"enable_thinking": True}, given, given]
+    assert merged == [given | {"enable_thinking": False}, given | {"enable_thinking": True}, given, given, merged[1]]
 
 
 @pytest.mark.parametrize(

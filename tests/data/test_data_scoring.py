@@ -179,7 +179,7 @@ def test_show_prints_the_pipeline_and_a_histogram(tmp_path: Path, capsys: pytest
     assert main(["tasks", "show", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
-        "stage repair: 15 tasks of t, 5 left out",
+        "stage repair: 15 tasks of t, 5 left out: 5 deduplicate: duplicate",
         "  taskset t: deduplicate: 15 of 20 tasks kept, 5 dropped (duplicate 5)",
         "  taskset t: difficulty: 15 of 15 tasks kept, 15 changed (rated 15)",
         "difficulty",

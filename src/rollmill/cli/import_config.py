@@ -20,7 +20,9 @@ def command(
     source: Annotated[
         str | None, typer.Option("--from", help=f"{', '.join(SOURCES)}. Default: found by the keys.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="TRL: number of processes of its run.")] = 1,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="TRL: number of processes of its run. Default: num_processes, or 1.")
+    ] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows of the data set, to turn epochs into steps.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the run file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,

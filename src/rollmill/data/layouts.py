@@ -46,6 +46,8 @@ def recognised(row: Row) -> Row:
     found = _with_answer(found)
     if isinstance(found.get("info"), str) and (info := parsed(found["info"])) is not None:
         found = found | {"info": info}
+    if isinstance(thinking := found.get("enable_thinking"), bool):  # a column of verl's conversations
+        found = found | {SWITCHES: {"enable_thinking": thinking} | switches_of(found.get(SWITCHES))}
     return found
 
 

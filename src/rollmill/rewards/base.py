@@ -211,12 +211,13 @@ def _require_schemas(rewards: Sequence[RewardConfig], tasks: Sequence[Task], whe
         column = reward.schema_column if isinstance(reward, FormatReward) else None
         if column is None and not isinstance(reward, ToolCallReward):
             continue
+        known: set[tuple[str, str]] = set()
         for task in tasks:
             if name not in (task.rewards or [name]):
                 continue
             try:
                 if column is None:
-                    check_tools(task)
+                    check_tools(task, known)
                 elif task.metadata.get(column) is not None:
                     build_validator(schema_text(task.metadata[column]))
             except ValueError as error:

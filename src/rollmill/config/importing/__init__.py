@@ -14,12 +14,14 @@ from rollmill.errors import ConfigError
 SOURCES = (*(f"trl-{kind}" for kind in KINDS), "verl", "trinity")
 
 
-def import_file(path: Path, source: str | None = None, *, processes: int = 1, rows: int | None = None) -> ImportedRun:
+def import_file(
+    path: Path, source: str | None = None, *, processes: int | None = None, rows: int | None = None
+) -> ImportedRun:
     """Reads a configuration file of another framework.
 
     Args:
         source: one of SOURCES; None: found by the file's keys.
-        processes: number of processes that TRL trains with.
+        processes: number of processes that TRL trains with; None: as the file says, or 1.
         rows: number of rows of the data set, to turn epochs into steps.
 
     Raises ConfigError if the file is none of these, or one of its values is wrong.

@@ -46,8 +46,9 @@ class ForeignSettings:
         return {key.removeprefix(f"{prefix}."): value for key, value in inside.items()}
 
     def unread(self) -> dict[str, Any]:
-        """The settings that nothing has taken, without nulls."""
-        return {key: value for key, value in self._values.items() if key not in self._read and value is not None}
+        """The settings that nothing has taken, without nulls and empty lists."""
+        empty: tuple[Any, ...] = (None, [], {})
+        return {key: value for key, value in self._values.items() if key not in self._read and value not in empty}
 
     def _resolved(self, value: Any, depth: int) -> Any:
         if not isinstance(value, str):
@@ -93,13 +94,24 @@ class ImportedRun:
             inner = inner.setdefault(section, {})
         inner[last] = value
 
-    def finish(self, settings: ForeignSettings, unneeded: Mapping[str, str] | frozenset[str] | tuple[str, ...]) -> None:
-        """Lists the settings that were not taken: as unneeded if one of these names, or the beginning of one, fits."""
+    def lose(self, values: Mapping[str, Any], prefix: str, why: str = "no counterpart", **harmless: Any) -> None:
+        """Lists values of a section that nothing was made of, apart from nulls and from those in `harmless`."""
+        for key, value in values.items():
+            if value not in (None, [], {}) and (key not in harmless or harmless[key] != value):
+                self.lost.setdefault(f"{prefix}.{key}", f"{why} (its value: {value!r:.60})")
+
+    def finish(self, settings: ForeignSettings, unneeded: tuple[str, ...], prefix: str = "") -> None:
+        """Lists the settings that were not taken: as unneeded if one of these names, or the beginning of one that ends
+        in `*`, fits. `prefix` is put before their names."""
         for key, value in settings.unread().items():
-            if any(key == name or key.startswith(name) for name in unneeded):
-                self.unneeded.append(key)
+            if any(key.startswith(name[:-1]) if name.endswith("*") else _below(key, name) for name in unneeded):
+                self.unneeded.append(prefix + key)
             else:
-                self.lost.setdefault(key, f"no counterpart (its value: {value!r:.60})")
+                self.lost.setdefault(prefix + key, f"no counterpart (its value: {value!r:.60})")
+
+
+def _below(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
 
 
 def hub_or_path(name: Any, revision: Any = None) -> str | None:
@@ -156,6 +168,15 @@ def ratio(of: float, to: float, what: str) -> int:
     if to <= 0 or of % to:
         raise ConfigError(f"{what}: {of:g} is not a multiple of {to:g}, so batches would not be whole")
     return int(of // to)
+
+
+def put_schedule(run: ImportedRun, schedule: str, known: Mapping[str, str], key: str) -> str:
+    """Sets and returns the schedule of the learning rate; one without a counterpart is listed, and constant."""
+    if schedule not in known:
+        run.lost[key] = f"{schedule}: schedules are constant, linear and cosine"
+    found = known.get(schedule, "constant")
+    run.put("trainer.schedule", found)
+    return found
 
 
 def _scalar(text: str) -> Any:

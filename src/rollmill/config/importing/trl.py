@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmill.config.importing.foreign import ForeignSettings, ImportedRun, hub_or_path, number, ratio, whole
+from rollmill.config.importing.foreign import (
+    ForeignSettings,
+    ImportedRun,
+    hub_or_path,
+    number,
+    put_schedule,
+    ratio,
+    whole,
+)
+from rollmill.errors import ConfigError
 
 KINDS = ("grpo", "sft", "dpo")
 _ONLY = {
@@ -30,17 +39,19 @@ _REWARDS: dict[str, dict[str, Any]] = {
     "think_format_reward": {"name": "format", "pattern": r"<think>(?!.*<think>).*?</think>.*", "whole": True},
 }
 _UNNEEDED = (
-    "output_dir", "overwrite_output_dir", "logging", "log_", "disable_tqdm", "num_completions_to_print", "project",
-    "trackio", "push_to_hub", "hub_", "dataloader", "ddp_", "remove_unused_columns", "use_cpu", "torch_compile",
-    "use_liger_kernel", "liger_kernel_config", "ds3_gather_for_generation", "dataset_num_proc", "pad_to_multiple_of",
-    "pad_token", "attn_implementation", "activation_offloading", "padding_free", "do_train", "do_eval",
+    "output_dir", "overwrite_output_dir", "logging*", "log_*", "disable_tqdm", "num_completions_to_print", "project",
+    "trackio*", "push_to_hub*", "hub_*", "dataloader*", "ddp_*", "remove_unused_columns", "use_cpu", "torch_compile*",
+    "use_liger_kernel*", "liger_kernel_config", "ds3_gather_for_generation", "dataset_num_proc", "pad_to_multiple_of",
+    "pad_token*", "attn_implementation", "activation_offloading", "padding_free", "do_train", "do_eval",
     "resume_from_checkpoint", "accelerator_config", "tf32", "skip_memory_metrics", "save_only_model", "save_strategy",
-    "load_best_model_at_end", "gradient_checkpointing_kwargs", "cache_implementation", "vllm_mode",
-    "vllm_model_impl", "vllm_server", "vllm_group_port", "vllm_enable_sleep_mode", "vllm_max_model_length",
+    "load_best_model_at_end", "gradient_checkpointing_kwargs*", "cache_implementation", "vllm_mode",
+    "vllm_model_impl", "vllm_server*", "vllm_group_port", "vllm_enable_sleep_mode", "vllm_max_model_length",
     "per_device_eval_batch_size", "eval_accumulation_steps", "precompute_ref_batch_size", "precompute_ref_log_probs",
     "packing", "packing_strategy", "eval_packing", "auto_find_batch_size", "average_tokens_across_devices", "dtype",
-    "torch_dtype", "ignore_bias_buffers", "shuffle_dataset", "bf16_full_eval", "optim", "env", "data_seed",
-    "use_transformers_paged", "use_transformers_continuous_batching", "torch_empty_cache_steps", "use_cache",
+    "torch_dtype", "ignore_bias_buffers", "bf16_full_eval", "env", "data_seed", "use_transformers_paged",
+    "use_transformers_continuous_batching", "torch_empty_cache_steps", "use_cache", "compute_environment", "debug",
+    "deepspeed_config", "distributed_type", "enable_cpu_affinity", "fsdp_config", "machine_rank",
+    "main_training_function", "num_machines", "rdzv_backend", "same_network", "tpu_*", "deepspeed",
 )  # fmt: skip
 
 
@@ -50,12 +61,13 @@ def kind_of(settings: ForeignSettings) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def import_trl(settings: ForeignSettings, kind: str, *, processes: int, rows: int | None) -> ImportedRun:
+def import_trl(settings: ForeignSettings, kind: str, *, processes: int | None, rows: int | None) -> ImportedRun:
     """Makes a run of a TRL configuration.
 
     Args:
         kind: grpo, sft or dpo.
-        processes: number of processes that TRL would train with; its batches are per device.
+        processes: number of processes that TRL would train with; its batches are per device. None: `num_processes` of
+            the file, as in open-r1's and accelerate's, or 1.
         rows: number of rows of the data set, to turn epochs into steps; None: unknown.
 
     Raises ConfigError if a value is wrong, or batches are not whole.
@@ -64,12 +76,18 @@ def import_trl(settings: ForeignSettings, kind: str, *, processes: int, rows: in
     run.put("name", settings.take("run_name") or kind)
     run.put("seed", whole(settings.take("seed", 42), "seed"))
     _model(run, settings)
-    _data(run, settings)
+    _data(run, settings, kind)
     per_device = whole(settings.take("per_device_train_batch_size", 8), "per_device_train_batch_size")
     accumulated = whole(settings.take("gradient_accumulation_steps", 1), "gradient_accumulation_steps")
+    given = settings.take("num_processes")
+    if given is None and processes is None:
+        run.notes.append("processes: 1 is a guess, and batches of TRL are per process; give --processes N")
+    elif given is not None and processes not in (None, whole(given, "num_processes")):
+        run.lost["num_processes"] = f"{given}: --processes {processes} is used instead"
+    processes = processes or whole(given or 1, "num_processes")
     batch, updates = per_device * accumulated * processes, 1
     if kind == "grpo":
-        batch, updates = _rollouts(run, settings, per_device * processes, accumulated)
+        batch, updates = _rollouts(run, settings, per_device, processes, accumulated)
         _grpo(run, settings)
         _rewards(run, settings)
     else:
@@ -100,7 +118,7 @@ def _model(run: ImportedRun, settings: ForeignSettings) -> None:
             run.lost["lora_dropout"] = f"adapters have no dropout here (TRL's: {dropout})"
 
 
-def _data(run: ImportedRun, settings: ForeignSettings) -> None:
+def _data(run: ImportedRun, settings: ForeignSettings, kind: str) -> None:
     name, config = hub_or_path(settings.take("dataset_name")), settings.take("dataset_config")
     train, test = settings.take("dataset_train_split", "train"), settings.take("dataset_test_split", "test")
     if name is None:
@@ -110,23 +128,39 @@ def _data(run: ImportedRun, settings: ForeignSettings) -> None:
     if name.startswith("hf://"):
         run.put("taskset.split", train)
         run.put("taskset.subset", config)
+    else:
+        run.lose({"dataset_config": config}, name, "a file has no subsets")
+    if kind == "grpo" and not settings.take("shuffle_dataset", True):
+        run.put("taskset.order", "sequential")
+    settings.take("shuffle_dataset")  # the other trainers draw rows at random with and without it
+    if switches := settings.section("chat_template_kwargs"):
+        run.put("taskset.chat_template_kwargs", switches)
     if str(settings.take("eval_strategy", "no")) != "no":
         held_out = {"path": name} | ({"split": test} if name.startswith("hf://") else {})
         held_out |= {"subset": config} if config is not None and name.startswith("hf://") else {}
+        held_out |= {"chat_template_kwargs": switches} if switches else {}
         run.put("evaluation.taskset", held_out)
     if settings.take("dataset_streaming", False):
         run.lost["dataset_streaming"] = "tasks are read into memory when a run starts"
 
 
-def _rollouts(run: ImportedRun, settings: ForeignSettings, per_pass: int, accumulated: int) -> tuple[int, int]:
+def _rollouts(
+    run: ImportedRun, settings: ForeignSettings, per_device: int, processes: int, accumulated: int
+) -> tuple[int, int]:
     """Sets the batch of rollouts. Returns its tasks, and the optimizer steps that learn from it."""
+    per_pass = per_device * processes
+    each = f"per_device_train_batch_size {per_device} x {processes} processes (num_processes, --processes)"
     group = whole(settings.take("num_generations", 8), "num_generations")
     size, per_batch = settings.take("generation_batch_size"), settings.take("steps_per_generation")
     if per_batch is None:
-        per_batch = accumulated if size is None else ratio(number(size, "generation_batch_size"), per_pass, "batch")
+        per_batch = (
+            accumulated
+            if size is None
+            else ratio(number(size, "generation_batch_size"), per_pass, f"generation_batch_size and {each}")
+        )
     per_batch = whole(per_batch, "steps_per_generation")
     completions, iterations = per_pass * per_batch, whole(settings.take("num_iterations", 1), "num_iterations")
-    tasks, updates = ratio(completions, group, "generation batch and num_generations"), 1
+    tasks, updates = ratio(completions, group, f"{each} x steps_per_generation {per_batch} and num_generations"), 1
     if per_batch > accumulated:
         updates = ratio(per_batch, accumulated, "steps_per_generation and gradient_accumulation_steps")
     run.put("rollout.batch", tasks)
@@ -219,14 +253,21 @@ def _rewards(run: ImportedRun, settings: ForeignSettings) -> None:
     names, weights = settings.take("reward_funcs") or [], settings.take("reward_weights") or []
     model = settings.take("reward_model_name_or_path")
     rewards: list[dict[str, Any]] = [] if model is None else [{"name": "model", "path": hub_or_path(model)}]
-    for name in [names] if isinstance(names, str) else names:
+    names = [names] if isinstance(names, str) else names
+    if weights and len(weights) != len(rewards) + len(names):
+        raise ConfigError(f"reward_weights: {len(weights)} weights for {len(rewards) + len(names)} rewards")
+    weights = [number(each, "reward_weights") for each in weights] or [None] * (len(rewards) + len(names))
+    for reward, weight in zip(rewards, weights, strict=False):
+        reward |= {} if weight is None else {"weight": weight}
+    for name, weight in zip(names, weights[len(rewards) :], strict=True):
+        own = {} if weight is None else {"weight": weight}
         short = str(name).rpartition(".")[2]
         if short == "get_soft_overlong_punishment":
             run.notes.append("get_soft_overlong_punishment: set algorithm.overlong_buffer to its number of tokens")
         elif short in _REWARDS:
-            rewards.append(dict(_REWARDS[short]))
+            rewards.append(_REWARDS[short] | own)
         else:
-            rewards.append({"name": "python", "function": f"rewards.py:{short}"})
+            rewards.append({"name": "python", "function": f"rewards.py:{short}", **own})
             run.lost[f"reward_funcs: {name}"] = (
                 f"copy `{short}` into rewards.py, unchanged (it is called for each completion; with the attribute "
                 "`group = True` once for all completions of a task)"
@@ -234,8 +275,6 @@ def _rewards(run: ImportedRun, settings: ForeignSettings) -> None:
     if not rewards:
         rewards.append({"name": "python", "function": "rewards.py:reward"})
         run.notes.append("rewards: the file names none; write rewards.py, or choose built-in ones")
-    for reward, weight in zip(rewards, weights, strict=False):
-        reward["weight"] = number(weight, "reward_weights")
     run.put("rewards", rewards)
 
 
@@ -326,12 +365,15 @@ def _steps(run: ImportedRun, settings: ForeignSettings, batch: int, updates: int
 def _optimizer(run: ImportedRun, settings: ForeignSettings, kind: str) -> None:
     run.put("trainer.lr", number(settings.take("learning_rate", _LEARNING_RATES[kind]), "learning_rate"))
     schedule = str(settings.take("lr_scheduler_type", "linear"))
-    if schedule not in _SCHEDULES:
-        run.lost["lr_scheduler_type"] = f"{schedule}: schedules are constant, linear and cosine"
-    run.put("trainer.schedule", _SCHEDULES.get(schedule, "constant"))
     least = settings.section("lr_scheduler_kwargs")
-    if "min_lr_rate" in least and _SCHEDULES.get(schedule) == "cosine":
-        run.put("trainer.min_lr_ratio", number(least["min_lr_rate"], "lr_scheduler_kwargs.min_lr_rate"))
+    if put_schedule(run, schedule, _SCHEDULES, "lr_scheduler_type") == "cosine" and "min_lr_rate" in least:
+        run.put("trainer.min_lr_ratio", number(least.pop("min_lr_rate"), "lr_scheduler_kwargs.min_lr_rate"))
+    run.lose(least, "lr_scheduler_kwargs")
+    optimizer = str(settings.take("optim", "adamw_torch"))
+    if optimizer in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"):
+        run.put("trainer.optimizer", "adamw_8bit")
+    elif not optimizer.startswith(("adamw", "paged_adamw")):
+        run.lost["optim"] = f"{optimizer}: the optimizer is AdamW, with moments in 32 or 8 bits"
     first, second = settings.take("adam_beta1", 0.9), settings.take("adam_beta2", 0.999)
     run.put("trainer.betas", [number(first, "adam_beta1"), number(second, "adam_beta2")])
     run.put("trainer.eps", number(settings.take("adam_epsilon", 1e-8), "adam_epsilon"))

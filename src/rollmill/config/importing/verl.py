@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmill.config.importing.foreign import ForeignSettings, ImportedRun, hub_or_path, number, put_steps, ratio, whole
+from rollmill.config.importing.foreign import (
+    ForeignSettings,
+    ImportedRun,
+    hub_or_path,
+    number,
+    put_schedule,
+    put_steps,
+    ratio,
+    whole,
+)
 
 _ESTIMATORS = {
     "gae": "ppo",
@@ -36,31 +45,41 @@ _AGGREGATIONS = {
 }
 _PENALTIES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _SCHEDULES = {"constant": "constant", "cosine": "cosine"}
+_CLIPPED = ("gspo", "geo_mean", "cispo")
+"""Losses whose bounds are those of the policy loss."""
+_CRITIC = {
+    "betas": [0.9, 0.999],
+    "weight_decay": 0.01,
+    "lr_warmup_steps": -1,
+    "lr_warmup_steps_ratio": 0.0,
+    "lr_scheduler_type": "constant",
+    "warmup_style": "constant",
+}
+"""Settings of the critic's optimizer, with verl's defaults."""
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _UNNEEDED = (
     "ray_kwargs", "ray_init", "global_profiler", "transfer_queue", "trainer.logger", "trainer.project_name",
-    "trainer.default_", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.balance_batch", "trainer.device",
-    "trainer.ray_wait", "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.resume_",
-    "trainer.validation_data_dir", "trainer.max_actor_ckpt", "trainer.max_critic_ckpt", "trainer.del_local",
-    "trainer.use_legacy_worker_impl", "trainer.critic_warmup", "actor_rollout_ref.nccl_timeout",
-    "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.ref", f"{_A}.strategy", f"{_A}.fsdp_config", f"{_A}.megatron",
-    f"{_A}.ulysses", f"{_A}.use_torch_compile", f"{_A}.checkpoint", f"{_A}.profiler", f"{_A}.use_remove_padding",
-    f"{_A}.shuffle", f"{_A}.data_loader_seed", f"{_A}.use_fused_kernels", f"{_A}.ppo_micro_batch_size",
-    f"{_A}.use_dynamic_bsz", f"{_A}.ppo_infer", f"{_A}.entropy_checkpointing", f"{_A}.entropy_from_logits",
-    f"{_R}.tensor_model_parallel_size", f"{_R}.gpu_memory_utilization", f"{_R}.enforce_eager", f"{_R}.log_prob",
-    f"{_R}.free_cache_engine", f"{_R}.load_format", f"{_R}.dtype", f"{_R}.engine_kwargs", f"{_R}.layered_summon",
-    f"{_R}.max_num_batched_tokens", f"{_R}.enable_chunked_prefill", f"{_R}.disable_log_stats", f"{_R}.ignore_eos",
-    f"{_R}.max_model_len", f"{_R}.update_weights", f"{_R}.calculate_log_probs", f"{_R}.mode", f"{_R}.profiler",
-    f"{_R}.prompt_length", f"{_R}.response_length", f"{_R}.enable_prefix_caching", f"{_R}.data_parallel_size",
-    f"{_R}.pipeline_model_parallel_size", f"{_R}.expert_parallel_size", f"{_R}.trace", f"{_R}.skip",
+    "trainer.default_*", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.balance_batch", "trainer.device",
+    "trainer.ray_wait*", "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.resume_*",
+    "trainer.validation_data_dir", "trainer.max_actor_ckpt*", "trainer.max_critic_ckpt*", "trainer.del_local*",
+    "trainer.use_legacy_worker_impl", "actor_rollout_ref.nccl_timeout*", "actor_rollout_ref.hybrid_engine",
+    "actor_rollout_ref.ref", f"{_A}.strategy", f"{_A}.fsdp_config", f"{_A}.megatron*", f"{_A}.ulysses*",
+    f"{_A}.use_torch_compile", f"{_A}.checkpoint", f"{_A}.profiler", f"{_A}.use_remove_padding", f"{_A}.shuffle",
+    f"{_A}.data_loader_seed", f"{_A}.use_fused_kernels", f"{_A}.ppo_micro_batch_size*", f"{_A}.use_dynamic_bsz",
+    f"{_A}.ppo_infer*", f"{_A}.entropy_checkpointing", f"{_A}.entropy_from_logits*",
+    f"{_R}.tensor_model_parallel_size", f"{_R}.gpu_memory_utilization", f"{_R}.enforce_eager", f"{_R}.log_prob*",
+    f"{_R}.free_cache_engine", f"{_R}.load_format", f"{_R}.dtype", f"{_R}.layered_summon*",
+    f"{_R}.max_num_batched_tokens", f"{_R}.enable_chunked_prefill", f"{_R}.disable_log_stats*", f"{_R}.max_model_len",
+    f"{_R}.update_weights*", f"{_R}.calculate_log_probs", f"{_R}.mode", f"{_R}.profiler", f"{_R}.prompt_length",
+    f"{_R}.response_length", f"{_R}.enable_prefix_caching", f"{_R}.data_parallel_size",
+    f"{_R}.pipeline_model_parallel_size*", f"{_R}.expert_parallel_size", f"{_R}.trace*", f"{_R}.skip*",
     "actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.model.use_shm", "critic.strategy",
     "actor_rollout_ref.model.external_lib", "actor_rollout_ref.model.use_fused_kernels",
-    "actor_rollout_ref.model.fused_kernel_options", "actor_rollout_ref.model.override_config",
-    "critic.model", "critic.ppo_micro", "critic.forward", "critic.use_dynamic", "critic.ppo_max", "critic.fsdp",
-    "critic.checkpoint", "critic.profiler", "critic.ulysses", "critic.megatron", "data.return_", "data.filter_overlong",
-    "data.dataloader_num_workers", "data.image_key", "data.video_key", "data.tokenizer", "data.use_shm", "data.cache",
-    "data.val_batch_size", "data.filter_overlong_prompts_workers", "data.shuffle", "data.reward_fn_key",
-    "data.max_prompt_length", "data.validation_shuffle", "_target_",
+    "actor_rollout_ref.model.fused_kernel_options", "critic.ppo_micro*", "critic.forward*", "critic.use_dynamic*",
+    "critic.ppo_max*", "critic.fsdp*", "critic.checkpoint", "critic.profiler", "critic.ulysses*", "critic.megatron*",
+    "data.return_*", "data.filter_overlong*", "data.dataloader_num_workers*", "data.video_key", "data.use_shm*",
+    "data.cache*", "data.val_batch_size", "data.filter_overlong_prompts_workers", "data.reward_fn_key",
+    "data.validation_shuffle", "_target_", "data.tokenizer",
 )  # fmt: skip
 
 
@@ -101,10 +120,15 @@ def _model(run: ImportedRun, settings: ForeignSettings) -> None:
 
 def _data(run: ImportedRun, settings: ForeignSettings) -> None:
     train, held_out = settings.take("data.train_files"), settings.take("data.val_files")
-    column = settings.take("data.prompt_key", "prompt")
+    fields: dict[str, str] = {}
+    for key, ours, usual in (("prompt_key", "prompt", "prompt"), ("image_key", "images", "images")):
+        column = settings.take(f"data.{key}", usual)
+        fields |= {} if column == usual else {ours: column}
+    switches = settings.section("data.apply_chat_template_kwargs")
+    common = ({"fields": fields} if fields else {}) | ({"chat_template_kwargs": switches} if switches else {})
     for section, files in (("taskset", train), ("evaluation.taskset", held_out)):
         listed = files if isinstance(files, list) else [] if files is None else [files]
-        sets = [{"path": str(each)} | ({"fields": {"prompt": column}} if column != "prompt" else {}) for each in listed]
+        sets = [{"path": str(each), **common} for each in listed]
         if len(sets) > 1:
             run.put(section, {"mix": [{"name": f"set{n}", **each} for n, each in enumerate(sets)]})
         elif sets:
@@ -112,6 +136,18 @@ def _data(run: ImportedRun, settings: ForeignSettings) -> None:
     if train is None:
         run.notes.append("taskset.path: the file names no training files; give one")
         run.put("taskset.path", "data/train.parquet")
+    if not settings.take("data.shuffle", True):
+        entries = run.sections["taskset"].get("mix", [run.sections["taskset"]])
+        for entry in entries:
+            entry["order"] = "sequential"
+        if len(entries) > 1:
+            run.notes.append("data.shuffle false: each file keeps its order, and the files take turns by weight")
+    longest = settings.take("data.max_prompt_length")
+    if longest is not None:
+        run.notes.append(
+            f"data.max_prompt_length {longest}: prompts may have as many tokens as the model's context leaves; drop "
+            "longer ones by a filter in taskset.pipeline"
+        )
 
 
 def _rollout(run: ImportedRun, settings: ForeignSettings) -> int:
@@ -128,7 +164,12 @@ def _rollout(run: ImportedRun, settings: ForeignSettings) -> int:
     top = settings.take(f"{_R}.top_k", -1)
     run.put("rollout.top_k", top if whole(top, "top_k") > 0 else None)
     run.put("rollout.max_sequences", settings.take(f"{_R}.max_num_seqs"))
-    settings.take(f"{_R}.do_sample")
+    if settings.take(f"{_R}.ignore_eos", False):
+        run.lost[f"{_R}.ignore_eos"] = "a completion ends with the end token"
+    engine = settings.section(f"{_R}.engine_kwargs")
+    run.lose({key: value for key, value in engine.items() if value is not False}, f"{_R}.engine_kwargs")
+    if settings.take(f"{_R}.do_sample", True) is False:
+        run.lost[f"{_R}.do_sample"] = "rollouts are sampled; a group of greedy ones has no differences to learn from"
     if settings.take(f"{_R}.name") == "vllm":
         run.put("engine", "vllm")
     elif settings.take(f"{_R}.name") is not None:
@@ -138,15 +179,24 @@ def _rollout(run: ImportedRun, settings: ForeignSettings) -> int:
         top = values.pop("top_k", None)
         sampling = {key: values[key] for key in ("temperature", "top_p") if values.get(key) is not None}
         sampling |= {"top_k": top} if isinstance(top, int) and top > 0 else {}
-        greedy = sampling.get("temperature") == 0 or values.get("do_sample") is False
+        greedy = values.get("temperature", 0) == 0 or values.get("do_sample") is False
         run.put("evaluation.sampling", None if greedy else sampling or None)
         run.put("evaluation.samples", 0 if greedy else values.get("n"))
+        rest = {key: each for key, each in values.items() if key not in ("temperature", "top_p", "do_sample", "n")}
+        run.lose(rest, f"{_R}.val_kwargs")
     if settings.take(f"{_R}.multi_turn.enable", False):
         run.lost[f"{_R}.multi_turn"] = (
             "a workflow rolls out several turns, with the section tools: docs/guide/workflows.md"
         )
     settings.section(f"{_R}.multi_turn")
-    settings.section(f"{_R}.agent")
+    agent = settings.section(f"{_R}.agent")
+    agent.pop("num_workers", None)
+    run.lose(
+        agent,
+        f"{_R}.agent",
+        "a workflow is a function here; docs/guide/workflows.md",
+        default_agent_loop="single_turn_agent",
+    )
     return tasks
 
 
@@ -159,12 +209,13 @@ def _algorithm(run: ImportedRun, settings: ForeignSettings) -> None:
     normalised = settings.take("algorithm.norm_adv_by_std_in_grpo", True)
     if name == "grpo":
         run.put("algorithm.advantage", {"name": "grpo", "scale": "group" if normalised else "none"})
+    warmup = settings.take("trainer.critic_warmup") or None
     gamma, lam = settings.take("algorithm.gamma", 1.0), settings.take("algorithm.lam", 1.0)
     if name == "ppo":
         run.put("algorithm.advantage", {"name": "gae", "gamma": gamma, "lam": lam, "critic_lam": lam})
         run.put("algorithm.critic.lr", settings.take("critic.optim.lr"))
         run.put("algorithm.critic.value_clip", settings.take("critic.cliprange_value"))
-        run.put("algorithm.critic.warmup_steps", settings.take("trainer.critic_warmup") or None)
+        run.put("algorithm.critic.warmup_steps", warmup)
     mode = str(settings.take(f"{_A}.policy_loss.loss_mode", "vanilla"))
     both = settings.take(f"{_A}.clip_ratio", 0.2)
     low, high = settings.take(f"{_A}.clip_ratio_low", both), settings.take(f"{_A}.clip_ratio_high", both)
@@ -174,19 +225,32 @@ def _algorithm(run: ImportedRun, settings: ForeignSettings) -> None:
         run.put("algorithm.loss", loss)
     elif mode in _LOSSES:
         run.put(
-            "algorithm.loss", {"name": _LOSSES[mode]} | ({"clip_low": low, "clip_high": high} if mode == "gspo" else {})
+            "algorithm.loss",
+            {"name": _LOSSES[mode]} | ({"clip_low": low, "clip_high": high} if mode in _CLIPPED else {}),
         )
         if mode in ("clip_cov", "kl_cov"):
             run.sections["algorithm"].pop("loss")
             run.put("algorithm.name", mode)
     else:
         run.lost[f"{_A}.policy_loss.loss_mode"] = f"{mode}: see `rollmill algorithms`"
+    if mode not in ("vanilla", *_CLIPPED) and (low, high) != (0.2, 0.2):
+        run.lost[f"{_A}.clip_ratio"] = (
+            f"loss_mode {mode} has other bounds: rollmill explain {run.sections['algorithm']['name']}"
+        )
+    for key, value in (("gamma", gamma), ("lam", lam)):
+        if name != "ppo" and value != 1:
+            run.lost[f"algorithm.{key}"] = f"only `gae` discounts (its value: {value})"
+    if name not in ("ppo", "grpo") and not normalised:
+        run.lost["algorithm.norm_adv_by_std_in_grpo"] = f"see the advantage of {name}: rollmill explain {name}"
     run.put("algorithm.aggregation", _AGGREGATIONS.get(str(settings.take(f"{_A}.loss_agg_mode", "token-mean"))))
     run.put("algorithm.entropy", settings.take(f"{_A}.entropy_coeff", 0) or None)
     _penalty(run, settings)
     if settings.take("algorithm.filter_groups.enable", False):
         run.put("algorithm.drop_uniform_groups", True)
         run.notes.append("algorithm.filter_groups: equal groups leave the loss; a filter in `pipeline` replaces them")
+        filtered = settings.section("algorithm.filter_groups")
+        filtered.pop("enable", None)
+        run.lose(filtered, "algorithm.filter_groups", metric="acc")
     settings.section("algorithm.filter_groups")
 
 
@@ -195,16 +259,23 @@ def _penalty(run: ImportedRun, settings: ForeignSettings) -> None:
     reward, estimator = settings.section("algorithm.kl_ctrl"), settings.take("algorithm.kl_penalty", "kl")
     if settings.take(f"{_A}.use_kl_loss", False):
         found = _PENALTIES.get(str(kind).removesuffix("+"), "k3")
-        run.put("algorithm.kl", {"coefficient": weight, "estimator": found})
+        if str(kind).removesuffix("+") not in _PENALTIES:
+            run.lost[f"{_A}.kl_loss_type"] = f"{kind}: estimators are k1, k2, k3, abs and unbiased"
+        run.put("algorithm.kl", {"coefficient": weight, "estimator": found, "where": "loss"})
         if str(kind).endswith("+"):
             run.notes.append(f"kl_loss_type {kind}: the estimator {found} has its own gradient; k2's is that of the KL")
     elif settings.take("algorithm.use_kl_in_reward", False):
         found = _PENALTIES.get(str(estimator), "k1")
+        if str(estimator) not in _PENALTIES:
+            run.lost["algorithm.kl_penalty"] = f"{estimator}: estimators are k1, k2, k3, abs and unbiased"
         penalty = {"coefficient": reward.get("kl_coef", 0.001), "estimator": found, "where": "reward"}
         if reward.get("type") == "adaptive":
             penalty |= {"target": reward.get("target_kl", 0.1), "horizon": reward.get("horizon", 10000)}
         run.put("algorithm.kl", penalty)
-    settings.take("algorithm.use_kl_in_reward")
+    elif run.sections["algorithm"]["name"] == "reinforce_plus_plus":
+        run.put("algorithm.kl", 0.0)
+    if settings.take(f"{_A}.use_kl_loss", False) and settings.take("algorithm.use_kl_in_reward", False):
+        run.lost["algorithm.use_kl_in_reward"] = "the penalty is in the loss already, and there is one"
 
 
 def _rewards(run: ImportedRun, settings: ForeignSettings) -> None:
@@ -213,12 +284,18 @@ def _rewards(run: ImportedRun, settings: ForeignSettings) -> None:
         settings.take("custom_reward_function.name", "compute_score"),
     )
     options = settings.section("custom_reward_function.reward_kwargs")
+    run.lose(options if own is None else {}, "custom_reward_function.reward_kwargs")
     settings.section("custom_reward_function")
     overlong = settings.section("reward_model.reward_kwargs.overlong_buffer_cfg") or settings.section(
         "reward_model.overlong_buffer"
     )
-    manager = settings.take("reward_model.reward_manager", "naive")
-    settings.section("reward_model.sandbox_fusion")
+    manager = settings.take("reward_model.reward_manager", settings.take("reward_manager.name", "naive"))
+    sandbox = settings.section("reward_model.sandbox_fusion")
+    if sandbox.get("url") is not None:
+        run.lost["reward_model.sandbox_fusion"] = "code runs in a sandbox of this machine: docs/guide/sandbox.md"
+    rest = settings.section("reward_model.reward_kwargs")
+    rest = {key: value for key, value in rest.items() if not key.startswith("overlong_buffer_cfg.")}
+    run.lose(rest, "reward_model.reward_kwargs")
     if overlong.get("enable"):
         run.put("algorithm.overlong_buffer", overlong.get("len"))
         if overlong.get("penalty_factor", 1.0) != 1.0:
@@ -245,14 +322,20 @@ def _optimizer(run: ImportedRun, settings: ForeignSettings) -> None:
     betas = settings.take(f"{optim}.betas", [0.9, 0.999])
     run.put("trainer.betas", [number(each, f"{optim}.betas") for each in betas])
     schedule = str(settings.take(f"{optim}.lr_scheduler_type", settings.take(f"{optim}.warmup_style", "constant")))
-    run.put("trainer.schedule", _SCHEDULES.get(schedule, "constant"))
+    put_schedule(run, schedule, _SCHEDULES, f"{optim}.lr_scheduler_type")
     least = settings.take(f"{optim}.min_lr_ratio")
     run.put("trainer.min_lr_ratio", least if schedule == "cosine" else None)
     tokens = settings.take(f"{_A}.ppo_max_token_len_per_gpu")
     if settings.take(f"{_A}.use_dynamic_bsz", False):
         run.put("trainer.micro_batch_tokens", tokens)
-    settings.take("critic.optim.lr")
-    settings.section("critic.optim")
+    critic = settings.section("critic.optim")
+    path = settings.take("critic.model.path")
+    settings.section("critic.model")
+    if run.sections["algorithm"]["name"] == "ppo":
+        own = {key: value for key, value in critic.items() if key in _CRITIC and value != _CRITIC[key]}
+        run.lose(own, "critic.optim", "the critic has the policy's optimizer, but for its lr")
+        if path is not None and hub_or_path(path) != run.sections["model"].get("path"):
+            run.lost["critic.model.path"] = f"the critic starts from the policy's weights (its value: {path})"
 
 
 def _steps(run: ImportedRun, settings: ForeignSettings, batch: int, rows: int | None) -> None:

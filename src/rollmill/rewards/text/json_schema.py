@@ -48,7 +48,7 @@ def _checked(schema_text: str, text: str) -> str:
         return "0"
 
 
-@lru_cache(256)
+@lru_cache(2048)
 def build_validator(schema_text: str) -> Any:
     """Build the validator of a schema (given as JSON). Raises ValueError, or ModuleNotFoundError."""
     from jsonschema import Draft202012Validator, SchemaError

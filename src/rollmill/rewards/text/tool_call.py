@@ -91,17 +91,25 @@ def _outcome(found: list[ToolCall | None], known: list[ToolCall], valid: list[To
     return "bad_arguments" if len(valid) < len(known) else OK
 
 
-def check_tools(task: Task) -> None:
-    """Raise ValueError if the reward cannot score a task because of its columns `tools` and `tool_calls`."""
+def check_tools(task: Task, known: set[tuple[str, str]]) -> None:
+    """Raise ValueError if the reward cannot score a task because of its columns `tools` and `tool_calls`.
+
+    Args:
+        known: schemas, and schemas with arguments, that are right; those of this task are added. Building the
+            validator of a schema takes milliseconds, and tasks share their tools.
+    """
     column = _tools_column(task)
     if column is None:
         return
     tools = read_tool_schemas(column)
-    for schema in tools.values():
-        build_validator(schema)
     wanted = _wanted(task.metadata.get("tool_calls"), tools) or []
-    if set(validate_texts([(tools[call.name], json.dumps(call.arguments)) for call in wanted])) - {"1"}:
+    for schema in tools.values():
+        if (schema, "") not in known:
+            build_validator(schema)
+    calls = {(tools[call.name], json.dumps(call.arguments)) for call in wanted} - known
+    if set(validate_texts(list(calls))) - {"1"}:
         raise ValueError(_REJECTED)
+    known |= calls | {(schema, "") for schema in tools.values()}
 
 
 def _tools_column(task: Task) -> Any:
