@@ -14,6 +14,7 @@ from toys import toy_tokenizer
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.picture_turns import join_turns, turns_of
+from rollmill.data.renderer.call_formats import tool_result_message
 from rollmill.engines.native.engine import NativeEngine
 from rollmill.errors import EngineError, WorkflowError
 from rollmill.models.hf_forward import hf_logprobs
@@ -22,12 +23,11 @@ from rollmill.rewards.function_threads import FunctionThreads
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.policy import Policy
 from rollmill.rollout.recorder import Recorder
-from rollmill.rollout.tools.formats import ToolCall, tool_result_message
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.toolbox import Tool, Toolbox
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
-from rollmill.types import Experience, Task
+from rollmill.types import Experience, Task, ToolCall
 
 CPU = torch.device("cpu")
 QUICK = {"qwen2_vl", "idefics3"}

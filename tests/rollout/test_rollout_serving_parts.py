@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import toy_tokenizer
 
+from rollmill.data.renderer import Renderer
+from rollmill.data.renderer.call_formats import render_tool_calls
 from rollmill.files import parse_strict_json
-from rollmill.rollout.chat import ChatTemplate
 from rollmill.rollout.endpoint.handler import TextStream
 from rollmill.rollout.endpoint.messages import assistant_message, normalize_messages
 from rollmill.rollout.endpoint.protocol import ChatMessageParam
-from rollmill.rollout.tools.formats import ToolCall, render_tool_calls, split_tool_calls
+from rollmill.types import ToolCall
 
 TOKENIZER = toy_tokenizer()
 PIECES = st.sampled_from(["one", " two", "ST", "STOP", "é", "<tool", "_call>", "```", "\n", "{", "世界", " "])
@@ -88,7 +89,7 @@ def test_results_follow_their_calls_through_other_ids() -> None:
 def test_tools_are_described_where_the_template_knows_of_none(system: bool) -> None:
     tool = {"type": "function", "function": {"name": "add"}}
     start = [{"role": "system", "content": "be kind"}] if system else []
-    messages, left = ChatTemplate(TOKENIZER).fitted([*start, {"role": "user", "content": "hi"}], [tool], "auto")
+    messages, left = Renderer(TOKENIZER).fitted([*start, {"role": "user", "content": "hi"}], [tool], "auto")
     assert left is None
     assert [each["role"] for each in messages] == ["system", "user"]
     assert json.dumps(tool) in messages[0]["content"]
@@ -96,5 +97,5 @@ def test_tools_are_described_where_the_template_knows_of_none(system: bool) -> N
 
 
 def test_calls_survive_being_written() -> None:
-    _, calls = split_tool_calls('<tool_call>\n{"name": "f", "arguments": {"a": "<x>"}}\n</tool_call>')
+    calls = parse_tool_calls('<tool_call>\n{"name": "f", "arguments": {"a": "<x>"}}\n</tool_call>').tool_calls
     assert parse_strict_json(render_tool_calls(calls).split("\n")[1])["arguments"] == {"a": "<x>"}

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.rollout.tools.formats import (
+from rollmill.data.renderer.call_formats import (
     TOOL_CALL_END,
     TOOL_CALL_START,
-    ToolCall,
     describe_tools,
     parse_tool_calls,
     render_tool_calls,
-    split_tool_calls,
 )
+from rollmill.types import ParsedReply, ToolCall
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     [TOOL_CALL_START, TOOL_CALL_END, "</think>", "```", "```json\n", '"', "\\", "{", "name"]
@@ -43,9 +42,10 @@ def made(calls: list[ToolCall]) -> list[tuple[str, dict[str, Any]]]:
 
 @given(CALLS, st.sampled_from(["auto", "hermes", "json"]))
 def test_calls_that_are_written_are_read_back(calls: list[ToolCall], format: Any) -> None:
-    content, found = split_tool_calls(render_tool_calls(calls, format), format)
+    reply = parse_tool_calls(ParsedReply(render_tool_calls(calls, format)), format)
+    found = reply.tool_calls
     assert made(found) == made(calls)
-    assert content == ""
+    assert reply.content == ""
     assert len({call.id for call in found}) == len(found)
     assert all(len(call.id) == 9 and call.id.isalnum() for call in found)
 
@@ -116,9 +116,9 @@ def test_calls_beside_malformed_ones_are_calls() -> None:
 
 def test_ids_depend_on_text_and_salt() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
-    ids = [call.id for salt in ("1", "2") for call in split_tool_calls(text, salt=salt)[1]]
+    ids = [call.id for salt in ("1", "2") for call in parse_tool_calls(text, salt=salt).tool_calls]
     assert len(set(ids)) == 4
-    assert ids[:2] == [call.id for call in split_tool_calls(text, salt="1")[1]]
+    assert ids[:2] == [call.id for call in parse_tool_calls(text, salt="1").tool_calls]
 
 
 def test_tools_are_described_in_the_format_that_is_asked_for() -> None:

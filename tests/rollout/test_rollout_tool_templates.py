@@ -12,12 +12,12 @@ import pytest
 from toys import toy_tokenizer
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.data.renderer.call_formats import render_tool_calls, tool_result_message
 from rollmill.engines.base import GenerationRequest
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.policy import Policy
 from rollmill.rollout.recorder import Recorder
-from rollmill.rollout.tools.formats import ToolCall, render_tool_calls, tool_result_message
-from rollmill.types import Completion, StopReason
+from rollmill.types import Completion, StopReason, ToolCall
 
 NAMES = [
     "qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3", "llama3_1", "llama3_2", "gemma", "gemma3", "phi3",
@@ -79,6 +79,8 @@ def policy_saying(chat: ChatRenderer, *texts: str) -> tuple[Policy, Recorder]:
 def test_tools_are_shown_and_results_come_back_without_forking(name: str) -> None:
     chat = chat_format(name)
     written = 'Let me see.\n<tool_call>\n{"name":  "calculator", "arguments": {"expression": "17*23"}}\n</tool_call>'
+    if name in ("llama3_1", "llama3_2"):  # their own format
+        written = '{"name": "calculator", "parameters":  {"expression": "17*23"}}'
     policy, recorder = policy_saying(chat, written, "It is 391.")
 
     async def solve() -> None:
@@ -86,7 +88,7 @@ def test_tools_are_shown_and_results_come_back_without_forking(name: str) -> Non
         first = await policy.chat(messages, tools=TOOLS)
         [call] = first.tool_calls
         assert (call.name, call.arguments) == ("calculator", {"expression": "17*23"})
-        assert first.message["content"] == "Let me see."
+        assert first.message["content"] == ("Let me see." if written.startswith("Let") else None)
         messages += [first.message, tool_result_message(call, "result 391")]
         assert (await policy.chat(messages, tools=TOOLS)).tool_calls == []
 
@@ -106,13 +108,13 @@ def test_calls_of_a_history_that_the_policy_did_not_write_are_shown(name: str) -
     chat = chat_format(name)
     question = {"role": "user", "content": "What is 17*23?"}
     said = {"role": "assistant", "content": None, "tool_calls": [CALL.message()]}
-    text = chat.render([question, said, tool_result_message(CALL, "result 391")], TOOLS)
+    text = chat.prompt([question, said, tool_result_message(CALL, "result 391")], tools=TOOLS).text
     assert "17*23" in text.split("What is 17*23?")[1]
     assert "result 391" in text
 
 
 def test_what_a_template_knows_is_found_out() -> None:
-    known = {name: chat_format(name)._template for name in ("qwen2_5", "gemma", "llama3")}
+    known = {name: chat_format(name).renderer().template for name in ("qwen2_5", "gemma", "llama3")}
     assert (known["qwen2_5"].supports_tools, known["gemma"].supports_tools, known["llama3"].supports_tools) == (1, 0, 0)
     assert (known["qwen2_5"].supports_tool_results, known["gemma"].supports_tool_results) == (True, False)
     assert (known["qwen2_5"].supports_system, known["gemma"].supports_system) == (True, False)
@@ -123,7 +125,7 @@ def test_results_within_a_user_s_turn_are_joined() -> None:
     said = {"role": "assistant", "content": render_tool_calls([CALL, CALL])}
     asked = {"role": "user", "content": "Go on."}
     results = [tool_result_message(CALL, "391"), tool_result_message(CALL, "392")]
-    text = chat.render([{"role": "user", "content": "What?"}, said, *results, asked], TOOLS)
+    text = chat.prompt([{"role": "user", "content": "What?"}, said, *results, asked], tools=TOOLS).text
     joined = "<tool_response>\n391\n</tool_response>\n<tool_response>\n392\n</tool_response>\nGo on."
     assert joined in text
     assert text.count("<start_of_turn>user") == 2

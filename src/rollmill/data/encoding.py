@@ -9,7 +9,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollmill.data.images import ImageRef, image_refs_of, read_image
-from rollmill.data.layouts import REJECTED_MESSAGE, RESPONSE_MESSAGE, RESPONSE_MESSAGES, SWITCHES, TOOLS
+from rollmill.data.layouts import (
+    REJECTED_MESSAGE,
+    RESPONSE_MESSAGE,
+    RESPONSE_MESSAGES,
+    SWITCHES,
+    TOOLS,
+    text_of_message,
+)
 from rollmill.data.picture_turns import refer_to
 from rollmill.data.renderer import ChatMessage, Renderer, renderer_of
 from rollmill.data.renderer.tokens import encode_pieces, encode_start
@@ -175,10 +182,12 @@ def encode_demonstration(
         response += [eos_id] if response[-1:] != [eos_id] else []
         return [*prompt, *response], [*[False] * len(prompt), *[True] * len(response)]
     own: list[ChatMessage] = [{"role": "assistant", "content": solution}]
-    if rejected and REJECTED_MESSAGE in task.metadata:
-        own = [task.metadata[REJECTED_MESSAGE]]
-    elif not rejected:
-        own = task.metadata.get(RESPONSE_MESSAGES) or [task.metadata.get(RESPONSE_MESSAGE, own[0])]
+    whole = task.metadata.get(REJECTED_MESSAGE if rejected else RESPONSE_MESSAGE)
+    if whole is not None and text_of_message(whole) == solution:  # an operator may have changed the text
+        own = [whole]
+    several = None if rejected else task.metadata.get(RESPONSE_MESSAGES)
+    if several and text_of_message(several[-1]) == solution:
+        own = several
     first = 0 if learn == "all" else len(task.prompt)
     with _named(task):
         messages = [*_messages(task, tokenizer), *own]

@@ -16,12 +16,13 @@ import torch
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.rewards.judges import JudgeReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
+from rollmill.data.renderer import ChatMessage
 from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import ConfigError, ModelError, WorkflowError
 from rollmill.models.load import PolicyModel as Model
 from rollmill.rewards.judges.chat import LENGTH, ChatSamplingParams, NoReplyError
-from rollmill.rollout.chat import ChatMessage, ChatRenderer
+from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.past_policies import PastPolicies
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.workflow import ResourceFactory, Rollout

@@ -14,15 +14,17 @@ from rollmill.config.workflows import RoleConfig
 from rollmill.data.content_parts import join_contents
 from rollmill.data.images import PictureFolder
 from rollmill.data.picture_turns import PictureTurn, refer_to_pictures
+from rollmill.data.renderer import ChatMessage, Switches
+from rollmill.data.renderer.call_formats import ToolFormat
+from rollmill.data.renderer.tokens import encode_start
 from rollmill.engines.base import GenerationRequest, RolloutEngine
 from rollmill.errors import EngineError, WorkflowError
-from rollmill.rollout.chat import ChatMessage, ChatPrompt, ChatRenderer, RecordedReply
+from rollmill.rollout.chat import ChatPrompt, ChatRenderer, RecordedReply
 from rollmill.rollout.environments.base import Observation, has_pictures, observation_text
 from rollmill.rollout.recorder import Recorder
-from rollmill.rollout.tools.formats import ToolFormat, parse_tool_calls
 from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import GENERATE, Trace
-from rollmill.types import Completion, ParsedReply, StopReason, Task, ToolCall
+from rollmill.types import Completion, StopReason, Task, ToolCall, opens_reasoning, split_reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Policy:
         roles: those that `role` may name; empty: any.
         in_role: name of the role whose calls these are, see `role`.
         copied_at: step of the stage after which this copy of the policy was taken (`policy: past`); None: no copy.
+        switches: variables of the chat template for all chats (`chat_template_kwargs`).
     """
 
     def __init__(
@@ -86,8 +89,9 @@ class Policy:
         roles: Mapping[str, RoleConfig] | None = None,
         in_role: str | None = None,
         copied_at: int | None = None,
+        switches: Switches | None = None,
     ) -> None:
-        self.copied_at = copied_at
+        self.copied_at, self._switches = copied_at, dict(switches or {})
         self.sampling, self.name, self.seed, self.tokenizer = sampling, name, seed, chat.tokenizer
         self._engine, self._chat = engine, chat
         self._recorder, self._trace, self._index = recorder, trace, index
@@ -131,6 +135,7 @@ class Policy:
                 roles=self._declared,
                 in_role=name,
                 copied_at=self.copied_at,
+                switches=self._switches,
             )
         return self._roles[name]
 
@@ -145,6 +150,7 @@ class Policy:
         *,
         tools: Any = None,
         tool_format: ToolFormat | None = None,
+        chat_template_kwargs: Switches | None = None,
         learn: bool = True,
         **sampling: Any,
     ) -> Reply:
@@ -158,7 +164,10 @@ class Policy:
                 lists of parts: `{"type": "image", "image": ...}` is the path of a file, an image of Pillow, or pixels
                 (uint8 [H, W, 3]); `{"type": "video", "video": [...]}` is a list of them.
             tools: their descriptions in OpenAI's format. Templates without tools get them in the system message.
-            tool_format: format of calls: auto, hermes or json. Calls are parsed if this or tools is given.
+            tool_format: format of calls: auto (the model's own), hermes or json. Calls are parsed if this or tools is
+                given.
+            chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}`, beside those of
+                the task.
             learn: False leaves the reply out of the loss.
             sampling: keys of the section `rollout` that differ for this call: temperature, max_new_tokens, stop ...
 
@@ -166,7 +175,10 @@ class Policy:
             EngineError: there is no chat template, it refuses the messages, or the prompt does not fit; a part is not
                 known, or a picture cannot be read, or the model does not see.
         """
-        [reply] = await self.chat_n(messages, 1, tools=tools, tool_format=tool_format, learn=learn, **sampling)
+        switches = chat_template_kwargs
+        [reply] = await self.chat_n(
+            messages, 1, tools=tools, tool_format=tool_format, chat_template_kwargs=switches, learn=learn, **sampling
+        )
         return reply
 
     async def chat_n(
@@ -176,21 +188,30 @@ class Policy:
         *,
         tools: Any = None,
         tool_format: ToolFormat | None = None,
+        chat_template_kwargs: Switches | None = None,
         learn: bool = True,
         **sampling: Any,
     ) -> list[Reply]:
         """Generate several independent next turns, see `chat`."""
         messages = self._readable(messages)
-        format = tool_format or "auto"
-        prompt = self._chat.prompt(messages, self._replies, tools, format=format, name=self.name)
+        switches, format = {**self._switches, **(chat_template_kwargs or {})}, tool_format or "auto"
+        prompt = self._chat.prompt(messages, self._replies, tools, format=format, switches=switches, name=self.name)
         self._note(prompt)
         replies = []
         for completion in await self._ask(prompt, n, learn, sampling):
-            reading = ParsedReply(completion.text)
-            if tools or tool_format:
-                reading = parse_tool_calls(completion.text, format, salt=str(len(messages)))
-            self._replies.append(self._chat.record_reply([*messages, reading.message], prompt, tools, completion))
-            replies.append(Reply(completion.text, completion, reading.message, reading.tool_calls, reading.malformed))
+            found = self._chat.parse(
+                prompt,
+                completion,
+                tools,
+                format=tool_format,
+                switches=switches,
+                salt=str(len(messages)),
+                name=self.name,
+            )
+            completion.reply = found
+            said = [*messages, found.message]
+            self._replies.append(self._chat.record_reply(said, prompt, tools, completion, found))
+            replies.append(Reply(completion.text, completion, found.message, found.tool_calls, found.malformed))
         return replies
 
     async def complete(self, prompt: str | Sequence[int], *, learn: bool = True, **sampling: Any) -> Reply:
@@ -210,6 +231,8 @@ class Policy:
         turns = prompt.turns if isinstance(prompt, PromptTokens) else self._turns_of(ids)
         pictures = self._chat.pictures(ids, turns, self.name)
         found = await self._ask(ChatPrompt(ids, text, (), None, turns, pictures), n, learn, sampling)
+        for each in found:
+            each.reply = split_reasoning(each.text, opened=opens_reasoning(text) or None)
         return [Reply(each.text, each, {"role": "assistant", "content": each.text}) for each in found]
 
     @property
@@ -224,9 +247,9 @@ class Policy:
 
     def encode(self, text: str, *, start: bool = False) -> list[int]:
         """Token ids of a text; `start` adds the special tokens at the start of a whole text."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=start)
-        if start and ids[-1:] == [self.tokenizer.eos_token_id] and self.encode(text)[-1:] != ids[-1:]:
-            return ids[:-1]  # the tokenizer ends every text, but the completion continues here
+        if start:
+            return encode_start(self.tokenizer, text)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -251,7 +274,7 @@ class Policy:
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Tokenize a chat up to the start of the policy's turn, for `complete`. Raises EngineError like `chat`."""
-        prompt = self._chat.prompt(self._readable(messages), name=self.name)
+        prompt = self._chat.prompt(self._readable(messages), switches=self._switches, name=self.name)
         self._note(prompt)
         return PromptTokens(prompt.token_ids, prompt.turns)
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.workflows import RoleConfig
+from rollmill.data.layouts import SWITCHES
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import ContextLengthError, EpisodeError, RollmillError, WorkflowError, user_code_location
 from rollmill.rewards import RewardManager, RewardResult
@@ -211,6 +212,7 @@ class WorkflowRunner:
             trace=self._trace,
             index=index,
             roles=self._roles,
+            switches=task.metadata.get(SWITCHES),
         )
         return Rollout(id, task, group, index, seed, group_seed, sampling, policy, recorder)
 

@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rollmill.errors import ChatTemplateError
@@ -60,13 +60,12 @@ def parse_calls(text: str, parser: Parser, *, salt: str = "", stopped: bool = Fa
     return ParsedReply(around.strip(), tool_calls=calls, malformed=malformed)
 
 
-def parse_tool_calls(text: str, format: ToolFormat = "auto", *, salt: str = "") -> ParsedReply:
-    """Parse a turn of plain text in one of the formats for any model: `<think>` reasoning, answer and calls."""
-    turn = split_reasoning(text)
-    reply = parse_calls(turn.content, text_parser(format), salt=salt, stopped=True)
-    if not reply.tool_calls and turn.reasoning_finished:
-        return ParsedReply(text, malformed=reply.malformed)
-    return ParsedReply(reply.content, turn.reasoning, reply.tool_calls, reply.malformed, turn.reasoning_finished)
+def parse_tool_calls(turn: ParsedReply | str, format: ToolFormat = "auto", *, salt: str = "") -> ParsedReply:
+    """Parse the calls of a turn of plain text, in one of the formats for any model. There are none in reasoning."""
+    turn = split_reasoning(turn) if isinstance(turn, str) else turn
+    if not turn.reasoning_finished:
+        return turn
+    return replace(parse_calls(turn.content, text_parser(format), salt=salt, stopped=True), reasoning=turn.reasoning)
 
 
 def text_parser(format: ToolFormat) -> Parser:
@@ -144,6 +143,9 @@ class MarkedCalls:
             elif self.between is None:
                 value, at = _read_json(text, at)
                 found = _calls_of(value) or ['expected {"name": ..., "arguments": {...}}']
+                while not self.end and text[at:].lstrip().startswith("{"):  # several behind one mark (Llama 4)
+                    value, at = _read_json(text, at)
+                    found += _calls_of(value) or ["it is no call"]
             else:
                 found, at = self._read_split(text, at)
         except ValueError as error:
@@ -356,6 +358,11 @@ def describe_tools(tools: Sequence[Mapping[str, Any]], format: ToolFormat = "aut
         "You are provided with function signatures within <tools></tools> XML tags:\n"
         f"<tools>\n{listed}\n</tools>\n\nFor each function call, {how}"
     )
+
+
+def tool_result_message(call: ToolCall, content: str | list[dict[str, Any]]) -> dict[str, Any]:
+    """Build a tool's result message in OpenAI's format."""
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
 
 def wrap_tool_response(content: str) -> str:

@@ -31,7 +31,7 @@ _FAMILIES = {
     "<tool_calls:opensource>": ("hy3",),
     "<|message_model|>": ("inkling",),
 }
-"""The library's names of families, by a token with which they write calls. Its renderers check for their other tokens."""
+"""The library's names of families, by a token with which they write calls; its renderers check for the other ones."""
 LIBRARY = importlib.util.find_spec("renderers") is not None
 
 

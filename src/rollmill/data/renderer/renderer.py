@@ -83,7 +83,10 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, stop_ids: frozenset[int] = frozenset(), day: date | None = None) -> None:
         processor = getattr(tokenizer, "picture_processor", None)
-        if tokenizer.chat_template is None and getattr(processor and processor.processor, "chat_template", None) is None:
+        if (
+            tokenizer.chat_template is None
+            and getattr(processor and processor.processor, "chat_template", None) is None
+        ):
             raise ChatTemplateError("the model's tokenizer has no chat template; use a checkpoint with one")
         self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, day or date.today())
         self._given_stops = stop_ids
@@ -319,6 +322,7 @@ class Renderer:
         prompt_ids: Sequence[int] = (),
         tools: Tools = None,
         *,
+        calls: bool | None = None,
         switches: Switches | None = None,
         format: ToolFormat = "auto",
         text: str | None = None,
@@ -328,13 +332,13 @@ class Renderer:
 
         Args:
             prompt_ids: the prompt that it continues, which may have opened its reasoning.
-            tools: calls are read if there are tools, or another format than the model's own is asked for.
+            calls: whether calls are read; default: if there are tools, or another format than the model's own.
             text: the turn without special tokens, up to a stop string; default: the tokens' text.
             salt: makes the ids of calls differ between equal turns.
         """
         ids = list(token_ids)
         family = self.family(switches)
-        reads_calls = bool(tools) or format != "auto"
+        reads_calls = bool(tools) or format != "auto" if calls is None else calls
         stop_text = self._stop_text(ids, text)
         if family is not None and format == "auto":
             reply = family.parse(ids, prompt_ids, tools, salt=salt)
@@ -531,9 +535,16 @@ class Renderer:
         messages: Sequence[ChatMessage],
         tools: Tools = None,
         switches: Switches | None = None,
+        *,
+        turn: int | None = None,
     ) -> str | None:
-        """Text that follows a completion in the next prompt, see `continue_prompt`."""
+        """Text that follows a completion in the next prompt, see `continue_prompt`.
+
+        Args:
+            turn: number of the completion's message; default: the last assistant's.
+        """
         i = max((i for i, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
+        i = i if turn is None else turn
         if i < 0 or i == len(messages) - 1:
             return None
         if not self._answer(list(completion_ids), prompt_ids, "").reasoning_finished:

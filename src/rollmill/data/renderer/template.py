@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rollmill.data.picture_turns import split_references
+from rollmill.data.renderer.call_formats import tool_result_message
 from rollmill.errors import ChatTemplateError
 from rollmill.types import REASONING_END, REASONING_START, ToolCall
 
@@ -52,11 +53,6 @@ def call_message(calls: Sequence[ToolCall], content: str = "", reasoning: str | 
     return message if reasoning is None else message | {"reasoning_content": reasoning}
 
 
-def tool_result(content: str, call: ToolCall) -> dict[str, Any]:
-    """Build the message with a call's result."""
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
-
-
 class ChatTemplate:
     """A tokenizer's chat template.
 
@@ -68,7 +64,7 @@ class ChatTemplate:
         self.tokenizer, self._day = tokenizer, day
         self.processor: PictureProcessor | None = getattr(tokenizer, "picture_processor", None)
         self._texts = dict[bool, str | None]()  # the template with and without tools, where it prints a date
-        self._shown = dict[tuple[tuple[str, ...], int, bool], bool]()  # by roles, number of a message, and tools
+        self._shown = dict[tuple[str, str, bool, bool], bool]()  # by role, role before, being last, and tools
 
     def render(
         self,
@@ -208,7 +204,7 @@ class ChatTemplate:
         """True if it renders messages of the role `tool` after a call."""
         call = ToolCall(CALL_ID, "tool", {})
         turn = call_message([call]) if self.supports_tool_calls else ANSWER
-        return self.shows([QUESTION, turn, tool_result(MARK, call)])
+        return self.shows([QUESTION, turn, tool_result_message(call, MARK)])
 
     @cached_property
     def supports_reasoning(self) -> bool:
@@ -252,7 +248,7 @@ class ChatTemplate:
             found = self.last_special(text)
             return found if found and self.turn_end not in text[text.rindex(MARK) :] else self.turn_end
         try:
-            followed = self.render([QUESTION, call_message([call]), tool_result("result", call)], prompt=False)
+            followed = self.render([QUESTION, call_message([call]), tool_result_message(call, "result")], prompt=False)
         except ChatTemplateError:
             return self.turn_end
         return (self.first_special(followed[len(text) :]) if followed.startswith(text) else "") or self.turn_end
@@ -267,7 +263,7 @@ class ChatTemplate:
         return max((each for each in self.special_tokens if text.lstrip().startswith(each)), key=len, default="")
 
     def whole_tokens(self, text: str, length: int, *others: str) -> int:
-        """The length of a text's beginning, shortened if it would end within a special token of this or another text."""
+        """Shorten the length of a text's beginning if it would end within a special token of this or another text."""
         for token in (*self.special_tokens, REASONING_START, REASONING_END):
             for each in (text, *others):
                 start = each.rfind(token[0], max(0, length - len(token) + 1), length)
@@ -314,7 +310,8 @@ class ChatTemplate:
                 continue
             if message["role"] == "assistant" and REASONING_END in content:
                 continue  # its reasoning may be dropped, as earlier reasoning is
-            key = tuple(each["role"] for each in messages), number, bool(tools)
+            roles = [each["role"] for each in messages]
+            key = roles[number], roles[number - 1] if number else "", number == len(roles) - 1, bool(tools)
             if key not in self._shown:
                 marked = [*messages[:number], {**message, "content": MARK}, *messages[number + 1 :]]
                 self._shown[key] = self.shows(marked, tools, switches)

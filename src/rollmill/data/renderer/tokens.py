@@ -51,7 +51,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _split_by_offsets(
     tokenizer: Any, pieces: Sequence[str], first: list[int], add_special_tokens: bool
 ) -> list[list[int]] | None:
-    """The tokens of each piece; None if a token spans two, the first piece has others than alone, or none has a place."""
+    """The tokens of each piece; None if one spans two pieces, none has a place, or the first piece has others alone."""
     text = "".join(pieces)
     if len(pieces) == 1 or not getattr(tokenizer, "is_fast", False):
         return None

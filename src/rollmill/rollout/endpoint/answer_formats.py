@@ -13,11 +13,11 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rollmill.data.renderer.call_formats import TOOL_CALL_END, TOOL_CALL_START
 from rollmill.errors import ConfigError
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.endpoint.protocol import ApiError, ChatCompletionRequest
 from rollmill.rollout.endpoint.session import requested_tools
-from rollmill.rollout.tools.formats import TOOL_CALL_END, TOOL_CALL_START
 
 if TYPE_CHECKING:
     from rollmill.engines.logits_processors import CompiledGrammar, GrammarCompiler

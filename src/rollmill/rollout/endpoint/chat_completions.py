@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollmill.data.renderer.call_formats import TOOL_CALL_END
 from rollmill.rollout.endpoint.answer_formats import answer_grammar
 from rollmill.rollout.endpoint.handler import ChoiceState, CompletionHandler
 from rollmill.rollout.endpoint.messages import assistant_message, check_text
@@ -25,7 +26,6 @@ from rollmill.rollout.endpoint.protocol import (
 )
 from rollmill.rollout.endpoint.service import INLINE_BYTES, EndpointService, token_logprobs
 from rollmill.rollout.endpoint.session import requested_tools
-from rollmill.rollout.tools.formats import TOOL_CALL_END
 from rollmill.types import Completion
 
 
@@ -102,7 +102,8 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
     def _ended(self, choice: ChatChoiceState, completion: Completion) -> str:
         body, session = self.body, self.session
         salt = f"{session.id}/{self._number}/{choice.index}"
-        choice.content, choice.calls = session.read(body, completion.text, salt)
+        reply = session.parse(body, self.prompt, completion, salt)
+        choice.content, choice.calls = reply.content, reply.tool_calls
         if body.parallel_tool_calls is False:
             choice.calls = choice.calls[:1]  # in JSON there may be a list of them
         rest = ""

@@ -33,7 +33,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
     "mcp_servers": ([],),
     "context_management": ({}, []),
     "background": (False,),

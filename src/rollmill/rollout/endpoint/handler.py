@@ -15,13 +15,13 @@ from starlette.responses import JSONResponse
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.picture_turns import PictureTurn
+from rollmill.data.renderer.call_formats import TOOL_CALL_START
 from rollmill.engines.base import GenerationRequest, LogitsProcessor, SampledToken, TokenPenalties
 from rollmill.engines.logits_processors import CompiledGrammar, GrammarProcessor, PenaltyProcessor, ProcessorList
 from rollmill.rollout.endpoint.extra_fields import check_extra_fields
 from rollmill.rollout.endpoint.middleware import Caller
 from rollmill.rollout.endpoint.protocol import ApiError, BaseCompletionRequest, UsageInfo
 from rollmill.rollout.endpoint.service import EndpointService, GenerationTask, new_response_id
-from rollmill.rollout.tools.formats import TOOL_CALL_START
 from rollmill.types import Completion
 
 if TYPE_CHECKING:

@@ -146,6 +146,8 @@ class ChatCompletionRequest(BaseCompletionRequest):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Variables of the chat template, such as `enable_thinking`, as in vLLM."""
 
 
 class CompletionRequest(BaseCompletionRequest):

@@ -25,9 +25,8 @@ from rollmill.rollout.endpoint.protocol import (
     ChatMessageParam,
 )
 from rollmill.rollout.recorder import Recorder
-from rollmill.rollout.tools.formats import split_tool_calls
 from rollmill.seeds import derive_seed
-from rollmill.types import Completion, Experience, StopReason
+from rollmill.types import Completion, Experience, ParsedReply, StopReason
 
 MIN_TEMPERATURE = 0.01
 _SAMPLED = ("temperature", "top_p", "top_k", "min_p")
@@ -176,7 +175,8 @@ class EndpointSession:
         try:
             messages, tools = self._seen(body.messages, body)
             check_text(json.dumps([messages, tools], ensure_ascii=False))
-            return self._chat.prompt(messages, self._replies, tools, check=check)
+            switches = body.chat_template_kwargs
+            return self._chat.prompt(messages, self._replies, tools, switches=switches, check=check)
         except EngineError as error:
             raise template_error(error) from error
         except RecursionError:
@@ -186,12 +186,16 @@ class EndpointSession:
         self, body: ChatCompletionRequest, answer: ChatMessageParam, prompt: ChatPrompt, completion: Completion
     ) -> None:
         """Remember an answer as the client sees it."""
+        assert completion.reply is not None
         messages, tools = self._seen([*body.messages, answer], body)
-        self._replies.append(self._chat.record_reply(messages, prompt, tools, completion))
+        self._replies.append(self._chat.record_reply(messages, prompt, tools, completion, completion.reply))
 
-    def read(self, body: ChatCompletionRequest, text: str, salt: str) -> tuple[str, list[Any]]:
-        """Split a completion's text into content and tool calls."""
-        return split_tool_calls(text, salt=salt) if requested_tools(body) else (text, [])
+    def parse(self, body: ChatCompletionRequest, prompt: ChatPrompt, completion: Completion, salt: str) -> ParsedReply:
+        """Take a completion apart: reasoning, content and tool calls."""
+        completion.reply = self._chat.parse(
+            prompt, completion, requested_tools(body), switches=body.chat_template_kwargs, salt=salt
+        )
+        return completion.reply
 
     def _seen(
         self, messages: Sequence[ChatMessageParam], body: ChatCompletionRequest

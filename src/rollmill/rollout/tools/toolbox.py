@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rollmill.data.images import PictureFolder
+from rollmill.data.renderer.call_formats import tool_result_message
 from rollmill.rollout.environments.base import drop_surrogates
 from rollmill.rollout.policy import Reply
-from rollmill.rollout.tools.formats import tool_result_message
 from rollmill.types import ToolCall
 
 ToolCallable = Callable[[dict[str, Any]], Awaitable[str | list[dict[str, Any]]]]

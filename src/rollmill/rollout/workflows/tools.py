@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rollmill.config.workflows import ToolWorkflow, ToolWorkflowSection
+from rollmill.data.renderer.call_formats import describe_tools, parse_tool_calls
 from rollmill.errors import ContextLengthError
 from rollmill.rewards import RewardResult
 from rollmill.rollout.policy import Policy, PolicyConversation, Reply
-from rollmill.rollout.tools.formats import describe_tools, parse_tool_calls
 from rollmill.rollout.tools.toolbox import Toolbox
 from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
 from rollmill.types import Task
@@ -58,11 +58,11 @@ async def _in_text(config: ToolWorkflow, task: Task, policy: Policy, tools: Tool
             if reply is None:
                 raise
             break
-        reading = parse_tool_calls(reply.text, config.format, salt=str(turn))
-        if turn == config.turns - 1 or not (reading.tool_calls or reading.malformed):
+        found = parse_tool_calls(reply.completion.parsed_reply, config.format, salt=str(turn))
+        if turn == config.turns - 1 or not (found.tool_calls or found.malformed):
             break
-        results = [(await tools.answered(call)).text for call in reading.tool_calls]
-        results += [tools.malformed_message(reading.malformed)] if reading.malformed else []
+        results = [(await tools.answered(call)).text for call in found.tool_calls]
+        results += [tools.malformed_message(found.malformed)] if found.malformed else []
         dialogue.tell("".join(config.result.replace("{result}", each) for each in results))
     assert reply is not None
     return reply
