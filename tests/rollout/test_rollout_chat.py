@@ -42,9 +42,11 @@ class Talk:
         self.messages.append({"role": "user", "content": content})
         prompt = self.chat.prompt(self.messages, self.said)
         produced = [*tokens, self.end] if ended else tokens
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": text})
-        said = self.chat.record_reply(self.messages, prompt, None, completion(prompt.token_ids, produced))
+        made = completion(prompt.token_ids, produced)
+        made.text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        reply = self.chat.parse(prompt, made)
+        self.messages.append(reply.message)
+        said = self.chat.record_reply(self.messages, prompt, None, made, reply)
         self.said.append(said)
         return prompt, said
 
@@ -68,15 +70,14 @@ def test_a_prompt_begins_with_the_policy_s_own_tokens_or_is_the_template_s_text(
         if before is None:
             assert prompt.token_ids == talk.chat.encode(prompt.text)
         else:
-            own = len(before.token_ids)
-            assert tuple(prompt.token_ids[:own]) == before.token_ids
-            added = talk.chat.decode(prompt.token_ids[own:])
+            earlier = (*before.prompt_ids, *before.token_ids)
+            assert tuple(prompt.token_ids[: len(earlier)]) == earlier
+            added = talk.chat.decode(prompt.token_ids[len(earlier) :])
             assert prompt.text.endswith(added)  # separators behind the turn's end are there
             kept = prompt.text[: len(prompt.text) - len(added)]
-            assert kept.startswith(before.prompt)
-            shown = kept.removeprefix(before.prompt).removesuffix(before.end or "")
-            assert shown.strip() == before.text.strip()
-        assert said.token_ids[: len(prompt.token_ids)] == tuple(prompt.token_ids)
+            answer = (before.messages[-1]["content"] or "").strip()
+            assert kept.removesuffix(talk.chat.decode([talk.end])).rstrip().endswith(answer)
+        assert said.prompt_ids == tuple(prompt.token_ids)
 
 
 @pytest.mark.parametrize("name", KEEPING)
@@ -85,7 +86,7 @@ def test_templates_that_keep_what_came_before_are_never_rendered_anew(name: str)
     for number, tokens in enumerate(([40, 41, 42], [77, 78], [90, 30, 90])):
         prompt, _ = talk.turn(f"question {number}", tokens, ended=True)
         assert (prompt.continues is None) == (number == 0)
-        assert prompt.text == talk.chat.render(talk.messages[:-1])
+        assert prompt.text == talk.chat.renderer().text(talk.messages[:-1])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1_distill"])
@@ -128,10 +129,10 @@ def test_without_a_template_the_error_says_what_to_do() -> None:
     tokenizer = toy_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(EngineError, match=r"task 7: .*no chat template; use .* or `policy.complete`"):
-        ChatRenderer(tokenizer, frozenset()).render([{"role": "user", "content": "a"}], name="task 7")
+        ChatRenderer(tokenizer, frozenset()).prompt([{"role": "user", "content": "a"}], name="task 7")
 
 
 def test_what_a_template_refuses_is_told() -> None:
     tokenizer, ends = templated("gemma")
     with pytest.raises(EngineError, match="refuses the messages: System role not supported"):
-        ChatRenderer(tokenizer, ends).render([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+        ChatRenderer(tokenizer, ends).prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])

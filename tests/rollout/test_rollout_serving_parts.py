@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toys import toy_tokenizer
 
 from rollmill.data.renderer import Renderer
-from rollmill.data.renderer.call_formats import render_tool_calls
+from rollmill.data.renderer.call_formats import parse_tool_calls, render_tool_calls
 from rollmill.files import parse_strict_json
 from rollmill.rollout.endpoint.handler import TextStream
 from rollmill.rollout.endpoint.messages import assistant_message, normalize_messages

@@ -64,6 +64,8 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
         self.tokenizer, self.eos_ids = tokenizer, eos_ids
+        if not getattr(tokenizer, "stop_ids", None):
+            tokenizer.stop_ids = eos_ids  # for `renderer_of`
         self._processor = _processor(tokenizer)
         self.sees = self._processor is not None
         self.single_prompt = self._processor is not None and self._processor.single_prompt
