@@ -305,7 +305,8 @@ def check_continuation(
     if sample.reasoning is not None:
         told["reasoning_content"] = sample.reasoning
     texts = oracle.texts([*earlier, told, *new], tools, generation=True)
-    start = sample.prompt + sample.turn
+    sampled = oracle.ids(sample.turn)
+    start = sample.prompt + (oracle.text(sampled[: len(sampled) - cut]) if cut else sample.turn)
     same = [text for text in texts if text.startswith(start)]
     as_parsed = oracle.texts([*earlier, reply.message, *following], tools, generation=True)
     if got is None:
@@ -319,10 +320,7 @@ def check_continuation(
         return f"goes on where the template changes the history: {difference(start, texts[0])}"
     rest = oracle.text(got[len(prompt) + len(completion) :])
     wanted = [text[len(start) :] for text in same]
-    end = oracle.text(oracle.ids(sample.turn)[len(oracle.ids(sample.turn)) - cut :]) if cut else ""
-    if rest in wanted or (cut and rest in [end + text for text in wanted]):
-        return None
-    return f"after the turn: {difference(rest, end + wanted[0])}"
+    return None if rest in wanted else f"after the turn: {difference(rest, wanted[0])}"
 
 
 def _words(message: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -17,6 +18,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rollmill.data.renderer.call_formats import (
+    ATTEMPT,
     MarkedCalls,
     Parser,
     ToolFormat,
@@ -141,8 +143,13 @@ class Renderer:
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Tools = None, switches: Switches | None = None
     ) -> RenderedPrompt:
-        """Render and tokenize messages, ready for the policy's turn. Raises ChatTemplateError like `text`."""
+        """Render and tokenize messages, ready for the policy's turn.
+
+        Raises ChatTemplateError like `text`, and if calls of the tools could not be read.
+        """
         text = self.text(messages, tools, switches)
+        if tools:
+            self.require_readable_calls()
         return RenderedPrompt(self.encode(text), text)
 
     def encode(self, text: str) -> list[int]:
@@ -189,6 +196,7 @@ class Renderer:
         before = self.text(messages[:last], tools, switches)
         pieces, at = list[tuple[str, bool]](), 0
         whole = self.template.render(messages, tools, switches, prompt=False)
+        self.template.check_shown(messages, tools, switches, whole)
         for i in range(first, last):
             if messages[i]["role"] == "assistant":
                 start, end = self._span(whole, messages, i, tools, switches)
@@ -261,7 +269,9 @@ class Renderer:
         opened = header.find(self.template.reasoning_tags[0].strip())
         head = header if opened < 0 else header[:opened]
         start = differs
-        if head.strip():
+        if whole.startswith(prompt):
+            start = len(prompt)
+        elif head.strip():
             begin = whole.rfind(head, 0, differs + len(head))
             if begin < 0:
                 raise self._parted(f"the turn of message {i + 1}", prompt, whole)
@@ -301,10 +311,15 @@ class Renderer:
         if calls:
             at = text.find(self.template.call_end, behind) if self.template.call_end else -1
             return None if at < 0 else (at, at + len(self.template.call_end))
-        rest = text[behind:]
-        behind += len(rest) - len(rest.lstrip())
-        ends = [each for each in self.template.special_tokens if text.startswith(each, behind)]
-        return (behind, behind + len(max(ends, key=len))) if ends else None
+        at = text.find(self.template.turn_end, behind) if self.template.turn_end else -1
+        between = text[behind:at].removeprefix(self._answer_frame[1]) if at >= 0 else "other text"
+        if not self._cleaned(between, self.template.special_tokens).strip():
+            return at, at + len(self.template.turn_end)
+        start = behind + len(text[behind:]) - len(text[behind:].lstrip())
+        ends = [each for each in self.template.special_tokens if text.startswith(each, start)]
+        if not ends:
+            return None if self.template.turn_end else (behind, behind)
+        return start, start + len(max(ends, key=len))
 
     def _parted(self, what: str, expected: str, found: str) -> ChatTemplateError:
         at = common_prefix(expected, found)
@@ -358,10 +373,42 @@ class Renderer:
                 found = parse_calls(reply.content, parser, salt=salt, stopped=bool(stop_text))
                 reply = replace(found, reasoning=reply.reasoning)
             reply = replace(reply, content=self._cleaned(reply.content))
+        if reads_calls and format == "auto" and not (reply.tool_calls or reply.malformed):
+            reply = replace(reply, malformed=self._attempts(reply.content))
+        if reply.tool_calls and any(tag in reply.content for tag in self._closing_tags):
+            broken = "text of a call stands behind its end; a tag of the format is part of an argument"
+            raw = self._answer(ids, prompt_ids, stop_text)
+            reply = replace(reply, content=self._cleaned(raw.content), tool_calls=[], malformed=[broken])
+        if self.template.single_call and len(reply.tool_calls) > 1:
+            more = f"the model's chat template has one call a turn; {len(reply.tool_calls) - 1} more were left out"
+            reply = replace(reply, tool_calls=reply.tool_calls[:1], malformed=[*reply.malformed, more])
         whole = self.tokenizer.decode(ids, skip_special_tokens=True) if text is None else text
         if not (reply.reasoning or reply.tool_calls) and whole.strip() == reply.content.strip():
             return replace(reply, content=whole)
         return reply
+
+    def _attempts(self, content: str) -> list[str]:
+        """Errors of calls in formats without marks: a JSON object with a name that is cut off or damaged."""
+        marked = self.native_calls and (self.call_format is None or self.call_format.start.strip())
+        if marked and (self.call_format is not None or self._written_call.lstrip()[:1] != "{"):
+            return []
+        return ["not JSON, or cut off"] if ATTEMPT.match(content.strip()) else []
+
+    @cached_property
+    def _written_call(self) -> str:
+        """A call as the template writes it; empty if it writes none."""
+        if not (self.template.supports_tools and self.template.supports_tool_calls):
+            return ""
+        turn, tools = call_message([ToolCall(CALL_ID, MARK, {"text": "value"})]), [probe_tool()]
+        try:
+            return self._written(self.template.render([QUESTION], tools), turn, tools) or ""
+        except ChatTemplateError:
+            return ""
+
+    @cached_property
+    def _closing_tags(self) -> frozenset[str]:
+        """Closing tags of the format of calls, such as `</parameter>`, of which an answer beside a call has none."""
+        return frozenset(re.findall(r"</[\w:]+>", self._written_call))
 
     def _answer(self, ids: list[int], prompt_ids: Sequence[int], stop_text: str) -> ParsedReply:
         """Split a turn at its reasoning, with special tokens."""
@@ -395,9 +442,9 @@ class Renderer:
         whole: str = self.tokenizer.decode(ids, skip_special_tokens=True) if text is not None else ""
         return whole[len(text) :] if text is not None and whole.startswith(text) else ""
 
-    def _cleaned(self, text: str) -> str:
-        """A text without special tokens."""
-        for token in self.tokenizer.all_special_tokens:
+    def _cleaned(self, text: str, tokens: Iterable[str] | None = None) -> str:
+        """A text without special tokens, or other ones."""
+        for token in self.tokenizer.all_special_tokens if tokens is None else tokens:
             if token in text:
                 text = text.replace(token, "")
         return text
@@ -470,6 +517,9 @@ class Renderer:
             texts = [self._written(before, each, tools) for each in (one, two)]
             assert texts[0] is not None
             found = learn_calls(texts[0], texts[1], (MARK, OTHER_MARK), simple, CALL_ID)
+            last = max((found.start.rfind(each) for each in self.template.special_tokens), default=-1)
+            if last > 0:  # an answer may stand between the marks
+                found = replace(found, section=found.section + found.start[:last], start=found.start[last:])
             hard = PROBE_ARGUMENTS | ({"text": 'a </tool_call> "b" {c}'} if found.python else {})
             for turn in (one, call_message([ToolCall(CALL_ID, MARK, hard)]), *([two] if texts[1] else [])):
                 text = self._written(before, turn, tools)
@@ -490,6 +540,15 @@ class Renderer:
         text = text.removesuffix(self.template.call_end)
         opened = before.rstrip().endswith(start)
         return split_reasoning(text, opened=opened, start=start, end=end).content
+
+    def require_readable_calls(self) -> None:
+        """Raise ChatTemplateError if the policy's calls, in the format that the template shows, could not be read."""
+        if not self.native_calls:
+            raise ChatTemplateError(
+                "the tokenizer's chat template shows tools, and its tool calls cannot be read; use a workflow with "
+                "tools, which describes them in the system message, or leave the prompt's tools out by "
+                'taskset.fields.tools: ""'
+            )
 
     @cached_property
     def native_calls(self) -> bool:
@@ -551,11 +610,15 @@ class Renderer:
             return None  # the template shows no unfinished reasoning
         before = self.template.render(messages[:i], tools, switches)
         text = self.template.render(messages, tools, switches)
-        reasoning = _reasoning(messages[i])
-        if not text.startswith(before) or (reasoning and reasoning not in text[len(before) :]):
+        if not text.startswith(before):
             return None
         end = self._end_of_turn(text, messages, i, tools, switches, prompt=True)
         if end is None or end[0] < len(before):
+            return None
+        shown, said = text[len(before) : end[0]], self._answer(list(completion_ids), prompt_ids, "")
+        parts = [_reasoning(messages[i]), split_reasoning(messages[i].get("content") or "").content.strip()]
+        parts += [self.template.reasoning_tags[1].strip()] if said.reasoning is not None else []
+        if any(part not in shown for part in parts):
             return None
         if completion_ids and completion_ids[-1] in self.stop_ids:
             return text[end[1] :] if self.decode(completion_ids[-1:]) == text[end[0] : end[1]] else None

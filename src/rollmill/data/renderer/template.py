@@ -200,6 +200,14 @@ class ChatTemplate:
         return self.shows([QUESTION, call_message([ToolCall(CALL_ID, MARK, {})])])
 
     @cached_property
+    def single_call(self) -> bool:
+        """True if it renders one call of a message and refuses, or leaves out, further ones."""
+        if not self.supports_tool_calls:
+            return False
+        calls = [ToolCall(CALL_ID, "first", {}), ToolCall(CALL_ID[::-1], MARK, {})]
+        return not self.shows([QUESTION, call_message(calls)])
+
+    @cached_property
     def supports_tool_results(self) -> bool:
         """True if it renders messages of the role `tool` after a call."""
         call = ToolCall(CALL_ID, "tool", {})
@@ -303,6 +311,17 @@ class ChatTemplate:
                 'knows tools, or leave them out by taskset.fields.tools: ""'
             )
         for number, message in enumerate(messages):
+            called = [each.get("function", each)["name"] for each in message.get("tool_calls") or ()]
+            if not all(name in text for name in called) or (called and not self.supports_tool_calls):
+                raise ChatTemplateError(
+                    f"the tokenizer's chat template does not show the tool calls of message {number + 1}; use a "
+                    "checkpoint whose template knows tool calls"
+                )
+            if len(called) > 1 and self.single_call:
+                raise ChatTemplateError(
+                    f"message {number + 1} has {len(called)} tool calls, and the tokenizer's chat template shows one a "
+                    "turn; split the message"
+                )
             content = message.get("content")
             if not isinstance(content, str) or not content.strip():
                 continue
