@@ -97,6 +97,29 @@ class Renderer:
         self._learned = False
         self.stop_ids = stop_ids | self._own_stops()
 
+    def check(self) -> None:
+        """Check that an answer continues its question's prompt, ends where generation ends, and is read back.
+
+        Reasoning has to be read back, too, if the template shows any.
+
+        Raises ChatTemplateError that says what is not so.
+        """
+        reasoned = {**ANSWER, "reasoning_content": "a thought"}
+        for turn in [dict(ANSWER), *([reasoned] if self.template.supports_reasoning else [])]:
+            try:
+                before, text = self.demonstration_pieces([QUESTION, turn], 1)[-2:]
+            except ChatTemplateError:
+                if turn is reasoned:
+                    continue  # thinking is switched off
+                raise
+            reply = self.parse(self.encode(text[0]), self.encode(before[0]))
+            if not _same(reply, turn):
+                raise ChatTemplateError(
+                    f"the tokenizer's chat template writes {'reasoning' if turn is reasoned else 'an answer'} in a "
+                    f"format that cannot be read back: {text[0]!r} was read as {reply.content!r}, with the reasoning "
+                    f"{reply.reasoning!r}; use another template"
+                )
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _forgotten, ()
 
@@ -224,8 +247,8 @@ class Renderer:
                 "off); set chat_template_kwargs: {enable_thinking: true}, or leave the reasoning out"
             )
         if missing.rstrip().endswith(start_tag.strip()):  # the prompt opens reasoning that the template then drops
-            if reasoning and not text.lstrip().startswith(reasoning):
-                text = f"{reasoning}{end_tag}{text.lstrip()}"
+            if reasoning and reasoning not in text:
+                text = f"{reasoning}{end_tag}{text.lstrip().removeprefix(end_tag.strip()).lstrip()}"
             elif not reasoning and not text.lstrip().startswith(end_tag.strip()):
                 text = f"{end_tag.lstrip() if missing.endswith(chr(10)) else end_tag}{text.lstrip()}"
         if reasoning and reasoning not in text:
@@ -248,9 +271,10 @@ class Renderer:
                 f"turns end with {end!r} in the tokenizer's chat template, and generation does not end there; add its "
                 "id to eos_token_id in generation_config.json"
             )
-        at = text.rfind(end)
-        written = at >= 0 and (not content or at >= text.rfind(content))
-        return text[: at + len(end)] if written else f"{text}{end}"
+        at = text.find(
+            end, max(text.rfind(content) + len(content) if content else 0, *(text.rfind(n) for n in calls), 0)
+        )
+        return text[: at + len(end)] if at >= 0 else f"{text}{end}"
 
     def _span(
         self, whole: str, messages: Sequence[ChatMessage], i: int, tools: Tools, switches: Switches | None
@@ -276,7 +300,8 @@ class Renderer:
             if begin < 0:
                 raise self._parted(f"the turn of message {i + 1}", prompt, whole)
             start = begin + len(head)
-            start += common_prefix(header[len(head) :], whole[start:])
+            rest = header[len(head) :]
+            start += self.template.whole_tokens(rest, common_prefix(rest, whole[start:]), whole[start:])
         calls = turn.get("tool_calls")
         end = self._end_of_turn(whole, messages, i, tools, switches)
         if end is None or end[1] < start:
@@ -415,6 +440,7 @@ class Renderer:
         raw = self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids).removesuffix(stop_text)
         start, end = (each.strip() for each in self.template.reasoning_tags)
         opened = self.decode(prompt_ids[-len(start) - 8 :]).rstrip().endswith(start) if len(prompt_ids) else False
+        opened = opened or raw.lstrip().startswith(end)
         reply = split_reasoning(raw, opened=opened, start=start, end=end)
         before, behind = self._answer_frame
         content = reply.content
@@ -666,22 +692,21 @@ class Renderer:
 def load_renderer(tokenizer: Any, *, stop_ids: frozenset[int] | None = None, day: date | None = None) -> Renderer:
     """Build the renderer of a tokenizer, and check that its template can be trained.
 
-    Raises ChatTemplateError if it has no chat template, or the template does not render a question and an answer such
-    that the answer continues the question's prompt and ends where generation ends.
+    Raises ChatTemplateError if it has no chat template, or it fails `Renderer.check`.
     """
     eos = tokenizer.eos_token_id
     renderer = Renderer(tokenizer, stop_ids or frozenset([] if eos is None else [eos]), day)
-    renderer.demonstration([QUESTION, ANSWER], 1)
+    renderer.check()
     return renderer
 
 
 def renderer_of(tokenizer: Any) -> Renderer:
-    """Return the renderer of a tokenizer, made at its first use. Raises ChatTemplateError like `Renderer`."""
+    """Return the renderer of a tokenizer, made at its first use. Raises ChatTemplateError like `load_renderer`."""
     found: Renderer | None = getattr(tokenizer, "renderer", None)
     if found is None or found.template.processor is not getattr(tokenizer, "picture_processor", None):
         eos, day = tokenizer.eos_token_id, getattr(tokenizer, "template_day", None)
         stop_ids = getattr(tokenizer, "stop_ids", None) or frozenset([] if eos is None else [eos])
-        found = tokenizer.renderer = Renderer(tokenizer, stop_ids, day)
+        found = tokenizer.renderer = load_renderer(tokenizer, stop_ids=stop_ids, day=day)
     return found
 
 

@@ -296,6 +296,11 @@ class ChatTemplate:
         turn = text[common_prefix(text, bare) :] if OTHER_MARK in text else ""
         before, _, behind = turn.partition(MARK)
         close = behind.partition(OTHER_MARK)[0]
+        with suppress(ChatTemplateError):  # marks of an answer are no part of the end of reasoning
+            calls = call_message([ToolCall(CALL_ID, "tool", {})], reasoning=MARK)
+            other = self.render([QUESTION, calls], prompt=False).partition(MARK)[2] if self.supports_tool_calls else ""
+            shared = close[: self.whole_tokens(close, common_prefix(close, other), other)]
+            close = shared if shared.strip() else close
         starts = [each for each in (*self.special_tokens, REASONING_START) if each in before]
         start = max(starts, key=lambda each: (before.rindex(each), len(each)), default="")
         if not start or not close.strip():
