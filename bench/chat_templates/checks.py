@@ -19,16 +19,18 @@ class Renderer(Protocol):
 
     stop_ids: frozenset[int]
 
-    def prompt(self, messages: Any, tools: Any = None, switches: Any = None) -> Any: ...
+    def bound(self, switches: Any) -> Renderer: ...
+
+    def prompt(self, messages: Any, tools: Any = None) -> Any: ...
 
     def demonstration(
-        self, messages: Any, first: int, tools: Any = None, switches: Any = None, learn: Any = "last"
+        self, messages: Any, first: int, tools: Any = None, learn: Any = "all"
     ) -> tuple[list[int], list[bool]]: ...
 
     def parse(self, token_ids: Any, prompt_ids: Any = (), tools: Any = None) -> ParsedReply: ...
 
     def continue_prompt(
-        self, prompt_ids: Any, completion_ids: Any, messages: Any, tools: Any = None, switches: Any = None
+        self, prompt_ids: Any, completion_ids: Any, messages: Any, tools: Any = None
     ) -> list[int] | None: ...
 
 
@@ -44,7 +46,7 @@ def check_prompt(
 ) -> str | None:
     """Text and tokens of a prompt are those of transformers."""
     texts = oracle.texts(messages, tools, switches, generation=True)
-    got = renderer.prompt([dict(message) for message in messages], tools, switches)
+    got = renderer.bound(switches).prompt([dict(message) for message in messages], tools)
     if not texts:
         return "renders a prompt that the template cannot show"
     if got.text not in texts:
@@ -64,7 +66,8 @@ def check_demonstration(
     learn: str = "last",
 ) -> str | None:
     """Tokens are those that the template shows, and the learned ones exactly the policy's turns with their ends."""
-    ids, mask = renderer.demonstration([dict(message) for message in messages], first, tools, switches, learn)
+    bound = renderer.bound(switches)
+    ids, mask = bound.demonstration([dict(message) for message in messages], first, tools, learn)
     if len(ids) != len(mask):
         return f"{len(ids)} tokens with a mask of {len(mask)}"
     text = oracle.text(ids)
@@ -169,7 +172,7 @@ def _end_learned(oracle: Oracle, text: str, start: int, learned: str, messages: 
 
 def check_end(oracle: Oracle, renderer: Renderer, messages: Messages, tools: Any = None) -> str | None:
     """The last learned token is the one that the template writes at the turn's end, and the engine stops at it."""
-    ids, mask = renderer.demonstration([dict(message) for message in messages], len(messages) - 1, tools)
+    ids, mask = renderer.demonstration([dict(message) for message in messages], len(messages) - 1, tools, "last")
     spans = runs(mask)
     if not spans:
         return "nothing is learned"
@@ -194,7 +197,7 @@ def check_trained(oracle: Oracle, renderer: Renderer, messages: Messages, first:
     trained = oracle.trained(messages, tools)
     if trained is None or trained[0] not in oracle.texts(messages, tools):
         return None
-    ids, mask = renderer.demonstration([dict(message) for message in messages], first, tools, None, "all")
+    ids, mask = renderer.demonstration([dict(message) for message in messages], first, tools, "all")
     ours = [oracle.text(ids[start:stop]) for start, stop in runs(mask)]
     if not trained[0].startswith(oracle.text(ids).rstrip().removesuffix(oracle.end() or "")):
         return None  # after a generation prompt that the template does not repeat in the history

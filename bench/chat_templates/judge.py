@@ -222,7 +222,7 @@ class _Judge:
         self._parses("reasoning", "parsing an answer", [USER, ASSISTANT])
         for sample in self.oracle.samples([USER, REASONED], None, switches)[:1]:
             cut = sample.turn[: sample.turn.index(REASONING) + len(REASONING) // 2]
-            self._try("reasoning", "unfinished", True, self._unfinished, sample, cut)
+            self._try("reasoning", "unfinished", True, self._unfinished, sample, cut, self.renderer.bound(switches))
             self._call_in_reasoning(sample)
 
     def _thinking(self) -> dict[str, Any] | None:
@@ -232,8 +232,8 @@ class _Judge:
                 return switches
         return None
 
-    def _unfinished(self, sample: Sample, turn: str) -> str | None:
-        reply = self.renderer.parse(self.oracle.ids(turn), self.oracle.ids(sample.prompt))
+    def _unfinished(self, sample: Sample, turn: str, renderer: Renderer) -> str | None:
+        reply = renderer.parse(self.oracle.ids(turn), self.oracle.ids(sample.prompt))
         if reply.content.strip() or reply.tool_calls:
             return f"answers with {reply.content!r} in its reasoning"
         return "the reasoning counts as finished" if reply.reasoning_finished else None
@@ -261,7 +261,7 @@ class _Judge:
         elif messages[-1].get("tool_calls") and self._refuses_tools(feature, scenario):
             return
         for sample in samples[:1]:
-            arguments = (self.oracle, self.renderer, sample, messages, tools)
+            arguments = (self.oracle, self.renderer.bound(switches), sample, messages, tools)
             hard = any(name in scenario for name in HARD) or not_escaped(messages[-1], sample.turn)
             self._try(feature, scenario, True, checks.check_parse, *arguments, hard=hard)
             parts = cut_tags(sample.turn)

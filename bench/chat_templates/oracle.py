@@ -205,7 +205,7 @@ class Oracle:
                 if told:
                     return None  # the template shows it otherwise than the prompt has opened it
                 reasoning = "I see."
-                before = f"{reasoning}\n{close}\n\n"
+                before = f"{reasoning}\n{close}\n\n" if close == "</think>" else f"{reasoning}{close}"
         elif rest.strip() and not self.header().strip().endswith(rest.strip()):
             closed = any(close in rest for close in (*REASONING_TAGS.values(), "<channel|>"))
             if told or not closed:

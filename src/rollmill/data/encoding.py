@@ -43,13 +43,13 @@ def render_prompt(task: Task, tokenizer: Any) -> str:
         seen = _pictures(task, tokenizer)
         return tokenizer.picture_processor.plain(task.prompt, len(seen)) if seen else task.prompt
     with _named(task):
-        return _renderer(task, tokenizer).text(_messages(task, tokenizer), *_settings(task))
+        return _renderer(task, tokenizer).text(_messages(task, tokenizer), task.metadata.get(TOOLS))
 
 
 def _renderer(task: Task, tokenizer: Any) -> Renderer:
     """The renderer of the tokenizer's chats. Raises TasksetError if it has no chat template."""
     try:
-        return renderer_of(tokenizer)
+        return renderer_of(tokenizer).bound(task.metadata.get(SWITCHES))
     except ChatTemplateError as error:
         raise TasksetError(
             f"task {task.id} is a chat: {error}, or remove taskset.chat (or give text prompts)"
@@ -63,11 +63,6 @@ def _named(task: Task) -> Iterator[None]:
         yield
     except ChatTemplateError as error:
         raise TasksetError(f"task {task.id}: {error}") from error
-
-
-def _settings(task: Task) -> tuple[Any, Any]:
-    """Tools and switches of the template, for a task's chat."""
-    return task.metadata.get(TOOLS), task.metadata.get(SWITCHES)
 
 
 def _messages(task: Task, tokenizer: Any) -> list[ChatMessage]:
@@ -96,6 +91,9 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
     text = render_prompt(task, tokenizer)
     if isinstance(task.prompt, str):
         return encode_start(tokenizer, text)
+    if TOOLS in task.metadata:
+        with _named(task):
+            _renderer(task, tokenizer).require_readable_calls()
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -191,7 +189,7 @@ def encode_demonstration(
     first = 0 if learn == "all" else len(task.prompt)
     with _named(task):
         messages = [*_messages(task, tokenizer), *own]
-        pieces = _renderer(task, tokenizer).demonstration_pieces(messages, first, *_settings(task))
+        pieces = _renderer(task, tokenizer).demonstration_pieces(messages, first, task.metadata.get(TOOLS))
     pictures = encode_pictures(task, tokenizer)
     if pictures is None:
         encoded = encode_pieces(tokenizer, [text for text, _ in pieces])

@@ -92,9 +92,9 @@ class FamilyRenderer:
 
 def _typed(arguments: dict[str, Any], name: str, tools: Any) -> dict[str, Any]:
     """Arguments in Python's notation by the tool's schema: some templates write True and None, and so do their models."""
-    schema = next(
-        (each.get("function", each) for each in tools or () if each.get("function", each)["name"] == name), {}
-    )
+    functions: list[Any] = [each.get("function", each) for each in tools or ()]
+    named: list[Any] = [each for each in functions if each["name"] == name]
+    schema = named[0] if named else {}
     properties = (schema.get("parameters") or {}).get("properties") or {}
     words = {"True": (True, "boolean"), "False": (False, "boolean"), "None": (None, "null")}
     found = dict(arguments)

@@ -45,7 +45,7 @@ from rollmill.data.renderer.template import (
 )
 from rollmill.data.renderer.tokens import encode_pieces
 from rollmill.errors import ChatTemplateError
-from rollmill.types import ParsedReply, ToolCall, split_reasoning
+from rollmill.types import REASONING_START, ParsedReply, ToolCall, split_reasoning
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Renderer:
     Args:
         stop_ids: ids at which the checkpoint's generation ends.
         day: the date that templates print which ask for today's.
+        switches: variables of the chat template, such as `enable_thinking`.
 
     Attributes:
         template: the tokenizer's chat template.
@@ -83,19 +84,38 @@ class Renderer:
     Raises ChatTemplateError if the tokenizer has no usable chat template.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: frozenset[int] = frozenset(), day: date | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: frozenset[int] = frozenset(),
+        day: date | None = None,
+        switches: Switches | None = None,
+    ) -> None:
         processor = getattr(tokenizer, "picture_processor", None)
         if (
             tokenizer.chat_template is None
             and getattr(processor and processor.processor, "chat_template", None) is None
         ):
             raise ChatTemplateError("the model's tokenizer has no chat template; use a checkpoint with one")
-        self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, day or date.today())
+        self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, day or date.today(), switches)
         self._given_stops = stop_ids
-        self._families = dict[str, FamilyRenderer | None]()
-        self._calls: MarkedCalls | None = None
-        self._learned = False
+        self._bound = dict[str, Renderer]()
         self.stop_ids = stop_ids | self._own_stops()
+
+    def bound(self, switches: Switches | None) -> Renderer:
+        """Return the renderer with other variables of the template besides its own ones.
+
+        Raises ChatTemplateError like `load_renderer`.
+        """
+        key = json.dumps(switches or {}, sort_keys=True, default=str)
+        if not switches:
+            return self
+        if key not in self._bound:
+            settings = {**self.template.switches, **switches}
+            made = Renderer(self.tokenizer, self._given_stops, self.template.day, settings)
+            made.check()
+            self._bound[key] = made
+        return self._bound[key]
 
     def check(self) -> None:
         """Check that an answer continues its question's prompt, ends where generation ends, and is read back.
@@ -154,23 +174,21 @@ class Renderer:
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
-    def text(self, messages: Sequence[ChatMessage], tools: Tools = None, switches: Switches | None = None) -> str:
+    def text(self, messages: Sequence[ChatMessage], tools: Tools = None) -> str:
         """Render messages as text, ready for the policy's turn.
 
         Raises ChatTemplateError if the template refuses the messages, or does not show one of them or a tool.
         """
-        text = self.template.render(messages, tools, switches)
-        self.template.check_shown(messages, tools, switches, text)
+        text = self.template.render(messages, tools)
+        self.template.check_shown(messages, tools, text)
         return text
 
-    def prompt(
-        self, messages: Sequence[ChatMessage], tools: Tools = None, switches: Switches | None = None
-    ) -> RenderedPrompt:
+    def prompt(self, messages: Sequence[ChatMessage], tools: Tools = None) -> RenderedPrompt:
         """Render and tokenize messages, ready for the policy's turn.
 
         Raises ChatTemplateError like `text`, and if calls of the tools could not be read.
         """
-        text = self.text(messages, tools, switches)
+        text = self.text(messages, tools)
         if tools:
             self.require_readable_calls()
         return RenderedPrompt(self.encode(text), text)
@@ -187,7 +205,6 @@ class Renderer:
         messages: Sequence[ChatMessage],
         first: int,
         tools: Tools = None,
-        switches: Switches | None = None,
         learn: Literal["last", "all"] = "all",
     ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation that ends with an assistant's turn; True marks tokens that the policy is to learn.
@@ -198,13 +215,13 @@ class Renderer:
 
         Raises ChatTemplateError like `demonstration_pieces`.
         """
-        pieces = self.demonstration_pieces(messages, len(messages) - 1 if learn == "last" else first, tools, switches)
+        pieces = self.demonstration_pieces(messages, len(messages) - 1 if learn == "last" else first, tools)
         encoded = encode_pieces(self.tokenizer, [text for text, _ in pieces])
         mask = [learned for ids, (_, learned) in zip(encoded, pieces, strict=True) for _ in ids]
         return [token for ids in encoded for token in ids], mask
 
     def demonstration_pieces(
-        self, messages: Sequence[ChatMessage], first: int, tools: Tools = None, switches: Switches | None = None
+        self, messages: Sequence[ChatMessage], first: int, tools: Tools = None
     ) -> list[tuple[str, bool]]:
         """Split a conversation that ends with an assistant's turn into texts that are learned (True), and others.
 
@@ -216,26 +233,24 @@ class Renderer:
         added, drops the turn's reasoning or calls, or the end of a turn is unknown.
         """
         last = len(messages) - 1
-        before = self.text(messages[:last], tools, switches)
+        before = self.text(messages[:last], tools)
         pieces, at = list[tuple[str, bool]](), 0
-        whole = self.template.render(messages, tools, switches, prompt=False)
-        self.template.check_shown(messages, tools, switches, whole)
+        whole = self.template.render(messages, tools, prompt=False)
+        self.template.check_shown(messages, tools, whole)
         for i in range(first, last):
             if messages[i]["role"] == "assistant":
-                start, end = self._span(whole, messages, i, tools, switches)
+                start, end = self._span(whole, messages, i, tools)
                 pieces += [(whole[at:start], False), (whole[start:end], True)]
                 at = end
         if before[:at] != whole[:at]:
             raise self._parted("an earlier turn", before, whole)
-        return [*pieces, (before[at:], False), (self._turn(whole, before, messages, tools, switches), True)]
+        return [*pieces, (before[at:], False), (self._turn(whole, before, messages, tools), True)]
 
-    def _turn(
-        self, whole: str, before: str, messages: Sequence[ChatMessage], tools: Tools, switches: Switches | None
-    ) -> str:
+    def _turn(self, whole: str, before: str, messages: Sequence[ChatMessage], tools: Tools) -> str:
         """Text of the last turn, as it continues the prompt `before`, up to and with its end."""
         turn = messages[-1]
         joint = self.template.whole_tokens(before, common_prefix(before, whole), whole)
-        context = self.template.render(messages[:-1], tools, switches, prompt=False)
+        context = self.template.render(messages[:-1], tools, prompt=False)
         if joint < common_prefix(context.rstrip(), before):
             raise self._parted("the prompt", before, whole)
         text, missing = whole[joint:], before[joint:]
@@ -247,6 +262,11 @@ class Renderer:
                 "off); set chat_template_kwargs: {enable_thinking: true}, or leave the reasoning out"
             )
         if missing.rstrip().endswith(start_tag.strip()):  # the prompt opens reasoning that the template then drops
+            if reasoning and REASONING_START in text:
+                raise ChatTemplateError(
+                    "the response has reasoning in its content, which the chat template does not take out, and the "
+                    "prompt opens reasoning; give it as `reasoning_content`"
+                )
             if reasoning and reasoning not in text:
                 text = f"{reasoning}{end_tag}{text.lstrip().removeprefix(end_tag.strip()).lstrip()}"
             elif not reasoning and not text.lstrip().startswith(end_tag.strip()):
@@ -276,9 +296,7 @@ class Renderer:
         )
         return text[: at + len(end)] if at >= 0 else f"{text}{end}"
 
-    def _span(
-        self, whole: str, messages: Sequence[ChatMessage], i: int, tools: Tools, switches: Switches | None
-    ) -> tuple[int, int]:
+    def _span(self, whole: str, messages: Sequence[ChatMessage], i: int, tools: Tools) -> tuple[int, int]:
         """Where the turn of message `i` begins and ends in a conversation's text."""
         turn = messages[i]
         content = turn.get("content") or ""
@@ -286,9 +304,9 @@ class Renderer:
         if mark is OTHER_MARK:
             mark = f"#{mark}"
         plain = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
-        differs = common_prefix(whole, self.template.render(plain, tools, switches, prompt=False))
-        context = self.template.render(messages[:i], tools, switches, prompt=False)
-        prompt = self.template.render(messages[:i], tools, switches)
+        differs = common_prefix(whole, self.template.render(plain, tools, prompt=False))
+        context = self.template.render(messages[:i], tools, prompt=False)
+        prompt = self.template.render(messages[:i], tools)
         header = prompt[common_prefix(context, prompt) :]
         opened = header.find(self.template.reasoning_tags[0].strip())
         head = header if opened < 0 else header[:opened]
@@ -303,7 +321,7 @@ class Renderer:
             rest = header[len(head) :]
             start += self.template.whole_tokens(rest, common_prefix(rest, whole[start:]), whole[start:])
         calls = turn.get("tool_calls")
-        end = self._end_of_turn(whole, messages, i, tools, switches)
+        end = self._end_of_turn(whole, messages, i, tools)
         if end is None or end[1] < start:
             kind = "turn that calls tools" if calls else "turn"
             raise ChatTemplateError(
@@ -317,7 +335,6 @@ class Renderer:
         messages: Sequence[ChatMessage],
         i: int,
         tools: Tools,
-        switches: Switches | None,
         **options: Any,
     ) -> tuple[int, int] | None:
         """Where the token that ends the turn of message `i` stands in a conversation's text; None if it has none."""
@@ -330,7 +347,7 @@ class Renderer:
             mark = f"{MARK}{'0' if content[-1:] != '0' else '1'}"
             altered = {**turn, "content": f"{content}{mark}"}
         other = self.template.render(
-            [*messages[:i], altered, *messages[i + 1 :]], tools, switches, **({"prompt": False} | options)
+            [*messages[:i], altered, *messages[i + 1 :]], tools, **({"prompt": False} | options)
         )
         behind = len(text) - common_prefix(reversed(text), reversed(other))
         if calls:
@@ -363,7 +380,6 @@ class Renderer:
         tools: Tools = None,
         *,
         calls: bool | None = None,
-        switches: Switches | None = None,
         format: ToolFormat = "auto",
         text: str | None = None,
         salt: str = "",
@@ -377,7 +393,7 @@ class Renderer:
             salt: makes the ids of calls differ between equal turns.
         """
         ids = list(token_ids)
-        family = self.family(switches)
+        family = self.family
         reads_calls = bool(tools) or format != "auto" if calls is None else calls
         stop_text = self._stop_text(ids, text)
         if family is not None and format == "auto":
@@ -455,7 +471,7 @@ class Renderer:
         try:
             before = self.template.render([QUESTION])
             whole = self.template.render([QUESTION, turn], prompt=False)
-            text = self._turn(whole, before, [QUESTION, turn], None, None)
+            text = self._turn(whole, before, [QUESTION, turn], None)
         except ChatTemplateError:
             return "", ""
         start, _, end = text.removesuffix(self.template.turn_end).partition(MARK)
@@ -475,38 +491,33 @@ class Renderer:
                 text = text.replace(token, "")
         return text
 
-    def family(self, switches: Switches | None = None) -> FamilyRenderer | None:
-        """Return the library's renderer of the model's family: one that reads what the template writes; else None."""
-        key = json.dumps(switches or {}, sort_keys=True, default=str)
-        if key not in self._families:
-            self._families[key] = self._family(switches)
-        return self._families[key]
+    @cached_property
+    def family(self) -> FamilyRenderer | None:
+        """The library's renderer of the model's family: one that reads what the template writes; else None.
 
-    def _family(self, switches: Switches | None) -> FamilyRenderer | None:
-        """A family that reads every argument; else one that reads those without the family's own tags.
-
-        In formats that are not JSON (Qwen 3.5, GLM) nothing tells a tag in an argument from the closing one. A format
-        of JSON that was learned from the template needs no family.
+        One that reads every argument is preferred, else one that reads those without the family's own tags: in formats
+        that are not JSON (Qwen 3.5, GLM) nothing tells a tag in an argument from the closing one. A format of JSON that
+        was learned from the template needs no family.
         """
         if not (self.template.supports_tools and self.template.supports_tool_calls):
             return None
-        known = list(families_of(self.tokenizer, switches or {}))
-        if (strict := next((each for each in known if self._reads(each, switches, PROBE_ARGUMENTS)), None)) is not None:
+        known = list(families_of(self.tokenizer, self.template.switches))
+        if (strict := next((each for each in known if self._reads(each, PROBE_ARGUMENTS)), None)) is not None:
             return strict
         if self.call_format is not None:
             return None
         simple = {key: value for key, value in PROBE_ARGUMENTS.items() if key != "flag"}  # which some write as Python's
         simple |= {"text": 'a "b"\n\U0001f642 {c}'}
-        return next((each for each in known if self._reads(each, switches, simple)), None)
+        return next((each for each in known if self._reads(each, simple)), None)
 
-    def _reads(self, family: FamilyRenderer, switches: Switches | None, arguments: dict[str, Any]) -> bool:
+    def _reads(self, family: FamilyRenderer, arguments: dict[str, Any]) -> bool:
         """True if a family's renderer reads back the turns that the template writes."""
         try:
-            for turn in self._probe_turns(switches, arguments):
-                before = self.template.render([QUESTION], [probe_tool()], switches)
-                whole = self.template.render([QUESTION, turn], [probe_tool()], switches, prompt=False)
+            for turn in self._probe_turns(arguments):
+                before = self.template.render([QUESTION], [probe_tool()])
+                whole = self.template.render([QUESTION, turn], [probe_tool()], prompt=False)
                 try:
-                    text = self._turn(whole, before, [QUESTION, turn], [probe_tool()], switches)
+                    text = self._turn(whole, before, [QUESTION, turn], [probe_tool()])
                 except ChatTemplateError:
                     if "reasoning_content" not in turn:
                         raise
@@ -519,11 +530,10 @@ class Renderer:
             return False
         return True
 
-    def _probe_turns(self, switches: Switches | None, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    def _probe_turns(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Turns of every kind that the template can show."""
-        thinking = self.template.supports_reasoning and (switches or {}).get("enable_thinking") is not False
         turns: list[dict[str, Any]] = [dict(ANSWER)]
-        if thinking:
+        if self.template.supports_reasoning:
             turns.append({**ANSWER, "reasoning_content": "a thought"})
         if self.template.supports_tools and self.template.supports_tool_calls:
             turns.append(call_message([ToolCall(CALL_ID, MARK, arguments)]))
@@ -559,7 +569,7 @@ class Renderer:
         """The answer of a probe's turn as the template writes it, without its reasoning and end; None if it refuses."""
         try:
             whole = self.template.render([QUESTION, turn], tools, prompt=False)
-            text = self._turn(whole, before, [QUESTION, turn], tools, None)
+            text = self._turn(whole, before, [QUESTION, turn], tools)
         except ChatTemplateError:
             return None
         start, end = (each.strip() for each in self.template.reasoning_tags)
@@ -584,7 +594,7 @@ class Renderer:
         """
         template = self.template
         native = template.supports_tools and template.supports_tool_calls
-        if native and self.family() is None and self.call_format is None:
+        if native and self.family is None and self.call_format is None:
             log.warning(
                 "the chat template writes tool calls in a format that cannot be read; tools are described in the "
                 "system message, and called in the format of Hermes, instead"
@@ -600,7 +610,6 @@ class Renderer:
         completion_ids: Sequence[int],
         messages: Sequence[ChatMessage],
         tools: Tools = None,
-        switches: Switches | None = None,
     ) -> list[int] | None:
         """Tokens of the next prompt, which begins with exactly the tokens of a prompt and its completion.
 
@@ -610,7 +619,7 @@ class Renderer:
             messages: the conversation, in which the last assistant's message is the completion as `parse` reads it,
                 and further messages after it.
         """
-        behind = self.text_behind(prompt_ids, completion_ids, messages, tools, switches)
+        behind = self.text_behind(prompt_ids, completion_ids, messages, tools)
         return None if behind is None else [*prompt_ids, *completion_ids, *self.encode(behind)]
 
     def text_behind(
@@ -619,7 +628,6 @@ class Renderer:
         completion_ids: Sequence[int],
         messages: Sequence[ChatMessage],
         tools: Tools = None,
-        switches: Switches | None = None,
         *,
         turn: int | None = None,
     ) -> str | None:
@@ -634,17 +642,19 @@ class Renderer:
             return None
         if not self._answer(list(completion_ids), prompt_ids, "").reasoning_finished:
             return None  # the template shows no unfinished reasoning
-        before = self.template.render(messages[:i], tools, switches)
-        text = self.template.render(messages, tools, switches)
+        before = self.template.render(messages[:i], tools)
+        text = self.template.render(messages, tools)
         if not text.startswith(before):
             return None
-        end = self._end_of_turn(text, messages, i, tools, switches, prompt=True)
+        end = self._end_of_turn(text, messages, i, tools, prompt=True)
         if end is None or end[0] < len(before):
             return None
-        shown, said = text[len(before) : end[0]], self._answer(list(completion_ids), prompt_ids, "")
-        parts = [_reasoning(messages[i]), split_reasoning(messages[i].get("content") or "").content.strip()]
-        parts += [self.template.reasoning_tags[1].strip()] if said.reasoning is not None else []
-        if any(part not in shown for part in parts):
+        alone = self.template.render(messages[: i + 1], tools, prompt=False)  # the turn before anything followed
+        content = split_reasoning(messages[i].get("content") or "").content.strip()
+        if not _spaceless(alone).startswith(_spaceless(text[: end[0]])) or content not in text[len(before) : end[0]]:
+            return None
+        said = self._answer(list(completion_ids), prompt_ids, "")
+        if said.reasoning is not None and self.template.reasoning_tags[1].strip() not in text[len(before) : end[0]]:
             return None
         if completion_ids and completion_ids[-1] in self.stop_ids:
             return text[end[1] :] if self.decode(completion_ids[-1:]) == text[end[0] : end[1]] else None
@@ -730,6 +740,11 @@ def _same(reply: ParsedReply, turn: ChatMessage) -> bool:
         and reply.content.strip() == (turn["content"] or "").strip()
         and (reply.reasoning or "").strip() == (turn.get("reasoning_content") or "").strip()
     )
+
+
+def _spaceless(text: str) -> str:
+    """A text without its white space, which templates add and strip around turns."""
+    return "".join(text.split())
 
 
 def _altered(entry: Mapping[str, Any]) -> dict[str, Any]:
