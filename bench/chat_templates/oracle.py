@@ -191,6 +191,8 @@ class Oracle:
         shared = self._shared(prompt, text)
         rest, turn, reasoning, before = prompt[shared:], text[shared:], None, ""
         told = str(split_think(messages[-1]).get("reasoning_content") or "").strip()
+        if told and prompt.rstrip().endswith((*REASONING_TAGS.values(), "<channel|>")):
+            return None  # the prompt has closed it
         header = self.header() if not rest.strip() else rest
         opened = max(((header.rfind(tag), tag) for tag in REASONING_TAGS if tag in header), default=None)
         if opened is not None:

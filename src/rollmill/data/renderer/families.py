@@ -91,7 +91,7 @@ class FamilyRenderer:
 
 
 def _typed(arguments: dict[str, Any], name: str, tools: Any) -> dict[str, Any]:
-    """Arguments in Python's notation by the tool's schema: some templates write True and None, and so do their models."""
+    """Arguments by the tool's schema where they are in Python's notation: some templates write True and None."""
     functions: list[Any] = [each.get("function", each) for each in tools or ()]
     named: list[Any] = [each for each in functions if each["name"] == name]
     schema = named[0] if named else {}

@@ -132,8 +132,16 @@ class Renderer:
                 if turn is reasoned:
                     continue  # thinking is switched off
                 raise
-            reply = self.parse(self.encode(text[0]), self.encode(before[0]))
-            if not _same(reply, turn):
+            ids = self.encode(text[0])
+            if stops := [each for each in ids[:-1] if each in self.stop_ids]:
+                raise ChatTemplateError(
+                    f"the tokenizer's chat template writes {self.decode(stops[:1])!r} within a turn, where generation "
+                    "ends; correct eos_token_id in generation_config.json, or use another template"
+                )
+            reply = self.parse(ids, self.encode(before[0]))
+            known = self.tokenizer.decode(self.encode(turn["content"]), skip_special_tokens=True)  # to small tokenizers
+            answered = _spaceless(reply.content) == _spaceless(known) and reply.reasoning_finished
+            if not answered or (turn is reasoned and not (reply.reasoning or "").strip()):
                 raise ChatTemplateError(
                     f"the tokenizer's chat template writes {'reasoning' if turn is reasoned else 'an answer'} in a "
                     f"format that cannot be read back: {text[0]!r} was read as {reply.content!r}, with the reasoning "
@@ -256,12 +264,15 @@ class Renderer:
         text, missing = whole[joint:], before[joint:]
         reasoning = _reasoning(turn)
         start_tag, end_tag = self.template.reasoning_tags
-        if reasoning and end_tag.strip() in missing:
+        if reasoning and missing.strip() and not missing.rstrip().endswith(start_tag.strip()):
             raise ChatTemplateError(
                 "the response has reasoning, and the prompt closes it before the turn begins (thinking is switched "
                 "off); set chat_template_kwargs: {enable_thinking: true}, or leave the reasoning out"
             )
-        if missing.rstrip().endswith(start_tag.strip()):  # the prompt opens reasoning that the template then drops
+        opened = missing.rstrip().endswith(start_tag.strip())
+        if missing.strip() and not opened and self._cleaned(missing, self.template.special_tokens) == missing:
+            raise self._parted("the prompt", before, whole)
+        if opened:  # the prompt opens reasoning that the template then drops
             if reasoning and REASONING_START in text:
                 raise ChatTemplateError(
                     "the response has reasoning in its content, which the chat template does not take out, and the "
@@ -351,8 +362,10 @@ class Renderer:
         )
         behind = len(text) - common_prefix(reversed(text), reversed(other))
         if calls:
-            at = text.find(self.template.call_end, behind) if self.template.call_end else -1
-            return None if at < 0 else (at, at + len(self.template.call_end))
+            ends = [each for each in (self.template.turn_end, self.template.call_end) if each]
+            places = [(text.index(each, behind), each) for each in ends if each in text[behind:]]
+            at, call_end = min(places, default=(-1, ""))
+            return None if at < 0 else (at, at + len(call_end))
         at = text.find(self.template.turn_end, behind) if self.template.turn_end else -1
         between = text[behind:at].removeprefix(self._answer_frame[1]) if at >= 0 else "other text"
         if not self._cleaned(between, self.template.special_tokens).strip():
@@ -651,9 +664,14 @@ class Renderer:
             return None
         alone = self.template.render(messages[: i + 1], tools, prompt=False)  # the turn before anything followed
         content = split_reasoning(messages[i].get("content") or "").content.strip()
-        if not _spaceless(alone).startswith(_spaceless(text[: end[0]])) or content not in text[len(before) : end[0]]:
+        ids = list(completion_ids)
+        sampled = f"{before}{self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)}"
+        shown = _spaceless(text[: end[0]])
+        if shown != _spaceless(sampled) and not _spaceless(alone).startswith(shown):
             return None
-        said = self._answer(list(completion_ids), prompt_ids, "")
+        if content not in text[len(before) : end[0]]:
+            return None
+        said = self._answer(ids, prompt_ids, "")
         if said.reasoning is not None and self.template.reasoning_tags[1].strip() not in text[len(before) : end[0]]:
             return None
         if completion_ids and completion_ids[-1] in self.stop_ids:

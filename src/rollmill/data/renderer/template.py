@@ -137,6 +137,8 @@ class ChatTemplate:
             ids: of earlier calls, and those that the template gets for them.
         """
         fitted = dict(message)
+        if "reasoning_content" in message:
+            fitted.setdefault("reasoning", message["reasoning_content"])  # the name in some templates
         calls = message.get("tool_calls")
         if not calls:
             fitted.pop("tool_calls", None)
