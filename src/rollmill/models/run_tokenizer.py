@@ -2,8 +2,8 @@
 torch.
 
 RUN/tokenizer/ is a Hugging Face folder with `run.json`: the id that ends a demonstration, a fingerprint of the
-vocabulary, the encoding of a probe text when the folder was written, and the date of the run's start, which chat
-templates print that ask for today's.
+vocabulary, the encoding of a probe text when the folder was written, the ids that end a turn, and the date of the
+run's start, which chat templates print that ask for today's.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def use_run_date(run_dir: Path, tokenizer: Any) -> None:
     with suppress(OSError, CorruptFileError):
         about = read_json_object(run_dir / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE)
     tokenizer.template_day = date.fromisoformat(str(about.get("date") or date.today()))
+    tokenizer.stop_ids = frozenset(about.get("stop_ids") or getattr(tokenizer, "stop_ids", None) or ())
     tokenizer.renderer = None  # it is made again, with the date
 
 
@@ -56,6 +57,7 @@ def save_run_tokenizer(run_dir: Path, tokenizer: Any, end_id: int) -> None:
     folder, mark = run_dir / TOKENIZER_FOLDER, compute_fingerprint(tokenizer)
     day = getattr(tokenizer, "template_day", None) or date.today()
     about = {"end_id": end_id, "fingerprint": mark, "probe": _encoded(tokenizer), "date": day.isoformat()}
+    about["stop_ids"] = sorted(getattr(tokenizer, "stop_ids", None) or [end_id])
     with suppress(CorruptFileError):  # it is written again
         if (folder / TOKENIZER_INFO_FILE).is_file() and read_json_object(folder / TOKENIZER_INFO_FILE) == about:
             return
