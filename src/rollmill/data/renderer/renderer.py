@@ -657,6 +657,7 @@ class Renderer:
             return None  # the template shows no unfinished reasoning
         before = self.template.render(messages[:i], tools)
         text = self.template.render(messages, tools)
+        before = before.rstrip()  # white space around a turn may differ: templates strip and add some
         if not text.startswith(before):
             return None
         end = self._end_of_turn(text, messages, i, tools, prompt=True)
