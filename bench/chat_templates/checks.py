@@ -310,7 +310,7 @@ def check_continuation(
     texts = oracle.texts([*earlier, told, *new], tools, generation=True)
     sampled = oracle.ids(sample.turn)
     start = sample.prompt + (oracle.text(sampled[: len(sampled) - cut]) if cut else sample.turn)
-    same = [text for text in texts if text.startswith(start)]
+    same = [rest for text in texts if (rest := _behind(text, start)) is not None]
     as_parsed = oracle.texts([*earlier, reply.message, *following], tools, generation=True)
     if got is None:
         return f"{RENDERS_AGAIN}, though the template shows the turn as sampled" if same else None
@@ -318,12 +318,25 @@ def check_continuation(
         return "the next prompt does not begin with the sampled tokens"
     if not texts:
         return "continues with messages that the template cannot show"
-    same += [text for text in as_parsed if text.startswith(start)]
+    same += [rest for text in as_parsed if (rest := _behind(text, start)) is not None]
     if not same:
         return f"goes on where the template changes the history: {difference(start, texts[0])}"
     rest = oracle.text(got[len(prompt) + len(completion) :])
-    wanted = [text[len(start) :] for text in same]
-    return None if rest in wanted else f"after the turn: {difference(rest, wanted[0])}"
+    return None if rest in same else f"after the turn: {difference(rest, same[0])}"
+
+
+def _behind(text: str, start: str) -> str | None:
+    """The part of a text after another one, white space aside, which templates add and strip around turns; else None."""
+    at = 0
+    for character in start:
+        if character.isspace():
+            continue
+        while at < len(text) and text[at].isspace():
+            at += 1
+        if text[at : at + 1] != character:
+            return None
+        at += 1
+    return text[at:]
 
 
 def _words(message: Mapping[str, Any]) -> list[str]:
