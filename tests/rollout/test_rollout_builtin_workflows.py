@@ -18,6 +18,7 @@ from rollmill.config.rewards.text import ExactReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.tools import CalculatorTool
 from rollmill.config.workflows import (
+    EnvironmentWorkflow,
     FewShotWorkflow,
     JudgedWorkflow,
     ReActWorkflow,
@@ -31,6 +32,7 @@ from rollmill.errors import ConfigError, ContextLengthError, WorkflowError
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards.grading import completion_from_text
 from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.environments.base import StepResult
 from rollmill.rollout.resources import WorkflowResources, build_workflow
 from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.rollout.workflow import Rollout
@@ -210,6 +212,31 @@ def test_actions_and_answers_within_reasoning_are_none(task: Task) -> None:
     assert one.reward == 1
     [cut], _ = rolled(ReActWorkflow(), task, "<think>Final Answer: 391")
     assert cut.reward == 0
+
+
+# -- environment -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
+def test_an_action_has_no_reasoning(task: Task) -> None:
+    actions: list[str] = []
+
+    class Once:
+        async def reset(self) -> str:
+            return ""
+
+        async def step(self, action: str) -> StepResult:
+            actions.append(action)
+            return StepResult("Go on.", 0.5, len(actions) == 2)
+
+    @asynccontextmanager
+    async def source(rollout: Rollout) -> Any:
+        yield Once()
+
+    [one], _ = rolled(
+        EnvironmentWorkflow(), task, "<think>left?</think>right", "<think>left", models={"environment": source}
+    )
+    assert (actions, one.reward) == (["right", ""], 1.0)
 
 
 # -- few-shot, reflection, vote, judged ------------------------------------------------------------------------
