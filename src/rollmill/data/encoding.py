@@ -22,7 +22,18 @@ from rollmill.data.renderer import ChatMessage, Renderer, renderer_of
 from rollmill.data.renderer.tokens import encode_pieces, encode_start
 from rollmill.data.template import PromptTemplate
 from rollmill.errors import ChatTemplateError, TasksetError
-from rollmill.types import Experience, ExperienceSource, Message, StopReason, Task, Turn, experience_from_demonstration
+from rollmill.types import (
+    Completion,
+    Experience,
+    ExperienceSource,
+    Message,
+    ParsedReply,
+    StopReason,
+    Task,
+    Turn,
+    experience_from_demonstration,
+    split_reply,
+)
 
 if TYPE_CHECKING:
     from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
@@ -75,6 +86,18 @@ def _messages(task: Task, tokenizer: Any) -> list[ChatMessage]:
         text, at = message["content"], picture.offset
         message["content"] = f"{text[:at]}{refer_to(picture)}{text[at:]}"
     return messages
+
+
+def parse_completion(task: Task, tokenizer: Any, completion: Completion) -> ParsedReply:
+    """Take a completion of the task's prompt apart: a chat's by the model's renderer, a text's at its tags.
+
+    Raises TasksetError if the task is a chat, and the tokenizer has no chat template.
+    """
+    if isinstance(task.prompt, str):
+        return split_reply(completion.text, task.prompt)
+    tools, switches = _settings(task)
+    ids, prompt_ids = completion.token_ids.tolist(), completion.prompt_ids.tolist()
+    return _renderer(task, tokenizer).parse(ids, prompt_ids, tools, switches=switches, text=completion.text)
 
 
 def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
