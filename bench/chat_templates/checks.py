@@ -326,7 +326,7 @@ def check_continuation(
 
 
 def _behind(text: str, start: str) -> str | None:
-    """The part of a text after another one, white space aside, which templates add and strip around turns; else None."""
+    """The rest of a text that begins with another one, white space around turns aside; None if it does not."""
     at = 0
     for character in start:
         if character.isspace():
@@ -336,7 +336,7 @@ def _behind(text: str, start: str) -> str | None:
         if text[at : at + 1] != character:
             return None
         at += 1
-    return text[at:]
+    return text[at:].removeprefix(start[len(start.rstrip()) :])
 
 
 def _words(message: Mapping[str, Any]) -> list[str]:

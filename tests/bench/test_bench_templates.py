@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -42,22 +43,27 @@ class Told:
 
     def __init__(self, tokenizer: Any, stop_ids: frozenset[int], known: ChatTemplate) -> None:
         self.oracle = Oracle(replace(known, text=tokenizer.chat_template))
-        self.stop_ids = stop_ids
+        self.stop_ids, self.switches = stop_ids, dict[str, Any]()
 
-    def prompt(self, messages: Any, tools: Any = None, switches: Any = None) -> Shown:
-        texts = self.oracle.texts(messages, tools, switches, generation=True)
+    def bound(self, switches: Any) -> Self:
+        other = copy.copy(self)
+        other.switches = dict(switches or {})
+        return other
+
+    def prompt(self, messages: Any, tools: Any = None) -> Shown:
+        texts = self.oracle.texts(messages, tools, self.switches, generation=True)
         if not texts or (tools and not self.oracle.shows_tools(messages, tools)):
             raise RollmillError("not shown")
         return Shown(self.oracle.ids(texts[0]), texts[0])
 
     def demonstration(
-        self, messages: Any, first: int, tools: Any = None, switches: Any = None, learn: str = "last"
+        self, messages: Any, first: int, tools: Any = None, learn: str = "last"
     ) -> tuple[list[int], list[bool]]:
         if tools and not self.oracle.shows_tools(messages[:1], tools):
             raise RollmillError("not shown")
         if learn == "all":
             return self._all_turns(messages, first, tools)
-        samples = self.oracle.samples(messages, tools, switches)
+        samples = self.oracle.samples(messages, tools, self.switches)
         if not samples:
             raise RollmillError("not shown")
         text = samples[0].turn.removeprefix(samples[0].reasoning or "")
@@ -102,11 +108,11 @@ class Told:
         return replace(reply, content=content, tool_calls=calls, malformed=malformed)
 
     def continue_prompt(
-        self, prompt_ids: Any, completion_ids: Any, messages: Any, tools: Any = None, switches: Any = None
+        self, prompt_ids: Any, completion_ids: Any, messages: Any, tools: Any = None
     ) -> list[int] | None:
         end = [] if completion_ids[-1] in self.stop_ids else self.oracle.ids(self.oracle.end() or "")
         sampled = [*prompt_ids, *completion_ids, *end]
-        for text in self.oracle.texts(messages, tools, switches, generation=True):
+        for text in self.oracle.texts(messages, tools, self.switches, generation=True):
             if text.startswith(self.oracle.text(sampled)):
                 return [*sampled, *self.oracle.ids(text[len(self.oracle.text(sampled)) :])]
         return None
@@ -150,7 +156,7 @@ def test_absent_is_what_the_template_cannot_show() -> None:
 
 def test_tools_that_are_dropped_silently_are_wrong() -> None:
     def deaf(prompt: Any) -> Any:
-        return lambda messages, tools=None, switches=None: prompt(messages, None, switches)
+        return lambda messages, tools=None: prompt(messages, None)
 
     assert "tools, one tool" in wrong(told("gemma", prompt=deaf))
     assert "tools, one tool" in wrong(told(CHATML, prompt=deaf))

@@ -54,19 +54,11 @@ FAMILIES = (
 FORKS = {"google-gemma-4-31B-it": "the prompt has an empty channel of thoughts, which the history lacks"}
 """Templates that change the history when a result follows."""
 
-OTHER_IDS = dict.fromkeys(
-    ("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"),
-    "calls get other ids than those that the policy has written",
+OPENED = (
+    *("qwen3_5_think", "qwen3_6", "qwen3_8", "glm4moe", "GLM-4.6", "GLM-4.7-Flash", "nemotron_3_nano"),
+    *("nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning", "MiniMax-M2", "gemma4_v5"),
 )
-LONG_END = {"Cohere2MoE": "reasoning before a call ends with fewer marks than reasoning before a text"}
-NO_ATTEMPT = dict.fromkeys(("llama3_1", "llama3_2"), "damaged JSON is taken for an answer")
-CALLS_IN_REASONING = dict.fromkeys(
-    (
-        *("qwen3_5_think", "qwen3_6", "qwen3_8", "glm4moe", "GLM-4.6", "GLM-4.7-Flash", "nemotron_3_nano"),
-        *("nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning", "MiniMax-M2", "gemma4_v5"),
-    ),
-    "a call ends reasoning that is not closed",
-)
+"""Templates whose prompts open reasoning, or whose reasoning has tags of its own."""
 SECTION_END = "<|tool_calls_section_end|>"
 """What Kimi writes after a turn's last call, which has an end of its own."""
 
@@ -337,18 +329,9 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def marked(names: Sequence[str], wrong: Mapping[str, str], slow: bool = False) -> list[Any]:
-    """Parameters of a test: names, with the reasons of those that are known to fail."""
-    marks = {name: [pytest.mark.slow] if slow and name not in FAST else [] for name in names}
-    return [
-        pytest.param(
-            name, marks=[*given, *([pytest.mark.xfail(strict=True, reason=wrong[name])] if name in wrong else [])]
-        )
-        for name, given in marks.items()
-    ]
-
-
-@pytest.mark.parametrize("name", marked(FAMILIES, {**OTHER_IDS, **LONG_END}, slow=True))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in FAMILIES]
+)
 def test_the_tool_agent_is_trained_for_two_steps(tmp_path: Path, name: str) -> None:
     chat = family_chat(name)
     renderer = chat.renderer
@@ -383,7 +366,7 @@ def test_the_tool_agent_is_trained_for_two_steps(tmp_path: Path, name: str) -> N
     assert any((before_[key] != after[key]).any() for key in before_)
 
 
-@pytest.mark.parametrize("name", marked(FAMILIES, {**NO_ATTEMPT, **LONG_END}))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_calls_that_cannot_be_read_are_errors_and_no_answer(name: str) -> None:
     chat = family_chat(name)
     answer = chat.answer("It is 391.")
@@ -397,7 +380,7 @@ def test_calls_that_cannot_be_read_are_errors_and_no_answer(name: str) -> None:
         assert (last.counted["tools/malformed"], last.reward, last.answer) == (1, 0, "")
 
 
-@pytest.mark.parametrize("name", marked(["qwen3", "poolside-Laguna-S-2.1", *CALLS_IN_REASONING], CALLS_IN_REASONING))
+@pytest.mark.parametrize("name", ["qwen3", "poolside-Laguna-S-2.1", *OPENED])
 def test_calls_within_unfinished_reasoning_are_none(name: str) -> None:
     chat = family_chat(name)
     assert chat.reasoning is not None

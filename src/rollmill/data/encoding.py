@@ -95,9 +95,8 @@ def parse_completion(task: Task, tokenizer: Any, completion: Completion) -> Pars
     """
     if isinstance(task.prompt, str):
         return split_reply(completion.text, task.prompt)
-    tools, switches = _settings(task)
     ids, prompt_ids = completion.token_ids.tolist(), completion.prompt_ids.tolist()
-    return _renderer(task, tokenizer).parse(ids, prompt_ids, tools, switches=switches, text=completion.text)
+    return _renderer(task, tokenizer).parse(ids, prompt_ids, task.metadata.get(TOOLS), text=completion.text)
 
 
 def encode_prompt(task: Task, tokenizer: Any) -> list[int]:

@@ -74,8 +74,10 @@ class FamilyRenderer:
         ends = [each.token_span[1] for each in found.tool_calls if each.token_span is not None]
         if ends:  # the library drops text behind calls
             behind = [token for token in list(token_ids)[max(ends) :] if token not in self.stop_ids]
-            text = self._tokenizer.decode(behind, skip_special_tokens=False)
-            content += text if text.strip() not in content else ""
+            marks = set(self._tokenizer.get_added_vocab().values())
+            if self._tokenizer.decode([token for token in behind if token not in marks]).strip():
+                text = self._tokenizer.decode(behind, skip_special_tokens=False)
+                content += text if text.strip() not in content else ""
         finished = found.reasoning_complete is not False
         reasoning = found.reasoning_content if finished else (found.reasoning_content or "")
         return ParsedReply(content, reasoning, calls, malformed, finished)

@@ -69,6 +69,15 @@ class RenderedPrompt:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class _TurnEnd:
+    """Places in a text: the end of a turn's content, and the token that ends the turn."""
+
+    content: int
+    start: int
+    stop: int
+
+
 class Renderer:
     """Renders the conversations of one model, and reads its turns.
 
@@ -252,7 +261,17 @@ class Renderer:
                 at = end
         if before[:at] != whole[:at]:
             raise self._parted("an earlier turn", before, whole)
-        return [*pieces, (before[at:], False), (self._turn(whole, before, messages, tools), True)]
+        turn = self._turn(whole, before, messages, tools)
+        end = next(
+            (each for each in (self.template.call_end, self.template.turn_end) if each and turn.endswith(each)), ""
+        )
+        end = end or self.tokenizer.eos_token
+        if self._token(end) is None or self._token(end) not in self.stop_ids:
+            raise ChatTemplateError(
+                f"turns end with {end!r} in the tokenizer's chat template, and generation does not end there; add its "
+                "id to eos_token_id in generation_config.json"
+            )
+        return [*pieces, (before[at:], False), (turn, True)]
 
     def _turn(self, whole: str, before: str, messages: Sequence[ChatMessage], tools: Tools) -> str:
         """Text of the last turn, as it continues the prompt `before`, up to and with its end."""
@@ -297,11 +316,6 @@ class Renderer:
         if content and content not in text:
             raise ChatTemplateError("the tokenizer's chat template does not show the last message as it is")
         end = (self.template.call_end if calls else self.template.turn_end) or self.tokenizer.eos_token
-        if self._token(end) is None or (self._token(end) not in self.stop_ids and self.stop_ids):
-            raise ChatTemplateError(
-                f"turns end with {end!r} in the tokenizer's chat template, and generation does not end there; add its "
-                "id to eos_token_id in generation_config.json"
-            )
         at = text.find(
             end, max(text.rfind(content) + len(content) if content else 0, *(text.rfind(n) for n in calls), 0)
         )
@@ -333,12 +347,12 @@ class Renderer:
             start += self.template.whole_tokens(rest, common_prefix(rest, whole[start:]), whole[start:])
         calls = turn.get("tool_calls")
         end = self._end_of_turn(whole, messages, i, tools)
-        if end is None or end[1] < start:
+        if end is None or end.stop < start:
             kind = "turn that calls tools" if calls else "turn"
             raise ChatTemplateError(
                 f"the end of a {kind} before the last one is not known in the tokenizer's chat template"
             )
-        return start, end[1]
+        return start, end.stop
 
     def _end_of_turn(
         self,
@@ -346,9 +360,10 @@ class Renderer:
         messages: Sequence[ChatMessage],
         i: int,
         tools: Tools,
-        **options: Any,
-    ) -> tuple[int, int] | None:
-        """Where the token that ends the turn of message `i` stands in a conversation's text; None if it has none."""
+        *,
+        prompt: bool = False,
+    ) -> _TurnEnd | None:
+        """Where the turn of message `i` ends in a conversation's text; None if the template writes no end there."""
         turn, mark = messages[i], MARK
         calls = turn.get("tool_calls")
         if calls:
@@ -357,24 +372,22 @@ class Renderer:
             content = (turn.get("content") or "").rstrip()
             mark = f"{MARK}{'0' if content[-1:] != '0' else '1'}"
             altered = {**turn, "content": f"{content}{mark}"}
-        other = self.template.render(
-            [*messages[:i], altered, *messages[i + 1 :]], tools, **({"prompt": False} | options)
-        )
+        other = self.template.render([*messages[:i], altered, *messages[i + 1 :]], tools, prompt=prompt)
         behind = len(text) - common_prefix(reversed(text), reversed(other))
         if calls:
             ends = [each for each in (self.template.turn_end, self.template.call_end) if each]
             places = [(text.index(each, behind), each) for each in ends if each in text[behind:]]
             at, call_end = min(places, default=(-1, ""))
-            return None if at < 0 else (at, at + len(call_end))
+            return None if at < 0 else _TurnEnd(at, at, at + len(call_end))
         at = text.find(self.template.turn_end, behind) if self.template.turn_end else -1
         between = text[behind:at].removeprefix(self._answer_frame[1]) if at >= 0 else "other text"
         if not self._cleaned(between, self.template.special_tokens).strip():
-            return at, at + len(self.template.turn_end)
+            return _TurnEnd(behind, at, at + len(self.template.turn_end))
         start = behind + len(text[behind:]) - len(text[behind:].lstrip())
         ends = [each for each in self.template.special_tokens if text.startswith(each, start)]
         if not ends:
-            return None if self.template.turn_end else (behind, behind)
-        return start, start + len(max(ends, key=len))
+            return None if self.template.turn_end else _TurnEnd(behind, behind, behind)
+        return _TurnEnd(behind, start, start + len(max(ends, key=len)))
 
     def _parted(self, what: str, expected: str, found: str) -> ChatTemplateError:
         at = common_prefix(expected, found)
@@ -411,6 +424,8 @@ class Renderer:
         stop_text = self._stop_text(ids, text)
         if family is not None and format == "auto":
             reply = family.parse(ids, prompt_ids, tools, salt=salt)
+            if reply.tool_calls and not (thought := self._answer(ids, prompt_ids, stop_text)).reasoning_finished:
+                return thought  # the library takes a call for the end of reasoning that was not closed
             if stop_text and reply.content.endswith(stop_text):
                 reply = replace(reply, content=reply.content.removesuffix(stop_text))
             if not reads_calls and (reply.tool_calls or reply.malformed):
@@ -661,23 +676,23 @@ class Renderer:
         if not text.startswith(before):
             return None
         end = self._end_of_turn(text, messages, i, tools, prompt=True)
-        if end is None or end[0] < len(before):
+        if end is None or end.start < len(before):
             return None
         alone = self.template.render(messages[: i + 1], tools, prompt=False)  # the turn before anything followed
         content = split_reasoning(messages[i].get("content") or "").content.strip()
         ids = list(completion_ids)
         sampled = f"{before}{self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)}"
-        shown = _spaceless(text[: end[0]])
+        shown = _spaceless(text[: end.start])
         if shown != _spaceless(sampled) and not _spaceless(alone).startswith(shown):
             return None
-        if content not in text[len(before) : end[0]]:
+        if content not in text[len(before) : end.start]:
             return None
         said = self._answer(ids, prompt_ids, "")
-        if said.reasoning is not None and self.template.reasoning_tags[1].strip() not in text[len(before) : end[0]]:
+        if said.reasoning is not None and self.template.reasoning_tags[1].strip() not in text[len(before) : end.start]:
             return None
         if completion_ids and completion_ids[-1] in self.stop_ids:
-            return text[end[1] :] if self.decode(completion_ids[-1:]) == text[end[0] : end[1]] else None
-        return text[end[0] :]
+            return text[end.stop :] if self.decode(completion_ids[-1:]) == text[end.start : end.stop] else None
+        return text[end.start if sampled.endswith(text[end.content : end.start]) else end.content :]
 
     # -- templates that lack something -------------------------------------------------------------------------
 
