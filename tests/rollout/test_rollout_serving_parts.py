@@ -13,9 +13,9 @@ from toys import toy_tokenizer
 from rollmill.data.renderer import Renderer
 from rollmill.data.renderer.call_formats import parse_tool_calls, render_tool_calls
 from rollmill.files import parse_strict_json
-from rollmill.rollout.endpoint.reply_stream import TextStream
 from rollmill.rollout.endpoint.messages import assistant_message, normalize_messages
 from rollmill.rollout.endpoint.protocol import ChatMessageParam
+from rollmill.rollout.endpoint.reply_stream import TextStream
 from rollmill.types import ToolCall
 
 TOKENIZER = toy_tokenizer()

@@ -6,6 +6,7 @@ was said before, such as at the marks of a tool call, nothing more is shown unti
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rollmill.data.renderer import ChatMessage, Renderer, Switches
 from rollmill.data.renderer.call_formats import TOOL_CALL_START
+from rollmill.data.renderer.families import FamilyRenderer
 from rollmill.data.renderer.template import CALL_ID, MARK, QUESTION, call_message, probe_tool
 from rollmill.errors import ChatTemplateError
 from rollmill.types import ParsedReply, ToolCall
@@ -89,17 +91,25 @@ class ReplyMarks:
         texts: from one of these on, nothing is shown until the end.
         tags: texts that begin and end the reasoning; None: it is shown at the end.
         tag_ids: the tokens that they have to be, if the model's family reads tokens.
+        plain: a turn without tags is an answer; else it may be anything until the end.
         trimmed: whether white space before the content is left out in any case.
     """
 
     texts: tuple[str, ...]
     tags: tuple[str, str] | None
     tag_ids: tuple[int, int] | None
+    plain: bool
     trimmed: bool
 
 
 def reply_marks(renderer: Renderer, tools: Any, switches: Switches) -> ReplyMarks:
     """Find the marks of a model's turns."""
+    return _marks(renderer, bool(tools), json.dumps(switches, sort_keys=True))
+
+
+@lru_cache(maxsize=64)
+def _marks(renderer: Renderer, tools: bool, switches_json: str) -> ReplyMarks:
+    switches = json.loads(switches_json)
     template, family = renderer.template, renderer.family(switches)
     start, end = (each.strip() for each in template.reasoning_tags)
     texts = set(_control_texts(renderer))
@@ -115,11 +125,18 @@ def reply_marks(renderer: Renderer, tools: Any, switches: Switches) -> ReplyMark
         tag_ids = ids[0], ids[1]
     by_tags = family is None or (tag_ids is not None and bool(_THINK.fullmatch(start) and _THINK.fullmatch(end)))
     texts = texts - {start, end, ""} if by_tags else texts - {""}
-    trimmed = bool(tools) or family is not None or template.supports_reasoning
-    return ReplyMarks(tuple(sorted(texts)), (start, end) if by_tags else None, tag_ids, trimmed)
+    trimmed = tools or family is not None or template.supports_reasoning
+    plain = family is None or _reads_plain(renderer, family, switches)
+    return ReplyMarks(tuple(sorted(texts)), (start, end) if by_tags else None, tag_ids, plain, trimmed)
 
 
-@lru_cache(maxsize=8)
+def _reads_plain(renderer: Renderer, family: FamilyRenderer, switches: Switches) -> bool:
+    """True if a family takes a turn without marks for an answer."""
+    prompt_ids = renderer.encode(renderer.template.render([QUESTION], switches=switches))
+    reply = family.parse(renderer.encode(MARK), prompt_ids)
+    return opens_reasoning(renderer, prompt_ids) or (reply.content == MARK and reply.reasoning is None)
+
+
 def _control_texts(renderer: Renderer) -> frozenset[str]:
     """Texts of tokens that are no plain text: special ones, and those that the template writes."""
     turn = call_message([ToolCall(CALL_ID, MARK, {"text": MARK})], reasoning=MARK)
@@ -171,9 +188,9 @@ class ReplyStream:
         self.reasoning, self.content = "", ""
         self._decoder, self._marks, self._tools = Detokenizer(tokenizer, special=True), marks, tools
         self._stops = (*stops, *marks.texts)
-        self._part = _Part.BEGINNING if marks.tags is not None else _Part.CONTENT
-        if opened:
-            self._part = _Part.REASONING if marks.tags is not None else _Part.HELD
+        self._part = _Part.REASONING if opened else _Part.BEGINNING
+        if marks.tags is None and (opened or not marks.plain):
+            self._part = _Part.HELD
         self._pending, self._trims = "", marks.trimmed  # text of the part that is not shown
 
     def push(self, token: int) -> TextDelta:
@@ -203,13 +220,12 @@ class ReplyStream:
         return delta
 
     def _begin(self, token: int) -> None:
-        assert self._marks.tags is not None
-        start, text = self._marks.tags[0], self._pending.lstrip()
+        start, text = self._marks.tags[0] if self._marks.tags else "", self._pending.lstrip()
         if start and text.startswith(start):
             self._part = self._after_tag(token, 0, _Part.REASONING)
             self._pending, self._trims = text[len(start) :], True
-        elif not (start.startswith(text) and start):
-            self._part = _Part.CONTENT
+        elif not (start and start.startswith(text)):
+            self._part = _Part.CONTENT if self._marks.plain else _Part.HELD
 
     def _reason(self, token: int) -> str:
         assert self._marks.tags is not None
