@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rollmill.data.renderer import ChatMessage, Renderer, Switches
 from rollmill.data.renderer.call_formats import TOOL_CALL_START
 from rollmill.data.renderer.families import FamilyRenderer
-from rollmill.data.renderer.template import CALL_ID, MARK, QUESTION, call_message, probe_tool
+from rollmill.data.renderer.template import ANSWER, CALL_ID, MARK, QUESTION, call_message, probe_tool
 from rollmill.errors import ChatTemplateError
 from rollmill.types import ParsedReply, ToolCall
 
@@ -126,8 +126,19 @@ def _marks(renderer: Renderer, tools: bool, switches_json: str) -> ReplyMarks:
     by_tags = family is None or (tag_ids is not None and bool(_THINK.fullmatch(start) and _THINK.fullmatch(end)))
     texts = texts - {start, end, ""} if by_tags else texts - {""}
     trimmed = tools or family is not None or template.supports_reasoning
-    plain = family is None or _reads_plain(renderer, family, switches)
+    plain = _writes_plain(renderer) if family is None else _reads_plain(renderer, family, switches)
     return ReplyMarks(tuple(sorted(texts)), (start, end) if by_tags else None, tag_ids, plain, trimmed)
+
+
+def _writes_plain(renderer: Renderer) -> bool:
+    """False if the template writes something before each answer, which is no part of it."""
+    try:
+        ids, mask = renderer.demonstration([QUESTION, ANSWER | {"content": MARK}], 1)
+    except ChatTemplateError:
+        return True
+    turn = renderer.decode([token for token, learned in zip(ids, mask, strict=True) if learned])
+    before = turn.partition(MARK)[0].rpartition(renderer.template.reasoning_tags[1].strip())[2]
+    return not before.strip()
 
 
 def _reads_plain(renderer: Renderer, family: FamilyRenderer, switches: Switches) -> bool:
