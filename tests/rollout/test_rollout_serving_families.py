@@ -48,13 +48,12 @@ class Family:
     Attributes:
         thinks: turns have reasoning.
         call: a turn with a call that the template writes for no last turn, as the model writes it.
-        keeps: the template shows the turn with a call as it was, once its result follows.
+        json: calls are JSON between marks, and can be forced.
     """
 
     name: str
     thinks: bool
     call: str = ""
-    keeps: bool = True
     json: bool = False
 
 
@@ -146,8 +145,7 @@ def continues(site: Running, says: list[list[int]]) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("sent_back", [True, False])
+@pytest.mark.parametrize(("stream", "sent_back"), [(False, True), (True, False)])
 def test_a_chat_has_native_calls_and_reasoning(name: str, stream: bool, sent_back: bool) -> None:
     family = FAMILIES[name]
     says, thought = says_of(family), THOUGHT if family.thinks else None
@@ -171,6 +169,24 @@ def test_a_chat_has_native_calls_and_reasoning(name: str, stream: bool, sent_bac
                 messages.append({"role": "tool", "tool_call_id": each.id, "name": "get_weather", "content": RESULT})
         assert found == [(None, 1, "tool_calls"), (RAIN, 0, "stop")]
         continues(site, says)
+
+
+def test_of_turns_that_differ_in_reasoning_the_one_sent_back_goes_on() -> None:
+    """Both are the same to a client that leaves the reasoning out."""
+    says = [
+        turn_ids("qwen3", {"role": "assistant", "content": "", "reasoning_content": thought, "tool_calls": [CALL]})
+        for thought in ("One thought.", "Another thought.")
+    ]
+    with serving("qwen3", says) as site:
+        ask = client(site).chat.completions.create
+        messages = [ask(model="", messages=HI, tools=TOOLS).choices[0].message for _ in says]
+        for message, ids in zip(messages, says, strict=True):
+            assert message.tool_calls is not None
+            result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": RESULT}
+            ask(model="", messages=[*HI, message.model_dump(exclude_none=True), result], tools=TOOLS, max_tokens=1)
+            prompt_ids = site.session("s").recorder.calls[-1].completion.prompt_ids.tolist()
+            first = site.session("s").recorder.calls[0].completion.prompt_ids.tolist()
+            assert prompt_ids[: len(first) + len(ids)] == [*first, *ids]
 
 
 @ALL

@@ -158,7 +158,7 @@ def _thought_rule(renderer: Renderer) -> str:
     """The rest of a reasoning that the prompt has opened; none where its end is no token of its own."""
     end = renderer.template.reasoning_tags[1]
     if end.strip() not in renderer.template.special_tokens:
-        return _literal(end.lstrip())
+        return call_rule(renderer, end.lstrip())
     return f"/([^<]|<[^\\/])*/ {call_rule(renderer, end.strip())} /\\n{{0,2}}/"
 
 

@@ -69,14 +69,15 @@ def _pattern(renderer: Renderer, switches_json: str) -> CallPattern | None:
     if before == one[: len(before)] and not one[len(before) : begin_at].strip():
         begin_at = len(before)
     after = one[close_at:]
-    close = f"{format.section_end}".strip() or format.end.strip()
+    close = format.section_end.strip() or format.end.strip()
     ends = after.find(close) + len(close) if close else after.find(renderer.template.call_end)
     end = after[:ends] if ends >= 0 else after.rstrip()
     found = CallPattern(
         one[begin_at:name_at], one[name_at + len(MARK) : open_at], end, None, one[name_at - 1 : name_at] == '"'
     )
-    if not _is_read(renderer, switches, found, before):
-        return None
+    inner = renderer.encode(f"{found.begin}{MARK}{found.between}")
+    if renderer.stop_ids.intersection(inner) or not _is_read(renderer, switches, found, before):
+        return None  # generation would end within the call, or it is not read back
     return _with_gap(found, two)
 
 
