@@ -183,7 +183,8 @@ def test_of_turns_that_differ_in_reasoning_the_one_sent_back_goes_on() -> None:
         for message, ids in zip(messages, says, strict=True):
             assert message.tool_calls is not None
             result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": RESULT}
-            ask(model="", messages=[*HI, message.model_dump(exclude_none=True), result], tools=TOOLS, max_tokens=1)
+            history: list[Any] = [*HI, message.model_dump(exclude_none=True), result]
+            ask(model="", messages=history, tools=TOOLS, max_tokens=1)
             prompt_ids = site.session("s").recorder.calls[-1].completion.prompt_ids.tolist()
             first = site.session("s").recorder.calls[0].completion.prompt_ids.tolist()
             assert prompt_ids[: len(first) + len(ids)] == [*first, *ids]

@@ -13,7 +13,7 @@ IGNORED_FIELDS = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prediction", "cache_salt"),
         *("cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id", "workspace_id"),
         *("prompt_cache_options", "max_tool_calls"),
-        "verbosity",
+        *("reasoning_effort", "verbosity", "thinking", "reasoning"),
     )
 )
 """Fields on billing, storage or speed, which do not change the response; and hints on how much to think or write, which

@@ -135,8 +135,11 @@ class ResponseRequest(RequestBody):
         for number, item in enumerate(self.input or ()):
             at = f"input[{number}]"
             if item.type == "reasoning":
-                found.append({"role": "assistant", "content": "", "reasoning_content": item.thought})
-                open_turn = bare = True
+                if bare:
+                    found[-1]["reasoning_content"] += item.thought
+                elif item.thought:  # else it is encrypted, by another server
+                    found.append({"role": "assistant", "content": "", "reasoning_content": item.thought})
+                    open_turn = bare = True
                 continue
             if bare and item.type in (None, "message") and item.role == "assistant":
                 found[-1]["content"], bare = _required(item, "content", at), False
