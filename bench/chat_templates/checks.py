@@ -19,16 +19,18 @@ class Renderer(Protocol):
 
     stop_ids: frozenset[int]
 
-    def prompt(self, messages: Any, tools: Any = None, switches: Any = None) -> Any: ...
+    def bound(self, switches: Any) -> Renderer: ...
+
+    def prompt(self, messages: Any, tools: Any = None) -> Any: ...
 
     def demonstration(
-        self, messages: Any, first: int, tools: Any = None, switches: Any = None, learn: Any = "last"
+        self, messages: Any, first: int, tools: Any = None, learn: Any = "all"
     ) -> tuple[list[int], list[bool]]: ...
 
     def parse(self, token_ids: Any, prompt_ids: Any = (), tools: Any = None) -> ParsedReply: ...
 
     def continue_prompt(
-        self, prompt_ids: Any, completion_ids: Any, messages: Any, tools: Any = None, switches: Any = None
+        self, prompt_ids: Any, completion_ids: Any, messages: Any, tools: Any = None
     ) -> list[int] | None: ...
 
 
@@ -44,7 +46,7 @@ def check_prompt(
 ) -> str | None:
     """Text and tokens of a prompt are those of transformers."""
     texts = oracle.texts(messages, tools, switches, generation=True)
-    got = renderer.prompt([dict(message) for message in messages], tools, switches)
+    got = renderer.bound(switches).prompt([dict(message) for message in messages], tools)
     if not texts:
         return "renders a prompt that the template cannot show"
     if got.text not in texts:
@@ -64,7 +66,8 @@ def check_demonstration(
     learn: str = "last",
 ) -> str | None:
     """Tokens are those that the template shows, and the learned ones exactly the policy's turns with their ends."""
-    ids, mask = renderer.demonstration([dict(message) for message in messages], first, tools, switches, learn)
+    bound = renderer.bound(switches)
+    ids, mask = bound.demonstration([dict(message) for message in messages], first, tools, learn)
     if len(ids) != len(mask):
         return f"{len(ids)} tokens with a mask of {len(mask)}"
     text = oracle.text(ids)
@@ -169,7 +172,7 @@ def _end_learned(oracle: Oracle, text: str, start: int, learned: str, messages: 
 
 def check_end(oracle: Oracle, renderer: Renderer, messages: Messages, tools: Any = None) -> str | None:
     """The last learned token is the one that the template writes at the turn's end, and the engine stops at it."""
-    ids, mask = renderer.demonstration([dict(message) for message in messages], len(messages) - 1, tools)
+    ids, mask = renderer.demonstration([dict(message) for message in messages], len(messages) - 1, tools, "last")
     spans = runs(mask)
     if not spans:
         return "nothing is learned"
@@ -194,7 +197,7 @@ def check_trained(oracle: Oracle, renderer: Renderer, messages: Messages, first:
     trained = oracle.trained(messages, tools)
     if trained is None or trained[0] not in oracle.texts(messages, tools):
         return None
-    ids, mask = renderer.demonstration([dict(message) for message in messages], first, tools, None, "all")
+    ids, mask = renderer.demonstration([dict(message) for message in messages], first, tools, "all")
     ours = [oracle.text(ids[start:stop]) for start, stop in runs(mask)]
     if not trained[0].startswith(oracle.text(ids).rstrip().removesuffix(oracle.end() or "")):
         return None  # after a generation prompt that the template does not repeat in the history
@@ -305,8 +308,9 @@ def check_continuation(
     if sample.reasoning is not None:
         told["reasoning_content"] = sample.reasoning
     texts = oracle.texts([*earlier, told, *new], tools, generation=True)
-    start = sample.prompt + sample.turn
-    same = [text for text in texts if text.startswith(start)]
+    sampled = oracle.ids(sample.turn)
+    start = sample.prompt + (oracle.text(sampled[: len(sampled) - cut]) if cut else sample.turn)
+    same = [rest for text in texts if (rest := _behind(text, start)) is not None]
     as_parsed = oracle.texts([*earlier, reply.message, *following], tools, generation=True)
     if got is None:
         return f"{RENDERS_AGAIN}, though the template shows the turn as sampled" if same else None
@@ -314,15 +318,25 @@ def check_continuation(
         return "the next prompt does not begin with the sampled tokens"
     if not texts:
         return "continues with messages that the template cannot show"
-    same += [text for text in as_parsed if text.startswith(start)]
+    same += [rest for text in as_parsed if (rest := _behind(text, start)) is not None]
     if not same:
         return f"goes on where the template changes the history: {difference(start, texts[0])}"
     rest = oracle.text(got[len(prompt) + len(completion) :])
-    wanted = [text[len(start) :] for text in same]
-    end = oracle.text(oracle.ids(sample.turn)[len(oracle.ids(sample.turn)) - cut :]) if cut else ""
-    if rest in wanted or (cut and rest in [end + text for text in wanted]):
-        return None
-    return f"after the turn: {difference(rest, end + wanted[0])}"
+    return None if rest in same else f"after the turn: {difference(rest, same[0])}"
+
+
+def _behind(text: str, start: str) -> str | None:
+    """The part of a text after another one, white space aside, which templates add and strip around turns; else None."""
+    at = 0
+    for character in start:
+        if character.isspace():
+            continue
+        while at < len(text) and text[at].isspace():
+            at += 1
+        if text[at : at + 1] != character:
+            return None
+        at += 1
+    return text[at:]
 
 
 def _words(message: Mapping[str, Any]) -> list[str]:

@@ -222,7 +222,7 @@ class _Judge:
         self._parses("reasoning", "parsing an answer", [USER, ASSISTANT])
         for sample in self.oracle.samples([USER, REASONED], None, switches)[:1]:
             cut = sample.turn[: sample.turn.index(REASONING) + len(REASONING) // 2]
-            self._try("reasoning", "unfinished", True, self._unfinished, sample, cut)
+            self._try("reasoning", "unfinished", True, self._unfinished, sample, cut, self.renderer.bound(switches))
             self._call_in_reasoning(sample)
 
     def _thinking(self) -> dict[str, Any] | None:
@@ -232,8 +232,8 @@ class _Judge:
                 return switches
         return None
 
-    def _unfinished(self, sample: Sample, turn: str) -> str | None:
-        reply = self.renderer.parse(self.oracle.ids(turn), self.oracle.ids(sample.prompt))
+    def _unfinished(self, sample: Sample, turn: str, renderer: Renderer) -> str | None:
+        reply = renderer.parse(self.oracle.ids(turn), self.oracle.ids(sample.prompt))
         if reply.content.strip() or reply.tool_calls:
             return f"answers with {reply.content!r} in its reasoning"
         return "the reasoning counts as finished" if reply.reasoning_finished else None
@@ -258,14 +258,26 @@ class _Judge:
         samples = self.oracle.samples(messages, tools, switches)
         if not samples:
             self._absent(feature, scenario, "the template shows no such turn after its prompt")
+        elif messages[-1].get("tool_calls") and self._refuses_tools(feature, scenario):
+            return
         for sample in samples[:1]:
-            arguments = (self.oracle, self.renderer, sample, messages, tools)
+            arguments = (self.oracle, self.renderer.bound(switches), sample, messages, tools)
             hard = any(name in scenario for name in HARD) or not_escaped(messages[-1], sample.turn)
             self._try(feature, scenario, True, checks.check_parse, *arguments, hard=hard)
             parts = cut_tags(sample.turn)
             if len(parts) > 1:
                 ids = [token for part in parts for token in self.oracle.ids(part)]
                 self._try(feature, f"{scenario}, spelled", True, checks.check_parse, *arguments, ids, hard=True)
+
+    def _refuses_tools(self, feature: str, scenario: str) -> bool:
+        """True if prompts with tools are refused: then no call has to be read. Adds the verdict."""
+        try:
+            self.renderer.prompt([USER], TOOLS)
+        except RollmillError as error:
+            verdict = "refused" if self.oracle.shows_tools([USER], TOOLS) else "absent"
+            self.found.append(Check(feature, scenario, verdict, str(error)))
+            return True
+        return False
 
     def _tools(self) -> None:
         for tools, name in ((TOOLS[:1], "one tool"), (TOOLS, "two tools")):
@@ -279,6 +291,8 @@ class _Judge:
         self._trained("calls", LOOP, TOOLS)
         self._parses("parsing", "an answer", [USER, ASSISTANT], TOOLS)
         self._parses("parsing", "an answer in JSON", [USER, {"role": "assistant", "content": '{"answer": 5}'}], TOOLS)
+        if self._refuses_tools("parsing", "unfinished"):
+            return
         for sample in self.oracle.samples(CALLS["one call"], TOOLS)[:1]:
             value = sample.turn.rfind("Paris")
             damaged = sample.turn[: value + 5] + sample.turn[value + 7 :]
@@ -327,6 +341,8 @@ class _Judge:
                 samples = []
             if not samples or not self.oracle.texts([*history, *new], tools, generation=True):
                 self._absent("continuation", name, "the template shows no such history")
+                continue
+            if tools and self._refuses_tools("continuation", name):
                 continue
             check, sample = checks.check_continuation, samples[0]
             arguments = (self.oracle, self.renderer, sample, history, new, tools)

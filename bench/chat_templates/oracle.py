@@ -191,6 +191,8 @@ class Oracle:
         shared = self._shared(prompt, text)
         rest, turn, reasoning, before = prompt[shared:], text[shared:], None, ""
         told = str(split_think(messages[-1]).get("reasoning_content") or "").strip()
+        if told and prompt.rstrip().endswith((*REASONING_TAGS.values(), "<channel|>")):
+            return None  # the prompt has closed it
         header = self.header() if not rest.strip() else rest
         opened = max(((header.rfind(tag), tag) for tag in REASONING_TAGS if tag in header), default=None)
         if opened is not None:
@@ -205,7 +207,7 @@ class Oracle:
                 if told:
                     return None  # the template shows it otherwise than the prompt has opened it
                 reasoning = "I see."
-                before = f"{reasoning}\n{close}\n\n"
+                before = f"{reasoning}\n{close}\n\n" if close == "</think>" else f"{reasoning}{close}"
         elif rest.strip() and not self.header().strip().endswith(rest.strip()):
             closed = any(close in rest for close in (*REASONING_TAGS.values(), "<channel|>"))
             if told or not closed:

@@ -164,6 +164,11 @@ def opens_reasoning(prompt: str) -> bool:
     return prompt.rstrip().endswith(REASONING_START)
 
 
+def split_reply(text: str, prompt: str) -> ParsedReply:
+    """Split a completion of plain text at its tags; the prompt may have opened the reasoning."""
+    return split_reasoning(text, opened=opens_reasoning(prompt) or None)
+
+
 @dataclass(slots=True)
 class Completion:
     """Result of an engine for one sample of a request.
@@ -275,8 +280,10 @@ class Experience:
 
     @property
     def parsed_reply(self) -> ParsedReply:
-        """`response` split at its tags."""
-        return split_reasoning(self.response, opened=opens_reasoning(self.prompt) or None)
+        """The last turn as the renderer took it apart (`reply_info`), or else `response` split at its tags."""
+        if REPLY_KEY in self.info:
+            return ParsedReply(**self.info[REPLY_KEY])
+        return split_reply(self.response, self.prompt)
 
     @property
     def action_tokens(self) -> int:
@@ -287,6 +294,19 @@ class Experience:
 def task_domain(task_id: str) -> str:
     """The domain of a task of a stage with domains, or the entry of a mix, by the task's id."""
     return task_id.partition("/")[0]
+
+
+REPLY_KEY = "reply"
+"""Key of `info`: content and reasoning of the last turn, where the tags in its text do not tell them (`reply_info`)."""
+
+
+def reply_info(completion: Completion, prompt: str) -> dict[str, Any]:
+    """Entry of `info` that keeps what the renderer found in a turn; empty if the turn's text tells the same."""
+    reply, plain = completion.reply, split_reply(completion.text, prompt)
+    kept = ("content", "reasoning", "reasoning_finished")
+    if reply is None or all(getattr(reply, name) == getattr(plain, name) for name in kept):
+        return {}
+    return {REPLY_KEY: {name: getattr(reply, name) for name in kept}}
 
 
 ROLE_KEY = "role"
@@ -392,7 +412,7 @@ def experience_from_completion(
             "queue": completion.started_at - completion.submitted_at,
             "generate": completion.finished_at - completion.started_at,
         },
-        info=draft_spans([(n_prompt, completion.drafted)]),
+        info=draft_spans([(n_prompt, completion.drafted)]) | reply_info(completion, prompt),
         routing=completion.routing,
     )
 

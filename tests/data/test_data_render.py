@@ -70,7 +70,7 @@ def test_a_chat_without_chat_template_is_an_error() -> None:
 def test_a_template_that_refuses_a_role_is_an_error_with_its_words() -> None:
     tokenizer = toy_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(TasksetError, match=r"task t:7: .* refuses the messages: System role not supported"):
+    with pytest.raises(TasksetError, match=r"task t:7 .* refuses the messages: System role not supported"):
         encode_prompt(Task("t:7", CHAT), tokenizer)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,21 @@ import pytest
 from tiny import GRPO, HELD_OUT, SFT, outcome, tiny_run
 
 import rollmill
+from rollmill.config.evaluation import EvaluationSet
 from rollmill.config.loader import load_run
+from rollmill.config.rollout import SamplingConfig
+from rollmill.config.taskset import TasksetConfig
 from rollmill.errors import ConfigError, DeadlineError, RewardError
 from rollmill.launch import evaluate, resume
 from rollmill.orchestrator.evaluation import Evaluation
+from rollmill.orchestrator.evaluation_set import SetEvaluator
+from rollmill.rewards.grading import completion_from_text
 from rollmill.rollout import Explorer
 from rollmill.trackers import read_metrics
 from rollmill.trackers.estimators import pass_at_k
-from rollmill.trackers.rollout_log import decode_experience
+from rollmill.trackers.rollout_log import decode_experience, encode_experience
 from rollmill.trainer import Trainer
-from rollmill.types import Experience
+from rollmill.types import Experience, ParsedReply, Task, experience_from_completion
 
 SETS = {
     "hard": {"taskset": HELD_OUT, "samples": 4, "k": [1, 3], "answer": "text", "greedy": False},
@@ -225,6 +231,28 @@ def test_a_rollout_of_several_experiences_is_one_attempt(tmp_path: Path) -> None
         assert len(task["rewards"]) == len(task["votes"]) == 3
         assert len(task["greedy"]) == 1
         assert all(4 <= count <= 8 for count in task["tokens"] if count)
+
+
+@pytest.mark.parametrize("place", ["auto", "boxed", "text"])
+def test_votes_are_answers_without_reasoning(place: Any) -> None:
+    replies = [
+        ("<think>\\boxed{1}</think>\\boxed{42}", None),
+        ("<think>\\boxed{42}", None),
+        ("analysis\\boxed{7}final\\boxed{42}", ParsedReply("\\boxed{42}", "\\boxed{7}")),
+    ]
+    task = Task("t", [{"role": "user", "content": "6*7?"}], "42")
+    completions = [replace(completion_from_text(task, text), reply=reply) for text, reply in replies]
+    group = [
+        experience_from_completion(each, id=f"g/{n}", task_id="t", group="g", prompt="6*7?", temperature=1.0)
+        for n, each in enumerate(completions)
+    ]
+    group = [decode_experience(json.loads(json.dumps(encode_experience(each)))) for each in group]
+    section = EvaluationSet(taskset=TasksetConfig(path=Path("x.jsonl")), samples=3, k=[2], answer=place, greedy=False)
+    explorer: Any = None
+    found, _ = SetEvaluator("", explorer, [task], section, SamplingConfig(), 0).result([group])
+    one, cut, three = found.to_json()["tasks"][0]["votes"]
+    assert one == three in ("42", "\\boxed{42}")
+    assert cut is None
 
 
 def test_a_resolved_run_file_with_sets_runs_as_it_did(tmp_path: Path) -> None:

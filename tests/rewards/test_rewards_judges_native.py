@@ -154,6 +154,28 @@ def test_a_template_that_refuses_a_system_turn(tmp_path: Path) -> None:
         assert judged(judge, "5", "5").reward == 1.0
 
 
+@pytest.mark.parametrize("pieces", [['{"score": 2}', "\n</think>\n\n", '{"score": 5}'], ['{"score": 2}']])
+def test_a_verdict_comes_after_the_reasoning_that_the_prompt_opens(tmp_path: Path, pieces: list[str]) -> None:
+    path = parrot(tmp_path / "model", pieces)
+    template = path / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}")
+    with build_reward_manager([JudgeReward(name="judge", path=path, unparsable_reward=-1)], device="cpu") as judge:
+        assert judged(judge, "5", "5").reward == (0.5 if len(pieces) > 1 else -1)
+
+
+def test_a_turn_ends_where_the_template_ends_it(tmp_path: Path) -> None:
+    """The checkpoint's own end of sequence is another token, as of many base models."""
+    path = parrot(tmp_path / "model", ['{"score": 10}', "<|end|>", "\n\n{"])
+    template = path / "chat_template.jinja"
+    template.write_text(
+        "{% for each in messages %}{{ each.role }}:\n{{ each.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+    )
+    with build_reward_manager([JudgeReward(name="judge", path=path)], device="cpu") as judge:
+        assert judged(judge, "5", "5").reward == 1.0
+        assert judge.counters()["judge/completion_tokens"] == 2
+
+
 def test_what_does_not_fit(folder: Path) -> None:
     config = JudgeReward(name="judge", path=folder, response_limit=10**6, unparsable_reward=-1)
     with build_reward_manager([config], device="cpu") as judge:

@@ -15,7 +15,6 @@ from rollmill.audit.reward_hacks import REWARD_HACKS
 from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError
 from rollmill.rewards import build_reward_manager
-from rollmill.rewards.answers.extraction import normalize_vote
 from rollmill.rewards.grading import completion_from_text
 from rollmill.types import ParsedReply, Task, ToolCall
 
@@ -183,12 +182,6 @@ def test_prompts_may_open_the_reasoning() -> None:
             for text in ("it is \\boxed{42}", "hm</think>\\boxed{42}")
         ]
     assert [(each.reward, each.outcomes["math"]) for each in found] == [(0.0, "no_answer"), (1.0, "ok")]
-
-
-@pytest.mark.parametrize("place", ["auto", "boxed", "text"])
-def test_votes_are_answers(place: Any) -> None:
-    assert normalize_vote("<think>\\boxed{1}</think>\\boxed{42}", place) in ("42", "\\boxed{42}")
-    assert normalize_vote("<think>\\boxed{42}", place) is None
 
 
 FUNCTIONS = """

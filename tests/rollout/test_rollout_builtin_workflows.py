@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from rollmill.config.rewards.text import ExactReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.tools import CalculatorTool
 from rollmill.config.workflows import (
+    EnvironmentWorkflow,
     FewShotWorkflow,
     JudgedWorkflow,
     ReActWorkflow,
@@ -28,7 +30,9 @@ from rollmill.config.workflows import (
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ConfigError, ContextLengthError, WorkflowError
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.grading import completion_from_text
 from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.environments.base import StepResult
 from rollmill.rollout.resources import WorkflowResources, build_workflow
 from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.rollout.workflow import Rollout
@@ -149,6 +153,15 @@ def test_a_conversation_that_outgrows_the_context_ends(task: Task, name: str) ->
         rolled(section, task, line, room=1)
 
 
+@pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
+def test_a_call_that_cannot_be_read_is_an_error_in_the_last_turn_and_no_answer(task: Task) -> None:
+    broken = '<tool_call>\n{"name": "calculator", "arguments": {\n</tool_call>'
+    section = ToolWorkflow(malformed_penalty=0.125, turns=2)
+    [one], _ = rolled(section, replace(task, answer=broken), broken, broken)
+    assert one.reward_parts == {"exact": 0.0, "malformed_calls": -0.25}
+    assert one.parsed_reply.content == ""
+
+
 # -- react -----------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +202,41 @@ def test_actions_in_text() -> None:
     twice = "Action: a\nAction Input: {}\nAction: b\nAction Input: {}"
     assert parse_action(twice, tools).name == "b"
     assert "no JSON object" in parse_action("Action: a\nAction Input: x", tools).wrong
+
+
+@pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
+def test_actions_and_answers_within_reasoning_are_none(task: Task) -> None:
+    first = "<think>\nAction: abacus\n</think>\nAction: calculator\nAction Input: 17*23\nObservation:"
+    [one], _ = rolled(ReActWorkflow(), task, first, "<think>Final Answer: 390</think>Final Answer: 391")
+    assert [turn.text for turn in one.turns if turn.role == "observation"] == [" 391\n"]
+    assert one.reward == 1
+    [cut], _ = rolled(ReActWorkflow(), task, "<think>Final Answer: 391")
+    assert cut.reward == 0
+
+
+# -- environment -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
+def test_an_action_has_no_reasoning(task: Task) -> None:
+    actions: list[str] = []
+
+    class Once:
+        async def reset(self) -> str:
+            return ""
+
+        async def step(self, action: str) -> StepResult:
+            actions.append(action)
+            return StepResult("Go on.", 0.5, len(actions) == 2)
+
+    @asynccontextmanager
+    async def source(rollout: Rollout) -> Any:
+        yield Once()
+
+    [one], _ = rolled(
+        EnvironmentWorkflow(), task, "<think>left?</think>right", "<think>left", models={"environment": source}
+    )
+    assert (actions, one.reward) == (["right", ""], 1.0)
 
 
 # -- few-shot, reflection, vote, judged ------------------------------------------------------------------------
@@ -244,6 +292,21 @@ def test_the_policy_may_criticise_itself() -> None:
     assert all(one.action_mask[turn.start : turn.end].all() for turn in one.turns if turn.role == "assistant")
 
 
+def test_a_verdict_on_oneself_comes_after_the_reasoning() -> None:
+    section = ReflectionWorkflow(critic="self", retries=2)
+    thought = "<think>\nno, 7*3 is 21, so yes\n</think>\n\nYes."
+    [one], engine = rolled(section, CHAT, "391", thought)
+    assert (one.reward, len(engine.requests)) == (1, 2)
+    [one], engine = rolled(section, CHAT, "390", "<think>yes?</think>No.", "391", "yes")
+    assert (one.reward, len(engine.requests)) == (1, 4)
+
+
+def test_votes_are_on_answers_without_reasoning() -> None:
+    lines = ("<think>so 1</think>so 391", "<think>so 2</think>so 391", "<think>so 391", "so 390")
+    found, _ = rolled(VoteWorkflow(samples=4, after="so"), CHAT, *lines)
+    assert [one.reward for one in found] == [1, 1, 0, 0]
+
+
 @pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
 def test_votes_are_experiences_with_rewards_of_their_own(task: Task) -> None:
     lines = ("so 391", "so 390", "so 391", "hm")
@@ -297,10 +360,20 @@ class Scorer:
 
     async def chat(self, messages: Any) -> Any:
         self.asked = messages[0]["content"]
-        return type("Said", (), {"text": self._says})
+        return SimpleNamespace(text=self._says, completion=completion_from_text(PLAIN, self._says))
 
 
-@pytest.mark.parametrize(("says", "reward"), [("Good. 7", 0.7), ("10/10... 12", None), ("no", None), ("2.5", 0.25)])
+@pytest.mark.parametrize(
+    ("says", "reward"),
+    [
+        ("Good. 7", 0.7),
+        ("10/10... 12", None),
+        ("no", None),
+        ("2.5", 0.25),
+        ("<think>2?</think>Good. 7", 0.7),
+        ("<think>7", None),
+    ],
+)
 def test_another_model_scores(says: str, reward: float | None) -> None:
     scorer = Scorer(says)
 
@@ -308,7 +381,7 @@ def test_another_model_scores(says: str, reward: float | None) -> None:
     async def source(rollout: Rollout) -> Any:
         yield scorer
 
-    [one], _ = rolled(JudgedWorkflow(), CHAT, "{prompt} 391", models={"scorer": source})
+    [one], _ = rolled(JudgedWorkflow(), CHAT, "<think>\nhm\n</think>\n{prompt} 391", models={"scorer": source})
     assert one.reward == reward
     assert "Request:\n17*23?\n" in scorer.asked
     assert "Response:\n{prompt} 391" in scorer.asked  # what a policy writes is not filled in

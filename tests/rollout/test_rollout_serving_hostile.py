@@ -67,6 +67,7 @@ def test_a_long_prompt_is_refused_by_its_length() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_long")
     with running(limits=ServiceLimits(most_bytes=8 * 2**20)) as site:
         encoded: list[int] = []
+        site.service.chat.renderer()  # has encoded its probes
         encode = site.service.chat.tokenizer.encode
         site.service.chat.tokenizer.encode = lambda text, **options: (
             encoded.append(len(text)) or encode(text, **options)
@@ -86,6 +87,7 @@ def test_a_long_prompt_is_refused_by_its_length() -> None:
 def test_the_beginning_of_a_long_text_is_enough_to_refuse_it() -> None:
     with running() as site:
         encoded: list[int] = []
+        site.service.chat.renderer()  # has encoded its probes
         encode = site.service.chat.tokenizer.encode
         site.service.chat.tokenizer.encode = lambda text, **options: (
             encoded.append(len(text)) or encode(text, **options)
@@ -102,6 +104,7 @@ def test_the_server_is_watched_while_prompts_are_tokenized() -> None:
     go_on = threading.Event()
     with running(limits=ServiceLimits(requests=4)) as site:
         site.service._longest_token = 128  # as large vocabularies have
+        site.service.chat.renderer()  # has encoded its probes
         encode = site.service.chat.tokenizer.encode
 
         def slow(text: str, **options: Any) -> Any:
@@ -133,6 +136,7 @@ def test_the_server_is_watched_while_prompts_are_tokenized() -> None:
 def test_a_session_that_ends_while_its_prompt_is_tokenized_asks_nothing() -> None:
     go_on, tokenizing = threading.Event(), threading.Event()
     with running(max_position_embeddings=32768) as site:
+        site.service.chat.renderer()  # has encoded its probes
         encode = site.service.chat.tokenizer.encode
 
         def slow(text: str, **options: Any) -> Any:

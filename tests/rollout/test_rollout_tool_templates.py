@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from toys import toy_tokenizer
 
+from bench.chat_templates.corpus import template, templates
+from bench.chat_templates.tokenizers import stand_in
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.renderer.call_formats import render_tool_calls, tool_result_message
 from rollmill.engines.base import GenerationRequest
@@ -24,7 +23,6 @@ NAMES = [
 ]  # fmt: skip
 OTHERS = ["glm4moe", "deepseekv3", "cohere2"]
 """Their turns end with more than one token, or drop thoughts: going on forks there."""
-ENDS = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "gemma": "<end_of_turn>", "phi": "<|end|>"}
 TOOLS = [
     {
         "type": "function",
@@ -39,18 +37,11 @@ CALL = ToolCall("abcdefghi", "calculator", {"expression": "17*23"})
 
 
 def chat_format(name: str) -> ChatRenderer:
-    """A toy tokenizer with the real template of a model, and the token that ends its turns."""
-    package = find_spec("trl")
-    if package is None or package.origin is None:
-        pytest.skip("trl, whose package holds real chat templates, is not installed")
-    path = Path(package.origin).parent / "chat_templates" / f"{name}.jinja"
-    if not path.is_file():
-        pytest.skip(f"this version of trl has no template {name}")
-    tokenizer = toy_tokenizer()
-    end = next((end for prefix, end in ENDS.items() if name.startswith(prefix)), "<eos>")
-    tokenizer.add_special_tokens({"eos_token": end, "bos_token": "<bos>"})
-    tokenizer.chat_template = path.read_text()
-    return ChatRenderer(tokenizer, frozenset([tokenizer.eos_token_id]))
+    """A small tokenizer with the real template of a model, its marks, and the tokens that end its turns."""
+    if name not in {each.name for each in templates()}:
+        pytest.skip("trl, whose package holds real chat templates, is not installed, or has no such template")
+    tokenizer, ends = stand_in(template(name))
+    return ChatRenderer(tokenizer, ends)
 
 
 class Scripted:
@@ -62,7 +53,7 @@ class Scripted:
         self._chat, self._texts = chat, list(texts)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        ids = [*self._chat.encode(self._texts.pop(0)), self._chat.tokenizer.eos_token_id]
+        ids = [*self._chat.encode(self._texts.pop(0)), self._chat.renderer().turn_end_id]
         zeros = np.zeros(len(ids), np.float32)
         text = self._chat.tokenizer.decode(ids, skip_special_tokens=True)
         prompt, tokens = np.array(request.prompt_ids, np.int32), np.array(ids, np.int32)
@@ -99,7 +90,8 @@ def test_tools_are_shown_and_results_come_back_without_forking(name: str) -> Non
     assert "17*23?" in experience.prompt
     assert written in text  # with its two spaces: no template has written it anew
     assert "result 391" in text
-    said = chat.decode(experience.token_ids[experience.action_mask].tolist()).replace(chat.tokenizer.eos_token, "")
+    said = chat.decode(experience.token_ids[experience.action_mask].tolist())
+    said = said.replace(chat.renderer().template.turn_end, "")
     assert said == f"{written}It is 391."
 
 

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from algorithm_batches import batch_for, distance, flat, gradient, options_of, trainer_of, watch_gradients
+from toys import toy_tokenizer
 
 from rollmill.config.model import LoRAConfig
 from rollmill.models.lora import add_lora
-from rollmill.types import Experience
+from rollmill.orchestrator.privileged_context import PrivilegedContext
+from rollmill.rewards.grading import completion_from_text
+from rollmill.types import Experience, ParsedReply, Task, experience_from_completion
 
 RATE, LR = 0.3, 3e-3
 
@@ -61,6 +64,27 @@ def test_loss_and_gradient_equal_the_formula_at_every_step(
         metrics = trainer.step(batch, n)
         assert metrics["loss/distill"] == pytest.approx(loss.item(), rel=1e-4)
         assert distance(gradients["policy"][n], expected) < 1e-4
+
+
+@pytest.mark.parametrize("context", ["success", "solution"])
+def test_the_teacher_sees_answers_without_reasoning(context: str) -> None:
+    tokenizer = toy_tokenizer()
+    task = Task("t", "6*7?", answer="42", response="<think>why</think>It is 42.")
+    tagged = completion_from_text(task, "<think>why</think>It is 42.")
+    parsed = replace(tagged, text="analysis why final It is 42.", reply=ParsedReply("It is 42.", "why"))
+    group = [
+        experience_from_completion(each, id=f"g/{n}", task_id="t", group="g", prompt="6*7?", temperature=1.0)
+        for n, each in enumerate([tagged, parsed])
+    ]
+    for each in group:
+        each.reward, each.token_ids, each.action_mask = 1.0, np.array([1, 2], np.int32), np.array([False, True])
+    teacher = PrivilegedContext(options_of("self_distill", context=context), {"t": task}, tokenizer, 10_000)
+    assert teacher.give(group)["teacher/context"] == 1
+    for each in group:
+        assert each.teacher_prompt is not None
+        shown = tokenizer.decode(each.teacher_prompt.tolist())
+        assert "good response:\nIt is 42.\n" in shown
+        assert "why" not in shown
 
 
 @pytest.mark.parametrize("weights", ["ema", "initial", "current"])

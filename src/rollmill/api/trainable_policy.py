@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from rollmill.config.resolve import resolve
 from rollmill.config.run import RunConfig
 from rollmill.config.tree import ConfigProblem, Node, Origin, raise_problems
 from rollmill.config.yaml_file import parse_override_value
-from rollmill.data import encode_prompt, render_prompt
+from rollmill.data import encode_prompt, parse_completion, render_prompt
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import CheckpointError, ConfigError, TrainingError
 from rollmill.files import sync
@@ -153,7 +153,7 @@ class TrainablePolicy:
         return [
             [
                 experience_from_completion(
-                    completion,
+                    replace(completion, reply=parse_completion(each.task, self.tokenizer, completion)),
                     id=f"{each.name}/{completion.index}",
                     task_id=each.task.id,
                     group=each.name,

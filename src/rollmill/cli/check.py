@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -64,6 +64,7 @@ def command(
         raise ConfigError("\n".join(f"{config}: {each}" for each in missing))
     tasksets = load_tasksets(run) if data else {}
     counts = _counted(run, tasksets)
+    _check_chats(run, tasksets)
     doubts = [*missing, *find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})]
     if as_json:
         print(json.dumps(_answer(run, counts) | {"warnings": doubts}, indent=2, ensure_ascii=False))
@@ -169,6 +170,8 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
                 require_references(view.rewards, loaded[key].tasks, where)
                 require_verdicts(view.rewards, view.judging, loaded[key].tasks, where)
                 require_workflows(view, loaded[key].tasks, where)
+                if section == "taskset":
+                    _check_switches(loaded[key], view.rollout.chat_template_kwargs, where)
                 found[stage.name, section] = loaded[key]
     return found
 
@@ -201,6 +204,49 @@ def _counted(run: LoadedRun, tasksets: dict[tuple[str, str], Taskset]) -> dict[t
                 raise ConfigError(f"stage {name}: {section}: {error}") from error
             found[name, section] = count_tasks(stage, taskset, examples)
     return found
+
+
+def _check_switches(taskset: Taskset, switches: dict[str, Any], where: str) -> None:
+    """Raise ConfigError if the stage has variables of the chat template, and the taskset no chats."""
+    from rollmill.data.taskset import with_switches
+
+    try:
+        with_switches(taskset.tasks, switches, "rollout.chat_template_kwargs", taskset.name)
+    except TasksetError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_chats(run: LoadedRun, tasksets: dict[tuple[str, str], Taskset]) -> None:
+    """Render chats with the checkpoint's chat template, as the run will, one of each kind.
+
+    Raises ConfigError naming the stage, the section and the task if the template cannot show one, or not so that it
+    could be trained.
+    """
+    folder, pictures = run.config.model.path, vision_model_name(run.config.model) is not None
+    chats = any(not isinstance(task.prompt, str) for taskset in tasksets.values() for task in taskset.tasks)
+    if not isinstance(folder, Path) or pictures or not chats:
+        return
+    with quick_imports():
+        from rollmill.data.chat_check import check_chats
+        from rollmill.data.taskset import with_switches
+        from rollmill.models.load import read_tokenizer_and_context
+    tokenizer, _ = read_tokenizer_and_context(folder, trust=run.config.model.trust_remote_code)
+    stages = {stage.name: stage for stage in run.stages}
+    for (name, section), taskset in tasksets.items():
+        stage, held_out = stages[name], section.startswith("evaluation")
+        if all(isinstance(task.prompt, str) for task in taskset.tasks):
+            continue
+        tasks = with_switches(taskset.tasks, stage.rollout.chat_template_kwargs, "rollout", taskset.name)
+        try:
+            check_chats(
+                tasks,
+                tokenizer,
+                rolled_out=held_out or stage.algorithm.uses_rollouts,
+                imitated=stage.algorithm.uses_examples and not held_out,
+                learn=stage.experts.learn,
+            )
+        except TasksetError as error:
+            raise ConfigError(f"stage {name}: {section}: {error}") from error
 
 
 def _loaded(taskset: TasksetConfig, where: str) -> Taskset:

@@ -70,7 +70,7 @@ class EvaluationSet(Section):
     """Measure pass@K for each K: the probability that at least one of K samples is correct. At most `samples`."""
     answer: VoteExtraction | None = None
     """Also measure maj@K for each K, the majority vote of K samples. Location of the answer that is voted on: `auto`,
-    `boxed`, `hash` and `last_number` as in the reward `math`; `text` is the whole completion."""
+    `boxed`, `hash` and `last_number` as in the reward `math`; `text` is the whole answer. None has reasoning."""
 
     def metrics(self, name: str) -> list[str]:
         """Returns the metrics that early stopping and `keep_best` may use, preferred first. `name` is "" for the

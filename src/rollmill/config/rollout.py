@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -110,6 +110,9 @@ class RolloutConfig(SamplingConfig):
     unfinished completions are suspended and resume in the next step with the new weights. Needs max_staleness of at
     least 1."""
     partial: PartialConfig = PartialConfig()
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template for all chats of the stage, such as `enable_thinking: false`; those of a taskset,
+    and of a row's column `chat_template_kwargs`, win. `serve` uses them, too."""
 
     def unused_keys(self) -> dict[str, str]:
         """See Section.unused_keys."""

@@ -7,6 +7,7 @@ from rollmill.data.encoding import (
     encode_prompt,
     expert_experience,
     labelled_experience,
+    parse_completion,
     preference_pair,
     render_prompt,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "expert_experience",
     "labelled_experience",
     "load_taskset",
+    "parse_completion",
     "preference_pair",
     "render_prompt",
 ]

@@ -22,7 +22,18 @@ from rollmill.data.renderer import ChatMessage, Renderer, renderer_of
 from rollmill.data.renderer.tokens import encode_pieces, encode_start
 from rollmill.data.template import PromptTemplate
 from rollmill.errors import ChatTemplateError, TasksetError
-from rollmill.types import Experience, ExperienceSource, Message, StopReason, Task, Turn, experience_from_demonstration
+from rollmill.types import (
+    Completion,
+    Experience,
+    ExperienceSource,
+    Message,
+    ParsedReply,
+    StopReason,
+    Task,
+    Turn,
+    experience_from_demonstration,
+    split_reply,
+)
 
 if TYPE_CHECKING:
     from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
@@ -43,13 +54,13 @@ def render_prompt(task: Task, tokenizer: Any) -> str:
         seen = _pictures(task, tokenizer)
         return tokenizer.picture_processor.plain(task.prompt, len(seen)) if seen else task.prompt
     with _named(task):
-        return _renderer(task, tokenizer).text(_messages(task, tokenizer), *_settings(task))
+        return _renderer(task, tokenizer).text(_messages(task, tokenizer), task.metadata.get(TOOLS))
 
 
 def _renderer(task: Task, tokenizer: Any) -> Renderer:
     """The renderer of the tokenizer's chats. Raises TasksetError if it has no chat template."""
     try:
-        return renderer_of(tokenizer)
+        return renderer_of(tokenizer).bound(task.metadata.get(SWITCHES))
     except ChatTemplateError as error:
         raise TasksetError(
             f"task {task.id} is a chat: {error}, or remove taskset.chat (or give text prompts)"
@@ -65,11 +76,6 @@ def _named(task: Task) -> Iterator[None]:
         raise TasksetError(f"task {task.id}: {error}") from error
 
 
-def _settings(task: Task) -> tuple[Any, Any]:
-    """Tools and switches of the template, for a task's chat."""
-    return task.metadata.get(TOOLS), task.metadata.get(SWITCHES)
-
-
 def _messages(task: Task, tokenizer: Any) -> list[ChatMessage]:
     """The prompt's messages, with references to its pictures in their texts."""
     assert not isinstance(task.prompt, str)
@@ -80,6 +86,18 @@ def _messages(task: Task, tokenizer: Any) -> list[ChatMessage]:
         text, at = message["content"], picture.offset
         message["content"] = f"{text[:at]}{refer_to(picture)}{text[at:]}"
     return messages
+
+
+def parse_completion(task: Task, tokenizer: Any, completion: Completion) -> ParsedReply:
+    """Take a completion of the task's prompt apart: a chat's by the model's renderer, a text's at its tags.
+
+    Raises TasksetError if the task is a chat, and the tokenizer has no chat template.
+    """
+    if isinstance(task.prompt, str):
+        return split_reply(completion.text, task.prompt)
+    tools, switches = _settings(task)
+    ids, prompt_ids = completion.token_ids.tolist(), completion.prompt_ids.tolist()
+    return _renderer(task, tokenizer).parse(ids, prompt_ids, tools, switches=switches, text=completion.text)
 
 
 def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
@@ -96,6 +114,9 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
     text = render_prompt(task, tokenizer)
     if isinstance(task.prompt, str):
         return encode_start(tokenizer, text)
+    if TOOLS in task.metadata:
+        with _named(task):
+            _renderer(task, tokenizer).require_readable_calls()
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -191,7 +212,7 @@ def encode_demonstration(
     first = 0 if learn == "all" else len(task.prompt)
     with _named(task):
         messages = [*_messages(task, tokenizer), *own]
-        pieces = _renderer(task, tokenizer).demonstration_pieces(messages, first, *_settings(task))
+        pieces = _renderer(task, tokenizer).demonstration_pieces(messages, first, task.metadata.get(TOOLS))
     pictures = encode_pictures(task, tokenizer)
     if pictures is None:
         encoded = encode_pieces(tokenizer, [text for text, _ in pieces])

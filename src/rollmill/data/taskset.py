@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,12 +124,28 @@ def read_tasks(config: RowsSection) -> Taskset:
         if len(tasks) == config.limit:
             break
     _check_rows(name, config, tasks, rejected)
-    if config.chat_template_kwargs and all(isinstance(task.prompt, str) for task in tasks):
-        raise TasksetError(
-            f"taskset.chat_template_kwargs: no prompt of {name} is a chat, so no chat template is used; write "
-            "taskset.chat: true, or remove this key"
-        )
+    with_switches(tasks, config.chat_template_kwargs, "taskset.chat_template_kwargs", name)
     return Taskset(name, tasks, rejected)
+
+
+def with_switches(tasks: Sequence[Task], switches: Mapping[str, Any], key: str, name: str) -> list[Task]:
+    """Give the chats among tasks these variables of the chat template, where they have no other values for them.
+
+    Raises TasksetError if there are variables and no chats; it names `key`, which they come from, and the taskset.
+    """
+    if switches and all(isinstance(task.prompt, str) for task in tasks):
+        raise TasksetError(
+            f"{key}: no prompt of {name} is a chat, so no chat template is used; write taskset.chat: true, or remove "
+            "this key"
+        )
+    if not switches:
+        return list(tasks)
+    return [
+        task
+        if isinstance(task.prompt, str)
+        else replace(task, metadata={**task.metadata, SWITCHES: {**switches, **task.metadata.get(SWITCHES, {})}})
+        for task in tasks
+    ]
 
 
 def _entry(entry: MixEntry) -> Taskset:

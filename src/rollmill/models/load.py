@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -248,6 +249,10 @@ def read_tokenizer_and_context(path: Path, trust: bool) -> tuple[Any, int | None
     with silence_transformers():
         config = _read_config(path, place, options)
         tokenizer = _read_or_model_error(lambda: read_tokenizer(place, options), path, "the tokenizer")
+        stops: Any = config.get_text_config().eos_token_id
+        if (place / "generation_config.json").is_file():
+            stops = GenerationConfig.from_pretrained(place).eos_token_id
+    tokenizer.stop_ids = frozenset([*_as_ids(stops), *_as_ids(tokenizer.eos_token_id)])
     return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None)
 
 

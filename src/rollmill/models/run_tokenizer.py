@@ -2,7 +2,8 @@
 torch.
 
 RUN/tokenizer/ is a Hugging Face folder with `run.json`: the id that ends a demonstration, a fingerprint of the
-vocabulary, and the encoding of a probe text when the folder was written.
+vocabulary, the encoding of a probe text when the folder was written, the ids that end a turn, and the date of the
+run's start, which chat templates print that ask for today's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from datetime import date
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,14 +38,26 @@ def compute_fingerprint(tokenizer: Any) -> str:
     return sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
+def use_run_date(run_dir: Path, tokenizer: Any) -> None:
+    """Makes the tokenizer's chat template print the date of the run's start: that of RUN/tokenizer, else today's."""
+    about: dict[str, Any] = {}
+    with suppress(OSError, CorruptFileError):
+        about = read_json_object(run_dir / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE)
+    tokenizer.template_day = date.fromisoformat(str(about.get("date") or date.today()))
+    tokenizer.stop_ids = frozenset(about.get("stop_ids") or getattr(tokenizer, "stop_ids", None) or ())
+    tokenizer.renderer = None  # it is made again, with the date
+
+
 def save_run_tokenizer(run_dir: Path, tokenizer: Any, end_id: int) -> None:
-    """Writes RUN/tokenizer atomically; keeps an existing one with the same vocabulary and end.
+    """Writes RUN/tokenizer atomically; keeps an existing one with the same vocabulary, end and date.
 
     Raises:
         RollmillError: the folder cannot be written.
     """
     folder, mark = run_dir / TOKENIZER_FOLDER, compute_fingerprint(tokenizer)
-    about = {"end_id": end_id, "fingerprint": mark, "probe": _encoded(tokenizer)}
+    day = getattr(tokenizer, "template_day", None) or date.today()
+    about = {"end_id": end_id, "fingerprint": mark, "probe": _encoded(tokenizer), "date": day.isoformat()}
+    about["stop_ids"] = sorted(getattr(tokenizer, "stop_ids", None) or [end_id])
     with suppress(CorruptFileError):  # it is written again
         if (folder / TOKENIZER_INFO_FILE).is_file() and read_json_object(folder / TOKENIZER_INFO_FILE) == about:
             return
@@ -82,6 +96,7 @@ def load_run_tokenizer(run_dir: Path) -> RunTokenizer:
             f"{folder} does not encode text as it did when the run wrote it; its files were changed, or this version "
             "of transformers reads them differently. Restore the files, or install the version that the run used."
         )
+    use_run_date(run_dir, tokenizer)
     return RunTokenizer(tokenizer, int(about["end_id"]), str(about["fingerprint"]))
 
 

@@ -221,7 +221,7 @@ class SetEvaluator:
             Attempt(
                 each[-1].reward,
                 sum(one.info.get(COMPLETION_TOKENS_KEY, one.action_tokens) for one in each),
-                None if place is None else normalize_vote(each[-1].response, place),
+                None if place is None else normalize_vote(each[-1].parsed_reply.content, place),
             )
             for each in rollouts.values()
         ]

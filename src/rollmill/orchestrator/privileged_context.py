@@ -11,7 +11,7 @@ from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.data import encode_privileged_prompt
 from rollmill.data.template import PromptTemplate
 from rollmill.models.picture_prompts import PicturePrompt
-from rollmill.types import ROLE_KEY, Experience, IntArray, Task
+from rollmill.types import ROLE_KEY, Experience, IntArray, Task, split_reasoning
 
 
 class PrivilegedContext:
@@ -51,12 +51,12 @@ class PrivilegedContext:
 
     def _context(self, experience: Experience, task: Task, group: Sequence[Experience]) -> str | None:
         if self._options.context == "solution":
-            return task.response
+            return None if task.response is None else split_reasoning(task.response).content or None
         if self._options.context == "answer":
             return None if task.answer is None else str(task.answer)
         least = self._options.success_at_least
-        others = (each for each in group if each is not experience)
-        return next((each.response for each in others if each.reward is not None and each.reward >= least), None)
+        others = (each for each in group if each is not experience and each.reward is not None)
+        return next((each.parsed_reply.content for each in others if (each.reward or 0.0) >= least), None)
 
     def _prompt(self, experience: Experience, task: Task, context: str) -> tuple[IntArray | None, PicturePrompt | None]:
         ids, pictures = encode_privileged_prompt(task, self._tokenizer, self._template, context)

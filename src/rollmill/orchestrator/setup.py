@@ -34,7 +34,7 @@ from rollmill.models.load import PolicyModel
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
 from rollmill.models.quantization import count_weights
 from rollmill.models.recurrent import recurrent_layers
-from rollmill.models.run_tokenizer import save_run_tokenizer
+from rollmill.models.run_tokenizer import save_run_tokenizer, use_run_date
 from rollmill.models.vision import picture_processor
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints, unreadable
@@ -158,6 +158,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
             if stored is None:
                 raise
             raise unreadable(stored, error) from error
+    use_run_date(run_dir, policy.tokenizer)
     if (processor := picture_processor(policy.model)) is not None:
         processor.folder = run_dir / PICTURES_FOLDER
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):

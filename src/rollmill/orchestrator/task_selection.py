@@ -13,6 +13,7 @@ from rollmill.config.taskset import TasksetConfig
 from rollmill.data import RejectedRow, Taskset, encode_demonstration, encode_prompt
 from rollmill.data.examples import require_examples, select_context, select_examples
 from rollmill.data.images import require_seen
+from rollmill.data.taskset import with_switches
 from rollmill.errors import TasksetError
 from rollmill.models.load import PolicyModel
 from rollmill.models.vision import picture_processor
@@ -45,6 +46,9 @@ def select_tasks(
         ConfigError: tasks have pictures, and the policy does not see them.
     """
     algorithm, notes = config.algorithm, [str(report) for report in training.reports]
+    switches, key = config.rollout.chat_template_kwargs, f"stage {config.name}: rollout.chat_template_kwargs"
+    if switches:
+        training = training.with_tasks(with_switches(training.tasks, switches, key, training.name), [])
     if config.taskset is not None:
         _require_seen(config.taskset, training, policy, f"stage {config.name}: taskset")
     experts = select_examples(config, training)
@@ -73,6 +77,9 @@ def select_held_out(
         where = f"stage {config.name}: {evaluation_key(name)}.taskset"
         _require_seen(each.taskset, held_out[name], policy, where)
         first = held_out[name].with_tasks(held_out[name].tasks[: each.limit], [])
+        switches = config.for_evaluation(each).rollout.chat_template_kwargs
+        if switches and any(not isinstance(task.prompt, str) for task in first.tasks):
+            first = first.with_tasks(with_switches(first.tasks, switches, "rollout.chat_template_kwargs", name), [])
         evaluated[name] = _keep_fitting(first, each.taskset, policy, _prompt, notes).tasks
     return evaluated
 

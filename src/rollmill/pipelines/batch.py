@@ -206,4 +206,5 @@ def to_completion(experience: Experience, index: int = 0) -> Completion:
         stop_reason=experience.stop_reason,
         seed=0,
         index=index,
+        reply=experience.parsed_reply,
     )

@@ -19,7 +19,7 @@ from rollmill.errors import ConfigError
 from rollmill.rewards.base import RewardResult
 from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rewards.manager import RewardManager, build_reward_manager
-from rollmill.types import Completion, StopReason, Task, opens_reasoning, split_reasoning
+from rollmill.types import Completion, StopReason, Task, split_reasoning, split_reply
 
 _CONCURRENT_ROWS = 256
 Row = Mapping[str, Any]
@@ -144,5 +144,5 @@ def row_task(number: int, row: Row, where: str, folder: Path, stage: StageConfig
 def completion_from_text(task: Task, text: str, index: int = 0) -> Completion:
     """Build a completion that has only text: nothing was generated, so there are no tokens."""
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    reply = split_reasoning(text, opened=(isinstance(task.prompt, str) and opens_reasoning(task.prompt)) or None)
+    reply = split_reply(text, task.prompt) if isinstance(task.prompt, str) else split_reasoning(text)
     return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=index, reply=reply)

@@ -28,7 +28,7 @@ from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.workflow import ResourceFactory, Rollout
 from rollmill.seeds import derive_seed
 from rollmill.trainer.parity import load_verified_policy
-from rollmill.types import Completion, StopReason
+from rollmill.types import Completion, StopReason, split_reply
 
 if TYPE_CHECKING:
     from rollmill.rewards.judges.endpoint import EndpointChatModel
@@ -185,7 +185,7 @@ class EndpointModel:
             found = await self.endpoint.loop.run(self.endpoint.chat(prompt, settings, range(n)))
         except NoReplyError as error:
             raise WorkflowError(f"{error}; there is no reply ({error.outcome})") from error
-        return [_reply(each.text, each.finish == LENGTH) for each in found]
+        return [_reply(each.text, prompt, each.finish == LENGTH) for each in found]
 
 
 def connect_endpoint(name: str, section: AuxiliaryModelConfig) -> EndpointChatModel:
@@ -200,11 +200,12 @@ def connect_endpoint(name: str, section: AuxiliaryModelConfig) -> EndpointChatMo
         raise ConfigError(f"{name}: {str(error).removeprefix('rewards: ')}") from error
 
 
-def _reply(text: str, cut: bool) -> Reply:
-    """Build a reply without tokens, as endpoints give none."""
+def _reply(text: str, prompt: Any, cut: bool) -> Reply:
+    """Build a reply to a text or a chat without tokens, as endpoints give none."""
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
     reason = StopReason.LENGTH if cut else StopReason.EOS
     completion = Completion(ids, ids, numbers, ids, numbers, text, reason, 0, 0)
+    completion.reply = split_reply(text, prompt) if isinstance(prompt, str) else None
     return Reply(text, completion, {"role": "assistant", "content": text})
 
 

@@ -74,10 +74,10 @@ class ChatRenderer:
         if self._processor is not None:
             self.folder = PictureFolder(self._processor.folder, self._processor.folder_bytes)
 
-    def renderer(self, name: str = "a chat") -> Renderer:
-        """The model's renderer. Raises EngineError if the tokenizer has no chat template."""
+    def renderer(self, name: str = "a chat", switches: Switches | None = None) -> Renderer:
+        """The model's renderer. Raises EngineError if the tokenizer has no usable chat template."""
         try:
-            return renderer_of(self.tokenizer)
+            return renderer_of(self.tokenizer).bound(switches)
         except ChatTemplateError as error:
             raise EngineError(f"{name}: {error}, or `policy.complete`") from error
 
@@ -105,15 +105,15 @@ class ChatRenderer:
         known = [each for each in earlier if each.tools == tools and _begins(messages, each.messages)]
         known.sort(key=lambda each: (len(each.messages), _same_reasoning(messages, each.messages)), reverse=True)
         raw = (*known[0].raw, *messages[len(known[0].messages) :]) if known else tuple(messages)
-        renderer = self.renderer(name)
+        renderer = self.renderer(name, switches)
         try:
             fitted, shown = renderer.fitted(raw, tools, format)
-            text = renderer.text(fitted, shown, switches)
+            text = renderer.text(fitted, shown)
             if check is not None:
                 check(text)
             for each in known:
                 turn = _nth_assistant(fitted, sum(one["role"] == "assistant" for one in each.raw))
-                behind = renderer.text_behind(each.prompt_ids, each.token_ids, fitted, shown, switches, turn=turn)
+                behind = renderer.text_behind(each.prompt_ids, each.token_ids, fitted, shown, turn=turn)
                 if behind is not None:
                     images = _pictures(messages[len(each.messages) :])
                     ids = [*each.prompt_ids, *each.token_ids]
@@ -121,7 +121,7 @@ class ChatRenderer:
             images = _pictures(raw)
             if self._processor is not None and text.count(self._processor.image_token) != len(images):
                 raw = tuple(self._without_places(each) for each in raw)  # the policy may have written the picture token
-                text = renderer.text(*renderer.fitted(raw, tools, format), switches)
+                text = renderer.text(*renderer.fitted(raw, tools, format))
         except ChatTemplateError as error:
             raise EngineError(f"{name}: {error}") from error
         return self._encoded(text, images, ChatPrompt([], text, raw, None), name)
@@ -138,13 +138,12 @@ class ChatRenderer:
         name: str = "a chat",
     ) -> ParsedReply:
         """Take a turn of the policy apart; its calls are read if there are tools, or a format is given."""
-        return self.renderer(name).parse(
+        return self.renderer(name, switches).parse(
             completion.token_ids.tolist(),
             prompt.token_ids,
             tools,
             calls=bool(tools) or format is not None,
             format=format or "auto",
-            switches=switches,
             text=completion.text,
             salt=salt,
         )

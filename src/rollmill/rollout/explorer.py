@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.data import encode_pictures, encode_prompt, render_prompt
+from rollmill.data import encode_pictures, encode_prompt, parse_completion, render_prompt
 from rollmill.data.images import image_refs_of
 from rollmill.engines.base import CompletionPrefix, GenerationRequest, RolloutEngine
 from rollmill.rewards import RewardManager, RewardResult
@@ -152,6 +152,7 @@ class Explorer:
         pending: dict[int, asyncio.Task[RewardResult]] = {}
         try:
             async for completion in self._engine.stream(request):
+                completion.reply = parse_completion(task, self._tokenizer, completion)
                 completions[completion.index] = completion
                 if slot is not None:
                     slot[completion.index] = draft_from_completion(completion)
@@ -195,6 +196,7 @@ class Explorer:
         request = self._request(task, sampling, n=n, seed=seed, prefixes=prefixes, counted=True)
         completions = await self._engine.generate(request)
         for completion in completions:
+            completion.reply = parse_completion(task, self._tokenizer, completion)
             self._record_timing(completion)
         experiences = self._experiences(task, completions, sampling, group)
         return PartialRollout(add_earlier_timings(experiences, begun) if begun else experiences, completions)

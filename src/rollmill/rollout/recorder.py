@@ -15,7 +15,17 @@ import numpy as np
 
 from rollmill.data.picture_turns import PictureTurn, describe_turns
 from rollmill.progress import Progress, count_progress
-from rollmill.types import ROLE_KEY, Completion, Experience, IntArray, RoutingArray, StopReason, Turn, draft_spans
+from rollmill.types import (
+    ROLE_KEY,
+    Completion,
+    Experience,
+    IntArray,
+    RoutingArray,
+    StopReason,
+    Turn,
+    draft_spans,
+    reply_info,
+)
 
 DecodeTokens = Callable[[Sequence[int]], str]
 
@@ -192,6 +202,7 @@ class Recorder:
             info=({REPETITION_KEY: True} if repeated else {})
             | ({} if last.role is None else {ROLE_KEY: last.role})
             | ({} if last.turns is None else describe_turns(last.turns))
+            | reply_info(last.completion, first.prompt)
             | drafted,
             routing=_routing([call.completion for call in calls]),
         )

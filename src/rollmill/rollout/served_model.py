@@ -21,7 +21,7 @@ from rollmill.rollout.draft_cache import DraftCache
 from rollmill.rollout.runner import assign_reward
 from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import Trace
-from rollmill.types import Completion, Experience, StopReason, Task, experience_from_completion
+from rollmill.types import Completion, Experience, StopReason, Task, experience_from_completion, split_reply
 
 if TYPE_CHECKING:
     from rollmill.rewards.judges.endpoint import EndpointChatModel
@@ -66,7 +66,10 @@ class ServedModel:
         except NoReplyError as error:
             self.unanswered.append(f"task {task.id}: {error}")
             return None
-        return _completion(reply, seed, index, began), reply.completion_tokens
+        made = _completion(reply, seed, index, began)
+        if self._completes and isinstance(task.prompt, str):
+            made.reply = split_reply(made.text, task.prompt)
+        return made, reply.completion_tokens
 
     def close(self) -> None:
         """Close the connection."""

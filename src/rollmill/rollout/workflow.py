@@ -173,4 +173,4 @@ class RolloutScorer:
         calls = self._rollout.recorder.calls
         if not calls:
             raise ValueError("there is nothing to score: the policy has not generated anything yet")
-        return replace(calls[-1].completion, text=answer)
+        return replace(calls[-1].completion, text=answer, reply=None)

@@ -112,7 +112,7 @@ class SelfDistill(DistillationOptions):
     name: Literal["self_distill"] = "self_distill"
     context: Literal["solution", "answer", "success"] = "solution"
     """Context of the teacher besides the prompt: the task's worked solution or answer, or another successful completion
-    of the group."""
+    of the group, without its reasoning."""
     template: str = "{prompt}\n\nThis is an example of a good response:\n{context}\n\nNow give a response of your own."
     """The teacher's prompt: `{prompt}` is the task's (of a chat its last message), `{context}` the additional
     context.

@@ -30,14 +30,16 @@ ToolFormat = Literal["auto", "hermes", "json"]
 """Format of calls; `auto` is the model's own, else hermes if its tags appear, else json."""
 
 TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+_IDS = ("id", "tool_call_id")
 _NAMES, _ARGUMENTS = ("name", "tool_name", "tool", "function"), ("arguments", "args", "parameters")
 _FENCE = re.compile(r"```(?:json|tool_call)?[ \t]*\n(.*?)```", re.DOTALL)
-_ATTEMPT = re.compile(rf'\[?\s*{{\s*"(?:{"|".join(_NAMES)})"\s*:')
+ATTEMPT = re.compile(rf'\[?\s*{{\s*"(?:{"|".join(_NAMES)})"\s*:')
+"""The beginning of a JSON text that is meant as a call."""
 _ID_LENGTH = 9  # Mistral's templates require ids of nine letters and digits
 _UNCLOSED = "it is not closed"
 
-Call = tuple[str, dict[str, Any]] | str
-"""Name and arguments, or the error of a malformed call."""
+Call = ToolCall | str
+"""A call, with its own id or none, or the error of a malformed one."""
 Parser = Callable[[str, bool], tuple[str, list[Call]]]
 """Finds the calls of an answer's text; returns the text around well-formed ones, and the calls.
 
@@ -56,7 +58,7 @@ def parse_calls(text: str, parser: Parser, *, salt: str = "", stopped: bool = Fa
     named = [each for each in found if not isinstance(each, str)]
     if not named:
         return ParsedReply(text, malformed=malformed)
-    calls = [ToolCall(call_id(salt, number, text), *each) for number, each in enumerate(named)]
+    calls = [replace(each, id=each.id or call_id(salt, number, text)) for number, each in enumerate(named)]
     return ParsedReply(around.strip(), tool_calls=calls, malformed=malformed)
 
 
@@ -161,12 +163,12 @@ class MarkedCalls:
     def _read_split(self, text: str, at: int) -> tuple[list[Call], int]:
         assert self.between is not None
         before, given, after = self.between.partition(ID_PLACE)
-        pattern = rf"\s*([\w.:/-]+?){_loose(before)}" + (rf"[\w.:-]+?{_loose(after)}" if given else "")
+        pattern = rf"\s*([\w.:/-]+?){_loose(before)}" + (rf"([\w.:-]+?){_loose(after)}" if given else "()")
         header = re.compile(pattern).match(text, at)
         if header is None:
             raise ValueError(f"expected a name, {self.between.strip()!r} and a JSON object")
         arguments, at = _read_json(text, header.end())
-        return [_checked(header[1], arguments, "arguments")], at
+        return [_checked(header[1], arguments, "arguments", header[2])], at
 
 
 ID_PLACE = "\x00"
@@ -289,7 +291,7 @@ def _calls_in(text: str) -> list[Call] | None:
     try:
         value = parse_strict_json(text)
     except ValueError as error:
-        return [f"not JSON: {error}"] if _ATTEMPT.match(text.strip()) else None
+        return [f"not JSON: {error}"] if ATTEMPT.match(text.strip()) else None
     return _calls_of(value)
 
 
@@ -305,16 +307,18 @@ def _calls_of(value: Any) -> list[Call] | None:
 
 def _call(value: Any) -> Call | None:
     """A call, its error, or None if the value does not look like one."""
+    outer = value
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         value = value["function"]
     if not isinstance(value, Mapping):
         return None
     name = next((value[key] for key in _NAMES if isinstance(value.get(key), str)), None)
     key = next((key for key in _ARGUMENTS if key in value), None)
-    return None if name is None or key is None else _checked(name, value[key], key)
+    id = next((given[each] for given in (value, outer) for each in _IDS if isinstance(given.get(each), str)), "")
+    return None if name is None or key is None else _checked(name, value[key], key, id)
 
 
-def _checked(name: str, arguments: Any, key: str) -> Call:
+def _checked(name: str, arguments: Any, key: str, id: str = "") -> Call:
     """A call whose arguments are an object, or its error."""
     if isinstance(arguments, str):
         try:
@@ -327,7 +331,7 @@ def _checked(name: str, arguments: Any, key: str) -> Call:
         _json([name, arguments]).encode()
     except UnicodeEncodeError:
         return "it holds half a surrogate pair"
-    return name, arguments
+    return ToolCall(id, name, arguments)
 
 
 # -- writing, for templates that show no tools -----------------------------------------------------------------
@@ -399,7 +403,7 @@ def learn_calls(
         except ValueError:
             continue
         calls = _calls_of(value)
-        if calls == [(name, dict(arguments))]:
+        if _is(calls, name, arguments):
             return MarkedCalls("", one[:i], None, one[end:])
         if value == arguments and 0 <= at < i:
             return _split_format(one, two, names, at, i, end, id)
@@ -408,9 +412,14 @@ def learn_calls(
             calls, end = _read_python(one, found.start())
         except ValueError:
             calls, end = [], 0
-        if calls == [(name, dict(arguments))]:
+        if _is(calls, name, arguments):
             return MarkedCalls("", one[: found.start()], None, one[end:], python=True)
     raise ChatTemplateError("the tokenizer's chat template writes tool calls in a format that cannot be read")
+
+
+def _is(calls: Sequence[Call] | None, name: str, arguments: Mapping[str, Any]) -> bool:
+    """True for one call of this name, with these arguments."""
+    return [(each.name, each.arguments) for each in calls or () if isinstance(each, ToolCall)] == [(name, arguments)]
 
 
 def _split_format(

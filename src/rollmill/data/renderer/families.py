@@ -43,7 +43,7 @@ class FamilyRenderer:
 
         config = config_from_name(name)
         known = {key: value for key, value in switches.items() if key in template_field_names(config)}
-        self.name = name
+        self.name, self._tokenizer = name, tokenizer
         self._renderer: Any = (
             _GptOss(tokenizer)
             if name == "gpt-oss"
@@ -62,13 +62,20 @@ class FamilyRenderer:
         found = self._renderer.parse_response(list(token_ids), tools=tools, prompt_ids=list(prompt_ids) or None)
         calls, malformed, content = list[ToolCall](), list[str](), found.content
         for number, each in enumerate(found.tool_calls):
-            if each.status != "ok" or not isinstance(each.arguments, dict) or not each.name:
-                status = str(each.status).replace("_", " ")
-                malformed.append(f"{status if status != 'ok' else 'its arguments are not an object'}: {each.raw[:200]}")
-                content = f"{content}{each.raw}" if each.raw not in content else content
-            else:
+            arguments = _typed(each.arguments, each.name, tools) if isinstance(each.arguments, dict) else None
+            read = each.status == "ok" or (each.status == "invalid_json" and arguments != each.arguments)
+            if read and arguments is not None and each.name:
                 id = each.id or call_id(salt, number, f"{each.raw}{list(token_ids)}")
-                calls.append(ToolCall(id, each.name, each.arguments))
+                calls.append(ToolCall(id, each.name, arguments))
+                continue
+            status = str(each.status).replace("_", " ") if each.status != "ok" else "its arguments are not an object"
+            malformed.append(f"{status}: {each.raw[:200]}")
+            content = f"{content}{each.raw}" if each.raw not in content else content
+        ends = [each.token_span[1] for each in found.tool_calls if each.token_span is not None]
+        if ends:  # the library drops text behind calls
+            behind = [token for token in list(token_ids)[max(ends) :] if token not in self.stop_ids]
+            text = self._tokenizer.decode(behind, skip_special_tokens=False)
+            content += text if text.strip() not in content else ""
         finished = found.reasoning_complete is not False
         reasoning = found.reasoning_content if finished else (found.reasoning_content or "")
         return ParsedReply(content, reasoning, calls, malformed, finished)
@@ -81,6 +88,30 @@ class FamilyRenderer:
             list(prompt_ids), list(completion_ids), [dict(each) for each in new], tools=list(tools) if tools else None
         )
         return None if found is None else list(found.token_ids)
+
+
+def _typed(arguments: dict[str, Any], name: str, tools: Any) -> dict[str, Any]:
+    """Arguments by the tool's schema where they are in Python's notation: some templates write True and None."""
+    functions: list[Any] = [each.get("function", each) for each in tools or ()]
+    named: list[Any] = [each for each in functions if each["name"] == name]
+    schema = named[0] if named else {}
+    properties = (schema.get("parameters") or {}).get("properties") or {}
+    words = {"True": (True, "boolean"), "False": (False, "boolean"), "None": (None, "null")}
+    found = dict(arguments)
+    for key, value in arguments.items():
+        known = words.get(value) if isinstance(value, str) else None
+        if known is not None and known[1] in _types(properties.get(key)):
+            found[key] = known[0]
+    return found
+
+
+def _types(schema: Any) -> list[str]:
+    """The types that a JSON schema allows."""
+    if not isinstance(schema, Mapping):
+        return []
+    given = schema.get("type")
+    several = [each for key in ("anyOf", "oneOf") for each in schema.get(key) or ()]
+    return [*([given] if isinstance(given, str) else given or []), *(each for one in several for each in _types(one))]
 
 
 class _GptOss:

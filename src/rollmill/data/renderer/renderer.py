@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
@@ -17,6 +18,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rollmill.data.renderer.call_formats import (
+    ATTEMPT,
     MarkedCalls,
     Parser,
     ToolFormat,
@@ -43,7 +45,7 @@ from rollmill.data.renderer.template import (
 )
 from rollmill.data.renderer.tokens import encode_pieces
 from rollmill.errors import ChatTemplateError
-from rollmill.types import ParsedReply, ToolCall, split_reasoning
+from rollmill.types import REASONING_START, ParsedReply, ToolCall, split_reasoning
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Renderer:
     Args:
         stop_ids: ids at which the checkpoint's generation ends.
         day: the date that templates print which ask for today's.
+        switches: variables of the chat template, such as `enable_thinking`.
 
     Attributes:
         template: the tokenizer's chat template.
@@ -81,19 +84,69 @@ class Renderer:
     Raises ChatTemplateError if the tokenizer has no usable chat template.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: frozenset[int] = frozenset(), day: date | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: frozenset[int] = frozenset(),
+        day: date | None = None,
+        switches: Switches | None = None,
+    ) -> None:
         processor = getattr(tokenizer, "picture_processor", None)
         if (
             tokenizer.chat_template is None
             and getattr(processor and processor.processor, "chat_template", None) is None
         ):
             raise ChatTemplateError("the model's tokenizer has no chat template; use a checkpoint with one")
-        self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, day or date.today())
+        self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, day or date.today(), switches)
         self._given_stops = stop_ids
-        self._families = dict[str, FamilyRenderer | None]()
-        self._calls: MarkedCalls | None = None
-        self._learned = False
+        self._bound = dict[str, Renderer]()
         self.stop_ids = stop_ids | self._own_stops()
+
+    def bound(self, switches: Switches | None) -> Renderer:
+        """Return the renderer with other variables of the template besides its own ones.
+
+        Raises ChatTemplateError like `load_renderer`.
+        """
+        key = json.dumps(switches or {}, sort_keys=True, default=str)
+        if not switches:
+            return self
+        if key not in self._bound:
+            settings = {**self.template.switches, **switches}
+            made = Renderer(self.tokenizer, self._given_stops, self.template.day, settings)
+            made.check()
+            self._bound[key] = made
+        return self._bound[key]
+
+    def check(self) -> None:
+        """Check that an answer continues its question's prompt, ends where generation ends, and is read back.
+
+        Reasoning has to be read back, too, if the template shows any.
+
+        Raises ChatTemplateError that says what is not so.
+        """
+        reasoned = {**ANSWER, "reasoning_content": "a thought"}
+        for turn in [dict(ANSWER), *([reasoned] if self.template.supports_reasoning else [])]:
+            try:
+                before, text = self.demonstration_pieces([QUESTION, turn], 1)[-2:]
+            except ChatTemplateError:
+                if turn is reasoned:
+                    continue  # thinking is switched off
+                raise
+            ids = self.encode(text[0])
+            if stops := [each for each in ids[:-1] if each in self.stop_ids]:
+                raise ChatTemplateError(
+                    f"the tokenizer's chat template writes {self.decode(stops[:1])!r} within a turn, where generation "
+                    "ends; correct eos_token_id in generation_config.json, or use another template"
+                )
+            reply = self.parse(ids, self.encode(before[0]))
+            known = self.tokenizer.decode(self.encode(turn["content"]), skip_special_tokens=True)  # to small tokenizers
+            answered = _spaceless(reply.content) == _spaceless(known) and reply.reasoning_finished
+            if not answered or (turn is reasoned and not (reply.reasoning or "").strip()):
+                raise ChatTemplateError(
+                    f"the tokenizer's chat template writes {'reasoning' if turn is reasoned else 'an answer'} in a "
+                    f"format that cannot be read back: {text[0]!r} was read as {reply.content!r}, with the reasoning "
+                    f"{reply.reasoning!r}; use another template"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _forgotten, ()
@@ -129,20 +182,23 @@ class Renderer:
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
-    def text(self, messages: Sequence[ChatMessage], tools: Tools = None, switches: Switches | None = None) -> str:
+    def text(self, messages: Sequence[ChatMessage], tools: Tools = None) -> str:
         """Render messages as text, ready for the policy's turn.
 
         Raises ChatTemplateError if the template refuses the messages, or does not show one of them or a tool.
         """
-        text = self.template.render(messages, tools, switches)
-        self.template.check_shown(messages, tools, switches, text)
+        text = self.template.render(messages, tools)
+        self.template.check_shown(messages, tools, text)
         return text
 
-    def prompt(
-        self, messages: Sequence[ChatMessage], tools: Tools = None, switches: Switches | None = None
-    ) -> RenderedPrompt:
-        """Render and tokenize messages, ready for the policy's turn. Raises ChatTemplateError like `text`."""
-        text = self.text(messages, tools, switches)
+    def prompt(self, messages: Sequence[ChatMessage], tools: Tools = None) -> RenderedPrompt:
+        """Render and tokenize messages, ready for the policy's turn.
+
+        Raises ChatTemplateError like `text`, and if calls of the tools could not be read.
+        """
+        text = self.text(messages, tools)
+        if tools:
+            self.require_readable_calls()
         return RenderedPrompt(self.encode(text), text)
 
     def encode(self, text: str) -> list[int]:
@@ -157,7 +213,6 @@ class Renderer:
         messages: Sequence[ChatMessage],
         first: int,
         tools: Tools = None,
-        switches: Switches | None = None,
         learn: Literal["last", "all"] = "all",
     ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation that ends with an assistant's turn; True marks tokens that the policy is to learn.
@@ -168,13 +223,13 @@ class Renderer:
 
         Raises ChatTemplateError like `demonstration_pieces`.
         """
-        pieces = self.demonstration_pieces(messages, len(messages) - 1 if learn == "last" else first, tools, switches)
+        pieces = self.demonstration_pieces(messages, len(messages) - 1 if learn == "last" else first, tools)
         encoded = encode_pieces(self.tokenizer, [text for text, _ in pieces])
         mask = [learned for ids, (_, learned) in zip(encoded, pieces, strict=True) for _ in ids]
         return [token for ids in encoded for token in ids], mask
 
     def demonstration_pieces(
-        self, messages: Sequence[ChatMessage], first: int, tools: Tools = None, switches: Switches | None = None
+        self, messages: Sequence[ChatMessage], first: int, tools: Tools = None
     ) -> list[tuple[str, bool]]:
         """Split a conversation that ends with an assistant's turn into texts that are learned (True), and others.
 
@@ -186,38 +241,45 @@ class Renderer:
         added, drops the turn's reasoning or calls, or the end of a turn is unknown.
         """
         last = len(messages) - 1
-        before = self.text(messages[:last], tools, switches)
+        before = self.text(messages[:last], tools)
         pieces, at = list[tuple[str, bool]](), 0
-        whole = self.template.render(messages, tools, switches, prompt=False)
+        whole = self.template.render(messages, tools, prompt=False)
+        self.template.check_shown(messages, tools, whole)
         for i in range(first, last):
             if messages[i]["role"] == "assistant":
-                start, end = self._span(whole, messages, i, tools, switches)
+                start, end = self._span(whole, messages, i, tools)
                 pieces += [(whole[at:start], False), (whole[start:end], True)]
                 at = end
         if before[:at] != whole[:at]:
             raise self._parted("an earlier turn", before, whole)
-        return [*pieces, (before[at:], False), (self._turn(whole, before, messages, tools, switches), True)]
+        return [*pieces, (before[at:], False), (self._turn(whole, before, messages, tools), True)]
 
-    def _turn(
-        self, whole: str, before: str, messages: Sequence[ChatMessage], tools: Tools, switches: Switches | None
-    ) -> str:
+    def _turn(self, whole: str, before: str, messages: Sequence[ChatMessage], tools: Tools) -> str:
         """Text of the last turn, as it continues the prompt `before`, up to and with its end."""
         turn = messages[-1]
         joint = self.template.whole_tokens(before, common_prefix(before, whole), whole)
-        context = self.template.render(messages[:-1], tools, switches, prompt=False)
+        context = self.template.render(messages[:-1], tools, prompt=False)
         if joint < common_prefix(context.rstrip(), before):
             raise self._parted("the prompt", before, whole)
         text, missing = whole[joint:], before[joint:]
         reasoning = _reasoning(turn)
         start_tag, end_tag = self.template.reasoning_tags
-        if reasoning and end_tag.strip() in missing:
+        if reasoning and missing.strip() and not missing.rstrip().endswith(start_tag.strip()):
             raise ChatTemplateError(
                 "the response has reasoning, and the prompt closes it before the turn begins (thinking is switched "
                 "off); set chat_template_kwargs: {enable_thinking: true}, or leave the reasoning out"
             )
-        if missing.rstrip().endswith(start_tag.strip()):  # the prompt opens reasoning that the template then drops
-            if reasoning and not text.lstrip().startswith(reasoning):
-                text = f"{reasoning}{end_tag}{text.lstrip()}"
+        opened = missing.rstrip().endswith(start_tag.strip())
+        if missing.strip() and not opened and self._cleaned(missing, self.template.special_tokens) == missing:
+            raise self._parted("the prompt", before, whole)
+        if opened:  # the prompt opens reasoning that the template then drops
+            if reasoning and REASONING_START in text:
+                raise ChatTemplateError(
+                    "the response has reasoning in its content, which the chat template does not take out, and the "
+                    "prompt opens reasoning; give it as `reasoning_content`"
+                )
+            if reasoning and reasoning not in text:
+                text = f"{reasoning}{end_tag}{text.lstrip().removeprefix(end_tag.strip()).lstrip()}"
             elif not reasoning and not text.lstrip().startswith(end_tag.strip()):
                 text = f"{end_tag.lstrip() if missing.endswith(chr(10)) else end_tag}{text.lstrip()}"
         if reasoning and reasoning not in text:
@@ -240,13 +302,12 @@ class Renderer:
                 f"turns end with {end!r} in the tokenizer's chat template, and generation does not end there; add its "
                 "id to eos_token_id in generation_config.json"
             )
-        at = text.rfind(end)
-        written = at >= 0 and (not content or at >= text.rfind(content))
-        return text[: at + len(end)] if written else f"{text}{end}"
+        at = text.find(
+            end, max(text.rfind(content) + len(content) if content else 0, *(text.rfind(n) for n in calls), 0)
+        )
+        return text[: at + len(end)] if at >= 0 else f"{text}{end}"
 
-    def _span(
-        self, whole: str, messages: Sequence[ChatMessage], i: int, tools: Tools, switches: Switches | None
-    ) -> tuple[int, int]:
+    def _span(self, whole: str, messages: Sequence[ChatMessage], i: int, tools: Tools) -> tuple[int, int]:
         """Where the turn of message `i` begins and ends in a conversation's text."""
         turn = messages[i]
         content = turn.get("content") or ""
@@ -254,21 +315,24 @@ class Renderer:
         if mark is OTHER_MARK:
             mark = f"#{mark}"
         plain = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
-        differs = common_prefix(whole, self.template.render(plain, tools, switches, prompt=False))
-        context = self.template.render(messages[:i], tools, switches, prompt=False)
-        prompt = self.template.render(messages[:i], tools, switches)
+        differs = common_prefix(whole, self.template.render(plain, tools, prompt=False))
+        context = self.template.render(messages[:i], tools, prompt=False)
+        prompt = self.template.render(messages[:i], tools)
         header = prompt[common_prefix(context, prompt) :]
         opened = header.find(self.template.reasoning_tags[0].strip())
         head = header if opened < 0 else header[:opened]
         start = differs
-        if head.strip():
+        if whole.startswith(prompt):
+            start = len(prompt)
+        elif head.strip():
             begin = whole.rfind(head, 0, differs + len(head))
             if begin < 0:
                 raise self._parted(f"the turn of message {i + 1}", prompt, whole)
             start = begin + len(head)
-            start += common_prefix(header[len(head) :], whole[start:])
+            rest = header[len(head) :]
+            start += self.template.whole_tokens(rest, common_prefix(rest, whole[start:]), whole[start:])
         calls = turn.get("tool_calls")
-        end = self._end_of_turn(whole, messages, i, tools, switches)
+        end = self._end_of_turn(whole, messages, i, tools)
         if end is None or end[1] < start:
             kind = "turn that calls tools" if calls else "turn"
             raise ChatTemplateError(
@@ -282,7 +346,6 @@ class Renderer:
         messages: Sequence[ChatMessage],
         i: int,
         tools: Tools,
-        switches: Switches | None,
         **options: Any,
     ) -> tuple[int, int] | None:
         """Where the token that ends the turn of message `i` stands in a conversation's text; None if it has none."""
@@ -295,16 +358,23 @@ class Renderer:
             mark = f"{MARK}{'0' if content[-1:] != '0' else '1'}"
             altered = {**turn, "content": f"{content}{mark}"}
         other = self.template.render(
-            [*messages[:i], altered, *messages[i + 1 :]], tools, switches, **({"prompt": False} | options)
+            [*messages[:i], altered, *messages[i + 1 :]], tools, **({"prompt": False} | options)
         )
         behind = len(text) - common_prefix(reversed(text), reversed(other))
         if calls:
-            at = text.find(self.template.call_end, behind) if self.template.call_end else -1
-            return None if at < 0 else (at, at + len(self.template.call_end))
-        rest = text[behind:]
-        behind += len(rest) - len(rest.lstrip())
-        ends = [each for each in self.template.special_tokens if text.startswith(each, behind)]
-        return (behind, behind + len(max(ends, key=len))) if ends else None
+            ends = [each for each in (self.template.turn_end, self.template.call_end) if each]
+            places = [(text.index(each, behind), each) for each in ends if each in text[behind:]]
+            at, call_end = min(places, default=(-1, ""))
+            return None if at < 0 else (at, at + len(call_end))
+        at = text.find(self.template.turn_end, behind) if self.template.turn_end else -1
+        between = text[behind:at].removeprefix(self._answer_frame[1]) if at >= 0 else "other text"
+        if not self._cleaned(between, self.template.special_tokens).strip():
+            return at, at + len(self.template.turn_end)
+        start = behind + len(text[behind:]) - len(text[behind:].lstrip())
+        ends = [each for each in self.template.special_tokens if text.startswith(each, start)]
+        if not ends:
+            return None if self.template.turn_end else (behind, behind)
+        return start, start + len(max(ends, key=len))
 
     def _parted(self, what: str, expected: str, found: str) -> ChatTemplateError:
         at = common_prefix(expected, found)
@@ -323,7 +393,6 @@ class Renderer:
         tools: Tools = None,
         *,
         calls: bool | None = None,
-        switches: Switches | None = None,
         format: ToolFormat = "auto",
         text: str | None = None,
         salt: str = "",
@@ -337,7 +406,7 @@ class Renderer:
             salt: makes the ids of calls differ between equal turns.
         """
         ids = list(token_ids)
-        family = self.family(switches)
+        family = self.family
         reads_calls = bool(tools) or format != "auto" if calls is None else calls
         stop_text = self._stop_text(ids, text)
         if family is not None and format == "auto":
@@ -358,16 +427,49 @@ class Renderer:
                 found = parse_calls(reply.content, parser, salt=salt, stopped=bool(stop_text))
                 reply = replace(found, reasoning=reply.reasoning)
             reply = replace(reply, content=self._cleaned(reply.content))
+        if reads_calls and format == "auto" and not (reply.tool_calls or reply.malformed):
+            reply = replace(reply, malformed=self._attempts(reply.content))
+        if reply.tool_calls and any(tag in reply.content for tag in self._closing_tags):
+            broken = "text of a call stands behind its end; a tag of the format is part of an argument"
+            raw = self._answer(ids, prompt_ids, stop_text)
+            reply = replace(reply, content=self._cleaned(raw.content), tool_calls=[], malformed=[broken])
+        if self.template.single_call and len(reply.tool_calls) > 1:
+            more = f"the model's chat template has one call a turn; {len(reply.tool_calls) - 1} more were left out"
+            reply = replace(reply, tool_calls=reply.tool_calls[:1], malformed=[*reply.malformed, more])
         whole = self.tokenizer.decode(ids, skip_special_tokens=True) if text is None else text
         if not (reply.reasoning or reply.tool_calls) and whole.strip() == reply.content.strip():
             return replace(reply, content=whole)
         return reply
+
+    def _attempts(self, content: str) -> list[str]:
+        """Errors of calls in formats without marks: a JSON object with a name that is cut off or damaged."""
+        marked = self.native_calls and (self.call_format is None or self.call_format.start.strip())
+        if marked and (self.call_format is not None or self._written_call.lstrip()[:1] != "{"):
+            return []
+        return ["not JSON, or cut off"] if ATTEMPT.match(content.strip()) else []
+
+    @cached_property
+    def _written_call(self) -> str:
+        """A call as the template writes it; empty if it writes none."""
+        if not (self.template.supports_tools and self.template.supports_tool_calls):
+            return ""
+        turn, tools = call_message([ToolCall(CALL_ID, MARK, {"text": "value"})]), [probe_tool()]
+        try:
+            return self._written(self.template.render([QUESTION], tools), turn, tools) or ""
+        except ChatTemplateError:
+            return ""
+
+    @cached_property
+    def _closing_tags(self) -> frozenset[str]:
+        """Closing tags of the format of calls, such as `</parameter>`, of which an answer beside a call has none."""
+        return frozenset(re.findall(r"</[\w:]+>", self._written_call))
 
     def _answer(self, ids: list[int], prompt_ids: Sequence[int], stop_text: str) -> ParsedReply:
         """Split a turn at its reasoning, with special tokens."""
         raw = self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids).removesuffix(stop_text)
         start, end = (each.strip() for each in self.template.reasoning_tags)
         opened = self.decode(prompt_ids[-len(start) - 8 :]).rstrip().endswith(start) if len(prompt_ids) else False
+        opened = opened or raw.lstrip().startswith(end)
         reply = split_reasoning(raw, opened=opened, start=start, end=end)
         before, behind = self._answer_frame
         content = reply.content
@@ -382,7 +484,7 @@ class Renderer:
         try:
             before = self.template.render([QUESTION])
             whole = self.template.render([QUESTION, turn], prompt=False)
-            text = self._turn(whole, before, [QUESTION, turn], None, None)
+            text = self._turn(whole, before, [QUESTION, turn], None)
         except ChatTemplateError:
             return "", ""
         start, _, end = text.removesuffix(self.template.turn_end).partition(MARK)
@@ -395,45 +497,40 @@ class Renderer:
         whole: str = self.tokenizer.decode(ids, skip_special_tokens=True) if text is not None else ""
         return whole[len(text) :] if text is not None and whole.startswith(text) else ""
 
-    def _cleaned(self, text: str) -> str:
-        """A text without special tokens."""
-        for token in self.tokenizer.all_special_tokens:
+    def _cleaned(self, text: str, tokens: Iterable[str] | None = None) -> str:
+        """A text without special tokens, or other ones."""
+        for token in self.tokenizer.all_special_tokens if tokens is None else tokens:
             if token in text:
                 text = text.replace(token, "")
         return text
 
-    def family(self, switches: Switches | None = None) -> FamilyRenderer | None:
-        """Return the library's renderer of the model's family: one that reads what the template writes; else None."""
-        key = json.dumps(switches or {}, sort_keys=True, default=str)
-        if key not in self._families:
-            self._families[key] = self._family(switches)
-        return self._families[key]
+    @cached_property
+    def family(self) -> FamilyRenderer | None:
+        """The library's renderer of the model's family: one that reads what the template writes; else None.
 
-    def _family(self, switches: Switches | None) -> FamilyRenderer | None:
-        """A family that reads every argument; else one that reads those without the family's own tags.
-
-        In formats that are not JSON (Qwen 3.5, GLM) nothing tells a tag in an argument from the closing one. A format
-        of JSON that was learned from the template needs no family.
+        One that reads every argument is preferred, else one that reads those without the family's own tags: in formats
+        that are not JSON (Qwen 3.5, GLM) nothing tells a tag in an argument from the closing one. A format of JSON that
+        was learned from the template needs no family.
         """
         if not (self.template.supports_tools and self.template.supports_tool_calls):
             return None
-        known = list(families_of(self.tokenizer, switches or {}))
-        if (strict := next((each for each in known if self._reads(each, switches, PROBE_ARGUMENTS)), None)) is not None:
+        known = list(families_of(self.tokenizer, self.template.switches))
+        if (strict := next((each for each in known if self._reads(each, PROBE_ARGUMENTS)), None)) is not None:
             return strict
         if self.call_format is not None:
             return None
         simple = {key: value for key, value in PROBE_ARGUMENTS.items() if key != "flag"}  # which some write as Python's
         simple |= {"text": 'a "b"\n\U0001f642 {c}'}
-        return next((each for each in known if self._reads(each, switches, simple)), None)
+        return next((each for each in known if self._reads(each, simple)), None)
 
-    def _reads(self, family: FamilyRenderer, switches: Switches | None, arguments: dict[str, Any]) -> bool:
+    def _reads(self, family: FamilyRenderer, arguments: dict[str, Any]) -> bool:
         """True if a family's renderer reads back the turns that the template writes."""
         try:
-            for turn in self._probe_turns(switches, arguments):
-                before = self.template.render([QUESTION], [probe_tool()], switches)
-                whole = self.template.render([QUESTION, turn], [probe_tool()], switches, prompt=False)
+            for turn in self._probe_turns(arguments):
+                before = self.template.render([QUESTION], [probe_tool()])
+                whole = self.template.render([QUESTION, turn], [probe_tool()], prompt=False)
                 try:
-                    text = self._turn(whole, before, [QUESTION, turn], [probe_tool()], switches)
+                    text = self._turn(whole, before, [QUESTION, turn], [probe_tool()])
                 except ChatTemplateError:
                     if "reasoning_content" not in turn:
                         raise
@@ -446,11 +543,10 @@ class Renderer:
             return False
         return True
 
-    def _probe_turns(self, switches: Switches | None, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    def _probe_turns(self, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """Turns of every kind that the template can show."""
-        thinking = self.template.supports_reasoning and (switches or {}).get("enable_thinking") is not False
         turns: list[dict[str, Any]] = [dict(ANSWER)]
-        if thinking:
+        if self.template.supports_reasoning:
             turns.append({**ANSWER, "reasoning_content": "a thought"})
         if self.template.supports_tools and self.template.supports_tool_calls:
             turns.append(call_message([ToolCall(CALL_ID, MARK, arguments)]))
@@ -470,6 +566,9 @@ class Renderer:
             texts = [self._written(before, each, tools) for each in (one, two)]
             assert texts[0] is not None
             found = learn_calls(texts[0], texts[1], (MARK, OTHER_MARK), simple, CALL_ID)
+            last = max((found.start.rfind(each) for each in self.template.special_tokens), default=-1)
+            if last > 0:  # an answer may stand between the marks
+                found = replace(found, section=found.section + found.start[:last], start=found.start[last:])
             hard = PROBE_ARGUMENTS | ({"text": 'a </tool_call> "b" {c}'} if found.python else {})
             for turn in (one, call_message([ToolCall(CALL_ID, MARK, hard)]), *([two] if texts[1] else [])):
                 text = self._written(before, turn, tools)
@@ -483,13 +582,22 @@ class Renderer:
         """The answer of a probe's turn as the template writes it, without its reasoning and end; None if it refuses."""
         try:
             whole = self.template.render([QUESTION, turn], tools, prompt=False)
-            text = self._turn(whole, before, [QUESTION, turn], tools, None)
+            text = self._turn(whole, before, [QUESTION, turn], tools)
         except ChatTemplateError:
             return None
         start, end = (each.strip() for each in self.template.reasoning_tags)
         text = text.removesuffix(self.template.call_end)
         opened = before.rstrip().endswith(start)
         return split_reasoning(text, opened=opened, start=start, end=end).content
+
+    def require_readable_calls(self) -> None:
+        """Raise ChatTemplateError if the policy's calls, in the format that the template shows, could not be read."""
+        if not self.native_calls:
+            raise ChatTemplateError(
+                "the tokenizer's chat template shows tools, and its tool calls cannot be read; use a workflow with "
+                "tools, which describes them in the system message, or leave the prompt's tools out by "
+                'taskset.fields.tools: ""'
+            )
 
     @cached_property
     def native_calls(self) -> bool:
@@ -499,7 +607,7 @@ class Renderer:
         """
         template = self.template
         native = template.supports_tools and template.supports_tool_calls
-        if native and self.family() is None and self.call_format is None:
+        if native and self.family is None and self.call_format is None:
             log.warning(
                 "the chat template writes tool calls in a format that cannot be read; tools are described in the "
                 "system message, and called in the format of Hermes, instead"
@@ -515,7 +623,6 @@ class Renderer:
         completion_ids: Sequence[int],
         messages: Sequence[ChatMessage],
         tools: Tools = None,
-        switches: Switches | None = None,
     ) -> list[int] | None:
         """Tokens of the next prompt, which begins with exactly the tokens of a prompt and its completion.
 
@@ -525,7 +632,7 @@ class Renderer:
             messages: the conversation, in which the last assistant's message is the completion as `parse` reads it,
                 and further messages after it.
         """
-        behind = self.text_behind(prompt_ids, completion_ids, messages, tools, switches)
+        behind = self.text_behind(prompt_ids, completion_ids, messages, tools)
         return None if behind is None else [*prompt_ids, *completion_ids, *self.encode(behind)]
 
     def text_behind(
@@ -534,7 +641,6 @@ class Renderer:
         completion_ids: Sequence[int],
         messages: Sequence[ChatMessage],
         tools: Tools = None,
-        switches: Switches | None = None,
         *,
         turn: int | None = None,
     ) -> str | None:
@@ -549,13 +655,25 @@ class Renderer:
             return None
         if not self._answer(list(completion_ids), prompt_ids, "").reasoning_finished:
             return None  # the template shows no unfinished reasoning
-        before = self.template.render(messages[:i], tools, switches)
-        text = self.template.render(messages, tools, switches)
-        reasoning = _reasoning(messages[i])
-        if not text.startswith(before) or (reasoning and reasoning not in text[len(before) :]):
+        before = self.template.render(messages[:i], tools)
+        text = self.template.render(messages, tools)
+        before = before.rstrip()  # white space around a turn may differ: templates strip and add some
+        if not text.startswith(before):
             return None
-        end = self._end_of_turn(text, messages, i, tools, switches, prompt=True)
+        end = self._end_of_turn(text, messages, i, tools, prompt=True)
         if end is None or end[0] < len(before):
+            return None
+        alone = self.template.render(messages[: i + 1], tools, prompt=False)  # the turn before anything followed
+        content = split_reasoning(messages[i].get("content") or "").content.strip()
+        ids = list(completion_ids)
+        sampled = f"{before}{self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)}"
+        shown = _spaceless(text[: end[0]])
+        if shown != _spaceless(sampled) and not _spaceless(alone).startswith(shown):
+            return None
+        if content not in text[len(before) : end[0]]:
+            return None
+        said = self._answer(ids, prompt_ids, "")
+        if said.reasoning is not None and self.template.reasoning_tags[1].strip() not in text[len(before) : end[0]]:
             return None
         if completion_ids and completion_ids[-1] in self.stop_ids:
             return text[end[1] :] if self.decode(completion_ids[-1:]) == text[end[0] : end[1]] else None
@@ -603,22 +721,21 @@ class Renderer:
 def load_renderer(tokenizer: Any, *, stop_ids: frozenset[int] | None = None, day: date | None = None) -> Renderer:
     """Build the renderer of a tokenizer, and check that its template can be trained.
 
-    Raises ChatTemplateError if it has no chat template, or the template does not render a question and an answer such
-    that the answer continues the question's prompt and ends where generation ends.
+    Raises ChatTemplateError if it has no chat template, or it fails `Renderer.check`.
     """
     eos = tokenizer.eos_token_id
     renderer = Renderer(tokenizer, stop_ids or frozenset([] if eos is None else [eos]), day)
-    renderer.demonstration([QUESTION, ANSWER], 1)
+    renderer.check()
     return renderer
 
 
 def renderer_of(tokenizer: Any) -> Renderer:
-    """Return the renderer of a tokenizer, made at its first use. Raises ChatTemplateError like `Renderer`."""
+    """Return the renderer of a tokenizer, made at its first use. Raises ChatTemplateError like `load_renderer`."""
     found: Renderer | None = getattr(tokenizer, "renderer", None)
     if found is None or found.template.processor is not getattr(tokenizer, "picture_processor", None):
         eos, day = tokenizer.eos_token_id, getattr(tokenizer, "template_day", None)
         stop_ids = getattr(tokenizer, "stop_ids", None) or frozenset([] if eos is None else [eos])
-        found = tokenizer.renderer = Renderer(tokenizer, stop_ids, day)
+        found = tokenizer.renderer = load_renderer(tokenizer, stop_ids=stop_ids, day=day)
     return found
 
 
@@ -642,6 +759,11 @@ def _same(reply: ParsedReply, turn: ChatMessage) -> bool:
         and reply.content.strip() == (turn["content"] or "").strip()
         and (reply.reasoning or "").strip() == (turn.get("reasoning_content") or "").strip()
     )
+
+
+def _spaceless(text: str) -> str:
+    """A text without its white space, which templates add and strip around turns."""
+    return "".join(text.split())
 
 
 def _altered(entry: Mapping[str, Any]) -> dict[str, Any]:

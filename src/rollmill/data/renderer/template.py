@@ -58,10 +58,11 @@ class ChatTemplate:
 
     Args:
         day: the date that templates print which ask for today's; so a resumed run shows what it showed before.
+        switches: variables of the template.
     """
 
-    def __init__(self, tokenizer: Any, day: date) -> None:
-        self.tokenizer, self._day = tokenizer, day
+    def __init__(self, tokenizer: Any, day: date, switches: Switches | None = None) -> None:
+        self.tokenizer, self.day, self.switches = tokenizer, day, dict(switches or {})
         self.processor: PictureProcessor | None = getattr(tokenizer, "picture_processor", None)
         self._texts = dict[bool, str | None]()  # the template with and without tools, where it prints a date
         self._shown = dict[tuple[str, str, bool, bool], bool]()  # by role, role before, being last, and tools
@@ -70,7 +71,6 @@ class ChatTemplate:
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        switches: Switches | None = None,
         *,
         prompt: bool = True,
     ) -> str:
@@ -84,22 +84,22 @@ class ChatTemplate:
         ids = dict[str, str]()
         fitted = [self._fitted(message, ids) for message in messages]
         try:
-            return self._applied(fitted, list(tools) if tools else None, switches or {}, prompt)
+            return self._applied(fitted, list(tools) if tools else None, prompt)
         except ChatTemplateError:
             raise
         except Exception as error:  # templates are programs: they raise Jinja's errors and Python's
             raise ChatTemplateError(f"the tokenizer's chat template refuses the messages: {error}") from error
 
-    def _applied(self, messages: list[dict[str, Any]], tools: Any, switches: Switches, prompt: bool) -> str:
+    def _applied(self, messages: list[dict[str, Any]], tools: Any, prompt: bool) -> str:
         if self.processor is not None:
             parts = [{**each, "content": content_parts(each.get("content"))} for each in messages]
-            options = {"add_generation_prompt": prompt, **switches}
+            options = {"add_generation_prompt": prompt, **self.switches}
             if (dated := self._dated(tools is not None)) is not None:
                 options["chat_template"] = dated
             return self.processor.apply_template(parts, self.tokenizer, tools, **options)
         if self._wants_parts:
             messages = [{**each, "content": content_parts(each.get("content"))} for each in messages]
-        options = {"add_generation_prompt": prompt, "tokenize": False, **switches}
+        options = {"add_generation_prompt": prompt, "tokenize": False, **self.switches}
         if (dated := self._dated(tools is not None)) is not None:
             options["chat_template"] = dated
         text: str
@@ -126,7 +126,7 @@ class ChatTemplate:
         if tools not in self._texts:
             own = getattr(self.processor and self.processor.processor, "chat_template", None)
             source = own or self.tokenizer.get_chat_template(None, [probe_tool()] if tools else None)
-            dated = _CLOCK.sub(lambda found: json.dumps(self._day.strftime(found[2])), source)
+            dated = _CLOCK.sub(lambda found: json.dumps(self.day.strftime(found[2])), source)
             self._texts[tools] = None if dated == source else dated
         return self._texts[tools]
 
@@ -137,6 +137,8 @@ class ChatTemplate:
             ids: of earlier calls, and those that the template gets for them.
         """
         fitted = dict(message)
+        if "reasoning_content" in message:
+            fitted.setdefault("reasoning", message["reasoning_content"])  # the name in some templates
         calls = message.get("tool_calls")
         if not calls:
             fitted.pop("tool_calls", None)
@@ -174,13 +176,13 @@ class ChatTemplate:
 
     # -- features ----------------------------------------------------------------------------------------------
 
-    def shows(self, messages: Sequence[ChatMessage], tools: Any = None, switches: Switches | None = None) -> bool:
+    def shows(self, messages: Sequence[ChatMessage], tools: Any = None) -> bool:
         """True if the template accepts a conversation and its text has the probe's mark."""
-        return MARK in self._attempt(messages, tools, switches)
+        return MARK in self._attempt(messages, tools)
 
-    def _attempt(self, messages: Sequence[ChatMessage], tools: Any = None, switches: Switches | None = None) -> str:
+    def _attempt(self, messages: Sequence[ChatMessage], tools: Any = None) -> str:
         try:
-            return self.render(messages, tools, switches)
+            return self.render(messages, tools)
         except ChatTemplateError:
             return ""
 
@@ -198,6 +200,14 @@ class ChatTemplate:
     def supports_tool_calls(self) -> bool:
         """True if it renders `tool_calls` of a message."""
         return self.shows([QUESTION, call_message([ToolCall(CALL_ID, MARK, {})])])
+
+    @cached_property
+    def single_call(self) -> bool:
+        """True if it renders one call of a message and refuses, or leaves out, further ones."""
+        if not self.supports_tool_calls:
+            return False
+        calls = [ToolCall(CALL_ID, "first", {}), ToolCall(CALL_ID[::-1], MARK, {})]
+        return not self.shows([QUESTION, call_message(calls)])
 
     @cached_property
     def supports_tool_results(self) -> bool:
@@ -288,13 +298,18 @@ class ChatTemplate:
         turn = text[common_prefix(text, bare) :] if OTHER_MARK in text else ""
         before, _, behind = turn.partition(MARK)
         close = behind.partition(OTHER_MARK)[0]
+        with suppress(ChatTemplateError):  # marks of an answer are no part of the end of reasoning
+            calls = call_message([ToolCall(CALL_ID, "tool", {})], reasoning=MARK)
+            other = self.render([QUESTION, calls], prompt=False).partition(MARK)[2] if self.supports_tool_calls else ""
+            shared = close[: self.whole_tokens(close, common_prefix(close, other), other)]
+            close = shared if shared.strip() else close
         starts = [each for each in (*self.special_tokens, REASONING_START) if each in before]
         start = max(starts, key=lambda each: (before.rindex(each), len(each)), default="")
         if not start or not close.strip():
             return usual
         return before[before.rindex(start) :], close
 
-    def check_shown(self, messages: Sequence[ChatMessage], tools: Any, switches: Switches | None, text: str) -> None:
+    def check_shown(self, messages: Sequence[ChatMessage], tools: Any, text: str) -> None:
         """Raise ChatTemplateError if a message, or a tool, is not in the rendered text."""
         names = [tool.get("function", tool)["name"] for tool in tools or ()]
         if missing := names if names and not self.supports_tools else [each for each in names if each not in text]:
@@ -303,6 +318,17 @@ class ChatTemplate:
                 'knows tools, or leave them out by taskset.fields.tools: ""'
             )
         for number, message in enumerate(messages):
+            called = [each.get("function", each)["name"] for each in message.get("tool_calls") or ()]
+            if not all(name in text for name in called) or (called and not self.supports_tool_calls):
+                raise ChatTemplateError(
+                    f"the tokenizer's chat template does not show the tool calls of message {number + 1}; use a "
+                    "checkpoint whose template knows tool calls"
+                )
+            if len(called) > 1 and self.single_call:
+                raise ChatTemplateError(
+                    f"message {number + 1} has {len(called)} tool calls, and the tokenizer's chat template shows one a "
+                    "turn; split the message"
+                )
             content = message.get("content")
             if not isinstance(content, str) or not content.strip():
                 continue
@@ -314,7 +340,7 @@ class ChatTemplate:
             key = roles[number], roles[number - 1] if number else "", number == len(roles) - 1, bool(tools)
             if key not in self._shown:
                 marked = [*messages[:number], {**message, "content": MARK}, *messages[number + 1 :]]
-                self._shown[key] = self.shows(marked, tools, switches)
+                self._shown[key] = self.shows(marked, tools)
             if not self._shown[key]:
                 raise ChatTemplateError(
                     f"the tokenizer's chat template does not show message {number + 1}, of the role "

@@ -29,7 +29,6 @@ from rollmill.rewards.answers.phrase import extract_statements, extract_value, h
 from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_spaces
 from rollmill.rewards.answers.segmentation import SegmentedText
 from rollmill.rewards.base import last_tag_content
-from rollmill.types import split_reasoning
 
 _LONGEST = 20_000
 """Characters at the end of a text that are read."""
@@ -212,14 +211,12 @@ _LONGEST_VOTES = 400
 
 
 def normalize_vote(text: str, place: VoteExtraction) -> str | None:
-    """Return the answer of a reply as a vote; None if there is none, or another one is offered as well.
+    """Return the vote of a text without reasoning: its answer; None if there is none, or another one is offered, too.
 
-    Reasoning is no part of the answer, and a reply that ends within it has none.
     Numbers of one value are one vote, whatever percent sign or unit they have (0.5 and 1/2 are; 0.333 and 1/3 are not);
     everything else is compared by its text without spaces. Formulas are not compared: (x+1)^2 and x^2+2x+1 are two
     votes.
     """
-    text = split_reasoning(text).content
     if place == "text":
         answer = text.strip()
     else:

@@ -13,10 +13,11 @@ import torch
 
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
+from rollmill.data.renderer import renderer_of
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.parity_check import check_engine_parity
-from rollmill.errors import ModelError, RewardError
+from rollmill.errors import ChatTemplateError, ModelError, RewardError
 from rollmill.models.load import load_policy
 from rollmill.rewards.function_threads import EventLoopThread
 from rollmill.rewards.judges.chat import (
@@ -44,8 +45,11 @@ class NativeChatModel:
             check_engine_parity(policy.model, folder)
         except ModelError as error:
             raise ModelError(str(error).replace("model.path", "a judge's path")) from error
-        if policy.tokenizer.chat_template is None:
-            raise ModelError(f"a judge's path: {folder} has no chat template; use a model that was tuned for chat")
+        try:
+            self._renderer = renderer_of(policy.tokenizer)
+        except ChatTemplateError as error:
+            text = f"a judge's path: {folder} has no chat template; use a model that was tuned for chat"
+            raise ModelError(text) from error
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         model = policy.model.to(dtype).requires_grad_(False)
         self._tokenizer: Any = policy.tokenizer
@@ -73,7 +77,7 @@ class NativeChatModel:
         found = await self._engine.generate(request)
         return [
             ChatModelReply(
-                found[index].text,
+                self._renderer.parse(found[index].token_ids.tolist(), ids, text=found[index].text).content,
                 LENGTH if found[index].stop_reason is StopReason.LENGTH else STOP,
                 prompt_tokens=0 if number else len(ids),
                 completion_tokens=len(found[index].token_ids),
@@ -83,17 +87,13 @@ class NativeChatModel:
 
     def _encoded(self, messages: Sequence[ChatMessage]) -> list[int]:
         plain = [{"role": each["role"], "content": self._plain(each["content"])} for each in messages]
-        try:
-            text = self._rendered(plain)
-        except Exception:  # templates are programs; some refuse the role `system`
+        if plain[0]["role"] == "system" and not self._renderer.template.supports_system:
             joined = f"{plain[0]['content']}\n\n{plain[1]['content']}"
-            text = self._rendered([{"role": "user", "content": joined}, *plain[2:]])
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def _rendered(self, messages: list[dict[str, str]]) -> str:
-        text: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return text
+            plain = [{"role": "user", "content": joined}, *plain[2:]]
+        try:
+            return self._renderer.prompt(plain).token_ids
+        except ChatTemplateError as error:
+            raise RewardError(f"a judge with `path`: {error}") from error
 
     def _plain(self, content: Any) -> str:
         """Escape this tokenizer's control tokens in the text, which would end its turn in the chat."""

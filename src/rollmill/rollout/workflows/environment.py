@@ -37,7 +37,7 @@ async def environment_turns(
             numbers["overflows"] = 1.0
             break
         turns += 1
-        result = await environment.step(reply.text)
+        result = await environment.step(reply.completion.answer)
         total += result.reward
         numbers |= result.info
         if by_step:

@@ -60,9 +60,9 @@ async def react(
             break
         if turn == config.turns - 1 or not _observes(reply, policy):
             break
-        token_ids = [*reply.token_ids, *policy.encode(f" {await _observed(reply.text, tools)}\n")]
+        token_ids = [*reply.token_ids, *policy.encode(f" {await _observed(reply.completion.answer, tools)}\n")]
     assert reply is not None
-    _, found, answer = reply.text.rpartition(FINAL_ANSWER_MARKER)
+    _, found, answer = reply.completion.answer.rpartition(FINAL_ANSWER_MARKER)
     return apply_malformed_penalty(config, await judge(answer.strip() if found else reply), tools)
 
 

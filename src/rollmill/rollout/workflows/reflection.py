@@ -39,7 +39,7 @@ async def _right(config: ReflectionWorkflow, dialogue: PolicyConversation, judge
         return judgement.reward is not None and judgement.reward >= config.threshold
     dialogue.tell(_on_own_lines(config.check, dialogue))
     verdict = await dialogue.ask()
-    return verdict.text.strip().lower().startswith("yes")
+    return verdict.completion.answer.strip().lower().startswith("yes")
 
 
 def _on_own_lines(text: str, dialogue: PolicyConversation) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from rollmill.config.workflows import ToolWorkflow, ToolWorkflowSection
 from rollmill.data.renderer.call_formats import describe_tools, parse_tool_calls
 from rollmill.errors import ContextLengthError
@@ -30,6 +33,16 @@ def apply_malformed_penalty(config: ToolWorkflowSection, judgement: RewardResult
     return judgement, {MALFORMED_CALL_PENALTY: -config.malformed_penalty * tools.errors}
 
 
+def _is_last(turn: int, config: ToolWorkflow, reply: Reply, malformed: Sequence[str], tools: Toolbox) -> bool:
+    """True for the last turn. Calls that cannot be read are no answer, and count in the last turn, too."""
+    is_last = turn == config.turns - 1
+    if malformed:
+        reply.completion.reply = replace(reply.completion.parsed_reply, content="")
+        if is_last:
+            tools.malformed_message(malformed)
+    return is_last
+
+
 async def _in_chat(config: ToolWorkflow, task: Task, policy: Policy, tools: Toolbox) -> Reply:
     dialogue, reply = PolicyConversation.of_task(policy, task), None
     described = tools.descriptions if config.describe else None
@@ -40,7 +53,7 @@ async def _in_chat(config: ToolWorkflow, task: Task, policy: Policy, tools: Tool
             if reply is None:
                 raise
             break
-        if turn == config.turns - 1 or not (reply.tool_calls or reply.malformed):
+        if _is_last(turn, config, reply, reply.malformed, tools) or not (reply.tool_calls or reply.malformed):
             break
         dialogue.messages += await tools.answer(reply)
     assert reply is not None
@@ -59,7 +72,7 @@ async def _in_text(config: ToolWorkflow, task: Task, policy: Policy, tools: Tool
                 raise
             break
         found = parse_tool_calls(reply.completion.parsed_reply, config.format, salt=str(turn))
-        if turn == config.turns - 1 or not (found.tool_calls or found.malformed):
+        if _is_last(turn, config, reply, found.malformed, tools) or not (found.tool_calls or found.malformed):
             break
         results = [(await tools.answered(call)).text for call in found.tool_calls]
         results += [tools.malformed_message(found.malformed)] if found.malformed else []

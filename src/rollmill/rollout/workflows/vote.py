@@ -23,7 +23,7 @@ _PATTERN_S = 1.0
 async def vote(config: VoteWorkflow, task: Task, policy: Policy, judge: RolloutScorer) -> WorkflowResult:
     """Sample answers and vote: with `agreement` each has a reward (arXiv:2504.16084); else the winner's counts."""
     replies = await _samples(config, task, policy)
-    answers = await asyncio.to_thread(lambda: [extract_vote(config, each.text) for each in replies])
+    answers = await asyncio.to_thread(lambda: [extract_vote(config, each.completion.answer) for each in replies])
     won = majority_vote(answers)
     if config.reward == "winner":
         return await judge(replies[answers.index(won)])
@@ -66,9 +66,14 @@ async def model_judged(config: JudgedWorkflow, task: Task, policy: Policy, **mod
         reply, prompt = await policy.complete(task.prompt), task.prompt
     else:
         reply, prompt = await policy.chat(list(task.prompt)), content_text(task.prompt[-1]["content"])
-    places = {"prompt": prompt, "response": reply.text, "answer": str(task.answer), "scale": f"{config.scale:g}"}
+    places = {
+        "prompt": prompt,
+        "response": reply.completion.answer,
+        "answer": str(task.answer),
+        "scale": f"{config.scale:g}",
+    }
     question = re.sub(r"\{(prompt|response|answer|scale)\}", lambda found: places[found[1]], config.question)
     verdict = await models[config.by].chat([{"role": "user", "content": question}])
-    numbers = _NUMBER.findall(verdict.text)
+    numbers = _NUMBER.findall(verdict.completion.answer)
     score = float(numbers[-1]) if numbers else -1.0
     return score / config.scale if 0 <= score <= config.scale else None

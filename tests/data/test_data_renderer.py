@@ -1,0 +1,243 @@
+"""Real chat templates: turns are read back as they were written, and conversations go on from exact tokens."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bench.chat_templates.corpus import template, templates
+from bench.chat_templates.tokenizers import stand_in
+from rollmill.data.renderer import Renderer, load_renderer, renderer_of
+from rollmill.data.renderer.call_formats import call_id, learn_calls, parse_calls, tool_result_message
+from rollmill.data.renderer.template import call_message
+from rollmill.data.renderer.tokens import encode_pieces
+from rollmill.errors import ChatTemplateError
+from rollmill.types import ToolCall
+
+HI: dict[str, Any] = {"role": "user", "content": "What is the weather?"}
+TYPES = {"text": "string", "number": "integer", "flag": "boolean", "nested": "object"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "a tool",
+            "parameters": {"type": "object", "properties": {key: {"type": kind} for key, kind in TYPES.items()}},
+        },
+    }
+    for name in ("weather", "clock")
+]
+JSON_FORMATS = ["qwen2_5", "qwen3", "llama3_1", "gptoss"]
+TAG_FORMATS = ["qwen3_5_think", "qwen3_8", "glm4moe", "nemotron_3_nano"]
+"""Formats in which arguments stand between tags, so that an argument cannot hold those tags."""
+
+
+def renderer_for(name: str) -> Renderer:
+    if name not in {each.name for each in templates()}:
+        pytest.skip("trl, whose package holds real chat templates, is not installed, or has no such template")
+    tokenizer, ends = stand_in(template(name))
+    return load_renderer(tokenizer, stop_ids=ends)
+
+
+def turn_of(renderer: Renderer, message: dict[str, Any], history: list[dict[str, Any]] | None = None) -> Any:
+    """Tokens of a prompt and of the policy's turn, as the template writes it."""
+    messages = [*(history or [HI]), message]
+    before, text = renderer.demonstration_pieces(messages, len(messages) - 1, TOOLS)[-2:]
+    return renderer.encode(before[0]), renderer.encode(text[0])
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\x85\u2028\u2029\x00"), max_size=16)
+HARD = TEXTS | st.sampled_from(["</tool_call>", "</think>", 'a "b" \\', "```json\n{", "<think>", "🙂\n\n"])
+NESTED = st.recursive(
+    st.booleans() | st.integers(-9, 9) | HARD,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("name", JSON_FORMATS)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=HARD, number=st.integers(-99, 99), nested=st.dictionaries(st.sampled_from("abc"), NESTED, max_size=2))
+def test_calls_of_json_are_read_back_whatever_their_arguments_hold(
+    name: str, text: str, number: int, nested: dict[str, Any]
+) -> None:
+    renderer = _renderers.setdefault(name, renderer_for(name))
+    arguments = {"text": text, "number": number, "nested": nested}
+    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", arguments)]))
+    reply = renderer.parse(turn, prompt, TOOLS)
+    assert reply.malformed == []
+    assert [(each.name, each.arguments) for each in reply.tool_calls] == [("weather", arguments)]
+
+
+_renderers: dict[str, Renderer] = {}
+
+
+@pytest.mark.parametrize("name", TAG_FORMATS)
+def test_calls_between_tags_are_read_back_or_malformed(name: str) -> None:
+    renderer = renderer_for(name)
+    arguments = {"text": 'Oslo "x"\n🙂 {y}', "number": 3, "nested": {"a": [1, {"b": "c"}]}}
+    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", arguments)]))
+    assert [each.arguments for each in renderer.parse(turn, prompt, TOOLS).tool_calls] == [arguments]
+    hard = {"text": "a </tool_call> b"}
+    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", hard)]))
+    reply = renderer.parse(turn, prompt, TOOLS)
+    assert reply.malformed or [each.arguments for each in reply.tool_calls] == [hard]
+
+
+@pytest.mark.parametrize("name", [*JSON_FORMATS, *TAG_FORMATS])
+def test_a_call_that_is_cut_off_or_damaged_is_an_error_and_no_answer(name: str) -> None:
+    renderer = renderer_for(name)
+    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", {"text": "Oslo and Paris"})]))
+    cut = turn[: len(turn) - 1 - len(renderer.encode("Paris")) - 2]
+    reply = renderer.parse(cut, prompt, TOOLS)
+    assert reply.tool_calls == []
+    assert reply.malformed
+    assert renderer.parse(turn, prompt).tool_calls == []  # no tools were offered
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss"])
+def test_reasoning_is_told_from_the_answer_and_may_be_unfinished(name: str) -> None:
+    renderer = renderer_for(name)
+    thought = "Clouds above." if name in TAG_FORMATS else "Clouds <tool_call> above."  # there its tag ends reasoning
+    message = {"role": "assistant", "content": "It rains.", "reasoning_content": thought}
+    messages = [HI, message]
+    (before, _), (text, _) = renderer.demonstration_pieces(messages, 1)[-2:]
+    prompt, turn = renderer.encode(before), renderer.encode(text)
+    reply = renderer.parse(turn, prompt)
+    assert (reply.content.strip(), (reply.reasoning or "").strip()) == ("It rains.", thought)
+    half = renderer.encode(text[: text.index("above")])
+    reply = renderer.parse(half, prompt, TOOLS)
+    assert not reply.reasoning_finished
+    assert (reply.content, reply.tool_calls) == ("", [])
+
+
+@pytest.mark.parametrize("name", [*JSON_FORMATS, *TAG_FORMATS])
+def test_a_result_follows_the_exact_tokens_of_the_call(name: str) -> None:
+    renderer = renderer_for(name)
+    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", {"text": "Oslo"})]))
+    reply = renderer.parse(turn, prompt, TOOLS)
+    history = [HI, reply.message, tool_result_message(reply.tool_calls[0], "It rains.")]
+    following = renderer.continue_prompt(prompt, turn, history, TOOLS)
+    assert following is not None
+    assert following[: len(prompt) + len(turn)] == [*prompt, *turn]
+    assert "It rains." in renderer.decode(following[len(prompt) + len(turn) :])
+    assert (
+        renderer.decode(following).split()
+        == renderer.text(history, TOOLS).replace("<think></think>", "<think>\n</think>").split()
+    )
+
+
+def test_an_unfinished_turn_is_closed_where_the_template_closes_it() -> None:
+    renderer = renderer_for("llama3")
+    prompt = renderer.prompt([HI]).token_ids
+    turn = renderer.encode("It rai")
+    history = [HI, renderer.parse(turn, prompt).message, {"role": "user", "content": "Go on."}]
+    following = renderer.continue_prompt(prompt, turn, history)
+    assert following is not None
+    assert renderer.decode(following) == renderer.text(history)
+    assert "It rai<|eot_id|><|start_header_id|>user" in renderer.decode(following)
+
+
+def test_reasoning_that_the_template_drops_makes_it_render_again() -> None:
+    renderer = renderer_for("qwen3")
+    prompt, turn = turn_of(renderer, {"role": "assistant", "content": "Rain.", "reasoning_content": "Clouds."})
+    reply = renderer.parse(turn, prompt)
+    history = [HI, reply.message, {"role": "user", "content": "And now?"}]
+    assert renderer.continue_prompt(prompt, turn, history) is None
+
+
+def test_one_call_a_turn_where_the_template_has_one() -> None:
+    renderer = renderer_for("llama3_1")
+    assert renderer.template.single_call
+    two = call_message([ToolCall("a", "weather", {}), ToolCall("b", "clock", {})])
+    with pytest.raises(ChatTemplateError, match=r"one a turn|single tool-calls"):
+        renderer.demonstration_pieces([HI, two], 1, TOOLS)
+
+
+def test_a_format_is_learned_from_the_template_s_own_text() -> None:
+    arguments = {"x": 1}
+    found = learn_calls('[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"x": 1}', None, ("f", "g"), arguments, "abcdefghi")
+    reply = parse_calls('Well.[TOOL_CALLS]h[CALL_ID]123456789[ARGS]{"y": "[TOOL_CALLS]"} ', found.parse)
+    assert [(each.id, each.name, each.arguments) for each in reply.tool_calls] == [
+        ("123456789", "h", {"y": "[TOOL_CALLS]"})
+    ]
+    assert reply.content == "Well."
+    with pytest.raises(ChatTemplateError, match="cannot be read"):
+        learn_calls("<f><x>1</x></f>", None, ("f", "g"), arguments, "abcdefghi")
+
+
+def test_ids_of_calls_are_stable() -> None:
+    assert call_id("1", 0, "a") == call_id("1", 0, "a") != call_id("1", 1, "a")
+
+
+def test_the_family_is_found_by_what_it_reads_and_not_by_a_name() -> None:
+    assert renderer_for("qwen3_5_think").family is not None
+    chatml = renderer_for("qwen2_5")
+    assert chatml.family is None  # its format is JSON, which is read without the library
+    assert chatml.call_format is not None
+
+
+def test_switches_are_bound_and_remembered() -> None:
+    renderer = renderer_for("qwen3")
+    off = renderer.bound({"enable_thinking": False})
+    assert off.prompt([HI]).text.endswith("<think>\n\n</think>\n\n")
+    assert renderer.bound({"enable_thinking": False}) is off
+    assert renderer.bound(None) is renderer
+    assert not renderer.prompt([HI]).text.endswith("</think>\n\n")
+
+
+def test_copies_of_a_tokenizer_make_their_own_renderer() -> None:
+    renderer = renderer_for("qwen3")
+    tokenizer = renderer.tokenizer
+    first = renderer_of(tokenizer)
+    assert renderer_of(tokenizer) is first
+    for other in (copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):
+        assert renderer_of(other) is not first
+        assert renderer_of(other).prompt([HI]) == first.prompt([HI])
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ messages[0]['content'] }}", "changes|does not show|cannot|ends|refuses"),
+        (
+            "{% for m in messages %}<|im_start|>{{ m['role'] }}:{{ m['content'] | upper }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}",
+            "does not show",
+        ),
+        (
+            "{% for m in messages %}<|im_start|>{{ m['role'] }}:{{ m['content'] }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant: I think that {% endif %}",
+            "changes the prompt",
+        ),
+    ],
+)
+def test_templates_that_could_not_be_trained_are_refused_with_the_place(source: str, why: str) -> None:
+    tokenizer, ends = stand_in(template("qwen2_5"))
+    tokenizer.chat_template = source
+    with pytest.raises(ChatTemplateError, match=why):
+        load_renderer(tokenizer, stop_ids=ends)
+
+
+def test_pieces_of_a_text_have_the_tokens_of_the_whole() -> None:
+    tokenizer, _ = stand_in(template("qwen2_5"))
+    pieces = ["The answer", " is", " five.", ""]
+    encoded = encode_pieces(tokenizer, pieces)
+    assert [tokenizer.decode(each) for each in encoded] == pieces
+    assert [token for each in encoded for token in each] == tokenizer.encode("".join(pieces), add_special_tokens=False)
+    split = encode_pieces(tokenizer, ["answ", "er"])  # one token in the whole: encoded apart
+    assert [tokenizer.decode(each) for each in split] == ["answ", "er"]
+
+
+def test_errors_of_a_call_are_json_for_clients() -> None:
+    renderer = renderer_for("qwen3")
+    prompt = renderer.prompt([HI], TOOLS).token_ids
+    reply = renderer.parse(renderer.encode('<tool_call>\n{"name": "weather"'), prompt, TOOLS)
+    assert reply.malformed
+    json.dumps(reply.message)
