@@ -232,11 +232,7 @@ def find_checkpoint(source: Path, step: int | None) -> Path:
 def _run_switches(source: Path) -> Switches:
     """Variables of the chat template of a run's rollouts; none for a model's folder."""
     file = source if source.suffix in _RUN_FILES else source / CONFIG
-    return _rollout_switches(load_run(file).config.rollout) if file.is_file() else {}
-
-
-def _rollout_switches(rollout: RolloutConfig) -> Switches:
-    return getattr(rollout, "chat_template_kwargs", None) or {}
+    return load_run(file).config.rollout.chat_template_kwargs if file.is_file() else {}
 
 
 async def _serve(
@@ -316,7 +312,7 @@ def serve_training(
         workflow, rollout = stage.config.workflow, stage.config.rollout
         assert isinstance(workflow, TrafficWorkflow)
         assert isinstance(stage.batches, TrafficBatches)
-        fitted = replace(place, switches={**_rollout_switches(rollout), **place.switches})
+        fitted = replace(place, switches={**rollout.chat_template_kwargs, **place.switches})
         groups = SessionGrouper(workflow, rollout.group_size, stage.batches)
         with closing(SessionJournal(stage.context.run_dir / SESSIONS_FILE)) as journal:
             async with _served(stage.policy, stage.engine, rollout, fitted, groups, journal):

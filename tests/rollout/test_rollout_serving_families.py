@@ -436,7 +436,7 @@ def test_streamed_text_is_that_of_the_whole_answer(name: str, pieces: list[str],
         else:
             ids += [token for part in piece for token in backend.encode(part, add_special_tokens=False).ids]
     prompt = renderer.prompt(HI, offered).token_ids
-    marks, opened = reply_marks(renderer, offered, {}), opens_reasoning(renderer, prompt)
+    marks, opened = reply_marks(renderer, tools), opens_reasoning(renderer, prompt)
     reply = renderer.parse(ids, prompt, offered)
     streams = [
         ReplyStream(renderer.tokenizer, [], marks, opened=opened, tools=tools) for _ in ("streamed", "not streamed")

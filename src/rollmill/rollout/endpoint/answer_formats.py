@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rollmill.data.renderer import Renderer, Switches
+from rollmill.data.renderer import Renderer
 from rollmill.errors import ConfigError
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.endpoint.call_patterns import CallPattern, call_pattern, call_rule
@@ -70,13 +70,13 @@ class AnswerFormat:
     forced: bool  #: the answer is calls
     single: bool  #: one call
 
-    def grammar(self, renderer: Renderer, switches: Switches, *, opened: bool) -> str:
+    def grammar(self, renderer: Renderer, *, opened: bool) -> str:
         """The grammar. Raises ApiError if the model's own format of calls cannot be forced.
 
         Args:
             opened: the prompt has opened the reasoning, which comes first.
         """
-        pattern = call_pattern(renderer, switches) if self.functions else None
+        pattern = call_pattern(renderer) if self.functions else None
         if pattern is None and self.forced:
             text = (
                 "the model's own format of tool calls is not JSON between marks, so calls cannot be forced; "

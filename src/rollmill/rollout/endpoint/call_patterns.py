@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rollmill.data.renderer import Renderer, Switches
+from rollmill.data.renderer import Renderer
 from rollmill.data.renderer.call_formats import TOOL_CALL_END, TOOL_CALL_START
 from rollmill.data.renderer.template import (
     CALL_ID,
@@ -43,20 +43,17 @@ class CallPattern:
 HERMES_PATTERN = CallPattern(f'{TOOL_CALL_START}\n{{"name": "', '", "arguments": ', f"}}\n{TOOL_CALL_END}", "\n")
 
 
-def call_pattern(renderer: Renderer, switches: Switches) -> CallPattern | None:
-    """Return how the model writes a call, for a grammar; None if its arguments are not JSON, or it is not known."""
-    return _pattern(renderer, json.dumps(switches, sort_keys=True)) if renderer.native_calls else HERMES_PATTERN
-
-
 @lru_cache(maxsize=32)
-def _pattern(renderer: Renderer, switches_json: str) -> CallPattern | None:
-    switches = json.loads(switches_json)
+def call_pattern(renderer: Renderer) -> CallPattern | None:
+    """Return how the model writes a call, for a grammar; None if its arguments are not JSON, or it is not known."""
+    if not renderer.native_calls:
+        return HERMES_PATTERN
     format = renderer.call_format
     if format is None or format.python:
         return None
     try:
-        before = renderer.template.render([QUESTION], [probe_tool()], switches)
-        one, two = (_written(renderer, switches, count) for count in (1, 2))
+        before = renderer.template.render([QUESTION], [probe_tool()])
+        one, two = (_written(renderer, count) for count in (1, 2))
     except ChatTemplateError:
         return None
     open_at = one.rfind("{", 0, one.rfind(OTHER_MARK))
@@ -76,15 +73,15 @@ def _pattern(renderer: Renderer, switches_json: str) -> CallPattern | None:
         one[begin_at:name_at], one[name_at + len(MARK) : open_at], end, None, one[name_at - 1 : name_at] == '"'
     )
     inner = renderer.encode(f"{found.begin}{MARK}{found.between}")
-    if renderer.stop_ids.intersection(inner) or not _is_read(renderer, switches, found, before):
+    if renderer.stop_ids.intersection(inner) or not _is_read(renderer, found, before):
         return None  # generation would end within the call, or it is not read back
     return _with_gap(found, two)
 
 
-def _written(renderer: Renderer, switches: Switches, count: int) -> str:
+def _written(renderer: Renderer, count: int) -> str:
     turn = call_message([ToolCall(CALL_ID, MARK, _ARGUMENTS)] * count)
     try:
-        return renderer.template.render([QUESTION, turn], [probe_tool()], switches, prompt=False)
+        return renderer.template.render([QUESTION, turn], [probe_tool()], prompt=False)
     except ChatTemplateError:
         if count == 1:
             raise
@@ -99,12 +96,12 @@ def _with_gap(pattern: CallPattern, two: str) -> CallPattern:
     return pattern if found is None else CallPattern(begin, pattern.between, end, found[1], pattern.quoted)
 
 
-def _is_read(renderer: Renderer, switches: Switches, pattern: CallPattern, before: str) -> bool:
+def _is_read(renderer: Renderer, pattern: CallPattern, before: str) -> bool:
     """True if a call of the pattern is read back, behind a prompt whose reasoning is closed."""
     text = f"{pattern.begin}{MARK}{pattern.between}{json.dumps(_ARGUMENTS)}{pattern.end}"
     start, end = renderer.template.reasoning_tags
     text = f"{end}{text}" if before.rstrip().endswith(start.strip()) else text
-    reply = renderer.parse(renderer.encode(text), renderer.encode(before), [probe_tool()], switches=switches)
+    reply = renderer.parse(renderer.encode(text), renderer.encode(before), [probe_tool()])
     found = [(call.name, call.arguments) for call in reply.tool_calls]
     return found == [(MARK, _ARGUMENTS)] and not reply.malformed
 

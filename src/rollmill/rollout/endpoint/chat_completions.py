@@ -82,13 +82,13 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
             self.prompt = await service.tokenized(size, lambda: session.chat_prompt(body, service.check_text))
             limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             self.sampling, self.penalties = session.settings(body, limit), session.penalties(body)
-            renderer = service.chat.renderer()
+            renderer = session.renderer(body)
             if body.parallel_tool_calls is False and requested_tools(body) is not None and (end := _call_end(renderer)):
                 self.sampling = self.sampling.model_copy(update={"stop": [*self.sampling.stop, end]})
             if self._format is not None:
                 service.check_processors()
                 opened = opens_reasoning(renderer, self.prompt.token_ids)
-                lark = self._format.grammar(renderer, session.switches(body), opened=opened)
+                lark = self._format.grammar(renderer, opened=opened)
                 self.grammar = await service.grammars.get(lark)
             seed = session.seed(self._number, body.seed, int(self.id[-16:], 16))
             self._start(self.prompt.token_ids, seed, body.top_logprobs or 0, self.prompt.pictures)

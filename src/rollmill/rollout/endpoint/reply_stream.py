@@ -6,7 +6,6 @@ was said before, such as at the marks of a tool call, nothing more is shown unti
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from rollmill.data.renderer import ChatMessage, Renderer, Switches
+from rollmill.data.renderer import ChatMessage, Renderer
 from rollmill.data.renderer.call_formats import TOOL_CALL_START
 from rollmill.data.renderer.families import FamilyRenderer
 from rollmill.data.renderer.template import ANSWER, CALL_ID, MARK, QUESTION, call_message, probe_tool
@@ -102,15 +101,10 @@ class ReplyMarks:
     trimmed: bool
 
 
-def reply_marks(renderer: Renderer, tools: Any, switches: Switches) -> ReplyMarks:
-    """Find the marks of a model's turns."""
-    return _marks(renderer, bool(tools), json.dumps(switches, sort_keys=True))
-
-
 @lru_cache(maxsize=64)
-def _marks(renderer: Renderer, tools: bool, switches_json: str) -> ReplyMarks:
-    switches = json.loads(switches_json)
-    template, family = renderer.template, renderer.family(switches)
+def reply_marks(renderer: Renderer, tools: bool) -> ReplyMarks:
+    """Find the marks of a model's turns, which may call tools."""
+    template, family = renderer.template, renderer.family
     start, end = (each.strip() for each in template.reasoning_tags)
     texts = set(_control_texts(renderer))
     if tools:
@@ -126,7 +120,7 @@ def _marks(renderer: Renderer, tools: bool, switches_json: str) -> ReplyMarks:
     by_tags = family is None or (tag_ids is not None and bool(_THINK.fullmatch(start) and _THINK.fullmatch(end)))
     texts = texts - {start, end, ""} if by_tags else texts - {""}
     trimmed = tools or family is not None or template.supports_reasoning
-    plain = _writes_plain(renderer) if family is None else _reads_plain(renderer, family, switches)
+    plain = _writes_plain(renderer) if family is None else _reads_plain(renderer, family)
     return ReplyMarks(tuple(sorted(texts)), (start, end) if by_tags else None, tag_ids, plain, trimmed)
 
 
@@ -141,9 +135,9 @@ def _writes_plain(renderer: Renderer) -> bool:
     return not before.strip()
 
 
-def _reads_plain(renderer: Renderer, family: FamilyRenderer, switches: Switches) -> bool:
+def _reads_plain(renderer: Renderer, family: FamilyRenderer) -> bool:
     """True if a family takes a turn without marks for an answer."""
-    prompt_ids = renderer.encode(renderer.template.render([QUESTION], switches=switches))
+    prompt_ids = renderer.encode(renderer.template.render([QUESTION]))
     reply = family.parse(renderer.encode(MARK), prompt_ids)
     return opens_reasoning(renderer, prompt_ids) or (reply.content == MARK and reply.reasoning is None)
 
@@ -231,12 +225,14 @@ class ReplyStream:
         return delta
 
     def _begin(self, token: int) -> None:
-        start, text = self._marks.tags[0] if self._marks.tags else "", self._pending.lstrip()
+        start, end = self._marks.tags or ("", "")
+        text = self._pending.lstrip()
         if start and text.startswith(start):
             self._part = self._after_tag(token, 0, _Part.REASONING)
             self._pending, self._trims = text[len(start) :], True
-        elif not (start and start.startswith(text)):
-            self._part = _Part.CONTENT if self._marks.plain else _Part.HELD
+        elif not (start and (start.startswith(text) or end.startswith(text))):
+            closes = bool(end) and text.startswith(end)  # of a reasoning that was not opened
+            self._part = _Part.CONTENT if self._marks.plain and not closes else _Part.HELD
 
     def _reason(self, token: int) -> str:
         assert self._marks.tags is not None

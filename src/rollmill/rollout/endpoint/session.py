@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.picture_turns import PictureTurn
-from rollmill.data.renderer import Switches
+from rollmill.data.renderer import Renderer, Switches
 from rollmill.engines.base import TokenPenalties
 from rollmill.errors import EngineError
 from rollmill.rollout.chat import ChatPrompt, ChatRenderer, RecordedReply
@@ -210,10 +210,13 @@ class EndpointSession:
 
     def stream(self, body: ChatCompletionRequest, prompt: ChatPrompt, stops: Sequence[str]) -> ReplyStream:
         """Create what shows the policy's turn while it is sampled."""
-        renderer, tools = self._chat.renderer(), requested_tools(body)
+        renderer, tools = self.renderer(body), requested_tools(body) is not None
         opened = opens_reasoning(renderer, prompt.token_ids)
-        marks = reply_marks(renderer, tools, self.switches(body))
-        return ReplyStream(self._chat.tokenizer, stops, marks, opened=opened, tools=tools is not None)
+        return ReplyStream(self._chat.tokenizer, stops, reply_marks(renderer, tools), opened=opened, tools=tools)
+
+    def renderer(self, body: ChatCompletionRequest) -> Renderer:
+        """The model's renderer with the variables of a request. Raises like `switches`."""
+        return self._chat.renderer(switches=self.switches(body))
 
     def _seen(
         self, messages: Sequence[ChatMessageParam], body: ChatCompletionRequest
