@@ -68,12 +68,17 @@ class Running:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
 
-def scripted(engine: NativeEngine, tokenizer: Any, texts: Sequence[str]) -> None:
+def scripted(engine: NativeEngine, tokenizer: Any, texts: Sequence[str | list[int]]) -> None:
     """Make the engine say these texts, one per completion, in the order of requests; then it goes on by itself.
+
+    A text ends with EOS, unless it is given as tokens.
 
     The tokens are forced where they are sampled, so everything else is as it is with tokens that a model chose.
     """
-    left = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+    left = [
+        [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] if isinstance(text, str) else text
+        for text in texts
+    ]
     of: dict[Any, list[int]] = {}
     sample = engine.core._runner.sample
 
@@ -100,7 +105,7 @@ def toy_engine(seed: int = 0, **model: Any) -> tuple[NativeEngine, Any]:
 
 @contextmanager
 def running(
-    says: Sequence[str] = (),
+    says: Sequence[str | list[int]] = (),
     *,
     limits: ServiceLimits | None = None,
     key: str | None = KEY,
@@ -113,6 +118,7 @@ def running(
     host: str = "127.0.0.1",
     repetition: RepetitionConfig | None = None,
     made: tuple[NativeEngine, Any] | None = None,
+    switches: dict[str, Any] | None = None,
     **model: Any,
 ) -> Iterator[Running]:
     """A server over a toy model that first says the texts of `says`; or over an engine that is `made`, and its
@@ -131,13 +137,14 @@ def running(
     keys = keys or (None if key is None else KeyRing([make_key(CLIENT, key)]))
     service = build_application_service(
         engine,
-        ChatRenderer(tokenizer, frozenset([tokenizer.eos_token_id])),
+        ChatRenderer(tokenizer, engine._eos_ids),
         name="toy",
         context=engine._context,
         sampling=SamplingConfig(max_new_tokens=max_new_tokens, repetition=repetition),
         limits=limits,
         sink=kept if sink else None,
         keys=keys,
+        switches=switches,
     )
     listener = open_listener("127.0.0.1", 0)
     rules = AccessRules(host, keys, connections or ConnectionLimits(), body_s)

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +21,7 @@ from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.workflows import TrafficWorkflow
 from rollmill.data.images import PICTURES_FOLDER
+from rollmill.data.renderer import Switches
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import CheckpointError, ConfigError, ModelError
 from rollmill.launch import CONFIG, resume, start
@@ -51,13 +52,15 @@ _MOST_PICTURES = 1 << 30
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Listener, access rules and limits of a server. `ready` is called once it listens."""
+    """Listener, access rules and limits of a server. `ready` is called once it listens; `switches` are variables of the
+    chat template, beside those of the run, unless a request sets them."""
 
     listener: socket.socket
     rules: AccessRules
     limits: ServiceLimits
     name: str
     ready: Callable[[], None]
+    switches: Switches = field(default_factory=dict)
 
 
 class SessionFileSink:
@@ -98,6 +101,7 @@ def serve_checkpoint(
     precision = choose_precision(policy.model, where, StepSize.of_generation())
     engine = build_native_engine(policy, RolloutConfig(), precision)
     sampling = SamplingConfig(max_new_tokens=policy.context)
+    place = replace(place, switches={**_run_switches(source), **place.switches})
     with keeping_pictures(policy, record):
         asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFileSink(record)))
 
@@ -149,7 +153,7 @@ class ModelServer:
         listener = open_listener(rules.host, port)
         self.key = ""  #: the API key that clients give, for whoever starts the server
         self.url = f"{server_url(rules.host, listener)}/v1"  #: base URL for clients of OpenAI's API
-        self._place = ServerAddress(listener, rules, limits, name, self._listens.set)
+        self._place = ServerAddress(listener, rules, limits, name, self._listens.set, _run_switches(source))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rollmill-serve", daemon=True)
@@ -225,6 +229,12 @@ def find_checkpoint(source: Path, step: int | None) -> Path:
     return checkpoints.path(steps[-1] if step is None else step)
 
 
+def _run_switches(source: Path) -> Switches:
+    """Variables of the chat template of a run's rollouts; none for a model's folder."""
+    file = source if source.suffix in _RUN_FILES else source / CONFIG
+    return load_run(file).config.rollout.chat_template_kwargs if file.is_file() else {}
+
+
 async def _serve(
     policy: PolicyModel, engine: RolloutEngine, sampling: SamplingConfig, place: ServerAddress, sink: SessionSink | None
 ) -> None:
@@ -257,6 +267,7 @@ async def _served(
         sink=sink,
         keys=place.rules.keys,
         journal=journal,
+        switches=place.switches,
     )
     server = EndpointServer(service, place.rules, place.listener)
     await server.start()
@@ -301,9 +312,10 @@ def serve_training(
         workflow, rollout = stage.config.workflow, stage.config.rollout
         assert isinstance(workflow, TrafficWorkflow)
         assert isinstance(stage.batches, TrafficBatches)
+        fitted = replace(place, switches={**rollout.chat_template_kwargs, **place.switches})
         groups = SessionGrouper(workflow, rollout.group_size, stage.batches)
         with closing(SessionJournal(stage.context.run_dir / SESSIONS_FILE)) as journal:
-            async with _served(stage.policy, stage.engine, rollout, place, groups, journal):
+            async with _served(stage.policy, stage.engine, rollout, fitted, groups, journal):
                 yield
 
     if is_run:

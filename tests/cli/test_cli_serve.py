@@ -69,11 +69,30 @@ def test_a_checkpoint_is_served_recorded_and_ends_cleanly(
     assert (one.reward, one.task_id, one.action_tokens) == (0.5, "ann", 5)
 
 
+@pytest.mark.slow
+def test_variables_of_the_template_are_set_for_all_requests_without_their_own(
+    tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    folder = toy_checkpoint(tmp_path / "toy", "qwen3")
+    text = "{% if enable_thinking is not defined or enable_thinking %}think{% endif %}{{ messages[0].content }}<eos>"
+    (folder / "chat_template.jinja").write_text(text)
+    words = ("--port", 0, "--no-key", "--chat-template-kwargs", '{"enable_thinking": false}')
+    _, address, _ = start(started, folder, *words)
+    asked: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    counts = [
+        httpx.post(f"{address}/chat/completions", json=asked | more).json()["usage"]["prompt_tokens"]
+        for more in ({}, {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"})
+    ]
+    assert counts[0] < counts[1] == counts[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         (["--no-key", "--host", "0.0.0.0"], 2, "--no-key is for servers that only this machine reaches"),
         (["--no-key", "--key", "x"], 2, "excludes --key"),
+        (["--chat-template-kwargs", "x"], 2, "--chat-template-kwargs: chat_template_kwargs is 'x'; give an object"),
+        (["--chat-template-kwargs", '{"tools": []}'], 2, "has tools, which is set by rollmill itself"),
         (["--no-key", "--keys", "x"], 2, "excludes --key and --keys"),
         (["--key", "x", "--keys", "y"], 2, "--key and --keys exclude each other"),
         (["--keys", "none.yaml"], 2, "none.yaml: the file of API keys cannot be read"),

@@ -13,27 +13,27 @@ from toys import toy_tokenizer
 from rollmill.data.renderer import Renderer
 from rollmill.data.renderer.call_formats import parse_tool_calls, render_tool_calls
 from rollmill.files import parse_strict_json
-from rollmill.rollout.endpoint.handler import TextStream
+from rollmill.rollout.endpoint.anthropic_protocol import MessagesRequest
 from rollmill.rollout.endpoint.messages import assistant_message, normalize_messages
 from rollmill.rollout.endpoint.protocol import ChatMessageParam
+from rollmill.rollout.endpoint.reply_stream import TextStream
+from rollmill.rollout.endpoint.responses_protocol import ResponseRequest
 from rollmill.types import ToolCall
 
 TOKENIZER = toy_tokenizer()
 PIECES = st.sampled_from(["one", " two", "ST", "STOP", "é", "<tool", "_call>", "```", "\n", "{", "世界", " "])
 
 
-@given(st.lists(PIECES, max_size=12), st.booleans())
-def test_pieces_are_the_beginning_of_the_whole_and_never_a_stop_string(pieces: list[str], tools: bool) -> None:
+@given(st.lists(PIECES, max_size=12))
+def test_pieces_are_the_beginning_of_the_whole_and_never_a_stop_string(pieces: list[str]) -> None:
     text = "".join(pieces)
-    stream, shown = TextStream(TOKENIZER, ["STOP"], tools=tools), ""
+    stream, shown = TextStream(TOKENIZER, ["STOP"]), ""
     for token in TOKENIZER.encode(text, add_special_tokens=False):
-        shown += stream.push(token)
+        shown += stream.push(token).content
         assert text.split("STOP")[0].startswith(shown)
         assert shown == stream.shown
-        if tools:
-            assert not any(mark in shown for mark in ("<tool_call>", "```"))
     whole = text.split("STOP")[0]
-    assert shown + stream.finish(whole) == whole
+    assert shown + stream.finish(whole).content == whole
 
 
 JSON = st.recursive(
@@ -99,3 +99,44 @@ def test_tools_are_described_where_the_template_knows_of_none(system: bool) -> N
 def test_calls_survive_being_written() -> None:
     calls = parse_tool_calls('<tool_call>\n{"name": "f", "arguments": {"a": "<x>"}}\n</tool_call>').tool_calls
     assert parse_strict_json(render_tool_calls(calls).split("\n")[1])["arguments"] == {"a": "<x>"}
+
+
+def test_reasoning_is_kept_by_either_name_and_only_as_a_text() -> None:
+    turns: list[Any] = [
+        {"role": "assistant", "content": "a", "reasoning_content": "why"},
+        {"role": "assistant", "content": "a", "reasoning": "why"},
+        {"role": "assistant", "content": None, "reasoning_content": "why"},
+        {"role": "assistant", "content": "a", "reasoning": {"effort": "low"}},
+        {"role": "user", "content": "a", "reasoning_content": "why"},
+    ]
+    found = normalize_messages([ChatMessageParam.model_validate(each) for each in turns])
+    assert [each.get("reasoning_content") for each in found] == ["why", "why", "why", None, None]
+    assert [each["content"] for each in found] == ["a", "a", "", "a", "a"]
+
+
+def test_blocks_of_thinking_and_items_of_reasoning_belong_to_the_turn_they_precede() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "why", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "a"},
+    ]
+    hi = {"role": "user", "content": "hi"}
+    asked = MessagesRequest.model_validate(
+        {"max_tokens": 1, "messages": [hi, {"role": "assistant", "content": blocks}, hi]}
+    )
+    turn = asked.chat_request().messages[1]
+    assert (turn.content, turn.known_reasoning) == ("a", "why")
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    items: list[dict[str, Any]] = [
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "why"}]},
+        {"role": "assistant", "content": "a"},
+        call,
+        {"type": "function_call_output", "call_id": "1", "output": "b"},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "then"}]},
+        call | {"call_id": "2"},
+        {"type": "function_call_output", "call_id": "2", "output": "b"},
+    ]
+    found = ResponseRequest.model_validate({"input": [hi, *items]}).chat_request(()).messages
+    assert [each.role for each in found] == ["user", "assistant", "tool", "assistant", "tool"]
+    said = [(each.content, each.known_reasoning, len(each.tool_calls or [])) for each in found if each.tool_calls]
+    assert said == [("a", "why", 1), ("", "then", 1)]

@@ -61,6 +61,14 @@ RequestRate = Annotated[
 TokenRate = Annotated[
     int | None, typer.Option("--tokens-per-minute", min=1, help="Likewise, of prompts and completions.")
 ]
+Switches = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="Variables of the chat template, such as '{\"enable_thinking\": false}'; requests may set others.",
+    ),
+]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (default: 1); without --train.")]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", help="Device (default: auto); without --train.")
@@ -89,6 +97,7 @@ def command(
     connections: Connections = 1000,
     requests_per_minute: RequestRate = None,
     tokens_per_minute: TokenRate = None,
+    chat_template_kwargs: Switches = None,
     threads: Threads = None,
     device: Device = None,
 ) -> None:
@@ -96,6 +105,7 @@ def command(
     _check_for_training(train, (record, step, threads, device), (overrides or None, out))
     from rollmill.web import ConnectionLimits, is_loopback, open_listener, server_url
 
+    switches = _switches(chat_template_kwargs)
     keys, new = _keys(key, keys_file, no_key, is_loopback(host))
     if not is_loopback(host):
         print(f"warning: other machines can reach {host}, and the traffic is not encrypted", file=sys.stderr)
@@ -115,7 +125,7 @@ def command(
         limits = ServiceLimits(requests, deadline, sessions, tokens, idle, body, requests_per_minute, tokens_per_minute)
         shown = name or model.absolute().name.removesuffix(".yaml")
         rules = AccessRules(host, keys, ConnectionLimits(connections))
-        return ServerAddress(listener, rules, limits, shown, ready)
+        return ServerAddress(listener, rules, limits, shown, ready, switches)
 
     if train:
         _train(model, place, overrides or [], out)
@@ -142,6 +152,17 @@ def _train(source: Path, place: Callable[[], ServerAddress], overrides: list[str
     file = source / "config.yaml" if source.is_dir() else source
     if run_supervised(load_supervision(file, overrides, serves=True), train, as_json=False) is None:
         train(None)
+
+
+def _switches(given: str | None) -> dict[str, Any]:
+    """The variables of the chat template. Raises ConfigError if they are not a JSON object, or not variables."""
+    from rollmill.data.layouts import switches_of
+    from rollmill.data.readers import BadRowError
+
+    try:
+        return switches_of(given)
+    except BadRowError as error:
+        raise ConfigError(f"--chat-template-kwargs: {error}") from error
 
 
 def _check_for_training(train: bool, without: Sequence[object], only: Sequence[object]) -> None:

@@ -103,7 +103,7 @@ class ChatRenderer:
             () if self.single_prompt else replies
         )  # a later turn changes what the tokens of earlier ones attend to
         known = [each for each in earlier if each.tools == tools and _begins(messages, each.messages)]
-        known.sort(key=lambda each: len(each.messages), reverse=True)
+        known.sort(key=lambda each: (len(each.messages), _same_reasoning(messages, each.messages)), reverse=True)
         raw = (*known[0].raw, *messages[len(known[0].messages) :]) if known else tuple(messages)
         renderer = self.renderer(name, switches)
         try:
@@ -230,7 +230,17 @@ class ChatRenderer:
 
 
 def _begins(messages: Sequence[ChatMessage], with_: Sequence[ChatMessage]) -> bool:
-    return len(with_) < len(messages) and all(a == b for a, b in zip(messages, with_, strict=False))
+    """True if a conversation continues another one. Its reasoning may be missing, as clients may leave it out."""
+    pairs = zip(messages, with_, strict=False)
+    return len(with_) < len(messages) and all(_without_reasoning(a) == _without_reasoning(b) for a, b in pairs)
+
+
+def _same_reasoning(messages: Sequence[ChatMessage], with_: Sequence[ChatMessage]) -> bool:
+    return all(a == b for a, b in zip(messages, with_, strict=False))
+
+
+def _without_reasoning(message: ChatMessage) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "reasoning_content"}
 
 
 def _processor(tokenizer: Any) -> PictureProcessor | None:

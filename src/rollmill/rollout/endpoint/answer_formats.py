@@ -10,12 +10,14 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rollmill.data.renderer.call_formats import TOOL_CALL_END, TOOL_CALL_START
+from rollmill.data.renderer import Renderer
 from rollmill.errors import ConfigError
 from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.endpoint.call_patterns import CallPattern, call_pattern, call_rule
 from rollmill.rollout.endpoint.protocol import ApiError, ChatCompletionRequest
 from rollmill.rollout.endpoint.session import requested_tools
 
@@ -59,26 +61,54 @@ class GrammarCache:
             raise ApiError(f"the schema is not supported: {error}", code="invalid_value") from error
 
 
-def answer_grammar(body: ChatCompletionRequest) -> str | None:
-    """The grammar of a request's answers; None for any text. Raises ApiError for a format or choice that is wrong.
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """The form of a request's answers: of a JSON schema, or calls of some tools, or either."""
 
-    Forced calls are in the format of Hermes and Qwen. With `tool_choice: auto` and a format, the answer is either of it
-    or calls.
+    schema: dict[str, Any] | None
+    functions: list[dict[str, Any]]
+    forced: bool  #: the answer is calls
+    single: bool  #: one call
+
+    def grammar(self, renderer: Renderer, *, opened: bool) -> str:
+        """The grammar. Raises ApiError if the model's own format of calls cannot be forced.
+
+        Args:
+            opened: the prompt has opened the reasoning, which comes first.
+        """
+        pattern = call_pattern(renderer) if self.functions else None
+        if pattern is None and self.forced:
+            text = (
+                "the model's own format of tool calls is not JSON between marks, so calls cannot be forced; "
+                "use `tool_choice`: auto"
+            )
+            raise ApiError(text, code="unsupported_parameter", param="tool_choice")
+        kinds = [] if self.forced else ["answer"]
+        lines = [] if self.forced else [f"answer: {_json_rule(self.schema)}"]
+        if pattern is not None:
+            kinds.append("calls")
+            lines += _call_rules(renderer, pattern, self.functions, self.single)
+        thought = f"{_thought_rule(renderer)} " if opened else ""
+        return "\n".join([f"start: {thought}({' | '.join(kinds)})", *lines])
+
+
+def answer_format(body: ChatCompletionRequest) -> AnswerFormat | None:
+    """The form that a request asks for; None for any text. Raises ApiError for a format or choice that is wrong.
+
+    Forced calls are in the model's own format, else in that of Hermes. With `tool_choice: auto` and a format, the
+    answer is either of it or calls.
     """
     schema, tools = _schema(body.response_format), requested_tools(body) or []
     chosen = _chosen(body.tool_choice, [tool["function"]["name"] for tool in tools])
     if chosen is None and schema is None:
         return None
-    lines = []
-    if chosen is None:
-        lines += [f"start: answer{' | calls' if tools else ''}", f"answer: {_json_rule(schema)}"]
-    else:
-        lines.append("start: calls")
-        tools = [tool for tool in tools if tool["function"]["name"] in chosen]
-    if tools:
-        single = body.parallel_tool_calls is False or isinstance(body.tool_choice, dict)
-        lines += _call_rules([tool["function"] for tool in tools], single)
-    return "\n".join(lines)
+    functions = [tool["function"] for tool in tools if chosen is None or tool["function"]["name"] in chosen]
+    for function in functions:
+        if not isinstance(function.get("parameters") or {}, dict):
+            text = f"`parameters` of {function['name'][:64]!r} is not a JSON schema"
+            raise ApiError(text, code="invalid_value", param="tools")
+    single = body.parallel_tool_calls is False or isinstance(body.tool_choice, dict)
+    return AnswerFormat(schema, functions, chosen is not None, single)
 
 
 def _schema(format: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -108,20 +138,28 @@ def _chosen(choice: Any, names: Sequence[str]) -> set[str] | None:
     raise ApiError(text, code="invalid_value", param="tool_choice")
 
 
-def _call_rules(functions: Sequence[dict[str, Any]], single: bool) -> list[str]:
+def _call_rules(
+    renderer: Renderer, pattern: CallPattern, functions: Sequence[dict[str, Any]], single: bool
+) -> list[str]:
     calls = [f"call{number}" for number in range(len(functions))]
-    begin, end = _literal(f"{TOOL_CALL_START}\n"), _literal(f"\n{TOOL_CALL_END}")
-    more = "" if single else f" ({_literal(chr(10))} call)*"
-    lines = [f"calls: call{more}", f"call: {begin} ({' | '.join(calls)}) {end}"]
+    more = "" if single or pattern.gap is None else f" ({call_rule(renderer, pattern.gap)} call)*"
+    lines = [f"calls: call{more}", f"call: {call_rule(renderer, pattern.begin)} ({' | '.join(calls)}) last"]
+    lines.append(f"last: {call_rule(renderer, pattern.end)}")
     for name, function in zip(calls, functions, strict=True):
-        begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
-        lines += [f"{name}: {_literal(begin)} {name}_args {_literal('}')}"]
-        schema = function.get("parameters") or {}
-        if not isinstance(schema, dict):
-            text = f"`parameters` of {function['name'][:64]!r} is not a JSON schema"
-            raise ApiError(text, code="invalid_value", param="tools")
-        lines += [f"{name}_args: {_json_rule({'type': 'object'} | schema)}"]
+        written = function["name"]
+        if pattern.quoted:
+            written = json.dumps(written, ensure_ascii=False)[1:-1]
+        lines.append(f"{name}: {_literal(written)} {call_rule(renderer, pattern.between)} {name}_args")
+        lines.append(f"{name}_args: {_json_rule({'type': 'object'} | (function.get('parameters') or {}))}")
     return lines
+
+
+def _thought_rule(renderer: Renderer) -> str:
+    """The rest of a reasoning that the prompt has opened; none where its end is no token of its own."""
+    end = renderer.template.reasoning_tags[1]
+    if end.strip() not in renderer.template.special_tokens:
+        return call_rule(renderer, end.lstrip())
+    return f"/([^<]|<[^\\/])*/ {call_rule(renderer, end.strip())} /\\n{{0,2}}/"
 
 
 def _json_rule(schema: dict[str, Any] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -24,6 +25,7 @@ from rollmill.rollout.endpoint.pictures import PictureReader, shows_pictures
 from rollmill.rollout.endpoint.protocol import MESSAGES_PATH, ApiError, ChatCompletionRequest
 from rollmill.rollout.endpoint.service import INLINE_BYTES, EndpointService
 from rollmill.rollout.endpoint.session import requested_tools
+from rollmill.rollout.endpoint.switches import template_switches
 from rollmill.types import Completion, StopReason, ToolCall
 
 
@@ -41,7 +43,9 @@ class MessagesHandler(ChatCompletionHandler):
         """See CompletionHandler."""
         [choice] = self.choices
         assert choice.completion is not None
-        blocks = [{"type": "text", "text": choice.content}] if choice.content or not choice.calls else []
+        blocks = [_thinking(choice.reasoning)] if choice.reasoning else []
+        if choice.content or not (choice.calls or blocks):
+            blocks.append({"type": "text", "text": choice.content})
         blocks += [_tool_use(call) | {"input": call.arguments} for call in choice.calls]
         return self._message(choice, [ContentBlock.model_validate(block) for block in blocks])
 
@@ -56,23 +60,35 @@ class MessagesHandler(ChatCompletionHandler):
     async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
         [choice] = self.choices
         yield {"type": "message_start", "message": self._message(choice, []).model_dump()}
-        began = False
+        thinks = says = False
         async with aclosing(self._changes()) as changes:
-            async for _, text in changes:
-                if not began and (text or not (choice.completion is None or choice.calls)):
-                    yield _start(0, {"type": "text", "text": ""})
-                    began = True
-                if text:
-                    yield _delta(0, {"type": "text_delta", "text": text})
-        if began:
-            yield {"type": "content_block_stop", "index": 0}
-        for index, call in enumerate(choice.calls, start=int(began)):
+            async for _, new in changes:
+                if new.reasoning:
+                    if not thinks:
+                        yield _start(0, {"type": "thinking", "thinking": "", "signature": ""})
+                    thinks = True
+                    yield _delta(0, {"type": "thinking_delta", "thinking": new.reasoning})
+                plain = choice.completion is not None and not (choice.calls or thinks)
+                if not says and (new.content or plain):
+                    if thinks:
+                        for event in _end_of_thinking(choice.reasoning):
+                            yield event
+                    yield _start(int(thinks), {"type": "text", "text": ""})
+                    says = True
+                if new.content:
+                    yield _delta(int(thinks), {"type": "text_delta", "text": new.content})
+        if says:
+            yield {"type": "content_block_stop", "index": int(thinks)}
+        elif thinks:
+            for event in _end_of_thinking(choice.reasoning):
+                yield event
+        for index, call in enumerate(choice.calls, start=thinks + says):
             yield _start(index, _tool_use(call) | {"input": {}})
             arguments = json.dumps(call.arguments, ensure_ascii=False)
             yield _delta(index, {"type": "input_json_delta", "partial_json": arguments})
             yield {"type": "content_block_stop", "index": index}
         ended = self._message(choice, []).model_dump()
-        delta = {key: ended[key] for key in ("stop_reason", "stop_sequence")}
+        delta = {key: ended[key] for key in ("stop_reason", "stop_sequence", "tool_call_errors")}
         yield {"type": "message_delta", "delta": delta, "usage": ended["usage"]}
 
     def _message(self, choice: ChatChoiceState, content: list[ContentBlock]) -> MessageResponse:
@@ -89,6 +105,7 @@ class MessagesHandler(ChatCompletionHandler):
                 "content": content,
                 "stop_reason": reason,
                 "stop_sequence": stop if reason == "stop_sequence" else None,
+                "tool_call_errors": choice.errors or None,
                 "usage": AnthropicUsage(input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens),
             }
         )
@@ -110,7 +127,9 @@ async def count_tokens(service: EndpointService, body: TokenCountRequest, size: 
     def count() -> int:
         try:
             messages = normalize_messages(chat.messages, PictureReader(service.chat.sees, service.chat.folder))
-            prompt = service.chat.prompt(messages, (), requested_tools(chat), check=service.check_text)
+            switches = template_switches(chat, service.switches, service.chat.renderer())
+            tools = requested_tools(chat)
+            prompt = service.chat.prompt(messages, (), tools, switches=switches, check=service.check_text)
         except EngineError as error:
             raise template_error(error) from error
         except RecursionError:
@@ -120,6 +139,20 @@ async def count_tokens(service: EndpointService, body: TokenCountRequest, size: 
     with service.gate.preparing():
         size = max(size, INLINE_BYTES + 1) if shows_pictures(chat.messages) else size
         return TokenCount(input_tokens=await service.tokenized(size, count))
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": _signature(text)}
+
+
+def _end_of_thinking(text: str) -> list[dict[str, Any]]:
+    signed = _delta(0, {"type": "signature_delta", "signature": _signature(text)})
+    return [signed, {"type": "content_block_stop", "index": 0}]
+
+
+def _signature(text: str) -> str:
+    """A signature, without which clients do not send a block of thinking back; it is not checked."""
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=32).hexdigest()
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

@@ -28,8 +28,9 @@ class ResultBlockParam(BaseModel):
 
 
 class ContentBlockParam(ResultBlockParam):
-    """A block of a message: `text`, `image`, `tool_use` or `tool_result`."""
+    """A block of a message: `text`, `image`, `tool_use`, `tool_result`, or `thinking`."""
 
+    thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
@@ -67,10 +68,12 @@ class AnthropicToolChoice(BaseModel):
 
 
 class AnthropicOutputConfig(BaseModel):
-    """The form of the answer; the `effort` is a hint without effect."""
+    """The form of the answer."""
 
     format: dict[str, Any] | None = None
     """`json_schema` with a `schema`."""
+    effort: Any = None
+    """How much to think, for chat templates that read `reasoning_effort`."""
 
 
 class TokenCountRequest(RequestBody):
@@ -85,6 +88,10 @@ class TokenCountRequest(RequestBody):
     tools: Annotated[list[AnthropicToolParam], Field(fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     output_config: AnthropicOutputConfig | None = None
+    thinking: Any = None
+    """`{type: enabled}` or `{type: disabled}`, for chat templates that read it."""
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Variables of the chat template."""
     thread: dict[str, Any] | None = None
     """Not supported; Anthropic's clients then send the whole conversation."""
 
@@ -101,7 +108,14 @@ class TokenCountRequest(RequestBody):
         if messages[-1]["role"] == "assistant":
             text = "the last message is the assistant's: an answer cannot be begun for the policy; end with the user's"
             raise ApiError(text, code="invalid_messages", param="messages")
-        return {"messages": messages, "tools": _chat_tools(self.tools), "tool_choice": _chat_choice(self.tool_choice)}
+        return {
+            "messages": messages,
+            "tools": _chat_tools(self.tools),
+            "tool_choice": _chat_choice(self.tool_choice),
+            "thinking": self.thinking,
+            "reasoning_effort": None if self.output_config is None else self.output_config.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
 
 
 class MessagesRequest(TokenCountRequest):
@@ -140,11 +154,12 @@ class AnthropicUsage(BaseModel):
 
 
 class ContentBlock(BaseModel):
-    """A block of the policy's turn: `text`, or `tool_use` with `id`, `name` and `input`."""
+    """A block of the policy's turn: `thinking` with its `signature`, `text`, or `tool_use` with `id`, `name` and
+    `input`."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: Literal["text", "tool_use"]
+    type: Literal["thinking", "text", "tool_use"]
 
 
 class MessageResponse(BaseModel):
@@ -158,6 +173,8 @@ class MessageResponse(BaseModel):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: AnthropicUsage
+    tool_call_errors: list[str] | None = None
+    """An error for each call that cannot be read or was cut off; its text is in a block of text."""
 
 
 class TokenCount(BaseModel):
@@ -171,6 +188,7 @@ def _chat_messages(message: AnthropicMessageParam, at: str) -> list[dict[str, An
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     parts, calls, found = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    thoughts = list[str]()
 
     def add_parts() -> None:
         if parts:
@@ -188,12 +206,14 @@ def _chat_messages(message: AnthropicMessageParam, at: str) -> list[dict[str, An
             arguments = _json(block.input or {}, where)
             function = {"name": _required(block, "name", where), "arguments": arguments}
             calls.append({"id": _required(block, "id", where), "type": "function", "function": function})
+        elif block.type in ("thinking", "redacted_thinking") and message.role == "assistant":
+            thoughts.append(block.thinking or "")
         else:
             parts.append(_part(block, at))
-    if calls:
-        found.append({"role": "assistant", "content": _content(parts), "tool_calls": calls})
-    elif parts or not found:
-        found.append({"role": message.role, "content": _content(parts)})
+    if calls or parts or not found:
+        turn = {"role": message.role, "content": _content(parts)}
+        turn |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+        found.append(turn | ({"tool_calls": calls} if calls else {}))
     return found
 
 

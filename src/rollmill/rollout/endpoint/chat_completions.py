@@ -7,8 +7,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollmill.data.renderer import Renderer
 from rollmill.data.renderer.call_formats import TOOL_CALL_END
-from rollmill.rollout.endpoint.answer_formats import answer_grammar
+from rollmill.rollout.endpoint.answer_formats import answer_format
 from rollmill.rollout.endpoint.handler import ChoiceState, CompletionHandler
 from rollmill.rollout.endpoint.messages import assistant_message, check_text
 from rollmill.rollout.endpoint.middleware import Caller
@@ -19,28 +20,46 @@ from rollmill.rollout.endpoint.protocol import (
     ChatCompletionChoice,
     ChatCompletionRequest,
     ChatCompletionResponse,
+    ChatMessageParam,
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
     ResponseMessage,
 )
+from rollmill.rollout.endpoint.reply_stream import ReplyStream, TextDelta, TextStream, opens_reasoning
 from rollmill.rollout.endpoint.service import INLINE_BYTES, EndpointService, token_logprobs
 from rollmill.rollout.endpoint.session import requested_tools
-from rollmill.types import Completion
+from rollmill.types import Completion, ToolCall
 
 
 @dataclass(slots=True, eq=False)
 class ChatChoiceState(ChoiceState):
     """One of the `n` choices of a running chat request."""
 
-    content: str = ""
-    calls: list[Any] = field(default_factory=list)
+    stream: ReplyStream = field(kw_only=True)
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  #: of calls that are malformed or cut off
+
+    @property
+    def content(self) -> str:
+        """The answer as the client sees it."""
+        return self.stream.content
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning as the client sees it."""
+        return self.stream.reasoning
 
     @property
     def reason(self) -> str:
         """Finish reason."""
         assert self.completion is not None
-        return "tool_calls" if self.calls else FINISH_REASONS[self.completion.stop_reason]
+        reason = FINISH_REASONS[self.completion.stop_reason]
+        return "tool_calls" if self.calls and not (self.errors and reason == "length") else reason
+
+    def push(self, token: int) -> TextDelta:
+        """See ChoiceState."""
+        return self.stream.push(token)
 
 
 class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceState]):
@@ -49,7 +68,7 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
     kind, piece = "chatcmpl", "chat.completion.chunk"
 
     def __init__(self, service: EndpointService, body: ChatCompletionRequest, caller: Caller, size: int) -> None:
-        self._format = answer_grammar(body)
+        self._format = answer_format(body)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("`top_logprobs` needs `logprobs`: true", code="invalid_value", param="top_logprobs")
         super().__init__(service, body, caller, size)
@@ -63,17 +82,20 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
             self.prompt = await service.tokenized(size, lambda: session.chat_prompt(body, service.check_text))
             limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             self.sampling, self.penalties = session.settings(body, limit), session.penalties(body)
-            if body.parallel_tool_calls is False and requested_tools(body) is not None:
-                self.sampling = self.sampling.model_copy(update={"stop": [*self.sampling.stop, TOOL_CALL_END]})
+            renderer = session.renderer(body)
+            if body.parallel_tool_calls is False and requested_tools(body) is not None and (end := _call_end(renderer)):
+                self.sampling = self.sampling.model_copy(update={"stop": [*self.sampling.stop, end]})
             if self._format is not None:
                 service.check_processors()
-                self.grammar = await service.grammars.get(self._format)
+                opened = opens_reasoning(renderer, self.prompt.token_ids)
+                lark = self._format.grammar(renderer, opened=opened)
+                self.grammar = await service.grammars.get(lark)
             seed = session.seed(self._number, body.seed, int(self.id[-16:], 16))
             self._start(self.prompt.token_ids, seed, body.top_logprobs or 0, self.prompt.pictures)
-        tools, prompt = requested_tools(body) is not None, (self.prompt.text, self.prompt.token_ids)
-        self.choices = [
-            ChatChoiceState(i, *prompt, self._stream(tools=tools), turns=self.prompt.turns) for i in range(self.count)
-        ]
+        for i in range(self.count):
+            stream = session.stream(body, self.prompt, self.sampling.stop)
+            text, ids = self.prompt.text, self.prompt.token_ids
+            self.choices.append(ChatChoiceState(i, text, ids, turns=self.prompt.turns, stream=stream))
 
     def response(self) -> ChatCompletionResponse:
         """See CompletionHandler."""
@@ -90,35 +112,44 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         for choice in self.choices:
             yield self._chunk(choice, {"role": "assistant", "content": ""})
         async with aclosing(self._changes()) as changes:
-            async for choice, text in changes:
+            async for choice, new in changes:
+                if new.reasoning:
+                    yield self._chunk(choice, {"reasoning_content": new.reasoning, "reasoning": new.reasoning})
                 if choice.completion is None:
-                    yield self._chunk(choice, {"content": text})
+                    if new.content:
+                        yield self._chunk(choice, {"content": new.content})
                     continue
-                delta: dict[str, Any] = {"content": text} if text else {}
+                delta: dict[str, Any] = {"content": new.content} if new.content else {}
                 if choice.calls:
                     delta["tool_calls"] = [{"index": i} | call.message() for i, call in enumerate(choice.calls)]
+                if choice.errors:
+                    delta["tool_call_errors"] = choice.errors
                 yield self._chunk(choice, delta, ended=True)
 
-    def _ended(self, choice: ChatChoiceState, completion: Completion) -> str:
-        body, session = self.body, self.session
+    def _ended(self, choice: ChatChoiceState, completion: Completion) -> TextDelta:
+        session = self.session
         salt = f"{session.id}/{self._number}/{choice.index}"
-        reply = session.parse(body, self.prompt, completion, salt)
-        choice.content, choice.calls = reply.content, reply.tool_calls
-        if body.parallel_tool_calls is False:
-            choice.calls = choice.calls[:1]  # in JSON there may be a list of them
-        rest = ""
-        if body.stream:
-            rest = choice.text.finish(choice.content)
-            choice.content = choice.text.shown  # the client sends back the text it has seen
+        reply = session.parse(self.body, self.prompt, completion, salt)
+        choice.calls, choice.errors = reply.tool_calls, reply.malformed
+        rest = choice.stream.finish(reply)
+        self.service.gauges.tool_calls.labels(session.owner).inc(len(choice.calls))
+        self.service.gauges.tool_call_errors.labels(session.owner).inc(len(choice.errors))
         self._record(choice, completion)
         if session.id != self.id or self.continuable:
-            session.told(body, assistant_message(choice.content, choice.calls), self.prompt, completion)
+            session.told(self.body, self._answer_message(choice), self.prompt, completion)
         return rest
+
+    def _answer_message(self, choice: ChatChoiceState) -> ChatMessageParam:
+        """An answer as the client sends it back, which is what it has seen."""
+        return assistant_message(choice.content, choice.calls, choice.reasoning)
 
     def _choice(self, choice: ChatChoiceState) -> ChatCompletionChoice:
         assert choice.completion is not None
         calls = [call.message() for call in choice.calls]
-        message = {"content": choice.content if choice.content or not calls else None, "tool_calls": calls or None}
+        content = choice.content if choice.content or not calls else None
+        message: dict[str, Any] = {"content": content, "tool_calls": calls or None}
+        message |= dict.fromkeys(("reasoning_content", "reasoning"), choice.reasoning or None)
+        message["tool_call_errors"] = choice.errors or None
         return ChatCompletionChoice(
             index=choice.index,
             message=ResponseMessage.model_validate(message),
@@ -142,6 +173,14 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         return self._frame([found])
 
 
+def _call_end(renderer: Renderer) -> str:
+    """Text after which a second call would begin, at which an answer of one call stops; empty if there is none."""
+    if not renderer.native_calls:
+        return TOOL_CALL_END
+    format = renderer.call_format
+    return "" if format is None or format.section_end.strip() else format.end.strip()
+
+
 MAX_PROMPTS = 64
 
 
@@ -149,7 +188,12 @@ MAX_PROMPTS = 64
 class TextChoiceState(ChoiceState):
     """One choice of one prompt of a running text request."""
 
+    stream: TextStream = field(kw_only=True)
     at: int = 0  #: offset of the unsent tokens' text in the choice's text
+
+    def push(self, token: int) -> TextDelta:
+        """See ChoiceState."""
+        return self.stream.push(token)
 
 
 class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState]):
@@ -179,9 +223,9 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
                 seed = session.seed(session.begin(), body.seed, int(self.id[-16:], 16) + number)
                 self._start(ids, seed, body.logprobs or 0)
                 at, first = len(text) if body.echo else 0, len(self.choices)
-                self.choices += [
-                    TextChoiceState(first + i, text, ids, self._stream(), at=at) for i in range(self.count)
-                ]
+                for i in range(self.count):
+                    stream = TextStream(service.chat.tokenizer, self.sampling.stop)
+                    self.choices.append(TextChoiceState(first + i, text, ids, at=at, stream=stream))
 
     def _prompt_of(self, prompt: str | list[int]) -> tuple[list[int], str]:
         most = len(self.service.chat.tokenizer)
@@ -202,7 +246,7 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
             created=self.created,
             model=self.service.name,
             choices=[
-                CompletionChoice.model_validate(self._choice(choice, choice.text.shown)) for choice in self.choices
+                CompletionChoice.model_validate(self._choice(choice, choice.stream.shown)) for choice in self.choices
             ],
             usage=self._usage(),
         )
@@ -210,14 +254,14 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
     async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:
         began: set[int] = set()
         async with aclosing(self._changes()) as changes:
-            async for choice, text in changes:
-                found = self._choice(choice, text, first=choice.index not in began)
+            async for choice, new in changes:
+                found = self._choice(choice, new.content, first=choice.index not in began)
                 began.add(choice.index)
                 yield self._frame([found])
 
-    def _ended(self, choice: TextChoiceState, completion: Completion) -> str:
+    def _ended(self, choice: TextChoiceState, completion: Completion) -> TextDelta:
         self._record(choice, completion)
-        return choice.text.finish(completion.text)
+        return choice.stream.finish(completion.text)
 
     def _choice(self, choice: TextChoiceState, text: str, *, first: bool = True) -> dict[str, Any]:
         done = choice.completion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,76 +15,17 @@ from starlette.responses import JSONResponse
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.picture_turns import PictureTurn
-from rollmill.data.renderer.call_formats import TOOL_CALL_START
 from rollmill.engines.base import GenerationRequest, LogitsProcessor, SampledToken, TokenPenalties
 from rollmill.engines.logits_processors import CompiledGrammar, GrammarProcessor, PenaltyProcessor, ProcessorList
 from rollmill.rollout.endpoint.extra_fields import check_extra_fields
 from rollmill.rollout.endpoint.middleware import Caller
 from rollmill.rollout.endpoint.protocol import ApiError, BaseCompletionRequest, UsageInfo
+from rollmill.rollout.endpoint.reply_stream import TextDelta
 from rollmill.rollout.endpoint.service import EndpointService, GenerationTask, new_response_id
 from rollmill.types import Completion
 
 if TYPE_CHECKING:
     from rollmill.models.picture_prompts import PicturePrompt
-
-_MARKS = (TOOL_CALL_START, "```")
-"""Possible beginnings of a tool call."""
-
-
-class TextStream:
-    """Streams the part of a completion's text that no later token can change: no half characters, nor text that may
-    become a stop string or a tool call. The shown text is always a prefix of the whole text.
-
-    Attributes:
-        shown: the text so far.
-    """
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str], *, tools: bool = False) -> None:
-        self.shown = ""
-        self._tokenizer, self._tools = tokenizer, tools
-        self._marks = (*stops, *(_MARKS if tools else ()))
-        self._text, self._tokens = "", list[int]()
-        self._from, self._read = 0, 0  # tokens before `_read` are in the text; decoding begins at `_from`
-
-    def push(self, token: int) -> str:
-        """Add a token; return the text that can be shown now."""
-        self._tokens.append(token)
-        before = self._decode(self._from, self._read)
-        now = self._decode(self._from, len(self._tokens))
-        if not now.endswith("\ufffd"):
-            self._text += now[len(before) :]
-            self._from, self._read = self._read, len(self._tokens)
-        return self._show(self._text[: self._safe()])
-
-    def finish(self, text: str) -> str:
-        """Return the rest of the whole text. Text shown already stays, even if it differs (bytes that are no
-        character)."""
-        rest = text[len(self.shown) :]
-        self.shown += rest
-        return rest
-
-    def _show(self, text: str) -> str:
-        if len(text) <= len(self.shown) or not text.startswith(self.shown):
-            return ""
-        new, self.shown = text[len(self.shown) :], text
-        return new
-
-    def _decode(self, start: int, end: int) -> str:
-        text: str = self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True)
-        return text
-
-    def _safe(self) -> int:
-        """Length of the text that no later token can change."""
-        text, safe = self._text, len(self._text)
-        if self._tools and text.lstrip()[:1] in ("", "{", "["):
-            return 0
-        for mark in self._marks:
-            found = text.find(mark)
-            if found < 0:
-                ends = (size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size]))
-                found = len(text) - next(ends, 0)
-            safe = min(safe, found)
-        return len(text[:safe].rstrip()) if self._tools else safe
 
 
 @dataclass(slots=True, eq=False)
@@ -94,11 +35,14 @@ class ChoiceState:
     index: int
     prompt: str
     prompt_ids: list[int]
-    text: TextStream
     sampled: list[SampledToken] = field(default_factory=list)
     sent: int = 0  #: number of tokens whose log-probs were sent
     completion: Completion | None = None
     turns: tuple[PictureTurn, ...] = ()  #: pieces of the prompt with pictures
+
+    def push(self, token: int) -> TextDelta:
+        """Add a token; return the text that can be shown now."""
+        raise NotImplementedError
 
     def unsent(self) -> list[SampledToken]:
         """Return the tokens whose log-probs were not sent yet, and mark them as sent."""
@@ -165,7 +109,7 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
         """Yield the response in chunks, without token counts."""
 
     @abstractmethod
-    def _ended(self, choice: AnyChoice, completion: Completion) -> str:
+    def _ended(self, choice: AnyChoice, completion: Completion) -> TextDelta:
         """Record a completion; return the text still to be shown."""
 
     def last_event(self) -> dict[str, Any] | None:
@@ -224,10 +168,7 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
             text = f"the format is too complex to be followed ({failed[0].splitlines()[0]}); simplify the schema"
             raise ApiError(text, code="invalid_value")
 
-    def _stream(self, *, tools: bool = False) -> TextStream:
-        return TextStream(self.service.chat.tokenizer, self.sampling.stop, tools=tools)
-
-    async def _changes(self) -> AsyncGenerator[tuple[AnyChoice, str], None]:
+    async def _changes(self) -> AsyncGenerator[tuple[AnyChoice, TextDelta], None]:
         """Yield choices with new text to show; the last change of each has the completion."""
         for number, generation in enumerate(self._generations):
             async with aclosing(self.service.watched(generation, self.session)) as events:
@@ -238,8 +179,8 @@ class CompletionHandler(ABC, Generic[AnyBody, AnyChoice]):
                         yield choice, self._ended(choice, event)
                         continue
                     choice.sampled.append(event)
-                    if text := choice.text.push(event.token) if self.body.stream else "":
-                        yield choice, text
+                    if self.body.stream and any(new := choice.push(event.token)):
+                        yield choice, new
 
     def _record(self, choice: AnyChoice, completion: Completion) -> None:
         choice.completion = completion

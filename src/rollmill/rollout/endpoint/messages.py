@@ -31,9 +31,10 @@ def normalize_messages(
     return [_message(message, f"messages[{number}]", ids, reader) for number, message in enumerate(messages)]
 
 
-def assistant_message(content: str, calls: Sequence[ToolCall]) -> ChatMessageParam:
+def assistant_message(content: str, calls: Sequence[ToolCall], reasoning: str = "") -> ChatMessageParam:
     """The policy's turn as a client sends it back."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
+    message |= {"reasoning_content": reasoning} if reasoning else {}
     return ChatMessageParam.model_validate(
         message | ({"tool_calls": [call.message() for call in calls]} if calls else {})
     )
@@ -56,10 +57,13 @@ def template_error(error: EngineError) -> ApiError:
 def _message(message: ChatMessageParam, at: str, ids: dict[str, str], reader: PictureReader) -> dict[str, Any]:
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     calls = message.tool_calls if message.role == "assistant" else None
-    if message.content is None and not calls:
+    reasoning = message.known_reasoning if message.role == "assistant" else ""
+    if message.content is None and not calls and not reasoning:
         raise ApiError(f"{at} has no content; send a text", code="invalid_messages", param=f"{at}.content")
     content = message.content or ""
     found["content"] = content if isinstance(content, str) else "".join(reader.text(part, at) for part in content)
+    if reasoning:
+        found["reasoning_content"] = reasoning
     if calls:
         found["tool_calls"] = [_call(call.id, call.function.name, call.function.arguments, ids) for call in calls]
     if message.role == "tool":

@@ -74,6 +74,10 @@ class EndpointMetrics:
         )
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts by client.", ["key"], **options)
         self.completion_tokens = Counter("completion_tokens", "Tokens of completions by client.", ["key"], **options)
+        self.tool_calls = Counter("tool_calls", "Tool calls of answers by client.", ["key"], **options)
+        self.tool_call_errors = Counter(
+            "tool_call_errors", "Tool calls of answers that are malformed or cut off, by client.", ["key"], **options
+        )
         self.aborted = Counter("aborted", "Requests whose client went away, or that were ended.", **options)
         self.under_way = Gauge("under_way", "Requests that are being answered or wait.", **options)
         self.sessions = Gauge("sessions", "Sessions that are held.", **options)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from rollmill.data.padding import SWITCHES
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import ConfigError
 from rollmill.rollout.chat import ChatRenderer
@@ -68,6 +69,7 @@ class PolicyEndpoint:
             index=rollout.index,
             forced=forced,
             most_tokens=_MOST_TOKENS,
+            switches=rollout.task.metadata.get(SWITCHES),
         )
         service.sessions.add(session)
         try:

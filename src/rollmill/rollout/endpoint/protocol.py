@@ -112,6 +112,16 @@ class ChatMessageParam(BaseModel):
     name: str | None = None
     tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: Any = None
+    """The reasoning of an assistant's turn, as a text; what else clients put here is ignored."""
+    reasoning: Any = None
+    """The same by another name."""
+
+    @property
+    def known_reasoning(self) -> str:
+        """The reasoning; empty if there is none."""
+        given = [each for each in (self.reasoning_content, self.reasoning) if isinstance(each, str) and each]
+        return given[0] if given else ""
 
 
 class FunctionDefinition(BaseModel):
@@ -148,6 +158,10 @@ class ChatCompletionRequest(BaseCompletionRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     """Variables of the chat template, such as `enable_thinking`, as in vLLM."""
+    reasoning_effort: Any = None
+    """How much to think, for chat templates that read it; `none` switches thinking off. Else ignored."""
+    thinking: Any = None
+    """`{type: enabled}` or `{type: disabled}`, likewise."""
 
 
 class CompletionRequest(BaseCompletionRequest):
@@ -222,6 +236,11 @@ class ResponseMessage(BaseModel):
     content: str | None
     refusal: None = None
     tool_calls: list[ResponseToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same: vLLM has used both names."""
+    tool_call_errors: list[str] | None = None
+    """An error for each call that cannot be read or was cut off; its text is in the content."""
 
 
 class ChatCompletionChoice(BaseModel):

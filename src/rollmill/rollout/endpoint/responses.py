@@ -8,9 +8,9 @@ from typing import Any
 
 from rollmill.rollout.endpoint.chat_completions import ChatChoiceState, ChatCompletionHandler
 from rollmill.rollout.endpoint.extra_fields import check_extra_fields
-from rollmill.rollout.endpoint.messages import assistant_message
 from rollmill.rollout.endpoint.middleware import Caller
 from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam
+from rollmill.rollout.endpoint.reply_stream import TextDelta
 from rollmill.rollout.endpoint.responses_protocol import ResponseObject, ResponseRequest, ResponseUsageInfo
 from rollmill.rollout.endpoint.service import EndpointService
 from rollmill.rollout.endpoint.session import EndpointSession, StoredResponse
@@ -56,27 +56,43 @@ class ResponseHandler(ChatCompletionHandler):
         [choice] = self.choices
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._object(choice).model_dump())
-        item, part = self._message_item("", [], "in_progress"), {"output_index": 0, "content_index": 0}
-        part["item_id"] = item["id"]
-        began, logprobs = False, list[Any]()
+        thought: dict[str, Any] = {"item_id": self._id("rs"), "output_index": 0, "content_index": 0}
+        thinks = says = False
+        logprobs = list[Any]()
         async with aclosing(self._changes()) as changes:
-            async for _, text in changes:
-                if not began and (text or not (choice.completion is None or choice.calls)):
-                    began = True
-                    yield self._event("response.output_item.added", output_index=0, item=item | {"content": []})
+            async for _, new in changes:
+                if new.reasoning:
+                    if not thinks:
+                        item = self._reasoning_item("", "in_progress") | {"content": []}
+                        yield self._event("response.output_item.added", output_index=0, item=item)
+                    thinks = True
+                    yield self._event("response.reasoning_text.delta", **thought, delta=new.reasoning)
+                plain = choice.completion is not None and not (choice.calls or thinks)
+                if not says and (new.content or plain):
+                    if thinks:
+                        for event in self._end_of_reasoning(choice, "completed", thought):
+                            yield event
+                    says = True
+                    item, part = self._message_item("", [], "in_progress"), {"output_index": int(thinks)}
+                    part |= {"content_index": 0, "item_id": item["id"]}
+                    at = {"output_index": int(thinks)}
+                    yield self._event("response.output_item.added", **at, item=item | {"content": []})
                     yield self._event("response.content_part.added", **part, part=item["content"][0])
-                if text:
-                    new = self._logprob_list(choice)
-                    logprobs += new
-                    yield self._event("response.output_text.delta", **part, delta=text, logprobs=new)
-        if began:
+                if new.content:
+                    logged = self._logprob_list(choice)
+                    logprobs += logged
+                    yield self._event("response.output_text.delta", **part, delta=new.content, logprobs=logged)
+        if says:
             logprobs += self._logprob_list(choice)
             item = self._message_item(choice.content, logprobs, self._status(choice))
             done = {"text": choice.content, "logprobs": logprobs}
             yield self._event("response.output_text.done", **part, **done)
             yield self._event("response.content_part.done", **part, part=item["content"][0])
-            yield self._event("response.output_item.done", output_index=0, item=item)
-        for index, call in enumerate(self._call_items(choice), start=int(began)):
+            yield self._event("response.output_item.done", output_index=int(thinks), item=item)
+        elif thinks:
+            for event in self._end_of_reasoning(choice, self._status(choice), thought):
+                yield event
+        for index, call in enumerate(self._call_items(choice), start=thinks + says):
             at = {"output_index": index}
             yield self._event(
                 "response.output_item.added", **at, item=call | {"arguments": "", "status": "in_progress"}
@@ -86,10 +102,17 @@ class ResponseHandler(ChatCompletionHandler):
             yield self._event("response.function_call_arguments.done", **at, arguments=arguments, name=call["name"])
             yield self._event("response.output_item.done", output_index=index, item=call)
 
-    def _ended(self, choice: ChatChoiceState, completion: Completion) -> str:
+    def _end_of_reasoning(self, choice: ChatChoiceState, status: str, at: dict[str, Any]) -> list[dict[str, Any]]:
+        item = self._reasoning_item(choice.reasoning, status)
+        return [
+            self._event("response.reasoning_text.done", **at, text=choice.reasoning),
+            self._event("response.output_item.done", output_index=0, item=item),
+        ]
+
+    def _ended(self, choice: ChatChoiceState, completion: Completion) -> TextDelta:
         rest = super()._ended(choice, completion)
         if self.continuable and not self.session.closed:
-            answer = assistant_message(choice.content, choice.calls)
+            answer = self._answer_message(choice)
             body = self._object(choice, logprobs=False).model_dump_json().encode()
             self.session.keep_response(self.id, StoredResponse((*self._messages, answer), body))
         return rest
@@ -114,7 +137,9 @@ class ResponseHandler(ChatCompletionHandler):
                 "output": self._output(choice, logprobs) if made else [],
                 "parallel_tool_calls": asked.parallel_tool_calls is not False,
                 "previous_response_id": asked.previous_response_id,
+                "reasoning": {"effort": None, "summary": None} | (asked.reasoning or {}),
                 "store": self.continuable,
+                "tool_call_errors": choice.errors or None,
                 "temperature": self.sampling.temperature,
                 "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
                 "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
@@ -130,22 +155,33 @@ class ResponseHandler(ChatCompletionHandler):
         return "incomplete" if choice.reason == "length" else "completed"
 
     def _output(self, choice: ChatChoiceState, logprobs: bool) -> list[dict[str, Any]]:
-        calls = self._call_items(choice)
-        if calls and not choice.content:
-            return calls
+        calls, status = self._call_items(choice), self._status(choice)
+        thoughts = list[dict[str, Any]]()
+        if choice.reasoning:
+            ended = bool(choice.content or calls)
+            thoughts.append(self._reasoning_item(choice.reasoning, "completed" if ended else status))
+        if not choice.content and (calls or thoughts):
+            return [*thoughts, *calls]
         found = list[Any]()
         if logprobs:
             choice.sent = 0
             found = self._logprob_list(choice)
-        return [self._message_item(choice.content, found, self._status(choice)), *calls]
+        return [*thoughts, self._message_item(choice.content, found, status), *calls]
+
+    def _reasoning_item(self, text: str, status: str) -> dict[str, Any]:
+        part = {"type": "reasoning_text", "text": text}
+        return {"id": self._id("rs"), "type": "reasoning", "summary": [], "content": [part], "status": status}
+
+    def _id(self, kind: str) -> str:
+        return self.id.replace("resp", kind, 1)
 
     def _message_item(self, text: str, logprobs: list[Any], status: str) -> dict[str, Any]:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-        item: dict[str, Any] = {"id": self.id.replace("resp", "msg", 1), "type": "message", "role": "assistant"}
+        item: dict[str, Any] = {"id": self._id("msg"), "type": "message", "role": "assistant"}
         return item | {"status": status, "content": [part]}
 
     def _call_items(self, choice: ChatChoiceState) -> list[dict[str, Any]]:
-        start = self.id.replace("resp", "fc", 1)
+        start = self._id("fc")
         return [
             {"id": f"{start}-{number}", "type": "function_call", "status": "completed", "call_id": call.id}
             | call.message()["function"]

@@ -21,8 +21,8 @@ _ItemText = str | Annotated[list[ContentPartParam], Field(fail_fast=True)]
 
 
 class ResponseItemParam(BaseModel):
-    """An item of the input: a `message`, a `function_call` or a `function_call_output`. Undeclared fields are ignored,
-    and so are items of the type `reasoning`."""
+    """An item of the input: a `message`, a `function_call`, a `function_call_output`, or the `reasoning` before one of
+    the former two. Undeclared fields are ignored."""
 
     type: str | None = None
     """`message`, if there is none."""
@@ -32,6 +32,13 @@ class ResponseItemParam(BaseModel):
     name: str | None = None
     arguments: str | None = None
     output: _ItemText | None = None
+    summary: Annotated[list[ContentPartParam], Field(fail_fast=True)] | None = None
+
+    @property
+    def thought(self) -> str:
+        """The text of a reasoning: its content, else its summary."""
+        parts = self.content or self.summary or ""
+        return parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
 
 
 class ResponseToolParam(BaseModel):
@@ -79,6 +86,10 @@ class ResponseRequest(RequestBody):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     """The same seed, prompt and weights give the same completion."""
     text: ResponseTextParam | None = None
+    reasoning: dict[str, Any] | None = None
+    """`effort`: how much to think, for chat templates that read `reasoning_effort`."""
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Variables of the chat template."""
     include: list[str] | None = None
     """`message.output_text.logprobs` adds the tokens' log-probs; others have no effect."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -106,21 +117,34 @@ class ResponseRequest(RequestBody):
             "max_tokens": self.max_output_tokens,
             "logprobs": self.top_logprobs is not None or _LOGPROBS in (self.include or ()),
             "top_logprobs": self.top_logprobs,
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stream"):
             fields[name] = getattr(self, name)
         return ChatCompletionRequest.model_validate(fields)
 
     def _messages(self) -> list[ChatMessageParam]:
-        """The input as messages of a chat: calls that follow the assistant's message are part of it."""
+        """The input as messages of a chat: calls that follow the assistant's message are part of it, and so is the
+        reasoning before either."""
         if isinstance(self.input, str):
             return [_message("user", self.input)]
         found: list[dict[str, Any]] = []
         open_turn = False  # the latest message is the assistant's, and calls may follow
+        bare = False  # it has its reasoning only
         for number, item in enumerate(self.input or ()):
             at = f"input[{number}]"
             if item.type == "reasoning":
+                if bare:
+                    found[-1]["reasoning_content"] += item.thought
+                elif item.thought:  # else it is encrypted, by another server
+                    found.append({"role": "assistant", "content": "", "reasoning_content": item.thought})
+                    open_turn = bare = True
                 continue
+            if bare and item.type in (None, "message") and item.role == "assistant":
+                found[-1]["content"], bare = _required(item, "content", at), False
+                continue
+            bare = False
             if item.type == "function_call":
                 if not open_turn:
                     found.append({"role": "assistant", "content": ""})
@@ -163,12 +187,12 @@ class ResponseUsageInfo(BaseModel):
 
 
 class ResponseOutputItem(BaseModel):
-    """An item of the output: the policy's `message`, or a `function_call`."""
+    """An item of the output: the policy's `reasoning`, its `message`, or a `function_call`."""
 
     model_config = ConfigDict(extra="allow")
 
     id: str
-    type: Literal["message", "function_call"]
+    type: Literal["reasoning", "message", "function_call"]
     status: Literal["in_progress", "completed", "incomplete"]
 
 
@@ -189,7 +213,7 @@ class ResponseObject(BaseModel):
     output: list[ResponseOutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: dict[str, None] = {"effort": None, "summary": None}
+    reasoning: dict[str, Any] = {"effort": None, "summary": None}
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -198,6 +222,8 @@ class ResponseObject(BaseModel):
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsageInfo | None
+    tool_call_errors: list[str] | None = None
+    """An error for each call that cannot be read or was cut off; its text is in the message."""
     user: None = None
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.data.renderer import Switches
 from rollmill.engines.base import GenerationRequest, RolloutEngine, SampledToken, applies_processors
 from rollmill.errors import ConfigError, EngineError, UnsupportedRequestError
 from rollmill.rollout.chat import ChatRenderer
@@ -156,6 +157,7 @@ class EndpointService:
         anonymous: creates the session of a call that names none.
         rates: rate limits of clients.
         most_bytes: longest body; by default it follows from the context, and is 16 MiB for a model that sees.
+        switches: variables of the chat template, unless a request sets them.
     """
 
     engine: RolloutEngine
@@ -170,6 +172,7 @@ class EndpointService:
     takes_feedback: bool = True
     rates: KeyRateLimiter = field(default_factory=KeyRateLimiter)
     most_bytes: int | None = None
+    switches: Switches = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "tokenize"))
     _converting: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "json"))
@@ -356,6 +359,7 @@ def build_application_service(
     sink: SessionSink | None = None,
     keys: KeyRing | None = None,
     journal: SessionJournal | None = None,
+    switches: Switches | None = None,
 ) -> EndpointService:
     """Build the service of a model for applications, where any call may start a session.
 
@@ -365,7 +369,7 @@ def build_application_service(
         gauges = EndpointMetrics()
     except ImportError as error:
         raise ConfigError(MISSING_LIBRARIES) from error
-    make = partial(EndpointSession, chat=chat, sampling=sampling)
+    make = partial(EndpointSession, chat=chat, sampling=sampling, switches=switches)
     return EndpointService(
         engine=engine,
         chat=chat,
@@ -386,4 +390,5 @@ def build_application_service(
         takes_feedback=sink is not None,
         rates=KeyRateLimiter(keys.keys if keys else (), limits.requests_per_minute, limits.tokens_per_minute),
         most_bytes=limits.most_bytes,
+        switches=switches or {},
     )

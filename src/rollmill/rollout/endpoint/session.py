@@ -7,11 +7,12 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.picture_turns import PictureTurn
+from rollmill.data.renderer import Renderer, Switches
 from rollmill.engines.base import TokenPenalties
 from rollmill.errors import EngineError
 from rollmill.rollout.chat import ChatPrompt, ChatRenderer, RecordedReply
@@ -24,6 +25,8 @@ from rollmill.rollout.endpoint.protocol import (
     ChatCompletionRequest,
     ChatMessageParam,
 )
+from rollmill.rollout.endpoint.reply_stream import ReplyStream, opens_reasoning, reply_marks
+from rollmill.rollout.endpoint.switches import template_switches
 from rollmill.rollout.recorder import Recorder
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, Experience, ParsedReply, StopReason
@@ -55,6 +58,7 @@ class EndpointSession:
         index: index of the recorded completions.
         forced: temperature and truncation are those of `sampling`, without penalties, whatever requests say.
         most_tokens: limit of prompts and completions together; beyond it the session takes no more calls.
+        switches: variables of the chat template, unless a request sets them.
 
     Attributes:
         parts: rewards by name.
@@ -76,6 +80,7 @@ class EndpointSession:
         index: int = 0,
         forced: bool = False,
         most_tokens: int = 1_000_000,
+        switches: Switches | None = None,
     ) -> None:
         self.id, self.owner, self.sampling, self.recorder = id, owner, sampling, recorder or Recorder()
         self.parts: dict[str, float] = {}
@@ -85,6 +90,7 @@ class EndpointSession:
         self.running: set[asyncio.Task[None]] = set()
         self._chat, self._seed, self._index, self._forced = chat, seed, index, forced
         self._replies: list[RecordedReply] = []
+        self._switches = dict(switches or {})
         self._cut: list[tuple[str, list[int]]] = []  # truncated texts, with their tokens
         self.tokens, self._num_calls, self._most_tokens = 0, 0, most_tokens
 
@@ -175,8 +181,7 @@ class EndpointSession:
         try:
             messages, tools = self._seen(body.messages, body)
             check_text(json.dumps([messages, tools], ensure_ascii=False))
-            switches = body.chat_template_kwargs
-            return self._chat.prompt(messages, self._replies, tools, switches=switches, check=check)
+            return self._chat.prompt(messages, self._replies, tools, switches=self.switches(body), check=check)
         except EngineError as error:
             raise template_error(error) from error
         except RecursionError:
@@ -192,10 +197,26 @@ class EndpointSession:
 
     def parse(self, body: ChatCompletionRequest, prompt: ChatPrompt, completion: Completion, salt: str) -> ParsedReply:
         """Take a completion apart: reasoning, content and tool calls."""
-        completion.reply = self._chat.parse(
-            prompt, completion, requested_tools(body), switches=body.chat_template_kwargs, salt=salt
-        )
-        return completion.reply
+        reply = self._chat.parse(prompt, completion, requested_tools(body), switches=self.switches(body), salt=salt)
+        if body.parallel_tool_calls is False:
+            reply = replace(reply, tool_calls=reply.tool_calls[:1])
+        completion.reply = reply
+        return reply
+
+    def switches(self, body: ChatCompletionRequest) -> dict[str, Any]:
+        """The variables of the chat template for a request. Raises EngineError without a template, and ApiError for
+        a wrong one."""
+        return template_switches(body, self._switches, self._chat.renderer())
+
+    def stream(self, body: ChatCompletionRequest, prompt: ChatPrompt, stops: Sequence[str]) -> ReplyStream:
+        """Create what shows the policy's turn while it is sampled."""
+        renderer, tools = self.renderer(body), requested_tools(body) is not None
+        opened = opens_reasoning(renderer, prompt.token_ids)
+        return ReplyStream(self._chat.tokenizer, stops, reply_marks(renderer, tools), opened=opened, tools=tools)
+
+    def renderer(self, body: ChatCompletionRequest) -> Renderer:
+        """The model's renderer with the variables of a request. Raises like `switches`."""
+        return self._chat.renderer(switches=self.switches(body))
 
     def _seen(
         self, messages: Sequence[ChatMessageParam], body: ChatCompletionRequest
