@@ -277,6 +277,8 @@ class _Judge:
             verdict = "refused" if self.oracle.shows_tools([USER], TOOLS) else "absent"
             self.found.append(Check(feature, scenario, verdict, str(error)))
             return True
+        except Exception:
+            return False  # found by the prompts themselves
         return False
 
     def _tools(self) -> None:

@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 Tools = Sequence[Mapping[str, Any]] | None
 """Descriptions of tools in OpenAI's format."""
 
+_MOST_BOUND = 32
 PROBE_ARGUMENTS: dict[str, Any] = {
     "text": 'a </tool_call> "b" </think>\n\U0001f642 {c}',
     "number": 7,
@@ -124,6 +125,8 @@ class Renderer:
             made = Renderer(self.tokenizer, self._given_stops, self.template.day, settings)
             made.check()
             self._bound[key] = made
+            if len(self._bound) > _MOST_BOUND:  # clients of an endpoint choose them
+                del self._bound[next(iter(self._bound))]
         return self._bound[key]
 
     def check(self) -> None:
@@ -262,11 +265,12 @@ class Renderer:
         if before[:at] != whole[:at]:
             raise self._parted("an earlier turn", before, whole)
         turn = self._turn(whole, before, messages, tools)
-        end = next(
-            (each for each in (self.template.call_end, self.template.turn_end) if each and turn.endswith(each)), ""
-        )
-        end = end or self.tokenizer.eos_token
-        if self._token(end) is None or self._token(end) not in self.stop_ids:
+        ends = [
+            str(each) for each in (self.template.call_end, self.template.turn_end, self.tokenizer.eos_token) if each
+        ]
+        end = next((each for each in ends if turn.endswith(each)), "")
+        token = self._token(end)
+        if token is None or token not in self.stop_ids:
             raise ChatTemplateError(
                 f"turns end with {end!r} in the tokenizer's chat template, and generation does not end there; add its "
                 "id to eos_token_id in generation_config.json"
@@ -426,8 +430,13 @@ class Renderer:
             reply = family.parse(ids, prompt_ids, tools, salt=salt)
             if reply.tool_calls and not (thought := self._answer(ids, prompt_ids, stop_text)).reasoning_finished:
                 return thought  # the library takes a call for the end of reasoning that was not closed
-            if stop_text and reply.content.endswith(stop_text):
-                reply = replace(reply, content=reply.content.removesuffix(stop_text))
+            raw = self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids).removesuffix(stop_text)
+            if not any(mark in raw for mark in self.template.special_tokens):  # the family's reading needs its marks
+                opened = self._answer(ids, prompt_ids, stop_text)
+                reply = opened if opened.reasoning is None else reply
+            if stop_text and reply.reasoning is not None and not reply.reasoning_finished:
+                reply = replace(reply, reasoning=reply.reasoning.removesuffix(stop_text))
+            reply = replace(reply, content=reply.content.removesuffix(stop_text))
             if not reads_calls and (reply.tool_calls or reply.malformed):
                 raw = self._answer(ids, prompt_ids, stop_text)
                 reply = ParsedReply(
