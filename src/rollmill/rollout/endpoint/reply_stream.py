@@ -129,10 +129,10 @@ def _writes_plain(renderer: Renderer) -> bool:
     try:
         ids, mask = renderer.demonstration([QUESTION, ANSWER | {"content": MARK}], 1)
     except ChatTemplateError:
-        return True
+        return False
     turn = renderer.decode([token for token, learned in zip(ids, mask, strict=True) if learned])
-    before = turn.partition(MARK)[0].rpartition(renderer.template.reasoning_tags[1].strip())[2]
-    return not before.strip()
+    before, (start, end) = turn.partition(MARK)[0], renderer.template.reasoning_tags
+    return not (before.rpartition(end.strip())[2] if start.strip() in before else before).strip()
 
 
 def _reads_plain(renderer: Renderer, family: FamilyRenderer) -> bool:
