@@ -265,15 +265,13 @@ class Renderer:
         if before[:at] != whole[:at]:
             raise self._parted("an earlier turn", before, whole)
         turn = self._turn(whole, before, messages, tools)
-        ends = [
-            str(each) for each in (self.template.call_end, self.template.turn_end, self.tokenizer.eos_token) if each
-        ]
-        end = next((each for each in ends if turn.endswith(each)), "")
-        token = self._token(end)
+        ends = (self.template.call_end, self.template.turn_end, str(self.tokenizer.eos_token))
+        written = next((each for each in ends if each and turn.endswith(each)), "")
+        token = self._token(written)
         if token is None or token not in self.stop_ids:
             raise ChatTemplateError(
-                f"turns end with {end!r} in the tokenizer's chat template, and generation does not end there; add its "
-                "id to eos_token_id in generation_config.json"
+                f"turns end with {written!r} in the tokenizer's chat template, and generation does not end there; add "
+                "its id to eos_token_id in generation_config.json"
             )
         return [*pieces, (before[at:], False), (turn, True)]
 
@@ -430,10 +428,11 @@ class Renderer:
             reply = family.parse(ids, prompt_ids, tools, salt=salt)
             if reply.tool_calls and not (thought := self._answer(ids, prompt_ids, stop_text)).reasoning_finished:
                 return thought  # the library takes a call for the end of reasoning that was not closed
-            raw = self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids).removesuffix(stop_text)
-            if not any(mark in raw for mark in self.template.special_tokens):  # the family's reading needs its marks
-                opened = self._answer(ids, prompt_ids, stop_text)
-                reply = opened if opened.reasoning is None else reply
+            written = self.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids).removesuffix(stop_text)
+            marked = any(mark in written for mark in self.template.special_tokens)
+            if not (marked or reply.tool_calls or reply.malformed):  # the family's reading needs its marks
+                plain = self._answer(ids, prompt_ids, stop_text)
+                reply = plain if plain.reasoning is None else reply
             if stop_text and reply.reasoning is not None and not reply.reasoning_finished:
                 reply = replace(reply, reasoning=reply.reasoning.removesuffix(stop_text))
             reply = replace(reply, content=reply.content.removesuffix(stop_text))
