@@ -172,7 +172,7 @@ def test_a_policy_that_answers_one_prompt_is_given_nothing_else(tmp_path: Path) 
         chat.prompt([{"role": "user", "content": "what?"}])
     with pytest.raises(EngineError, match="neither a text without pictures nor tokens that continue its answer"):
         chat.pictures([*found.token_ids, 5], found.turns, "a rollout")
-    reply = RecordedReply((question,), (question,), None, found.text, "", tuple(found.token_ids), None, found.turns)
+    reply = RecordedReply((question,), (question,), None, tuple(found.token_ids), (), found.turns)
     later = chat.prompt([question, {"role": "user", "content": f" and {picture}?"}], [reply])
     assert later.continues is None  # the whole conversation is one prompt
     assert later.pictures is not None

@@ -73,6 +73,9 @@ class RunSettings(TypedDict, total=False):
     least 1."""
     partial: SectionLike
     """Loss on completions that a token budget has split into segments of different weight versions."""
+    chat_template_kwargs: Mapping[str, Any]
+    """Variables of the chat template for all chats of the stage, such as `enable_thinking: false`; those of a taskset,
+    and of a row's column `chat_template_kwargs`, win. `serve` uses them, too."""
     lr: float
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"]
@@ -743,7 +746,7 @@ class SelfDistillSettings(RunSettings, total=False):
     """Aggregation of per-token terms; each has one denominator for the whole optimizer step."""
     context: Literal["solution", "answer", "success"]
     """Context of the teacher besides the prompt: the task's worked solution or answer, or another successful completion
-    of the group."""
+    of the group, without its reasoning."""
     template: str
     """The teacher's prompt: `{prompt}` is the task's (of a chat its last message), `{context}` the additional context.
     """

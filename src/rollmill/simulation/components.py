@@ -42,7 +42,7 @@ def simulated_reward(token_ids: IntArray, index: int) -> float:
 class SimulatedTokenizer:
     """Encodes a prompt as a token per character."""
 
-    eos_token_id, chat_template = 0, None
+    eos_token_id, bos_token_id, chat_template = 0, None, None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
