@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rollmill.data.renderer.call_formats import call_id, learn_calls, parse_calls, tool_result_message
 
 from bench.chat_templates.corpus import template, templates
 from bench.chat_templates.tokenizers import stand_in
 from rollmill.data.renderer import Renderer, load_renderer, renderer_of
-from rollmill.data.renderer.call_formats import call_id, learn_calls, parse_calls, tool_result_message
 from rollmill.data.renderer.template import call_message
 from rollmill.data.renderer.tokens import encode_pieces
 from rollmill.errors import ChatTemplateError
@@ -174,10 +174,10 @@ def test_ids_of_calls_are_stable() -> None:
 
 
 def test_the_family_is_found_by_what_it_reads_and_not_by_a_name() -> None:
-    assert renderer_for("qwen3_5_think").family is not None
+    assert renderer_for("qwen3_5_think").replies.family is not None
     chatml = renderer_for("qwen2_5")
-    assert chatml.family is None  # its format is JSON, which is read without the library
-    assert chatml.call_format is not None
+    assert chatml.replies.family is None  # its format is JSON, which is read without the library
+    assert chatml.replies.call_format is not None
 
 
 def test_switches_are_bound_and_remembered() -> None:

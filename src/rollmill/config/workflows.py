@@ -85,8 +85,9 @@ class ToolWorkflow(ToolWorkflowSection):
     implementation = "rollmill.rollout.workflows.tools:tool_turns"
     name: Literal["tools"] = "tools"
     format: Literal["auto", "hermes", "json"] = "auto"
-    """Syntax of calls. `auto`: the model's own, as its chat template writes it; without one, and in plain prompts, within
-    `<tool_call>` tags if there are any, else JSON. `hermes`: within these tags. `json`: as JSON."""
+    """Syntax of calls. `auto`: the model's own, as its chat template writes it; without one, and in plain prompts,
+    within `<tool_call>` tags if there are any, else JSON. `hermes`: within these tags. `json`: as JSON. With another
+    one than the model's own, tools are described in the system message."""
     result: str = "\n<tool_response>\n{result}\n</tool_response>\n"
     """Template of a tool result in plain prompts (no chat), with the placeholder {result}."""
 

@@ -59,8 +59,16 @@ def render_prompt(task: Task, tokenizer: Any) -> str:
 
 def _renderer(task: Task, tokenizer: Any) -> Renderer:
     """The renderer of the tokenizer's chats. Raises TasksetError if it has no chat template."""
+    switches = task.metadata.get(SWITCHES) or {}
     try:
-        return renderer_of(tokenizer).bound(task.metadata.get(SWITCHES))
+        renderer = renderer_of(tokenizer)
+        known = renderer.template.variables
+        if known is not None and (unknown := [each for each in switches if each not in known]):
+            raise TasksetError(
+                f"task {task.id}: chat_template_kwargs has `{unknown[0]}`, which the model's chat template does not "
+                "read; correct or remove it"
+            )
+        return renderer.bound(switches)
     except ChatTemplateError as error:
         raise TasksetError(
             f"task {task.id} is a chat: {error}, or remove taskset.chat (or give text prompts)"
@@ -115,7 +123,7 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
         return encode_start(tokenizer, text)
     if TOOLS in task.metadata:
         with _named(task):
-            _renderer(task, tokenizer).require_readable_calls()
+            _renderer(task, tokenizer).replies.require_readable_calls()
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 

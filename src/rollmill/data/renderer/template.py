@@ -14,10 +14,13 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+import jinja2.meta
+
 from rollmill.data.picture_turns import split_references
 from rollmill.data.renderer.call_formats import tool_result_message
 from rollmill.errors import ChatTemplateError
-from rollmill.types import REASONING_END, REASONING_START, ToolCall
+from rollmill.types import REASONING_END, REASONING_START, ToolCall, split_reasoning
 
 if TYPE_CHECKING:
     from rollmill.models.picture_prompts import PictureProcessor
@@ -26,6 +29,8 @@ ChatMessage = Mapping[str, Any]
 """One chat message in OpenAI's format: `role`, `content`, perhaps `reasoning_content`, `tool_calls` and others."""
 Switches = Mapping[str, Any]
 """Variables of a chat template, such as `enable_thinking`; `chat_template_kwargs` in vLLM and TRL."""
+Tools = Sequence[Mapping[str, Any]] | None
+"""Descriptions of tools in OpenAI's format."""
 
 MARK, OTHER_MARK = "rollmillprobe", "rollmillother"
 QUESTION = {"role": "user", "content": "question"}
@@ -33,6 +38,8 @@ ANSWER = {"role": "assistant", "content": "answer"}
 CALL_ID = "abcdefghi"  # nine letters, as Mistral's templates require
 _LONG = 16  # characters of a message that no other text has by chance
 _NAMED_ID = re.compile(r"functions\..+:\d+")
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+"""Marks of transformers around the assistant's turns, which Jinja itself does not know."""
 _CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
 
@@ -70,7 +77,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools = None,
         *,
         prompt: bool = True,
     ) -> str:
@@ -137,6 +144,12 @@ class ChatTemplate:
             ids: of earlier calls, and those that the template gets for them.
         """
         fitted = dict(message)
+        content = message.get("content")
+        tagged = isinstance(content, str) and content.lstrip().startswith(REASONING_START)
+        if tagged and "reasoning_content" not in message and message["role"] == "assistant" and self.supports_reasoning:
+            reply = split_reasoning(str(content))
+            fitted |= {"content": reply.content, "reasoning_content": (reply.reasoning or "").strip("\n")}
+            message = fitted
         if "reasoning_content" in message:
             fitted.setdefault("reasoning", message["reasoning_content"])  # the name in some templates
         calls = message.get("tool_calls")
@@ -174,6 +187,23 @@ class ChatTemplate:
         self.__dict__["_call_shape"] = usual
         return usual
 
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a piece of a chat; the template has written all special tokens."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the exact text of tokens, special ones included."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def without_tokens(self, text: str, tokens: Iterable[str] | None = None) -> str:
+        """Return a text without special tokens, or without other ones."""
+        for token in self.tokenizer.all_special_tokens if tokens is None else tokens:
+            if token in text:
+                text = text.replace(token, "")
+        return text
+
     # -- features ----------------------------------------------------------------------------------------------
 
     def shows(self, messages: Sequence[ChatMessage], tools: Any = None) -> bool:
@@ -185,6 +215,20 @@ class ChatTemplate:
             return self.render(messages, tools)
         except ChatTemplateError:
             return ""
+
+    @cached_property
+    def variables(self) -> frozenset[str] | None:
+        """Names that the template reads and does not set itself before; None if its source cannot be read."""
+        own = getattr(self.processor and self.processor.processor, "chat_template", None)
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
+        found = set[str]()
+        try:
+            for tools in (None, [probe_tool()]):
+                source = _GENERATION.sub("", own or self.tokenizer.get_chat_template(None, tools))
+                found |= jinja2.meta.find_undeclared_variables(environment.parse(source))
+        except (jinja2.TemplateSyntaxError, ValueError):  # an extension of a later transformers; no usual template
+            return None
+        return frozenset(found)
 
     @cached_property
     def supports_system(self) -> bool:

@@ -46,9 +46,9 @@ HERMES_PATTERN = CallPattern(f'{TOOL_CALL_START}\n{{"name": "', '", "arguments":
 @lru_cache(maxsize=32)
 def call_pattern(renderer: Renderer) -> CallPattern | None:
     """Return how the model writes a call, for a grammar; None if its arguments are not JSON, or it is not known."""
-    if not renderer.native_calls:
+    if not renderer.replies.native_calls:
         return HERMES_PATTERN
-    format = renderer.call_format
+    format = renderer.replies.call_format
     if format is None or format.python:
         return None
     try:

@@ -175,9 +175,9 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
 
 def _call_end(renderer: Renderer) -> str:
     """Text after which a second call would begin, at which an answer of one call stops; empty if there is none."""
-    if not renderer.native_calls:
+    if not renderer.replies.native_calls:
         return TOOL_CALL_END
-    format = renderer.call_format
+    format = renderer.replies.call_format
     return "" if format is None or format.section_end.strip() else format.end.strip()
 
 

@@ -104,11 +104,11 @@ class ReplyMarks:
 @lru_cache(maxsize=64)
 def reply_marks(renderer: Renderer, tools: bool) -> ReplyMarks:
     """Find the marks of a model's turns, which may call tools."""
-    template, family = renderer.template, renderer.family
+    template, family = renderer.template, renderer.replies.family
     start, end = (each.strip() for each in template.reasoning_tags)
     texts = set(_control_texts(renderer))
     if tools:
-        format = renderer.call_format if renderer.native_calls else None
+        format = renderer.replies.call_format if renderer.replies.native_calls else None
         native = family is not None or format is not None
         texts |= set() if native else set(_TEXT_MARKS)
         if family is None and format is not None:

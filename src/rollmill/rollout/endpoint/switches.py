@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
-
-import jinja2
-import jinja2.meta
 
 from rollmill.data.layouts import switches_of
 from rollmill.data.readers import BadRowError
@@ -18,8 +13,6 @@ from rollmill.rollout.endpoint.protocol import ApiError, ChatCompletionRequest
 
 _FIELD = "chat_template_kwargs"
 _MOST_CHARACTERS = 4096
-_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
-"""Marks of transformers around the assistant's turns, which Jinja itself does not know."""
 _NO_EFFORT = "none"
 _THINKING = ("enable_thinking", "thinking")
 """Names under which templates read whether the model is to think."""
@@ -46,7 +39,7 @@ def template_switches(
         raise ApiError(str(error), code="unsupported_parameter", param=_FIELD) from error
     except RecursionError:
         raise ApiError(f"`{_FIELD}` is nested too deeply", code="invalid_value", param=_FIELD) from None
-    read = None if renderer is None else template_variables(renderer)
+    read = None if renderer is None else renderer.template.variables
     found = {**defaults, **({} if read is None else _hints(body, read)), **given}
     return found if read is None else {key: value for key, value in found.items() if key in read}
 
@@ -62,25 +55,3 @@ def _hints(body: ChatCompletionRequest, read: frozenset[str]) -> dict[str, Any]:
     if kind in ("enabled", "disabled"):
         found |= dict.fromkeys(_THINKING, kind == "enabled")
     return {key: value for key, value in found.items() if key in read}
-
-
-def template_variables(renderer: Renderer) -> frozenset[str] | None:
-    """Names that the model's chat template reads and does not set itself before; None if its source is unknown."""
-    processor = renderer.template.processor
-    own = getattr(processor and processor.processor, "chat_template", None)
-    try:
-        offered: tuple[Any, ...] = None, [{}]
-        sources = [own] if own else [renderer.tokenizer.get_chat_template(None, tools) for tools in offered]
-    except ValueError:  # several templates, none of which is the usual one
-        return None
-    found = [_variables(each) for each in sources]
-    return None if None in found else frozenset().union(*(each for each in found if each is not None))
-
-
-@lru_cache(maxsize=16)
-def _variables(source: str) -> frozenset[str] | None:
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
-    try:
-        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", source))))
-    except jinja2.TemplateSyntaxError:  # an extension of a later transformers
-        return None
