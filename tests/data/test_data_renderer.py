@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rollmill.data.renderer.call_formats import call_id, learn_calls, parse_calls, tool_result_message
 
 from bench.chat_templates.corpus import template, templates
 from bench.chat_templates.tokenizers import stand_in
 from rollmill.data.renderer import Renderer, load_renderer, renderer_of
+from rollmill.data.renderer.call_formats import call_id, learn_calls, parse_calls, tool_result_message
 from rollmill.data.renderer.template import call_message
 from rollmill.data.renderer.tokens import encode_pieces
 from rollmill.errors import ChatTemplateError

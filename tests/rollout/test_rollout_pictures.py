@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from picture_models import FAMILIES, load_seeing
-from rollmill.data.renderer.call_formats import tool_result_message
 from toys import toy_tokenizer
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.picture_turns import join_turns, turns_of
+from rollmill.data.renderer.call_formats import tool_result_message
 from rollmill.engines.native.engine import NativeEngine
 from rollmill.errors import EngineError, WorkflowError
 from rollmill.models.hf_forward import hf_logprobs

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollmill.data.renderer.call_formats import parse_tool_calls, render_tool_calls
 from toys import toy_tokenizer
 
 from rollmill.data.renderer import Renderer
+from rollmill.data.renderer.call_formats import parse_tool_calls, render_tool_calls
 from rollmill.files import parse_strict_json
 from rollmill.rollout.endpoint.anthropic_protocol import MessagesRequest
 from rollmill.rollout.endpoint.messages import assistant_message, normalize_messages

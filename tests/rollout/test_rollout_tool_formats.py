@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rollmill.data.renderer.call_formats import (
     TOOL_CALL_END,
     TOOL_CALL_START,
@@ -15,7 +16,6 @@ from rollmill.data.renderer.call_formats import (
     parse_tool_calls,
     render_tool_calls,
 )
-
 from rollmill.types import ParsedReply, ToolCall
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollmill.data.renderer.call_formats import render_tool_calls, tool_result_message
 
 from bench.chat_templates.corpus import template, templates
 from bench.chat_templates.tokenizers import stand_in
 from rollmill.config.rollout import SamplingConfig
+from rollmill.data.renderer.call_formats import render_tool_calls, tool_result_message
 from rollmill.engines.base import GenerationRequest
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.policy import Policy
