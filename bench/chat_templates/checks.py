@@ -192,7 +192,8 @@ def check_trained(oracle: Oracle, renderer: Renderer, messages: Messages, first:
     """Learned spans are TRL's, but for the header, white space at the end, and a second end-of-sequence token.
 
     TRL's spans may begin with a part of the header (`<|start|>assistant`), which the prompt has, and may go on behind
-    the token at which the model stops (a line break, `<|endoftext|>` after `<|end|>`) or leave it out.
+    the token at which the model stops (a line break, `<|endoftext|>` after `<|end|>`) or leave it out. In the history,
+    gpt-oss writes an end at which generation does not stop, which need not be learned.
     """
     trained = oracle.trained(messages, tools)
     if trained is None or trained[0] not in oracle.texts(messages, tools):
@@ -212,7 +213,9 @@ def check_trained(oracle: Oracle, renderer: Renderer, messages: Messages, first:
         head, _, tail = theirs.rpartition(bare) if bare in theirs else ("", "", "")
         for end in oracle.ends:
             tail = tail.replace(end, "")
-        if tail.strip() or (head.strip() and not any(head.strip() in p for p in _prompts(oracle, messages, tools))):
+        unstopped = tail.strip() in oracle.tokenizer.get_added_vocab()
+        known = not head.strip() or any(head.strip() in prompt for prompt in _prompts(oracle, messages, tools))
+        if not known or (tail.strip() and not unstopped):
             return f"learns {own[:60]!r}, TRL {theirs[:60]!r}"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,46 @@ def test_what_is_learned_is_the_template_s_continuation_with_its_end(name: str, 
     prompt = encode_prompt(task, tokenizer)
     assert made.token_ids[: len(prompt)].tolist() == prompt
     assert int(made.token_ids[-1]) in load_renderer(tokenizer, stop_ids=tokenizer.stop_ids).stop_ids
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama3_1", "gptoss", "deepseek_r1_distill"])
+def test_a_response_that_is_a_part_of_the_end_s_text_has_one_end(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    renderer = load_renderer(tokenizer, stop_ids=tokenizer.stop_ids)
+    for text in (*"deimnot", "end", "turn", "call"):
+        answer = renderer.demonstration_pieces([HI, {**FIVE, "content": text}], 1)[-1][0]
+        usual = renderer.demonstration_pieces([HI, FIVE], 1)[-1][0]
+        assert answer == usual.replace(FIVE["content"], text)
+        assert renderer.demonstration([HI, {**FIVE, "content": text}], 1)[1][-1]
+    calling = {**CALLING, "tool_calls": [{**CALL, "function": {"name": "call", "arguments": {}}}]}
+    tools = [{**WEATHER, "function": {**WEATHER["function"], "name": "call"}}]
+    if renderer.template.supports_tools:
+        called = renderer.demonstration_pieces([HI, calling], 1, tools)[-1][0]
+        assert called.count(renderer.template.call_end) == 1
+
+
+@pytest.mark.parametrize(("name", "end"), [("qwen3", "<|im_end|>"), ("gemma3", "<eos>"), ("gptoss", "<|return|>")])
+@pytest.mark.parametrize("form", ["one {} two", "one{}"])
+def test_responses_with_the_text_of_an_end_are_refused(name: str, end: str, form: str, tmp_path: Path) -> None:
+    tokenizer, text = tokenizer_of(name), form.format(end)
+    answer = {"role": "assistant", "content": text}
+    wanted = f"task rows:0: the response has {re.escape(repr(end))}, at which generation ends, before its end"
+    with pytest.raises(TasksetError, match=wanted):
+        expert_experience(task_of(tmp_path, {"messages": [HI, answer]}), tokenizer, 0)
+    longer = task_of(tmp_path, {"messages": [HI, answer, ASKED, FIVE]})
+    assert learned(expert_experience(longer, tokenizer, 0), tokenizer).count(FIVE["content"]) == 1
+    if form == "one {} two":
+        with pytest.raises(TasksetError, match=wanted):
+            expert_experience(longer, tokenizer, 0, "all")
+
+
+def test_an_end_in_the_history_at_which_generation_does_not_end_is_not_learned(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("gptoss")
+    task = task_of(tmp_path, {"messages": [HI, FIVE, ASKED, {"role": "assistant", "content": "Six."}]})
+    made = expert_experience(task, tokenizer, 0, "all")
+    final = "<|channel|>final<|message|>"
+    assert "It is 5.<|end|>" in tokenizer.decode(made.token_ids.tolist())
+    assert learned(made, tokenizer) == f"{final}It is 5.{final}Six.<|return|>"
 
 
 @pytest.mark.parametrize(("name", "text"), ENDS[:4])

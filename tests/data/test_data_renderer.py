@@ -238,3 +238,30 @@ def test_errors_of_a_call_are_json_for_clients() -> None:
     reply = renderer.parse(renderer.encode('<tool_call>\n{"name": "weather"'), prompt, TOOLS)
     assert reply.malformed
     json.dumps(reply.message)
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3_1", "llama3_2", "qwen2_5", "gemma3", "gemma4"])
+def test_reasoning_in_tags_of_plain_text_is_no_answer(name: str) -> None:
+    """Whether the library has a renderer of the family (Llama 3.1, Gemma 4), or not."""
+    renderer = renderer_for(name)
+    prompt = renderer.prompt([HI]).token_ids
+    for end in ("", renderer.template.turn_end):
+        ids = renderer.encode(f"<think>\nI add.\n</think>\n\nIt is 5.{end}")
+        reply = renderer.parse(ids, prompt, text=renderer.tokenizer.decode(ids, skip_special_tokens=True))
+        assert (reply.content, reply.reasoning) == ("It is 5.", "\nI add.\n")
+        assert not renderer.parse(renderer.encode("<think>\nI add."), prompt).reasoning_finished
+
+
+def test_a_call_after_reasoning_in_tags_of_plain_text_is_read() -> None:
+    renderer = renderer_for("llama3_1")
+    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", {"text": "Oslo"})]))
+    reply = renderer.parse([*renderer.encode("<think>I call.</think>"), *turn], prompt, TOOLS)
+    assert (reply.content, reply.reasoning) == ("", "I call.")
+    assert [(each.name, each.arguments) for each in reply.tool_calls] == [("weather", {"text": "Oslo"})]
+
+
+def test_a_call_behind_a_token_that_the_template_does_not_write_is_an_error_and_no_answer() -> None:
+    renderer = renderer_for("llama3_1")
+    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", {"text": "Oslo"})]))
+    reply = renderer.parse([*renderer.encode("<|python_tag|>"), *turn], prompt, TOOLS)
+    assert (len(reply.tool_calls), len(reply.malformed)) == (0, 1)

@@ -218,8 +218,8 @@ def encode_demonstration(
         own = several
     first = 0 if learn == "all" else len(task.prompt)
     with _named(task):
-        messages = [*_messages(task, tokenizer), *own]
-        pieces = _renderer(task, tokenizer).demonstration_pieces(messages, first, task.metadata.get(TOOLS))
+        messages, renderer = [*_messages(task, tokenizer), *own], _renderer(task, tokenizer)
+        pieces = renderer.demonstration_pieces(messages, first, task.metadata.get(TOOLS))
     pictures = encode_pictures(task, tokenizer)
     if pictures is None:
         encoded = encode_pieces(tokenizer, [text for text, _ in pieces])
@@ -230,6 +230,8 @@ def encode_demonstration(
             )
         behind = "".join(text for text, _ in pieces).removeprefix(pictures.text or render_prompt(task, tokenizer))
         encoded = [list(pictures.token_ids), tokenizer.encode(behind, add_special_tokens=False)]
+    with _named(task):
+        renderer.check_learned(encoded, pieces)
     mask = [learned for ids, (_, learned) in zip(encoded, pieces, strict=True) for _ in ids]
     return [token for ids in encoded for token in ids], mask
 

@@ -199,6 +199,7 @@ class Renderer:
         """
         pieces = self.demonstration_pieces(messages, len(messages) - 1 if learn == "last" else first, tools)
         encoded = encode_pieces(self.tokenizer, [text for text, _ in pieces])
+        self.check_learned(encoded, pieces)
         mask = [learned for ids, (_, learned) in zip(encoded, pieces, strict=True) for _ in ids]
         return [token for ids in encoded for token in ids], mask
 
@@ -222,8 +223,10 @@ class Renderer:
         for i in range(first, last):
             if messages[i]["role"] == "assistant":
                 start, end = self._turns.span(whole, messages, i, tools)
-                pieces += [(whole[at:start], False), (whole[start:end], True)]
-                at = end
+                stops = self._token(whole[end.start : end.stop]) in self.stop_ids
+                stop = end.stop if stops else end.start  # gpt-oss: an end at which nothing stops
+                pieces += [(whole[at:start], False), (whole[start:stop], True)]
+                at = stop
         if before[:at] != whole[:at]:
             raise self._turns.parted("an earlier turn", before, whole)
         turn = self._turns.last(whole, before, messages, tools)
@@ -236,6 +239,15 @@ class Renderer:
                 "its id to eos_token_id in generation_config.json"
             )
         return [*pieces, (before[at:], False), (turn, True)]
+
+    def check_learned(self, encoded: Sequence[Sequence[int]], pieces: Sequence[tuple[str, bool]]) -> None:
+        """Raise ChatTemplateError if a learned piece goes on behind a token at which generation ends."""
+        for ids, (text, learned) in zip(encoded, pieces, strict=True):
+            if learned and (stops := [each for each in ids[:-1] if each in self.stop_ids]):
+                raise ChatTemplateError(
+                    f"the response has {self.decode(stops[:1])!r}, at which generation ends, before its end: "
+                    f"{text[-80:]!r}; leave it out, the chat template writes the end of a turn"
+                )
 
     # -- the next turn -----------------------------------------------------------------------------------------
 

@@ -80,16 +80,21 @@ class ReplyParser:
         reads_calls = bool(tools) or format != "auto" if calls is None else calls
         stop_text = self._stop_text(ids, text)
         if family is not None and format == "auto":
+            said = self.split(ids, prompt_ids, stop_text)
+            if self.text_tags and said.reasoning is not None:
+                if not said.reasoning_finished:
+                    return said
+                rest = self.parse(self._template.encode(said.content), (), tools, calls=calls, salt=salt)
+                return replace(rest, reasoning=said.reasoning)
             reply = family.parse(ids, prompt_ids, tools, salt=salt)
-            if reply.tool_calls and not (thought := self.split(ids, prompt_ids, stop_text)).reasoning_finished:
-                return thought  # the library takes a call for the end of reasoning that was not closed
+            if reply.tool_calls and not said.reasoning_finished:
+                return said  # the library takes a call for the end of reasoning that was not closed
             written = self._template.decode(ids[:-1] if ids and ids[-1] in self._stop_ids else ids).removesuffix(
                 stop_text
             )
             marked = any(mark in written for mark in self._template.special_tokens)
             if not (marked or reply.tool_calls or reply.malformed):  # the family's reading needs its marks
-                plain = self.split(ids, prompt_ids, stop_text)
-                reply = plain if plain.reasoning is None else reply
+                reply = said
             if stop_text and reply.reasoning is not None and not reply.reasoning_finished:
                 reply = replace(reply, reasoning=reply.reasoning.removesuffix(stop_text))
             reply = replace(reply, content=reply.content.removesuffix(stop_text))
@@ -125,12 +130,19 @@ class ReplyParser:
             return replace(reply, content=whole)
         return reply
 
+    @cached_property
+    def text_tags(self) -> bool:
+        """True if the tags of reasoning are plain text, of which the model's family knows nothing (Llama 3.1)."""
+        tags = {each.strip() for each in self._template.reasoning_tags}
+        return not (self._template.supports_reasoning or tags & self._template.special_tokens)
+
     def _attempts(self, content: str) -> list[str]:
         """Errors of calls in formats without marks: a JSON object with a name that is cut off or damaged."""
         marked = self.native_calls and (self.call_format is None or self.call_format.start.strip())
         if marked and (self.call_format is not None or self._written_call.lstrip()[:1] != "{"):
             return []
-        return ["not JSON, or cut off"] if ATTEMPT.match(content.strip()) else []
+        text = self._template.without_tokens(content, self._template.special_tokens)  # such as <|python_tag|>
+        return ["not JSON, cut off, or behind a token of another format"] if ATTEMPT.match(text.strip()) else []
 
     @cached_property
     def _written_call(self) -> str:

@@ -88,13 +88,13 @@ class TurnTexts:
         if content and content not in text:
             raise ChatTemplateError("the tokenizer's chat template does not show the last message as it is")
         end = (self.template.call_end if calls else self.template.turn_end) or str(self.template.tokenizer.eos_token)
-        at = text.find(
-            end, max(text.rfind(content) + len(content) if content else 0, *(text.rfind(n) for n in calls), 0)
-        )
+        body = text.rpartition(end)[0]  # a short content, or a tool's name, may be a part of the end's text
+        behind = body.rfind(content) + len(content) if content else 0
+        at = text.find(end, max(behind, *(body.rfind(name) for name in calls), 0))
         return text[: at + len(end)] if at >= 0 else f"{text}{end}"
 
-    def span(self, whole: str, messages: Sequence[ChatMessage], i: int, tools: Tools) -> tuple[int, int]:
-        """Return where the turn of message `i` begins and ends in a conversation's text: what the policy writes.
+    def span(self, whole: str, messages: Sequence[ChatMessage], i: int, tools: Tools) -> tuple[int, TurnEnd]:
+        """Return where the policy's turn of message `i` begins in a conversation's text, and where it ends.
 
         Raises ChatTemplateError if either is not known.
         """
@@ -127,7 +127,7 @@ class TurnTexts:
             raise ChatTemplateError(
                 f"the end of a {kind} before the last one is not known in the tokenizer's chat template"
             )
-        return start, end.stop
+        return start, end
 
     def end(
         self,

@@ -117,7 +117,8 @@ def reply_marks(renderer: Renderer, tools: bool) -> ReplyMarks:
     tag_ids: tuple[int, int] | None = None
     if family is not None and ids[0] is not None and ids[1] is not None:
         tag_ids = ids[0], ids[1]
-    by_tags = family is None or (tag_ids is not None and bool(_THINK.fullmatch(start) and _THINK.fullmatch(end)))
+    known = tag_ids is not None or renderer.replies.text_tags
+    by_tags = family is None or (known and bool(_THINK.fullmatch(start) and _THINK.fullmatch(end)))
     texts = texts - {start, end, ""} if by_tags else texts - {""}
     trimmed = tools or family is not None or template.supports_reasoning
     plain = _writes_plain(renderer) if family is None else _reads_plain(renderer, family)
