@@ -27,7 +27,7 @@ from rollmill.data import (
 from rollmill.data.renderer import load_renderer
 from rollmill.errors import TasksetError
 from rollmill.models.run_tokenizer import load_run_tokenizer, save_run_tokenizer, use_run_date
-from rollmill.types import Experience, Task
+from rollmill.types import Experience, Message, Task
 
 HI, FIVE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is 5."}
 ASKED = {"role": "user", "content": "And now?"}
@@ -238,6 +238,14 @@ def test_the_date_in_a_prompt_is_that_of_the_run_s_start(name: str, tmp_path: Pa
     use_run_date(tmp_path, resumed)
     assert encode_prompt(task, resumed) == start
     assert encode_prompt(task, load_run_tokenizer(tmp_path).tokenizer) == start
+
+
+def test_a_tokenizer_without_any_end_is_refused() -> None:
+    tokenizer, _ = stand_in(template("qwen2_5"))
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    plain.chat_template = tokenizer.chat_template
+    with pytest.raises(TasksetError, match="the tokenizer has no eos_token"):
+        encode_demonstration(Task("t", [Message(**HI)], response="It is 5."), plain, 0)
 
 
 # -- texts -----------------------------------------------------------------------------------------------------

@@ -414,3 +414,25 @@ def test_the_answer_of_a_single_turn_has_no_reasoning(name: str) -> None:
     for each in found:
         reply = each.parsed_reply
         assert (reply.content.strip(), (reply.reasoning or "").strip()) == ("It is 391.", "It is 390.")
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("qwen3", "I look it up.\n"),
+        ("mistralai-Mistral-Nemo-Instruct-2407", "I look it up."),
+        ("Mistral-Small-3.2-24B-Instruct-2506", "I look it up."),
+        ("gptoss", "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"),
+    ],
+)
+def test_text_that_the_policy_writes_before_its_call_breaks_no_rollout(name: str, before: str) -> None:
+    """Though some templates do not show it in the history."""
+    chat = family_chat(name)
+    found = rolled(chat, chat.call.replace(CALLS[name], f"{before}{CALLS[name]}", 1), chat.answer("It is 391."))
+    assert (found.counted["tools/probe/calls"], found.reward, len(found.prompts)) == (1, 1, 2)
+
+
+CALLS = {"qwen3": "<tool_call>", "gptoss": " to=functions"} | dict.fromkeys(
+    ("mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506"), "[TOOL_CALLS]"
+)
+"""What a call begins with."""

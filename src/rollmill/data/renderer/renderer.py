@@ -8,6 +8,7 @@ exactly, is refused with the place where the texts part.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from rollmill.data.renderer.tokens import encode_pieces
 from rollmill.data.renderer.turns import TurnTexts
 from rollmill.errors import ChatTemplateError
 from rollmill.types import ToolCall, split_reasoning
+
+log = logging.getLogger(__name__)
 
 _MOST_BOUND = 32
 
@@ -321,7 +324,8 @@ class Renderer:
         """Fit messages and tools of an agent to the template: parts that it would not render become text.
 
         Tools are described in the system message, too, if another format of calls than the model's own is asked for.
-        Earlier messages become the same text whatever follows, so that a conversation can continue.
+        Text beside calls, which a policy may write, is left out of the history if the template shows none. Earlier
+        messages become the same text whatever follows, so that a conversation can continue.
         """
         native = format == "auto" and self.replies.native_calls
         found: list[dict[str, Any]] = []
@@ -336,6 +340,8 @@ class Renderer:
                 calls = render_tool_calls([_call(each) for each in message["tool_calls"]], format)
                 text = "\n".join(each for each in (_text(message), calls) if each)
                 found.append({"role": message["role"], "content": text})
+            elif message.get("tool_calls") and not self._shows_text_beside_calls(message):
+                found.append({**message, "content": None})
             else:
                 found.append(dict(message))
         fitting = [{key: value for key, value in each.items() if key != "of_tool"} for each in found]
@@ -344,6 +350,14 @@ class Renderer:
         if not native:
             return self._with_system_text(fitting, describe_tools(tools, format)), None
         return list(fitting), tools
+
+    def _shows_text_beside_calls(self, message: ChatMessage) -> bool:
+        """True if a message that calls tools has no text, or one that the template shows."""
+        thinks = bool(message.get("reasoning_content"))
+        if not _text(message).strip() or thinks in self.template.text_beside_calls:
+            return True
+        log.warning("the chat template shows no text beside tool calls; it is left out of the history")
+        return False
 
     def _with_system_text(self, messages: list[dict[str, Any]], text: str) -> list[ChatMessage]:
         """Add a text to the system message, or before the first message if the template supports none."""

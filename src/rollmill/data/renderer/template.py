@@ -254,6 +254,17 @@ class ChatTemplate:
         return not self.shows([QUESTION, call_message(calls)])
 
     @cached_property
+    def text_beside_calls(self) -> frozenset[bool]:
+        """Whether it renders the content of a message that calls tools: True if it has reasoning, False if it has none.
+
+        Mistral's templates leave it out, that of gpt-oss refuses it beside reasoning.
+        """
+        call = ToolCall(CALL_ID, "tool", {})
+        turns = {thinks: call_message([call], MARK, "thought" if thinks else None) for thinks in (False, True)}
+        result = tool_result_message(call, "result")
+        return frozenset(thinks for thinks, turn in turns.items() if self.shows([QUESTION, turn, result]))
+
+    @cached_property
     def supports_tool_results(self) -> bool:
         """True if it renders messages of the role `tool` after a call."""
         call = ToolCall(CALL_ID, "tool", {})

@@ -87,7 +87,12 @@ class TurnTexts:
         content = split_reasoning(turn.get("content") or "").content.strip()
         if content and content not in text:
             raise ChatTemplateError("the tokenizer's chat template does not show the last message as it is")
-        end = (self.template.call_end if calls else self.template.turn_end) or str(self.template.tokenizer.eos_token)
+        end = (self.template.call_end if calls else self.template.turn_end) or self.template.tokenizer.eos_token
+        if end is None:
+            raise ChatTemplateError(
+                "the tokenizer's chat template writes no special token at the end of a turn, and the tokenizer has no "
+                "eos_token; set one in tokenizer_config.json"
+            )
         body = text.rpartition(end)[0]  # a short content, or a tool's name, may be a part of the end's text
         behind = body.rfind(content) + len(content) if content else 0
         at = text.find(end, max(behind, *(body.rfind(name) for name in calls), 0))
