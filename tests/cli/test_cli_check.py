@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,16 +12,21 @@ from pathlib import Path
 
 import pytest
 import yaml
+from toys import toy_model
 
 import rollmill
+from bench.chat_templates.corpus import template
+from bench.chat_templates.tokenizers import stand_in
 from rollmill.cli import COMMANDS, build_app, handle_errors, main
 from rollmill.config.describe import estimate_parameters
 from rollmill.config.loader import load_run
 from rollmill.config.model import NewModelConfig, TokenizerConfig
 from rollmill.errors import ConfigError, TrainingError
+from rollmill.models.from_scratch import save_policy
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(rollmill.__file__).parents[1])}
 
+HI, FIVE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is 5."}
 RUN = """\
 name: sums
 model: {new: {hidden_size: 32, layers: 2, tokenizer: {kind: char}}}
@@ -272,3 +278,34 @@ def test_estimate_is_close_to_the_real_size(tie: bool) -> None:
     )
     real = sum(parameter.numel() for parameter in Qwen3ForCausalLM(config).parameters())
     assert estimate_parameters(new) == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "said"),
+    [
+        ("qwen3", [{"role": "developer", "content": "Be kind."}, HI, FIVE], "task rows:1: "),
+        ("gemma3", [HI, FIVE | {"reasoning_content": "Two and three."}], "task rows:1: .*reasoning"),
+        ("qwen3", [HI, {"role": "assistant", "content": "The end is <|im_end|>, is it?"}], "task rows:1: .*<\\|im_end"),
+        ("qwen3", None, "chat_template_kwargs has `enable_thinkin`"),
+    ],
+)
+def test_check_refuses_a_chat_that_the_template_cannot_show(
+    name: str, messages: list[dict[str, str]] | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl", reason="real chat templates are in the package trl, which is not installed")
+    tokenizer, ends = stand_in(template(name))
+    model = toy_model("llama", len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=4096)
+    model.generation_config.eos_token_id = sorted(ends)
+    save_policy(model, tokenizer, Path("model"))
+    rows = [[HI, FIVE], [HI, FIVE] if messages is None else messages]
+    Path("rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    run: dict[str, object] = {"model": {"path": "model"}, "taskset": {"path": "rows.jsonl"}}
+    run["stages"] = [{"name": "warm", "steps": 2, "algorithm": {"name": "sft", "batch": 2}}]
+    Path("chats.yaml").write_text(json.dumps(run))
+    assert main(["check", "chats.yaml", "--set", "taskset.limit=1"]) == 0
+    wrong = ["--set", "taskset.chat_template_kwargs={enable_thinkin: false}"] if messages is None else []
+    capsys.readouterr()
+    for command in ("check", "run"):
+        assert main([command, "chats.yaml", *wrong]) == (2 if command == "check" else 1)
+        assert re.search(said, capsys.readouterr().err)
+    assert not list(Path("runs").glob("**/metrics*"))  # no step was made

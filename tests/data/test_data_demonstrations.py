@@ -24,6 +24,7 @@ from rollmill.data import (
     load_taskset,
     preference_pair,
 )
+from rollmill.data.chat_check import check_chats
 from rollmill.data.renderer import load_renderer
 from rollmill.errors import TasksetError
 from rollmill.models.run_tokenizer import load_run_tokenizer, save_run_tokenizer, use_run_date
@@ -118,6 +119,15 @@ def test_responses_with_the_text_of_an_end_are_refused(name: str, end: str, form
     if form == "one {} two":
         with pytest.raises(TasksetError, match=wanted):
             expert_experience(longer, tokenizer, 0, "all")
+
+
+@pytest.mark.parametrize("text", ["one <|im_end|> two", "The tag <think> opens and </think> closes."])
+def test_check_finds_a_text_that_is_refused_among_others(text: str, tmp_path: Path) -> None:
+    said = [{"role": "assistant", "content": each} for each in ("It is 5.", "Six.", text)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": [HI, each]}) + "\n" for each in said))
+    tasks = load_taskset(TasksetConfig(path=tmp_path / "rows.jsonl")).tasks
+    with pytest.raises(TasksetError, match="task rows:2: "):
+        check_chats(tasks, tokenizer_of("qwen3"), rolled_out=False, imitated=True)
 
 
 def test_an_end_in_the_history_at_which_generation_does_not_end_is_not_learned(tmp_path: Path) -> None:

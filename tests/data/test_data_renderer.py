@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bench.chat_templates.corpus import template, templates
 from bench.chat_templates.tokenizers import stand_in
-from rollmill.data.renderer import Renderer, load_renderer, renderer_of
+from rollmill.data.renderer import Renderer, families, load_renderer, renderer_of
 from rollmill.data.renderer.call_formats import call_id, learn_calls, parse_calls, tool_result_message
 from rollmill.data.renderer.template import call_message
 from rollmill.data.renderer.tokens import encode_pieces
@@ -178,6 +178,24 @@ def test_the_family_is_found_by_what_it_reads_and_not_by_a_name() -> None:
     chatml = renderer_for("qwen2_5")
     assert chatml.replies.family is None  # its format is JSON, which is read without the library
     assert chatml.replies.call_format is not None
+
+
+def test_without_the_library_only_formats_that_the_template_does_not_teach_are_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(families, "LIBRARY", False)
+    call = call_message([ToolCall("abcdefghi", "weather", {"text": "a", "number": 1, "flag": True, "nested": {}})])
+    for name in ("qwen3", "llama3_1"):
+        renderer = renderer_for(name)
+        prompt, turn = turn_of(renderer, call)
+        assert [each.name for each in renderer.parse(turn, prompt, TOOLS).tool_calls] == ["weather"]
+    unread = renderer_for("qwen3_5_think")
+    assert unread.replies.family is None
+    assert "pip install 'rollmill[chat]'" in caplog.text
+    answer = {"role": "assistant", "content": "Rain.", "reasoning_content": "Look it up."}
+    prompt, turn = turn_of(unread, answer)
+    reply = unread.parse(turn, prompt)
+    assert (reply.content.strip(), (reply.reasoning or "").strip()) == ("Rain.", "Look it up.")
 
 
 def test_switches_are_bound_and_remembered() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import json
 import logging
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chat_templates import templated
 from reward_helpers import task
 from toys import toy_checkpoint, toy_model, toy_tokenizer
 from transformers import AutoModelForSequenceClassification
@@ -22,12 +24,13 @@ from transformers import AutoModelForSequenceClassification
 from rollmill.cli import main
 from rollmill.config.rewards.judges import ModelReward
 from rollmill.config.rewards.text import ExactReward
+from rollmill.data import encode_demonstration, encode_prompt
 from rollmill.errors import ModelError, RewardError
 from rollmill.models.classifier import save_classifier
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards import reward_model as model_module
 from rollmill.trainer.reward_trainer import ScoringNetwork
-from rollmill.types import Completion, StopReason
+from rollmill.types import Completion, Message, StopReason, Task
 
 WORDS = ["12", "the answer is 12", "how many apples", "are there?", "12 apples 12"]
 
@@ -185,3 +188,29 @@ def test_grade_scores_texts(folder: Path, tmp_path: Path, capsys: pytest.Capture
     tokenizer = toy_tokenizer()
     sequences = [[*tokenizer.encode("question"), *tokenizer.encode(text), tokenizer.eos_token_id] for text in WORDS]
     assert found == pytest.approx(plain(folder, sequences), abs=1e-4, rel=1e-5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_chat_ends_as_in_training(tmp_path: Path, shared: bool) -> None:
+    own = copy.deepcopy(templated("qwen3")[0])
+    own.eos_token = "<eos>"  # a base model's, whose template ends turns with another token
+    path = tmp_path / "model"
+    policy = toy_model("qwen3", len(own))
+    scored = ScoringNetwork(policy)
+    torch.nn.init.normal_(scored.head.weight, generator=torch.Generator().manual_seed(1))
+    save_classifier(policy, scored.network, scored.head, own, path, end_id=own.eos_token_id)
+    chat = Task("t", [Message(role="user", content="how many")], answer="12", response="12 apples")
+    ids, _ = encode_demonstration(chat, own, own.eos_token_id)
+    assert ids[-1] == own.convert_tokens_to_ids("<|im_end|>") != own.eos_token_id
+    tokenizer = own if shared else toy_tokenizer("char")
+    prompt = np.array(encode_prompt(chat, own) if shared else tokenizer.encode("how many"), np.int32)
+    end = ids[-1] if shared else tokenizer.eos_token_id
+    token_ids = np.array([*tokenizer.encode("<think>are</think>12 apples", add_special_tokens=False), end], np.int32)
+    zeros = np.zeros(len(token_ids), np.float32)
+    found = Completion(
+        prompt, token_ids, zeros, token_ids, zeros, "<think>are</think>12 apples", StopReason.EOS, seed=0, index=0
+    )
+    with build_reward_manager([reward(path)], tokenizer=tokenizer, device="cpu") as judge:
+        [judged] = asyncio.run(judge.score_group(chat, [found]))
+    answer = own.encode("12 apples", add_special_tokens=False)
+    assert judged.reward == pytest.approx(plain(path, [[*encode_prompt(chat, own), *answer, ids[-1]]])[0], abs=1e-4)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollmill.config.rewards.judges import ModelReward
 from rollmill.data.encoding import encode_prompt
+from rollmill.data.renderer import renderer_of
 from rollmill.models.classifier import load_classifier
 from rollmill.rewards.base import NO_ANSWER, OK, RewardResult, Score
 from rollmill.rewards.resources import RewardResources
@@ -91,9 +92,10 @@ class RewardModelScorer:
     folder.
 
     It reads the policy's tokens if its tokenizer has the same vocabulary; of a completion with reasoning only those of
-    the prompt. Otherwise it reads the text: the prompt (through its own chat template, if it is a chat), the answer,
-    and its own end-of-sequence token if the policy generated one. A completion that ends within its reasoning is scored
-    like an empty one, with the outcome `no_answer`: scores have no lowest value.
+    the prompt and of the end. Otherwise it reads the text: the prompt (through its own chat template, if it is a chat),
+    the answer, and, if the policy ended it, its own end: of a turn in a chat, of a sequence otherwise. A completion
+    that ends within its reasoning is scored like an empty one, with the outcome `no_answer`: scores have no lowest
+    value.
     """
 
     def __init__(self, config: ModelReward, resources: RewardResources) -> None:
@@ -127,6 +129,11 @@ class RewardModelScorer:
         text = reply.content
         if reply.reasoning is not None and opens_reasoning(tokenizer.decode(prompt[-_TAG_TOKENS:])):
             text = f"{REASONING_END}\n\n{text}"
-        ended = completion.stop_reason is StopReason.EOS and tokenizer.eos_token_id is not None
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return [*prompt, *ids, *([tokenizer.eos_token_id] if ended else [])]
+        if completion.stop_reason is not StopReason.EOS:
+            return [*prompt, *ids]
+        end = int(completion.token_ids[-1]) if self._reads_tokens else tokenizer.eos_token_id
+        if not self._reads_tokens and not isinstance(task.prompt, str):  # the template's end, as in its training
+            turn_end = renderer_of(tokenizer).turn_end_id
+            end = end if turn_end is None else turn_end
+        return [*prompt, *ids, *([] if end is None else [end])]

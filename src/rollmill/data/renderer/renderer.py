@@ -81,6 +81,7 @@ class Renderer:
         self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, day or date.today(), switches)
         self._given_stops = stop_ids
         self._bound = dict[str, Renderer]()
+        self._announced = False  # that text beside calls is left out
         self.encode, self.decode = self.template.encode, self.template.decode
         self.stop_ids = stop_ids | self._own_stops()
         self._turns = TurnTexts(self.template)
@@ -356,7 +357,9 @@ class Renderer:
         thinks = bool(message.get("reasoning_content"))
         if not _text(message).strip() or thinks in self.template.text_beside_calls:
             return True
-        log.warning("the chat template shows no text beside tool calls; it is left out of the history")
+        if not self._announced:
+            log.warning("the chat template shows no text beside tool calls; it is left out of the history")
+        self._announced = True
         return False
 
     def _with_system_text(self, messages: list[dict[str, Any]], text: str) -> list[ChatMessage]:
