@@ -205,6 +205,19 @@ def test_a_response_of_several_messages_is_learned_in_all_of_its_turns(tmp_path:
     assert tokenizer.decode(made.token_ids.tolist()) == whole.rstrip()
 
 
+@pytest.mark.parametrize("name", ["gptoss", "mistralai-Mistral-Nemo-Instruct-2407", "MiniMax-M2", "qwen3", "glm4moe"])
+def test_calls_before_the_last_turn_are_learned_though_templates_refuse_results_without_them(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    renderer = load_renderer(tokenizer, stop_ids=tokenizer.stop_ids)
+    turns = [
+        text for text, learns in renderer.demonstration_pieces([HI, CALLING, RESULT, FIVE], 1, [WEATHER]) if learns
+    ]
+    assert len(turns) == 2
+    assert "Oslo" in turns[0]
+    assert turns[0].endswith(renderer.template.call_end)
+    assert FIVE["content"] in turns[1]
+
+
 def test_earlier_turns_are_learned_if_that_is_asked_for(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("llama3")
     task = task_of(tmp_path, {"messages": [HI, FIVE, ASKED, {"role": "assistant", "content": "Six."}]})

@@ -108,7 +108,10 @@ class TurnTexts:
         mark = OTHER_MARK if content.startswith(MARK[0]) else MARK
         if mark is OTHER_MARK:
             mark = f"#{mark}"
-        plain = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
+        other: dict[str, Any] = {"role": "assistant", "content": mark}
+        if turn.get("tool_calls"):  # templates refuse results without a call
+            other["tool_calls"] = [_altered(each, OTHER_MARK) for each in turn["tool_calls"]]
+        plain = [*messages[:i], other, *messages[i + 1 :]]
         differs = common_prefix(whole, self.template.render(plain, tools, prompt=False))
         context = self.template.render(messages[:i], tools, prompt=False)
         prompt = self.template.render(messages[:i], tools)
@@ -200,7 +203,8 @@ def reasoning_of(message: ChatMessage) -> str:
     return (given if given is not None else split_reasoning(message.get("content") or "").reasoning or "").strip()
 
 
-def _altered(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _altered(entry: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
     """Another call in place of one."""
     function = entry.get("function", entry)
-    return {**entry, "function": {**function, "arguments": {OTHER_MARK: OTHER_MARK}}}
+    altered = {**function, "name": name or function["name"], "arguments": {OTHER_MARK: OTHER_MARK}}
+    return {**entry, "function": altered}
