@@ -225,6 +225,20 @@ def test_earlier_turns_are_learned_if_that_is_asked_for(tmp_path: Path) -> None:
     assert learned(expert_experience(task, tokenizer, 0, "all"), tokenizer) == "It is 5.<|eot_id|>Six.<|eot_id|>"
 
 
+def test_reasoning_of_earlier_turns_that_is_not_learned_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    thought = FIVE | {"reasoning_content": "Two and three."}
+    tokenizer = tokenizer_of("qwen3")
+    task = task_of(tmp_path, {"messages": [HI, thought, ASKED, thought]})
+    for _ in range(2):
+        made = expert_experience(task, tokenizer, 0, "all")
+    assert learned(made, tokenizer).count("Two and three.") == 1
+    assert [each.message for each in caplog.records if "reasoning of turns before" in each.message] == [
+        "the chat template drops the reasoning of turns before the last one; these are learned without it"
+    ]
+
+
 def test_switches_of_rows_and_tasksets_reach_the_template(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen3")
     row = {"messages": [HI, FIVE], "chat_template_kwargs": {"enable_thinking": False}}

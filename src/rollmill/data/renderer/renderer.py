@@ -31,7 +31,7 @@ from rollmill.data.renderer.template import (
     Tools,
 )
 from rollmill.data.renderer.tokens import encode_pieces
-from rollmill.data.renderer.turns import TurnTexts
+from rollmill.data.renderer.turns import TurnTexts, reasoning_of
 from rollmill.errors import ChatTemplateError
 from rollmill.types import ToolCall, split_reasoning
 
@@ -81,7 +81,7 @@ class Renderer:
         self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, day or date.today(), switches)
         self._given_stops = stop_ids
         self._bound = dict[str, Renderer]()
-        self._announced = False  # that text beside calls is left out
+        self._said = set[str]()
         self.encode, self.decode = self.template.encode, self.template.decode
         self.stop_ids = stop_ids | self._own_stops()
         self._turns = TurnTexts(self.template)
@@ -217,7 +217,7 @@ class Renderer:
         the reasoning, the turn closes it.
 
         Raises ChatTemplateError if the template does not show a message, changes earlier messages when the turn is
-        added, drops the turn's reasoning or calls, or the end of a turn is unknown.
+        added, drops the last turn's reasoning or calls, or the end of a turn is unknown.
         """
         last = len(messages) - 1
         before = self.text(messages[:last], tools)
@@ -231,6 +231,11 @@ class Renderer:
                 stop = end.stop if stops else end.start  # gpt-oss: an end at which nothing stops
                 pieces += [(whole[at:start], False), (whole[start:stop], True)]
                 at = stop
+                if reasoning_of(messages[i]) not in pieces[-1][0]:
+                    self._warn_once(
+                        "the chat template drops the reasoning of turns before the last one; these are learned "
+                        "without it"
+                    )
         if before[:at] != whole[:at]:
             raise self._turns.parted("an earlier turn", before, whole)
         turn = self._turns.last(whole, before, messages, tools)
@@ -357,10 +362,13 @@ class Renderer:
         thinks = bool(message.get("reasoning_content"))
         if not _text(message).strip() or thinks in self.template.text_beside_calls:
             return True
-        if not self._announced:
-            log.warning("the chat template shows no text beside tool calls; it is left out of the history")
-        self._announced = True
+        self._warn_once("the chat template shows no text beside tool calls; it is left out of the history")
         return False
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._said:
+            log.warning(text)
+        self._said.add(text)
 
     def _with_system_text(self, messages: list[dict[str, Any]], text: str) -> list[ChatMessage]:
         """Add a text to the system message, or before the first message if the template supports none."""
