@@ -25,10 +25,11 @@ from rollmill.data import (
     preference_pair,
 )
 from rollmill.data.chat_check import check_chats
+from rollmill.data.encoding import encode_answer
 from rollmill.data.renderer import load_renderer
 from rollmill.errors import TasksetError
 from rollmill.models.run_tokenizer import load_run_tokenizer, save_run_tokenizer, use_run_date
-from rollmill.types import Experience, Message, Task
+from rollmill.types import Experience, Message, StopReason, Task
 
 HI, FIVE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is 5."}
 ASKED = {"role": "user", "content": "And now?"}
@@ -119,6 +120,15 @@ def test_responses_with_the_text_of_an_end_are_refused(name: str, end: str, form
     if form == "one {} two":
         with pytest.raises(TasksetError, match=wanted):
             expert_experience(longer, tokenizer, 0, "all")
+
+
+def test_reasoning_that_never_ends_is_not_imitated(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen3_5_think")
+    cut = {"role": "assistant", "content": "<think>Two and"}
+    with pytest.raises(TasksetError, match="task rows:0: the response opens reasoning and never closes it"):
+        expert_experience(task_of(tmp_path, {"messages": [HI, cut]}), tokenizer, 0)
+    pair = task_of(tmp_path, {"prompt": [HI], "chosen": [FIVE], "rejected": [cut]})  # what to avoid may be cut off
+    assert len(preference_pair(pair, tokenizer, 0, "g")) == 2
 
 
 @pytest.mark.parametrize("text", ["one <|im_end|> two", "The tag <think> opens and </think> closes."])
@@ -319,3 +329,16 @@ def test_a_response_that_ends_with_the_end_gets_no_second_one() -> None:
     tokenizer = metaspace()
     ids, _ = encode_demonstration(Task("t", "2+4=", response="6</s>"), tokenizer, 2)
     assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["6", "</s>"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "gptoss", "glm4moe", "gemma3", "qwen3"])
+def test_another_answer_to_a_rollout_s_prompt_is_written_as_the_template_does(name: str, tmp_path: Path) -> None:
+    """As people edit it, or an operator of a pipeline writes it."""
+    tokenizer = tokenizer_of(name)
+    made = expert_experience(task_of(tmp_path, {"messages": [HI, FIVE]}), tokenizer, 0)
+    made.stop_reason = StopReason.EOS
+    text = tokenizer.decode(encode_answer("Six.", made, tokenizer, 0))
+    assert text == learned(made, tokenizer).replace(FIVE["content"], "Six.")
+    if name == "qwen3_5_think":
+        own = tokenizer.decode(encode_answer("Five and one.\n</think>\n\nSix.", made, tokenizer, 0))
+        assert own == "Five and one.\n</think>\n\nSix.<|im_end|>"

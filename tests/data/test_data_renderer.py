@@ -189,6 +189,8 @@ def test_without_the_library_only_formats_that_the_template_does_not_teach_are_l
         renderer = renderer_for(name)
         prompt, turn = turn_of(renderer, call)
         assert [each.name for each in renderer.parse(turn, prompt, TOOLS).tool_calls] == ["weather"]
+    with pytest.raises(ChatTemplateError, match="pip install 'rollmill\\[chat\\]'"):
+        renderer_for("gptoss")
     unread = renderer_for("qwen3_5_think")
     assert unread.replies.family is None
     assert "pip install 'rollmill[chat]'" in caplog.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -209,6 +209,8 @@ def encode_demonstration(
             prompt = list(pictures.token_ids)
         response += [eos_id] if response[-1:] != [eos_id] else []
         return [*prompt, *response], [*[False] * len(prompt), *[True] * len(response)]
+    if not rejected and not split_reply(solution, "").reasoning_finished:
+        raise TasksetError(f"task {task.id}: the response opens reasoning and never closes it; leave the row out")
     own: list[ChatMessage] = [{"role": "assistant", "content": solution}]
     whole = task.metadata.get(REJECTED_MESSAGE if rejected else RESPONSE_MESSAGE)
     if whole is not None and text_of_message(whole) == solution:  # an operator may have changed the text
@@ -248,6 +250,18 @@ def end_of_answer(experience: Experience, tokenizer: Any, end_id: int) -> int:
     renderer = renderer_of(tokenizer)
     is_chat = any(token in experience.prompt for token in renderer.template.special_tokens)
     return renderer.turn_end_id if is_chat and renderer.turn_end_id is not None else end_id
+
+
+def encode_answer(text: str, experience: Experience, tokenizer: Any, end_id: int) -> list[int]:
+    """Token ids of another answer to an experience's prompt, with its end (`end_of_answer`).
+
+    In a chat, the answer is written as the chat template does: a prompt that opens reasoning has it closed first.
+    """
+    prompt = tokenizer.decode(experience.token_ids[: int(experience.action_mask.argmax())], skip_special_tokens=False)
+    if tokenizer.chat_template is not None:
+        with suppress(ChatTemplateError):  # a run of texts, with a template that chats refuse
+            text = renderer_of(tokenizer).answer_text(prompt, text)
+    return [*tokenizer.encode(text, add_special_tokens=False), end_of_answer(experience, tokenizer, end_id)]
 
 
 def expert_experience(task: Task, tokenizer: Any, eos_id: int, learn: LearnedTurns = "last") -> Experience:

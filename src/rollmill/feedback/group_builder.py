@@ -10,8 +10,7 @@ import numpy as np
 
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.buffer.base import FEEDBACK
-from rollmill.data import encode_demonstration, render_prompt
-from rollmill.data.encoding import end_of_answer
+from rollmill.data import encode_demonstration, encoding, render_prompt
 from rollmill.feedback.requests import FeedbackError
 from rollmill.models.run_tokenizer import RunTokenizer
 from rollmill.trackers.console import printable
@@ -103,9 +102,8 @@ def encode_answer(text: str, original: Experience, tokenizer: RunTokenizer) -> l
     Raises FeedbackError if the vocabulary lacks a character (which would be lost), or if the text contains the end
     token.
     """
-    ids: list[int] = tokenizer.tokenizer.encode(text, add_special_tokens=False)
+    *ids, end_id = encoding.encode_answer(text, original, tokenizer.tokenizer, tokenizer.end_id)
     _check_known(text, ids, tokenizer.tokenizer)
-    end_id = end_of_answer(original, tokenizer.tokenizer, tokenizer.end_id)
     if end_id in ids:
         raise FeedbackError(_HOLDS_END)
     return [*ids, end_id]

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollmill.config.operators.filters import DataJuicerFilter
 from rollmill.config.validation_errors import suggest_match
-from rollmill.data.encoding import end_of_answer
+from rollmill.data.encoding import encode_answer
 from rollmill.errors import ConfigError
 from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_length, rollouts_of
 from rollmill.types import Experience, Turn, experience_from_demonstration
@@ -88,8 +88,7 @@ class DataJuicerOperators:
             batch.note("cut off")
             return
         start, context = prompt_length(experience), batch.context
-        new = [*context.tokenizer.encode(text, add_special_tokens=False)]
-        new.append(end_of_answer(experience, context.tokenizer, context.end_id))
+        new = encode_answer(text, experience, context.tokenizer, context.end_id)
         if len(new) > context.max_new_tokens:
             batch.note("too long")
             return

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.config.operators.synthesis import DemonstrationOperator, PreferencePairOperator, ReflectionOperator
-from rollmill.data.encoding import end_of_answer
+from rollmill.data.encoding import encode_answer
 from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_length, response_length, reward_value
 from rollmill.pipelines.deduplication import LRUCache
 from rollmill.pipelines.pipeline import Operator
@@ -189,8 +189,7 @@ def _solution(
         context = batch.context
         text = context.task(group[0].task_id).response
         if text is not None:
-            ids = [*context.tokenizer.encode(text, add_special_tokens=False)]
-            ids.append(end_of_answer(group[0], context.tokenizer, context.end_id))
+            ids = encode_answer(text, group[0], context.tokenizer, context.end_id)
             return np.array(ids, np.int32), text, "task"
     return None
 

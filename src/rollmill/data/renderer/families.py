@@ -140,6 +140,12 @@ class _GptOss:
         return
 
 
+def lacks_library(tokenizer: Any) -> bool:
+    """True if the library is not installed, and the tokenizer has a mark of a family that it may know."""
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    return not LIBRARY and any(mark in vocabulary for mark in _FAMILIES)
+
+
 def families_of(tokenizer: Any, switches: Mapping[str, Any]) -> Iterator[FamilyRenderer]:
     """The library's renderers that may fit a tokenizer, by the marks in its vocabulary; none without the library."""
     vocabulary: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()

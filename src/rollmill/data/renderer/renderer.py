@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from typing import Any, Literal
 
 from rollmill.data.renderer.call_formats import (
@@ -21,14 +22,17 @@ from rollmill.data.renderer.call_formats import (
     render_tool_calls,
     wrap_tool_response,
 )
+from rollmill.data.renderer.families import lacks_library
 from rollmill.data.renderer.replies import ReplyParser
 from rollmill.data.renderer.template import (
     ANSWER,
+    MARK,
     QUESTION,
     ChatMessage,
     ChatTemplate,
     Switches,
     Tools,
+    common_prefix,
 )
 from rollmill.data.renderer.tokens import encode_pieces
 from rollmill.data.renderer.turns import TurnTexts, reasoning_of
@@ -130,10 +134,13 @@ class Renderer:
             known = self.tokenizer.decode(self.encode(turn["content"]), skip_special_tokens=True)  # to small tokenizers
             answered = _spaceless(reply.content) == _spaceless(known) and reply.reasoning_finished
             if not answered or (turn is reasoned and not (reply.reasoning or "").strip()):
+                remedy = "use another template"
+                if lacks_library(self.tokenizer):
+                    remedy = "install the library that may read it: pip install 'rollmill[chat]'"
                 raise ChatTemplateError(
                     f"the tokenizer's chat template writes {'reasoning' if turn is reasoned else 'an answer'} in a "
                     f"format that cannot be read back: {text[0]!r} was read as {reply.content!r}, with the reasoning "
-                    f"{reply.reasoning!r}; use another template"
+                    f"{reply.reasoning!r}; {remedy}"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -248,6 +255,26 @@ class Renderer:
                 "its id to eos_token_id in generation_config.json"
             )
         return [*pieces, (before[at:], False), (turn, True)]
+
+    def answer_text(self, prompt: str, content: str) -> str:
+        """Return the turn, without its end, that answers a rollout's prompt with a text: as the template writes it.
+
+        A text with its own end of reasoning, and one after a prompt that ends in another way (with thinking switched
+        off), stay as they are.
+        """
+        header, frame = self._answer_header
+        closed = self.template.reasoning_tags[1].strip() in content
+        return content if closed or not header or not prompt.endswith(header) else f"{frame}{content}"
+
+    @cached_property
+    def _answer_header(self) -> tuple[str, str]:
+        """How a prompt ends, and what the template writes between it and an answer."""
+        try:
+            context = self.template.render([QUESTION], prompt=False)
+            (before, _), (turn, _) = self.demonstration_pieces([QUESTION, {**ANSWER, "content": MARK}], 1)[-2:]
+        except ChatTemplateError:
+            return "", ""
+        return before[common_prefix(context, before) :], turn.partition(MARK)[0]
 
     def check_learned(self, encoded: Sequence[Sequence[int]], pieces: Sequence[tuple[str, bool]]) -> None:
         """Raise ChatTemplateError if a learned piece goes on behind a token at which generation ends."""
