@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -357,12 +358,13 @@ class Renderer:
         """Fit messages and tools of an agent to the template: parts that it would not render become text.
 
         Tools are described in the system message, too, if another format of calls than the model's own is asked for.
-        Text beside calls, which a policy may write, is left out of the history if the template shows none. Earlier
-        messages become the same text whatever follows, so that a conversation can continue.
+        Text beside calls, which a policy may write, is left out of the history if the template shows none. The text of
+        a special token in a tool's result is parted by a space, since it would end the turn. Earlier messages become
+        the same text whatever follows, so that a conversation can continue.
         """
         native = format == "auto" and self.replies.native_calls
         found: list[dict[str, Any]] = []
-        for message in messages:
+        for message in map(self._without_control, messages):
             if message["role"] == "tool" and not self.template.supports_tool_results:
                 _add_to_user(found, wrap_tool_response(_text(message)))
             elif (
@@ -383,6 +385,29 @@ class Renderer:
         if not native:
             return self._with_system_text(fitting, describe_tools(tools, format)), None
         return list(fitting), tools
+
+    def _without_control(self, message: ChatMessage) -> ChatMessage:
+        """Part the special tokens in a tool's result."""
+        if message["role"] != "tool":
+            return message
+        if isinstance(message["content"], str):
+            return {**message, "content": self._part_tokens(message["content"])}
+        parts = [
+            {**part, "text": self._part_tokens(part["text"])} if part.get("type") == "text" else part
+            for part in message["content"]
+        ]
+        return {**message, "content": parts}
+
+    def _part_tokens(self, text: str) -> str:
+        parted = self._control_tokens.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        if parted != text:
+            self._warn_once("a tool's result has the text of a special token; a space is put into it")
+        return parted
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str]:
+        special = sorted(self.tokenizer.all_special_tokens, key=len, reverse=True)
+        return re.compile("|".join(re.escape(each) for each in special if len(each) > 2) or "(?!)")
 
     def _shows_text_beside_calls(self, message: ChatMessage) -> bool:
         """True if a message that calls tools has no text, or one that the template shows."""
