@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from random import Random
 from typing import Any
 
 import pytest
@@ -84,10 +85,33 @@ def test_calls_between_tags_are_read_back_or_malformed(name: str) -> None:
     arguments = {"text": 'Oslo "x"\n🙂 {y}', "number": 3, "nested": {"a": [1, {"b": "c"}]}}
     prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", arguments)]))
     assert [each.arguments for each in renderer.parse(turn, prompt, TOOLS).tool_calls] == [arguments]
-    hard = {"text": "a </tool_call> b"}
-    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", hard)]))
+    tag = "</arg_value>" if name == "glm4moe" else "</parameter>"
+    hard: dict[str, Any] = {"text": f"a </tool_call> b {tag} c", "number": 7, "nested": {"list": ["</tool_call> d"]}}
+    calls = [ToolCall("abcdefghi", "weather", hard), ToolCall("ihgfedcba", "clock", hard)]
+    prompt, turn = turn_of(renderer, call_message(calls))
     reply = renderer.parse(turn, prompt, TOOLS)
-    assert reply.malformed or [each.arguments for each in reply.tool_calls] == [hard]
+    assert reply.malformed == []
+    assert [(each.name, each.arguments) for each in reply.tool_calls] == [("weather", hard), ("clock", hard)]
+    same = {"text": f"a </tool_call> <tool_call> {tag}"}  # as the format itself goes on
+    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", same)]))
+    reply = renderer.parse(turn, prompt, TOOLS)
+    assert reply.malformed
+    assert reply.tool_calls == []
+
+
+@pytest.mark.parametrize("name", [*TAG_FORMATS, "poolside-Laguna-XS.2", "MiniMax-M2"])
+def test_arguments_with_tags_are_read_back_or_malformed_and_never_others(name: str) -> None:
+    renderer, random = renderer_for(name), Random(1)
+    tags = ["</tool_call>", "</parameter>", "</function>", "</arg_value>", "</arg_key>", " ", "b", "\n", "<tool_call>"]
+    read = 0
+    for _ in range(100):
+        arguments = {"text": f"a{''.join(random.choices(tags, k=random.randint(1, 5)))}z", "number": 3}
+        prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", arguments)]))
+        reply = renderer.parse(turn, prompt, TOOLS)
+        if not reply.malformed:
+            assert [each.arguments for each in reply.tool_calls] == [arguments]
+        read += not reply.malformed
+    assert read > 90
 
 
 @pytest.mark.parametrize("name", [*JSON_FORMATS, *TAG_FORMATS])

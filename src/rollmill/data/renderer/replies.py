@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from rollmill.data.renderer.call_formats import (
     parse_calls,
     text_parser,
 )
+from rollmill.data.renderer.call_tags import CallTags
 from rollmill.data.renderer.families import FamilyRenderer, families_of
 from rollmill.data.renderer.template import (
     ANSWER,
@@ -87,6 +87,14 @@ class ReplyParser:
                 rest = self.parse(self._template.encode(said.content), (), tools, calls=calls, salt=salt)
                 return replace(rest, reasoning=said.reasoning)
             reply = family.parse(ids, prompt_ids, tools, salt=salt)
+            hidden = self.call_tags.hide(said.content) if reads_calls else said.content
+            if hidden != said.content:  # the library would end an argument at a tag within it
+                before, _, behind = self._template.decode(ids).rpartition(said.content)
+                other = family.parse(self._template.encode(f"{before}{hidden}{behind}"), prompt_ids, tools, salt=salt)
+                if other.tool_calls and not (other.malformed or self.call_tags.in_text(other.content)):
+                    restore = self.call_tags.restore
+                    own = [replace(each, arguments=restore(each.arguments)) for each in other.tool_calls]
+                    reply = replace(other, tool_calls=own, content=restore(other.content))
             if reply.tool_calls and not said.reasoning_finished:
                 return said  # the library takes a call for the end of reasoning that was not closed
             written = self._template.decode(ids[:-1] if ids and ids[-1] in self._stop_ids else ids).removesuffix(
@@ -116,7 +124,7 @@ class ReplyParser:
             reply = replace(reply, content=self._template.without_tokens(reply.content))
         if reads_calls and format == "auto" and not (reply.tool_calls or reply.malformed):
             reply = replace(reply, malformed=self._attempts(reply.content))
-        if reply.tool_calls and any(tag in reply.content for tag in self._closing_tags):
+        if reply.tool_calls and any(map(self.call_tags.in_text, [reply.content, *(e.name for e in reply.tool_calls)])):
             broken = "text of a call stands behind its end; a tag of the format is part of an argument"
             raw = self.split(ids, prompt_ids, stop_text)
             reply = replace(
@@ -156,9 +164,16 @@ class ReplyParser:
             return ""
 
     @cached_property
-    def _closing_tags(self) -> frozenset[str]:
-        """Closing tags of the format of calls, such as `</parameter>`, of which an answer beside a call has none."""
-        return frozenset(re.findall(r"</[\w:]+>", self._written_call))
+    def call_tags(self) -> CallTags:
+        """The closing tags of the template's own format of calls; none if it writes none."""
+        arguments, tools = {"text": "value", "number": 7}, [probe_tool(), probe_tool(OTHER_MARK)]
+        calls = [ToolCall(CALL_ID, MARK, arguments), ToolCall("ihgfedcba", OTHER_MARK, arguments)]
+        if self._written_call:
+            before = self._template.render([QUESTION], tools)
+            for several in (calls, calls[:1]):  # some templates have one call a turn
+                if written := self._written(before, call_message(several), tools):
+                    return CallTags(written)
+        return CallTags("")
 
     def split(self, ids: list[int], prompt_ids: Sequence[int], stop_text: str) -> ParsedReply:
         """Split a turn's exact text at its reasoning. Calls stay in the content, and special tokens everywhere."""
@@ -185,8 +200,8 @@ class ReplyParser:
         """The library's renderer of the model's family: one that reads what the template writes; else None.
 
         One that reads every argument is preferred, else one that reads those without the family's own tags: in formats
-        that are not JSON (Qwen 3.5, GLM) nothing tells a tag in an argument from the closing one. A format of JSON that
-        was learned from the template needs no family.
+        that are not JSON (Qwen 3.5, GLM) only what follows tells a tag in an argument from the closing one. A format of
+        JSON that was learned from the template needs no family.
         """
         if not (self._template.supports_tools and self._template.supports_tool_calls):
             return None
