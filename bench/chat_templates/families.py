@@ -53,6 +53,7 @@ DEEPSEEK = (
     *(f"<｜tool▁{name}▁{end}｜>" for name in ("calls", "call", "outputs", "output") for end in ("begin", "end")),
     *("<｜tool▁sep｜>", "<｜User｜>", "<｜Assistant｜>"),
 )
+DEEPSEEK_TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 COHERE_MARKS = tuple(
     f"<|{end}_{name}|>"
     for name in ("THINKING", "RESPONSE", "ACTION", "TOOL_RESULT", "TEXT")
@@ -80,8 +81,12 @@ FAMILIES = (
     Family("cohere2|Cohere2MoE|.*command-r7b", "<BOS_TOKEN>", END_OF_TURN, TURN, plain=COHERE_MARKS),
     Family("cohere|CohereForAI", "<BOS_TOKEN>", END_OF_TURN, TURN),
     Family(
-        ".*DeepSeek-V(3.2|4)", BEGIN_OF_SENTENCE, END_OF_SENTENCE, (END_OF_SENTENCE,), plain=(*DEEPSEEK, "｜DSML｜")
+        ".*DeepSeek-V4",
+        *(BEGIN_OF_SENTENCE, END_OF_SENTENCE, (END_OF_SENTENCE,)),
+        tuple(f"<｜{name}｜>" for name in ("latest_reminder", *DEEPSEEK_TASKS)),
+        plain=(*DEEPSEEK, "｜DSML｜"),
     ),
+    Family(".*DeepSeek-V3.2", BEGIN_OF_SENTENCE, END_OF_SENTENCE, (END_OF_SENTENCE,), plain=(*DEEPSEEK, "｜DSML｜")),
     Family("deepseek", BEGIN_OF_SENTENCE, END_OF_SENTENCE, (END_OF_SENTENCE,), plain=DEEPSEEK),
     Family(
         "glm4moe|GLM",

@@ -74,7 +74,10 @@ def test_variables_of_the_template_are_set_for_all_requests_without_their_own(
     tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
     folder = toy_checkpoint(tmp_path / "toy", "qwen3")
-    text = "{% if enable_thinking is not defined or enable_thinking %}think{% endif %}{{ messages[0].content }}<eos>"
+    text = (
+        "{% if enable_thinking is not defined or enable_thinking %}think{% endif %}{% for each in messages %}"
+        "{{ each.role }}:{{ each.content }}<eos>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     (folder / "chat_template.jinja").write_text(text)
     words = ("--port", 0, "--no-key", "--chat-template-kwargs", '{"enable_thinking": false}')
     _, address, _ = start(started, folder, *words)

@@ -47,6 +47,7 @@ FAMILIES = (
     *("glm4moe", "GLM-4.6", "GLM-4.7-Flash", "gptoss", "llama3_1", "llama3_2", "nemotron_3_nano", "nemotron_3_super"),
     *("nemotron_3_ultra", "nemotron_3_5_lightning", "moonshotai-Kimi-K2", "MiniMax-M2", "poolside-Laguna-S-2.1"),
     *("poolside-Laguna-XS-2.1", "poolside-Laguna-XS.2", "gemma4", "gemma4_v5", "google-gemma-4-31B-it"),
+    *("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731"),
     # formats that no family knows, and that are learned from the template
     *("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407", "ibm-granite-granite-4.0"),
     *("llama4", "lfm2_v2", "Cohere2MoE", "exaone4"),
@@ -59,8 +60,8 @@ OPENED = (
     *("nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning", "MiniMax-M2", "gemma4_v5"),
 )
 """Templates whose prompts open reasoning, or whose reasoning has tags of its own."""
-SECTION_END = "<|tool_calls_section_end|>"
-"""What Kimi writes after a turn's last call, which has an end of its own."""
+SECTION_ENDS = ("<|tool_calls_section_end|>", "\n</｜DSML｜tool_calls>")
+"""What Kimi and DeepSeek V4 write after a turn's last call, which has an end of its own."""
 
 RESULT = "RESULT 391"
 ARGUMENTS: dict[str, Any] = {
@@ -212,7 +213,9 @@ def family_chat(name: str) -> FamilyChat:
 
 def broken_calls(chat: FamilyChat) -> Iterator[str]:
     """The turn with a call, cut off at several places, or damaged; without its end."""
-    body = chat.call.removesuffix(chat.end).rstrip().removesuffix(SECTION_END)
+    body = chat.call.removesuffix(chat.end).rstrip()
+    for end in SECTION_ENDS:
+        body = body.removesuffix(end)
     yield body[: body.index("and left") + 3]
     yield body[: max(body.rindex("7"), body.rindex("3.5"), body.rindex("left")) + 1]
     yield body[:-4]

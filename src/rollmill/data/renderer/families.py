@@ -32,6 +32,8 @@ _FAMILIES = {
     "<|message_model|>": ("inkling",),
 }
 """The library's names of families, by a token with which they write calls; its renderers check for the other ones."""
+_SECTION_END = "</｜DSML｜tool_calls>"
+"""What DeepSeek V4 writes behind its last call."""
 LIBRARY = importlib.util.find_spec("renderers") is not None
 
 
@@ -77,7 +79,7 @@ class FamilyRenderer:
             marks = set(self._tokenizer.get_added_vocab().values())
             if self._tokenizer.decode([token for token in behind if token not in marks]).strip():
                 text = self._tokenizer.decode(behind, skip_special_tokens=False)
-                content += text if text.strip() not in content else ""
+                content += text if not (text.strip() in content or _SECTION_END.startswith(text.strip())) else ""
         finished = found.reasoning_complete is not False
         reasoning = found.reasoning_content if finished else (found.reasoning_content or "")
         return ParsedReply(content, reasoning, calls, malformed, finished)
