@@ -47,7 +47,7 @@ FAMILIES = (
     *("glm4moe", "GLM-4.6", "GLM-4.7-Flash", "gptoss", "llama3_1", "llama3_2", "nemotron_3_nano", "nemotron_3_super"),
     *("nemotron_3_ultra", "nemotron_3_5_lightning", "moonshotai-Kimi-K2", "MiniMax-M2", "poolside-Laguna-S-2.1"),
     *("poolside-Laguna-XS-2.1", "poolside-Laguna-XS.2", "gemma4", "gemma4_v5", "google-gemma-4-31B-it"),
-    *("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731"),
+    *("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731", "tencent-Hy3"),
     # formats that no family knows, and that are learned from the template
     *("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407", "ibm-granite-granite-4.0"),
     *("llama4", "lfm2_v2", "Cohere2MoE", "exaone4"),
@@ -60,8 +60,8 @@ OPENED = (
     *("nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning", "MiniMax-M2", "gemma4_v5"),
 )
 """Templates whose prompts open reasoning, or whose reasoning has tags of its own."""
-SECTION_ENDS = ("<|tool_calls_section_end|>", "\n</｜DSML｜tool_calls>")
-"""What Kimi and DeepSeek V4 write after a turn's last call, which has an end of its own."""
+SECTION_ENDS = ("<|tool_calls_section_end|>", "\n</｜DSML｜tool_calls>", "\n</tool_calls:opensource>")
+"""What Kimi, DeepSeek V4 and Hy3 write after a turn's last call, which has an end of its own."""
 
 RESULT = "RESULT 391"
 ARGUMENTS: dict[str, Any] = {

@@ -309,6 +309,8 @@ class ChatTemplate:
         if not self.supports_tool_calls:
             return self.turn_end
         text = self.render([QUESTION, call_message([call])], prompt=False)
+        if self.turn_end and self.last_special(text) == self.turn_end:
+            return self.turn_end
         if self.last_special(self.render([QUESTION, ANSWER], prompt=False)):
             found = self.last_special(text)
             return found if found and self.turn_end not in text[text.rindex(MARK) :] else self.turn_end
