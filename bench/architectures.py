@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import machine
-from bench.harness import RESULTS, ROOT, BenchError, note
+from bench.harness import RESULTS, ROOT, BenchError, note, with_matrix
 from bench.worker import versions
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(arguments: list[str], only_json: bool) -> int:
     args = parser.parse_args(arguments)
     file = args.folder / "architectures.json"
     if args.table:
-        PAGE.write_text(with_matrix(PAGE.read_text(), json.loads(file.read_text())))
+        PAGE.write_text(with_matrix(PAGE.read_text(), matrix(json.loads(file.read_text())), BEGIN, END))
         return 0
     progress = not only_json
     if args.pictures:
@@ -164,19 +164,6 @@ def one_line(finding: dict[str, Any]) -> str:
     extra = "; ".join([finding["why"], *finding.get("notes", [])]).strip("; ")
     stage = f" at {finding['stage']}" if finding["stage"] else ""
     return f"{finding['name']:26} {finding['verdict'] + stage:20} {numbers}  {extra}"
-
-
-def with_matrix(page: str, record: dict[str, Any]) -> str:
-    """Insert the matrix between the markers of a page.
-
-    Raises:
-        BenchError: the page has no markers.
-    """
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise BenchError(f"{PAGE} lacks the markers {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n\n{matrix(record)}\n\n{END}{tail}"
 
 
 def matrix(record: dict[str, Any]) -> str:

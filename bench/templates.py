@@ -17,7 +17,7 @@ from typing import Any
 from bench import machine
 from bench.chat_templates.corpus import HOW, LICENCES, absent, templates
 from bench.chat_templates.judge import FEATURES, VERDICTS, Load, TemplateFinding, judge
-from bench.harness import RESULTS, ROOT, BenchError, note
+from bench.harness import RESULTS, ROOT, BenchError, note, with_matrix
 from bench.worker import versions
 
 PAGE = ROOT / "docs" / "guide" / "chat-templates.md"
@@ -43,7 +43,7 @@ def main(arguments: list[str], only_json: bool) -> int:
     args = parser.parse_args(arguments)
     file = args.folder / "templates.json"
     if args.table:
-        PAGE.write_text(with_matrix(PAGE.read_text(), json.loads(file.read_text())))
+        PAGE.write_text(with_matrix(PAGE.read_text(), matrix(json.loads(file.read_text())), BEGIN, END))
         return 0
     from rollmill.data.renderer import load_renderer
 
@@ -107,19 +107,6 @@ def one_line(finding: TemplateFinding) -> str:
     short = " ".join(f"{feature}:{cells[feature][0]}" for feature in FEATURES if cells[feature][0] != "right")
     why = next((cell[1] for verdict in ("wrong", "refused") for cell in cells.values() if cell[0] == verdict), "")
     return f"{finding.name[:44]:44} {finding.verdict:8} {short}  {why[:200]}"
-
-
-def with_matrix(page: str, record: dict[str, Any]) -> str:
-    """Insert the matrix between the markers of a page.
-
-    Raises:
-        BenchError: the page has no markers.
-    """
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise BenchError(f"{PAGE} lacks the markers {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n\n{matrix(record)}\n\n{END}{tail}"
 
 
 def matrix(record: dict[str, Any]) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.architectures import BEGIN, END, PAGE, judged, matrix, with_matrix
-from bench.harness import BenchError
+from bench.architectures import BEGIN, END, PAGE, judged, matrix
+from bench.harness import BenchError, with_matrix
 from bench.ours.architectures import judge
 from bench.ours.vision_architectures import judge_pictures, picture_types
 from bench.tiny_architectures import WINDOW, tiny_model
@@ -88,7 +88,7 @@ def test_every_family_that_is_trained_has_a_tiny_checkpoint_and_a_right_finding(
 
 def test_the_page_is_that_of_the_last_result() -> None:
     record = json.loads((ROOT / "bench" / "results" / "architectures.json").read_text())
-    assert with_matrix(PAGE.read_text(), record) == PAGE.read_text()
+    assert with_matrix(PAGE.read_text(), matrix(record), BEGIN, END) == PAGE.read_text()
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_the_matrix_goes_between_its_markers() -> None:
     ]
     vision = {"versions": {"transformers": "5.1"}, "architectures": 2, "findings": families}
     record = {"versions": {"transformers": "5.0"}, "architectures": 3, "findings": findings, "vision": vision}
-    page = with_matrix(f"before\n{BEGIN}\nold\n{END}\nafter\n", record)
+    page = with_matrix(f"before\n{BEGIN}\nold\n{END}\nafter\n", matrix(record), BEGIN, END)
     assert page.startswith(f"before\n{BEGIN}\n\ntransformers 5.0, 3 architectures: 1 right, 2 refused.")
     assert page.endswith(f"{END}\nafter\n")
     assert "| llama | 1e-06 | 2e-06 | 3e-06 | 4e-07 |" in page
@@ -174,10 +174,10 @@ def test_the_matrix_goes_between_its_markers() -> None:
     assert "| gemma3 | 1e-06 | 3e-06 | 4e-07 | 8, 4 |" in page
     assert "| aria | the folder is Aria |" in page
     assert "\nold\n" not in page
-    assert with_matrix(page, record) == page
+    assert with_matrix(page, matrix(record), BEGIN, END) == page
     assert matrix(record) in page
     with pytest.raises(BenchError, match="lacks the markers"):
-        with_matrix("no markers", record)
+        with_matrix("no markers", matrix(record), BEGIN, END)
 
 
 #: One of each kind: plain, with windows, chunks, sinks or convolutions, recurrent, with experts, with norms of its own.

@@ -17,8 +17,8 @@ from bench.chat_templates.families import family
 from bench.chat_templates.judge import FEATURES, TemplateFinding, judge
 from bench.chat_templates.oracle import Oracle
 from bench.chat_templates.tokenizers import stand_in
-from bench.harness import RESULTS, BenchError
-from bench.templates import BEGIN, END, PAGE, judged, main, summary, with_matrix
+from bench.harness import RESULTS, BenchError, with_matrix
+from bench.templates import BEGIN, END, PAGE, judged, main, matrix, summary
 from rollmill.errors import RollmillError
 from rollmill.types import ParsedReply, ToolCall, split_reasoning
 
@@ -283,7 +283,7 @@ def test_an_unknown_template_is_named() -> None:
 def test_the_matrix_goes_between_its_markers() -> None:
     findings = [told("gemma"), told(CHATML, prompt=lambda _: None)]
     record = {**summary(findings), "findings": [finding.record() for finding in findings]}
-    page = with_matrix(f"before\n{BEGIN}\nold\n{END}\nafter\n", record)
+    page = with_matrix(f"before\n{BEGIN}\nold\n{END}\nafter\n", matrix(record), BEGIN, END)
     assert page.startswith(f"before\n{BEGIN}\n\ntransformers ")
     assert page.endswith(f"{END}\nafter\n")
     assert "2 templates: 1 right, 0 refused, 1 wrong." in page
@@ -291,16 +291,16 @@ def test_the_matrix_goes_between_its_markers() -> None:
     assert f"| {CHATML} | **wrong** |" in page
     assert "wrong: prompt: user; system and user; developer and user and 2 more | `TypeError: " in page
     assert "| trl 1.16" in page
-    assert with_matrix(page, record) == page
+    assert with_matrix(page, matrix(record), BEGIN, END) == page
     with pytest.raises(BenchError, match="lacks the markers"):
-        with_matrix("no markers", record)
+        with_matrix("no markers", matrix(record), BEGIN, END)
 
 
 def test_the_page_is_that_of_the_last_result() -> None:
     file = RESULTS / "templates.json"
     if not file.exists():
         pytest.skip("there is no result of `python -m bench templates` yet")
-    assert with_matrix(PAGE.read_text(), json.loads(file.read_text())) == PAGE.read_text()
+    assert with_matrix(PAGE.read_text(), matrix(json.loads(file.read_text())), BEGIN, END) == PAGE.read_text()
 
 
 @pytest.mark.slow

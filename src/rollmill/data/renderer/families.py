@@ -84,15 +84,6 @@ class FamilyRenderer:
         reasoning = found.reasoning_content if finished else (found.reasoning_content or "")
         return ParsedReply(content, reasoning, calls, malformed, finished)
 
-    def continue_prompt(
-        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new: Sequence[Mapping[str, Any]], tools: Any
-    ) -> list[int] | None:
-        """Append messages to a turn's exact tokens; None where the family's template changes the history."""
-        found = self._renderer.bridge_to_next_turn(
-            list(prompt_ids), list(completion_ids), [dict(each) for each in new], tools=list(tools) if tools else None
-        )
-        return None if found is None else list(found.token_ids)
-
 
 def _typed(arguments: dict[str, Any], name: str, tools: Any) -> dict[str, Any]:
     """Arguments by the tool's schema where they are in Python's notation: some templates write True and None."""
@@ -136,10 +127,6 @@ class _GptOss:
 
         header = self._tokenizer.encode("<|start|>assistant", add_special_tokens=False) if prompt_ids else []
         return parse_gpt_oss(self._tokenizer, [*header, *token_ids], **self._ids)
-
-    def bridge_to_next_turn(self, *_: Any, **__: Any) -> None:
-        """Continuing needs the encoder; the chat template's text is used."""
-        return
 
 
 def lacks_library(tokenizer: Any) -> bool:

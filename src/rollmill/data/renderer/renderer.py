@@ -269,7 +269,7 @@ class Renderer:
 
     @cached_property
     def _answer_header(self) -> tuple[str, str]:
-        """How a prompt ends, and what the template writes between it and an answer."""
+        """The end of a prompt, and what the template writes between it and an answer."""
         try:
             context = self.template.render([QUESTION], prompt=False)
             (before, _), (turn, _) = self.demonstration_pieces([QUESTION, {**ANSWER, "content": MARK}], 1)[-2:]

@@ -176,7 +176,8 @@ class ChatTemplate:
 
     @cached_property
     def _call_shape(self) -> tuple[bool, bool, bool]:
-        """Whether a template wants arguments as JSON text, null for an empty content, and ids with names (Kimi's)."""
+        """True for what a template wants: arguments as JSON text, null for an empty content, ids with names (as
+        Kimi's does)."""
         call = {"id": CALL_ID, "type": "function", "function": {"name": MARK, "arguments": {OTHER_MARK: True}}}
         usual = False, False, False
         for shape in (usual, (False, True, False), (True, False, False), (True, True, False), (False, False, True)):
@@ -255,7 +256,7 @@ class ChatTemplate:
 
     @cached_property
     def text_beside_calls(self) -> frozenset[bool]:
-        """Whether it renders the content of a message that calls tools: True if it has reasoning, False if it has none.
+        """Kinds of messages that call tools whose content it renders: True for those with reasoning, False for others.
 
         Mistral's templates leave it out, that of gpt-oss refuses it beside reasoning.
         """

@@ -1,4 +1,4 @@
-"""Where turns begin and end in the text of a chat template."""
+"""Finds the beginning and end of turns in the text of a chat template."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class ReplyMarks:
-    """Where the turns of a model may change what they are.
+    """Texts at which the turn of a model may become something else: reasoning, an answer or a call.
 
     Attributes:
         texts: from one of these on, nothing is shown until the end.
