@@ -32,8 +32,8 @@ _FAMILIES = {
     "<|message_model|>": ("inkling",),
 }
 """The library's names of families, by a token with which they write calls; its renderers check for the other ones."""
-_SECTION_END = "</｜DSML｜tool_calls>"
-"""What DeepSeek V4 writes behind its last call."""
+_MARK, _SECTION_END = "｜DSML｜", "</｜DSML｜tool_calls>"
+"""What DeepSeek V4 writes behind its last call, and the token in it."""
 LIBRARY = importlib.util.find_spec("renderers") is not None
 
 
@@ -79,7 +79,8 @@ class FamilyRenderer:
             marks = set(self._tokenizer.get_added_vocab().values())
             if self._tokenizer.decode([token for token in behind if token not in marks]).strip():
                 text = self._tokenizer.decode(behind, skip_special_tokens=False)
-                content += text if not (text.strip() in content or _SECTION_END.startswith(text.strip())) else ""
+                is_end = _MARK in text and _SECTION_END.startswith(text.strip())  # it may be cut off
+                content += "" if is_end or text.strip() in content else text
         finished = found.reasoning_complete is not False
         reasoning = found.reasoning_content if finished else (found.reasoning_content or "")
         return ParsedReply(content, reasoning, calls, malformed, finished)

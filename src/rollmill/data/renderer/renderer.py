@@ -388,7 +388,7 @@ class Renderer:
 
     def _without_control(self, message: ChatMessage) -> ChatMessage:
         """Part the special tokens in a tool's result."""
-        if message["role"] != "tool":
+        if message["role"] != "tool" or not message.get("content"):
             return message
         if isinstance(message["content"], str):
             return {**message, "content": self._part_tokens(message["content"])}
