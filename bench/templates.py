@@ -1,6 +1,6 @@
 """Judges the rendering of chat templates: prompts, demonstrations, reasoning, tools, calls and histories of real ones.
 
-Each of the templates that three packages ship gets a stand-in tokenizer with the family's tokens. The renderer's
+Each of the templates that four packages ship gets a stand-in tokenizer with the family's tokens. The renderer's
 prompts, learned tokens, parsed turns and continued prompts are compared with the text of transformers'
 `apply_chat_template` and with what TRL's training templates mark. `wrong` is a bug; no speed is measured.
 """

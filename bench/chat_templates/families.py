@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from bench.chat_templates.corpus import XINFERENCE
+
 
 @dataclass(frozen=True)
 class Family:
@@ -87,22 +89,28 @@ FAMILIES = (
         plain=(*DEEPSEEK, "｜DSML｜"),
     ),
     Family(".*DeepSeek-V3.2", BEGIN_OF_SENTENCE, END_OF_SENTENCE, (END_OF_SENTENCE,), plain=(*DEEPSEEK, "｜DSML｜")),
-    Family("deepseek", BEGIN_OF_SENTENCE, END_OF_SENTENCE, (END_OF_SENTENCE,), plain=DEEPSEEK),
+    Family("[Dd]eep[Ss]eek|skywork", BEGIN_OF_SENTENCE, END_OF_SENTENCE, (END_OF_SENTENCE,), plain=DEEPSEEK),
     Family(
-        "glm4moe|GLM",
+        "glm|GLM",
         None,
         "<|endoftext|>",
         ("<|endoftext|>", "<|user|>", "<|observation|>"),
         ("[gMASK]", "<sop>"),
         GLM,
     ),
-    Family("gptoss", "<|startoftext|>", "<|return|>", ("<|return|>", "<|endoftext|>", "<|call|>"), ("<|constrain|>",)),
+    Family(
+        "gptoss|gpt-oss",
+        "<|startoftext|>",
+        "<|return|>",
+        ("<|return|>", "<|endoftext|>", "<|call|>"),
+        ("<|constrain|>",),
+    ),
     Family("idefics3", "<|begin_of_text|>", "<|end_of_text|>", ("<|end_of_text|>", "<end_of_utterance>"), ("<image>",)),
     Family("smolvlm", "<|im_start|>", "<end_of_utterance>", ("<end_of_utterance>",), ("<image>",)),
     Family("lfm2|LFM2", "<|startoftext|>", "<|im_end|>", ("<|im_end|>",), ("<image>",), THINK),
     Family("llama4", "<|begin_of_text|>", "<|eot|>", ("<|end_of_text|>", "<|eom|>", "<|eot|>")),
     Family(
-        "llama3_[12]|meetkai-functionary-medium-v3.1",
+        r"llama3_[12]|llama-3\.2|meetkai-functionary-medium-v3.1",
         "<|begin_of_text|>",
         "<|eot_id|>",
         ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
@@ -116,7 +124,13 @@ FAMILIES = (
         text=("<|NONE|>",),
     ),
     Family("llava_next|mistral_v1", "<s>", "</s>", ("</s>",), ("<image>",)),
-    Family("mistral_v2v3|mistral_v3|pixtral|mistralai-Mistral-Nemo", "<s>", "</s>", ("</s>",), (*MISTRAL, "[IMG]")),
+    Family(
+        "mistral_v2v3|mistral_v3|pixtral|mistralai-Mistral-Nemo|mistral-(instruct|large)",
+        "<s>",
+        "</s>",
+        ("</s>",),
+        (*MISTRAL, "[IMG]"),
+    ),
     Family("mistral|Mistral|unsloth-mistral", "<s>", "</s>", ("</s>",), TEKKEN_7),
     Family("muse_glimmer", "<|begin_of_text|>", "<|eot|>", ("<|eot|>", "<|eom|>")),
     Family(
@@ -128,7 +142,7 @@ FAMILIES = (
         (*THINK, *tags("TOOLCALL", "AVAILABLE_TOOLS", "TOOL_RESPONSE")),
     ),
     Family("nemotron", "<s>", "<|im_end|>", ("</s>", "<|im_end|>"), plain=HERMES),
-    Family("phi3", "<s>", "<|endoftext|>", ("<|endoftext|>", "<|assistant|>", "<|end|>")),
+    Family("phi3|phi-3", "<s>", "<|endoftext|>", ("<|endoftext|>", "<|assistant|>", "<|end|>")),
     Family("phi_4", "<|endoftext|>", "<|im_end|>", ("<|im_end|>", "<|endoftext|>"), plain=THINK),
     Family(
         "qwen2|Qwen-Qwen2|MiMo|chatml",
@@ -138,7 +152,14 @@ FAMILIES = (
         VISION,
         tags("tool_call"),
     ),
-    Family("qwen|Qwen", None, "<|im_end|>", ("<|im_end|>", "<|endoftext|>"), VISION, HERMES),
+    Family(
+        "qwen|Qwen|QwQ|QvQ|KAT|Baichuan-M2|XiYanSQL",
+        None,
+        "<|im_end|>",
+        ("<|im_end|>", "<|endoftext|>"),
+        VISION,
+        HERMES,
+    ),
     Family(
         "exaone4",
         "[BOS]",
@@ -160,7 +181,7 @@ FAMILIES = (
     Family("(unsloth-)?Apriel", "<s>", "<|end|>", ("<|end|>",), plain=tags("thinking", "tool_calls")),
     Family("Bielik", "<s>", "<|im_end|>", ("<|im_end|>", "</s>"), plain=HERMES),
     Family(
-        "ByteDance-Seed",
+        "ByteDance-Seed|seed-oss",
         "<seed:bos>",
         "<seed:eos>",
         ("<seed:eos>",),
@@ -176,7 +197,7 @@ FAMILIES = (
         plain=("<|open|>", "<|close|>", "<|sep|>"),
     ),
     Family(
-        "Kimi|moonshotai",
+        "Kimi|moonshotai|moonlight",
         "[BOS]",
         "[EOS]",
         ("[EOS]", "<|im_end|>"),
@@ -208,7 +229,7 @@ FAMILIES = (
     ),
     Family("ibm-granite", "<|end_of_text|>", "<|end_of_text|>", ("<|end_of_text|>",), plain=HERMES),
     Family("inclusionai-ling", "<|startoftext|>", "<|role_end|>", ("<|role_end|>", "<|endoftext|>"), tags("role"), GLM),
-    Family("openbmb-MiniCPM5", "<s>", "<|im_end|>", ("<|im_end|>", "</s>"), plain=HERMES),
+    Family("openbmb-MiniCPM5|minicpm5", "<s>", "<|im_end|>", ("<|im_end|>", "</s>"), plain=HERMES),
     Family(
         "poolside",
         "〈|EOS|〉",
@@ -225,6 +246,22 @@ FAMILIES = (
         ("<｜hy_User:opensource｜>", "<｜hy_Assistant:opensource｜>", "<｜reasoning_mode:opensource｜>"),
         (*(tag.replace(">", ":opensource>") for tag in (*GLM, *tags("tool_calls", "tool_responses"), "<tool_sep>")),),
     ),
+    Family("Hy-MT2", "<｜hy_begin▁of▁sentence｜>", "<｜hy_place▁holder▁no▁2｜>", ("<｜hy_place▁holder▁no▁2｜>",)),
+    Family(
+        "inkling",
+        None,
+        "<|content_model_end_sampling|>",
+        ("<|content_model_end_sampling|>", "<|endoftext|>"),
+        (
+            *(f"<|message_{role}|>" for role in ("user", "model", "system", "tool")),
+            *(f"<|content_{kind}|>" for kind in ("text", "thinking", "image", "audio_input", "xml")),
+            *(f"<|content_invoke_tool_{kind}|>" for kind in ("json", "text")),
+            *("<|end_message|>", "<|audio_end|>", "<|unused_200053|>", "<|unused_200054|>"),
+        ),
+        text=("<|message_{{ role }}|>", "<|content_{{ kind }}|>"),
+    ),
+    Family("internlm3", "<s>", "</s>", ("</s>", "<|im_end|>")),
+    Family("Yi-1.5", "<|startoftext|>", "<|im_end|>", ("<|im_end|>",)),
     Family("upstage-Solar", "<|startoftext|>", "<|end|>", ("<|end|>", "<|calls|>", "<|endoftext|>")),
 )
 
@@ -234,7 +271,7 @@ _MARKERS = re.compile(r"<\|[^|<>\n\"'+{} ]{1,40}\|>|<｜[^｜<>\n{}]{1,40}｜>|<
 def family(name: str) -> Family:
     """The family of a template. Raises KeyError."""
     for each in FAMILIES:
-        if re.match(each.names, name):
+        if re.match(each.names, name.removeprefix(XINFERENCE)):
             return each
     raise KeyError(name)
 

@@ -262,8 +262,9 @@ def _forms(messages: Messages, as_system: bool) -> Iterator[list[list[dict[str, 
     """Groups of forms of a history; forms of one group are equally good."""
     objects = [_with_arguments(message, as_json=False) for message in messages]
     strings = [_with_arguments(message, as_json=True) for message in messages]
-    for arguments, in_parts, developer in product((objects, strings), (False, True), (False, True)):
-        if arguments is strings and not any(message.get("tool_calls") for message in messages):
+    named = _with_named_ids(objects)
+    for arguments, in_parts, developer in product((objects, strings, named), (False, True), (False, True)):
+        if arguments is not objects and not any(message.get("tool_calls") for message in messages):
             continue
         if developer and not (as_system and any(message["role"] == "developer" for message in messages)):
             continue
@@ -295,6 +296,7 @@ def _probe(form: Messages) -> list[dict[str, Any]]:
     found = copy.deepcopy([dict(message) for message in form])
     for message in found:
         for call in message.get("tool_calls", ()):
+            call["id"] = call["id"].replace(call["function"]["name"], call["function"]["name"] + PROBE)
             call["function"]["name"] += PROBE
     return found
 
@@ -309,6 +311,17 @@ def _with_arguments(message: Mapping[str, Any], *, as_json: bool) -> dict[str, A
         arguments = call["function"]["arguments"]
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
         call["function"]["arguments"] = json.dumps(value, ensure_ascii=False) if as_json else value
+    return found
+
+
+def _with_named_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The history with ids as Kimi K2's guide for tool calls asks for; its template shows ids and no names."""
+    found, ids = copy.deepcopy([dict(message) for message in messages]), dict[str, str]()
+    for message in found:
+        for call in message.get("tool_calls", ()):
+            ids[call["id"]] = call["id"] = f"functions.{call['function']['name']}:{len(ids)}"
+        if message.get("tool_call_id") in ids:
+            message["tool_call_id"] = ids[message["tool_call_id"]]
     return found
 
 

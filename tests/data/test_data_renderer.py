@@ -291,6 +291,47 @@ def test_pieces_of_a_text_have_the_tokens_of_the_whole() -> None:
     assert [tokenizer.decode(each) for each in split] == ["answ", "er"]
 
 
+INTEGER = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+
+
+def test_values_between_tags_are_read_by_the_schema() -> None:
+    """Also in Python's notation: Qwen3-Coder's template prints lists so, and vLLM reads them."""
+    renderer = renderer_for("qwen3_5_think")
+    types = {"tags": "array", "options": "object", "exact": "boolean", "note": ["string", "null"], "text": "string"}
+    properties = {name: {"type": kind} for name, kind in types.items()}
+    properties |= {"any": {}, "size": {"enum": ["1", "2"]}, "color": {"$ref": "#/$defs/Color"}, "count": INTEGER}
+    parameters = {"properties": properties, "$defs": {"Color": {"enum": ["red", "blue"], "type": "string"}}}
+    function = {"name": "weather", "description": "a tool", "parameters": parameters}
+
+    def read(**written: str) -> Any:
+        shown = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items())
+        turn = f"</think>\n\n<tool_call>\n<function=weather>\n{shown}</function>\n</tool_call><|im_end|>"
+        reply = renderer.parse(renderer.encode(turn), (), [{"type": "function", "function": function}])
+        return [each.arguments for each in reply.tool_calls] or reply.malformed
+
+    values = {"tags": ["a", 'it\'s "b"', None], "options": {"x": [True, 2.5]}, "exact": True, "note": None}
+    assert read(**{key: str(value) for key, value in values.items()}) == [values]
+    assert read(text="['a']", note="[None]", exact="true") == [{"text": "['a']", "note": "[None]", "exact": True}]
+    texts = {"any": "red", "size": "1", "color": "blue", "note": "He said so", "unknown": "a"}
+    assert read(**texts) == [texts]
+    assert read(any="7", count="7") == [{"any": 7, "count": 7}]
+    assert "invalid json" in read(count="many", tags="['a']")[0]
+    for broken in ("['a'", "[{1, 2}]", "{1: 2}", "['a', 1e999]", "['a', open('b')]"):
+        assert "invalid json" in read(tags=broken)[0], broken
+
+
+@pytest.mark.parametrize("name", [*JSON_FORMATS, *TAG_FORMATS, "nemotron_3_nano"])
+def test_values_that_are_no_json_are_errors(name: str) -> None:
+    renderer = renderer_for(name)
+    prompt, turn = turn_of(renderer, call_message([ToolCall("abcdefghi", "weather", {"nested": ["QQQ"]})]))
+    written = renderer.decode(turn)
+    [shown] = [each for each in ('["QQQ"]', "['QQQ']") if each in written]
+    hostile = ("[" * 4000, "[" * 4000 + "]" * 4000, '{"a":' * 4000, "9" * 5000, "[NaN]", "[1e999]", '["\\ud800"]', "[1")
+    for value in hostile:
+        reply = renderer.parse(renderer.encode(written.replace(shown, value)), prompt, TOOLS)
+        assert (len(reply.malformed), reply.tool_calls) == (1, []), value[:20]
+
+
 def test_errors_of_a_call_are_json_for_clients() -> None:
     renderer = renderer_for("qwen3")
     prompt = renderer.prompt([HI], TOOLS).token_ids

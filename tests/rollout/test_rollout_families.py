@@ -15,13 +15,15 @@ import pytest
 from pydantic import TypeAdapter
 from tiny import metrics
 from toys import toy_model
+from written_templates import written
 
 pytest.importorskip("trl", reason="real chat templates are in the package trl, which is not installed")
 
+from renderers import create_renderer
+from renderers.configs import InklingRendererConfig
 from safetensors.numpy import load_file
 
 import rollmill
-from bench.chat_templates.corpus import template
 from bench.chat_templates.tokenizers import stand_in
 from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.rewards.text import ExactReward
@@ -47,7 +49,9 @@ FAMILIES = (
     *("glm4moe", "GLM-4.6", "GLM-4.7-Flash", "gptoss", "llama3_1", "llama3_2", "nemotron_3_nano", "nemotron_3_super"),
     *("nemotron_3_ultra", "nemotron_3_5_lightning", "moonshotai-Kimi-K2", "MiniMax-M2", "poolside-Laguna-S-2.1"),
     *("poolside-Laguna-XS-2.1", "poolside-Laguna-XS.2", "gemma4", "gemma4_v5", "google-gemma-4-31B-it"),
-    *("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731", "tencent-Hy3"),
+    *("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731", "deepseek-v3 with tools", "tencent-Hy3"),
+    *("xinference-Kimi-K2.5", "xinference-glm-5.1", "xinference-glm-5.2", "xinference-glm-5.3", "inkling"),
+    *("xinference-Qwen3-Coder", "xinference-qwen3.8-max", "xinference-MiniMax-M2.7"),
     # formats that no family knows, and that are learned from the template
     *("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407", "ibm-granite-granite-4.0"),
     *("llama4", "lfm2_v2", "Cohere2MoE", "exaone4"),
@@ -60,8 +64,11 @@ OPENED = (
     *("nemotron_3_super", "nemotron_3_ultra", "nemotron_3_5_lightning", "MiniMax-M2", "gemma4_v5"),
 )
 """Templates whose prompts open reasoning, or whose reasoning has tags of its own."""
-SECTION_ENDS = ("<|tool_calls_section_end|>", "\n</｜DSML｜tool_calls>", "\n</tool_calls:opensource>")
-"""What Kimi, DeepSeek V4 and Hy3 write after a turn's last call, which has an end of its own."""
+SECTION_ENDS = (
+    *("<|tool_calls_section_end|>", "<｜tool▁calls▁end｜>", "\n</｜DSML｜tool_calls>", "\n</tool_calls:opensource>"),
+    "<|end_message|>",
+)
+"""What Kimi, DeepSeek V3 and V4, Hy3 and Inkling write after a turn's last call, which has an end of its own."""
 
 RESULT = "RESULT 391"
 ARGUMENTS: dict[str, Any] = {
@@ -186,7 +193,7 @@ class FamilyChat:
 def family_chat(name: str) -> FamilyChat:
     """The chat of a family. Skips the test if the template is not here."""
     try:
-        known = template(name)
+        known = written(name)
     except KeyError:
         pytest.skip(f"the template {name} is not here; `make templates-setup` fetches it")
     tokenizer, ends = stand_in(known)
@@ -439,3 +446,16 @@ CALLS = {"qwen3": "<tool_call>", "gptoss": " to=functions"} | dict.fromkeys(
     ("mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506"), "[TOOL_CALLS]"
 )
 """What a call begins with."""
+
+
+@pytest.mark.parametrize("switches", [{}, {"reasoning_effort": "low"}, {"reasoning_effort": "none"}])
+def test_the_written_template_of_inkling_is_the_librarys_rendering(switches: dict[str, Any]) -> None:
+    chat = family_chat("inkling")
+    renderer = chat.renderer.bound(switches)
+    library = create_renderer(renderer.tokenizer, InklingRendererConfig(**switches))
+    answer = {"role": "assistant", "content": "It is 391.", "reasoning_content": "I add."}
+    for messages in ([QUESTION], [{"role": "system", "content": "Briefly."}, *chat.history()], [QUESTION, answer]):
+        for tools in (None, TOOLS):
+            expected = library.render_ids(messages, tools=tools, add_generation_prompt=True)
+            assert renderer.decode(expected) == renderer.template.render(messages, tools)
+            assert expected == renderer.encode(renderer.template.render(messages, tools))

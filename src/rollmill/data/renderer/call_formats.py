@@ -168,7 +168,7 @@ class MarkedCalls:
         if header is None:
             raise ValueError(f"expected a name, {self.between.strip()!r} and a JSON object")
         arguments, at = _read_json(text, header.end())
-        return [_checked(header[1], arguments, "arguments", header[2])], at
+        return [checked_call(header[1], arguments, "arguments", header[2])], at
 
 
 ID_PLACE = "\x00"
@@ -249,7 +249,7 @@ def _python_call(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise ValueError("expected name(argument=value, ...)")
     arguments = {str(each.arg): _python_value(each.value) for each in node.keywords}
-    return _checked(ast.unparse(node.func), arguments, "arguments")
+    return checked_call(ast.unparse(node.func), arguments, "arguments")
 
 
 def _python_value(node: ast.expr) -> Any:
@@ -315,10 +315,10 @@ def _call(value: Any) -> Call | None:
     name = next((value[key] for key in _NAMES if isinstance(value.get(key), str)), None)
     key = next((key for key in _ARGUMENTS if key in value), None)
     id = next((given[each] for given in (value, outer) for each in _IDS if isinstance(given.get(each), str)), "")
-    return None if name is None or key is None else _checked(name, value[key], key, id)
+    return None if name is None or key is None else checked_call(name, value[key], key, id)
 
 
-def _checked(name: str, arguments: Any, key: str, id: str = "") -> Call:
+def checked_call(name: str, arguments: Any, key: str = "arguments", id: str = "") -> Call:
     """A call whose arguments are an object, or its error."""
     if isinstance(arguments, str):
         try:

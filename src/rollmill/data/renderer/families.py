@@ -7,11 +7,13 @@ model's name: it is one whose marks are in the vocabulary, and which reads back 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rollmill.data.renderer.call_formats import call_id
+from rollmill.data.renderer.argument_types import read_values, with_plain_types
+from rollmill.data.renderer.call_formats import call_id, checked_call
 from rollmill.types import ParsedReply, ToolCall
 
 log = logging.getLogger(__name__)
@@ -60,17 +62,24 @@ class FamilyRenderer:
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Any = None, *, salt: str = ""
     ) -> ParsedReply:
-        """Take a turn apart. Malformed and unfinished calls are errors, whose text stays in the content."""
-        found = self._renderer.parse_response(list(token_ids), tools=tools, prompt_ids=list(prompt_ids) or None)
+        """Take a turn apart. Malformed and unfinished calls are errors, whose text stays in the content.
+
+        Raises RecursionError and ValueError for values nested too deeply, and numbers of thousands of digits.
+        """
+        plain = with_plain_types(tools or ()) or None
+        found = self._renderer.parse_response(list(token_ids), tools=plain, prompt_ids=list(prompt_ids) or None)
         calls, malformed, content = list[ToolCall](), list[str](), found.content
         for number, each in enumerate(found.tool_calls):
-            arguments = _typed(each.arguments, each.name, tools) if isinstance(each.arguments, dict) else None
-            read = each.status == "ok" or (each.status == "invalid_json" and arguments != each.arguments)
-            if read and arguments is not None and each.name:
-                id = each.id or call_id(salt, number, f"{each.raw}{list(token_ids)}")
-                calls.append(ToolCall(id, each.name, arguments))
+            is_object = isinstance(each.arguments, dict)
+            arguments, allowed = read_values(each.arguments, each.name, tools) if is_object else ({}, False)
+            read = each.status == "ok" or (each.status == "invalid_json" and arguments and allowed)
+            id = each.id or call_id(salt, number, f"{each.raw}{list(token_ids)}")
+            call = checked_call(each.name, json.dumps(arguments), id=id) if read and is_object and each.name else ""
+            if isinstance(call, ToolCall):
+                calls.append(call)
                 continue
             status = str(each.status).replace("_", " ") if each.status != "ok" else "its arguments are not an object"
+            status = call or status
             malformed.append(f"{status}: {each.raw[:200]}")
             content = f"{content}{each.raw}" if each.raw not in content else content
         ends = [each.token_span[1] for each in found.tool_calls if each.token_span is not None]
@@ -84,30 +93,6 @@ class FamilyRenderer:
         finished = found.reasoning_complete is not False
         reasoning = found.reasoning_content if finished else (found.reasoning_content or "")
         return ParsedReply(content, reasoning, calls, malformed, finished)
-
-
-def _typed(arguments: dict[str, Any], name: str, tools: Any) -> dict[str, Any]:
-    """Arguments by the tool's schema where they are in Python's notation: some templates write True and None."""
-    functions: list[Any] = [each.get("function", each) for each in tools or ()]
-    named: list[Any] = [each for each in functions if each["name"] == name]
-    schema = named[0] if named else {}
-    properties = (schema.get("parameters") or {}).get("properties") or {}
-    words = {"True": (True, "boolean"), "False": (False, "boolean"), "None": (None, "null")}
-    found = dict(arguments)
-    for key, value in arguments.items():
-        known = words.get(value) if isinstance(value, str) else None
-        if known is not None and known[1] in _types(properties.get(key)):
-            found[key] = known[0]
-    return found
-
-
-def _types(schema: Any) -> list[str]:
-    """The types that a JSON schema allows."""
-    if not isinstance(schema, Mapping):
-        return []
-    given = schema.get("type")
-    several = [each for key in ("anyOf", "oneOf") for each in schema.get(key) or ()]
-    return [*([given] if isinstance(given, str) else given or []), *(each for one in several for each in _types(one))]
 
 
 class _GptOss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -86,11 +87,17 @@ class ReplyParser:
                     return said
                 rest = self.parse(self._template.encode(said.content), (), tools, calls=calls, salt=salt)
                 return replace(rest, reasoning=said.reasoning)
-            reply = family.parse(ids, prompt_ids, tools, salt=salt)
+            try:
+                reply = family.parse(ids, prompt_ids, tools, salt=salt)
+            except (ValueError, RecursionError) as error:
+                reply = replace(said, malformed=[str(error)])
             hidden = self.call_tags.hide(said.content) if reads_calls else said.content
             if hidden != said.content:  # the library would end an argument at a tag within it
                 before, _, behind = self._template.decode(ids).rpartition(said.content)
-                other = family.parse(self._template.encode(f"{before}{hidden}{behind}"), prompt_ids, tools, salt=salt)
+                shown = self._template.encode(f"{before}{hidden}{behind}")
+                other = reply
+                with suppress(ValueError, RecursionError):
+                    other = family.parse(shown, prompt_ids, tools, salt=salt)
                 if other.tool_calls and not (other.malformed or self.call_tags.in_text(other.content)):
                     restore = self.call_tags.restore
                     own = [replace(each, arguments=restore(each.arguments)) for each in other.tool_calls]

@@ -179,14 +179,19 @@ class ChatTemplate:
         """True for what a template wants: arguments as JSON text, null for an empty content, ids with names (as
         Kimi's does)."""
         call = {"id": CALL_ID, "type": "function", "function": {"name": MARK, "arguments": {OTHER_MARK: True}}}
-        usual = False, False, False
-        for shape in (usual, (False, True, False), (True, False, False), (True, True, False), (False, False, True)):
+        usual, without = (False, False, False), (False, True, False)
+        found = dict[tuple[bool, bool, bool], str]()
+        for shape in (usual, without, (True, False, False), (True, True, False), (False, False, True)):
             self.__dict__["_call_shape"] = shape
             shown = self._attempt([QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}])
-            if MARK in shown and OTHER_MARK in shown and "True" not in shown:  # Python's form is not JSON
-                return shape
-        self.__dict__["_call_shape"] = usual
-        return usual
+            printed = "True" in shown or (shape[1] and "None" in shown)  # Python's form is not JSON
+            if MARK in shown and OTHER_MARK in shown and not printed:
+                found[shape] = shown
+        shapes = list(found) or [usual]
+        # Inkling: an empty text is a part of the turn, and none is not
+        prefers = usual in found and found.get(without, found[usual]) != found[usual]
+        self.__dict__["_call_shape"] = chosen = without if prefers else shapes[0]
+        return chosen
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a piece of a chat; the template has written all special tokens."""
