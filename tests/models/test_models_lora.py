@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import toy_checkpoint
+from tiny import tiny_run
+from toys import toy_checkpoint, toy_model
 from transformers import AutoModelForCausalLM
 
+from rollmill.cli.check import command as check
 from rollmill.config.model import LoRAConfig, ModelConfig
 from rollmill.engines.native.weights import EngineWeights
 from rollmill.errors import ModelError
 from rollmill.models.from_scratch import save_policy
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.models.lora import ADAPTER_FOLDER, adapted_layers, load_adapter, merged_model
+from rollmill.models.lora import ADAPTER_FOLDER, adapted_layers, add_lora, load_adapter, merged_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(2, 12)[None]
@@ -147,6 +149,31 @@ def test_named_targets_and_wrong_ones(folder: Path) -> None:
         policy_of(folder, targets=["lm_head", "q_proj"])
     with pytest.raises(ModelError, match=r"model\.lora\.targets: Target modules .*nope.* use all-linear"):
         policy_of(folder, targets=["nope"])
+
+
+def test_layers_with_the_same_weight_are_refused(tmp_path: Path) -> None:
+    for tie in (True, False):
+        path = toy_checkpoint(tmp_path / str(tie), "llama", tie_word_embeddings=tie)
+        if tie:
+            with pytest.raises(ModelError, match=r"`model\.embed_tokens` has the same weight as `lm_head`"):
+                policy_of(path, targets=["embed_tokens", "q_proj"])
+            continue
+        model = trained(policy_of(path, targets=["embed_tokens", "q_proj"])).model
+        torch.testing.assert_close(merged_model(model)(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+    model = toy_model("llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.v_proj.weight = first.k_proj.weight
+    with pytest.raises(ModelError, match=r"k_proj` has the same weight as `model\.layers\.1\.self_attn\.v_proj`"):
+        add_lora(model, LoRAConfig(targets=["k_proj"]), seed=0)
+
+
+def test_check_refuses_adapters_that_the_run_would_refuse(tmp_path: Path) -> None:
+    folder = toy_checkpoint(tmp_path / "toy", "llama", tie_word_embeddings=True)
+    for targets in (["embed_tokens"], ["nope"], ["lm_head"]):
+        path = tiny_run(tmp_path, model={"path": str(folder), "new": None, "lora": {"targets": targets}})
+        with pytest.raises(ModelError, match=r"model\.lora\.targets"):
+            check(path)
 
 
 def test_of_a_mixture_of_experts_only_the_other_layers_are_adapted(tmp_path: Path) -> None:

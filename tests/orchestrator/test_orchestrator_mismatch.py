@@ -11,6 +11,7 @@ import pytest
 from forks import Forks, forks
 from tiny import metrics, outcome, ran, tiny_run
 
+from rollmill.errors import TrainingError
 from rollmill.launch import resume
 from rollmill.trainer.mismatch import MismatchProbe
 
@@ -104,6 +105,26 @@ def test_every_step_of_an_asynchronous_run_says_its_mismatch_and_drift(tmp_path:
 def test_a_wrong_engine_is_seen_at_every_step(tmp_path: Path, engine: Any, code: str, precision: str) -> None:
     engine(code)
     require_measured(ran(RL, tmp_path, "run", trainer={"lr": 1e-3, "precision": precision}), wrong=True)
+
+
+@pytest.mark.parametrize("chosen", ["fp32", "bf16", "on"])
+def test_a_wrong_engine_ends_the_run_in_fp32_unless_the_user_goes_on(tmp_path: Path, engine: Any, chosen: str) -> None:
+    engine(HOTTER.replace("1.5", "9"))
+    keys: dict[str, Any] = {"trainer": {"lr": 1e-3, "precision": "bf16" if chosen == "bf16" else "fp32"}}
+    if chosen == "on":
+        keys["monitor"] = {"stop_on_mismatch": False}
+    if chosen == "fp32":
+        with pytest.raises(TrainingError, match=r"in 3 steps in a row.*nats per token.*stop_on_mismatch: false"):
+            ran(RL, tmp_path, "run", **keys)
+    else:
+        ran(RL, tmp_path, "run", **keys)
+    run = tmp_path / "run" / "out"
+    rows = [row for row in metrics(run) if "loss" in row]
+    assert len(rows) == (3 if chosen == "fp32" else 6)
+    assert all(row["logprob_gap/mean"] > 0.1 for row in rows)
+    events = run / "events.jsonl"
+    told = [line for line in events.read_text().splitlines() if "nats" in line] if events.exists() else []
+    assert len(told) == (chosen == "on")
 
 
 @pytest.mark.slow

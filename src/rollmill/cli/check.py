@@ -19,7 +19,6 @@ from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards.base import PythonReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.errors import ConfigError, TasksetError
-from rollmill.registry import find_reward
 from rollmill.startup import quick_imports
 
 if TYPE_CHECKING:
@@ -64,7 +63,9 @@ def command(
         raise ConfigError("\n".join(f"{config}: {each}" for each in missing))
     tasksets = load_tasksets(run) if data else {}
     counts = _counted(run, tasksets)
-    _check_chats(run, tasksets)
+    if data:
+        _check_chats(run, tasksets)
+        _check_adapters(run)
     doubts = [*missing, *find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})]
     if as_json:
         print(json.dumps(_answer(run, counts) | {"warnings": doubts}, indent=2, ensure_ascii=False))
@@ -146,6 +147,7 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
     from rollmill.config.checks.conflicts import require_workflows
     from rollmill.data.images import require_seen
     from rollmill.rewards.base import require_references, require_verdicts
+    from rollmill.rewards.python import load_reward_function
 
     found: dict[tuple[str, str], Taskset] = {}
     loaded: dict[str, Taskset] = {}
@@ -159,7 +161,7 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
         for _, view in judged.values():
             for reward in view.rewards:
                 if isinstance(reward, PythonReward):
-                    find_reward(reward.function)
+                    load_reward_function(reward)
         for section, (taskset, view) in judged.items():
             if taskset is not None:
                 key = taskset.model_dump_json()
@@ -247,6 +249,23 @@ def _check_chats(run: LoadedRun, tasksets: dict[tuple[str, str], Taskset]) -> No
             )
         except TasksetError as error:
             raise ConfigError(f"stage {name}: {section}: {error}") from error
+
+
+def _check_adapters(run: LoadedRun) -> None:
+    """Add the adapters to the checkpoint's model without its weights. Raises ModelError if they do not fit."""
+    config = run.config.model
+    if config.lora is None or not isinstance(config.path, Path) or vision_model_name(config) is not None:
+        return
+    if not config.path.is_dir() or any(config.path.glob("*.gguf")):
+        return  # a GGUF file has the model's description among its weights
+    with quick_imports():
+        import torch
+
+        from rollmill.models.load import build_meta_model
+        from rollmill.models.lora import add_lora
+    model = build_meta_model(config.path, trust=config.trust_remote_code)
+    with torch.device("meta"):
+        add_lora(model, config.lora, seed=0)
 
 
 def _loaded(taskset: TasksetConfig, where: str) -> Taskset:

@@ -30,6 +30,10 @@ class EngineSection(NamedSection):
     least_temperature: ClassVar[float] = 0.0
     """The engine raises lower temperatures (but 0) to this."""
 
+    def computes_like_trainer(self) -> bool:
+        """True if log-probs are the trainer's up to rounding in the type of `trainer.precision`."""
+        return False
+
 
 class NativeEngineConfig(EngineSection):
     """rollmill's own engine, in the trainer's process and with the trainer's parameters."""
@@ -48,6 +52,10 @@ class NativeEngineConfig(EngineSection):
     prefix_cache_gb: float = Field(1.0, ge=0)
     """Memory (GiB) for keys and values of finished turns, until the next weight update: the next turn of the same
     conversation starts from them. 0 computes every turn from its beginning."""
+
+    def computes_like_trainer(self) -> bool:
+        """See EngineSection.computes_like_trainer: neither rounded weights nor entries of old ones."""
+        return self.weights is None and self.after_update == "recompute"
 
 
 _NATIVE = "use engine `native`, or remove this"
@@ -98,6 +106,10 @@ class VLLMEngineConfig(EngineSection):
     """Timeout for the process to start, or to load new weights."""
     restarts: int = Field(2, ge=0)
     """Maximum restarts of a crashed process per stage. Its requests start over, with the same seeds."""
+
+    def computes_like_trainer(self) -> bool:
+        """See EngineSection.computes_like_trainer: neither rounded weights nor rounded keys and values."""
+        return not self.options.keys() & {"quantization", "kv_cache_dtype"}
 
     @field_validator("options")
     @classmethod

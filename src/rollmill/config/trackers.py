@@ -138,6 +138,10 @@ class MonitorConfig(Section):
     in the terminal, in RUN/events.jsonl and in the report. Not while the reward is nearly at its maximum."""
     stop_when_stuck: bool = False
     """Also end the stage then, like early stopping, with a checkpoint."""
+    stop_on_mismatch: bool = True
+    """End the run with an error if engine and trainer disagree in fp32 by more than .1 nats per token on average
+    (`logprob_gap/mean`), with the same weights, in three steps in a row: that is no rounding, and what is trained is
+    not what was rolled out. `false` only says so."""
 
     def all_trackers(self) -> list[TrackerSection]:
         """Returns the sections of all trackers, that of `tensorboard` included."""

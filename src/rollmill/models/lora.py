@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,16 @@ def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
     its language part.
 
     Raises:
-        ModelError: peft is not installed, no layer matches `targets`, or experts are among them.
+        ModelError: peft is not installed, no layer matches `targets`, or one of them is an expert, the output layer, or
+            a layer whose weight another layer uses, too.
     """
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise ModelError("model.lora needs the extra `lora`: pip install rollmill[lora]") from error
-    with torch.random.fork_rng(devices=[]):
+    owners = _layers_of_weights(model)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # refused below
         torch.manual_seed(seed)
         try:
             model.add_adapter(
@@ -64,6 +68,27 @@ def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
         )
     if hasattr(model.get_output_embeddings(), "get_delta_weight"):
         raise ModelError("model.lora.targets: the output layer cannot be adapted; name other layers")
+    for name, layer in adapted_layers(model).items():
+        weights = (parameter for parameter in layer.base_layer.parameters(recurse=False))
+        others = sorted({other for each in weights for other in owners.get(_address(each), ())} - {name})
+        if others:
+            raise ModelError(
+                f"model.lora.targets: `{name}` has the same weight as `{others[0]}` (tied embeddings, for example), so "
+                "merging its adapter would change both; name other layers, or use a checkpoint whose weights are apart"
+            )
+
+
+def _layers_of_weights(model: nn.Module) -> dict[int, list[str]]:
+    """Names of the layers that use each weight, by its address."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            found.setdefault(_address(parameter), []).append(name)
+    return found
+
+
+def _address(weight: Tensor) -> int:
+    return weight.data_ptr() or id(weight)  # on the meta device weights have no memory
 
 
 def has_lora(model: nn.Module) -> bool:

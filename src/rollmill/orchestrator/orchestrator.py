@@ -20,6 +20,7 @@ from rollmill.orchestrator.evaluation import EvaluationResult
 from rollmill.orchestrator.extension import FINISHED, finished_entry, reopened_stage
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.loop import TrainingLoop, TrainingStepResult
+from rollmill.orchestrator.mismatch_alarm import MismatchAlarm
 from rollmill.orchestrator.missing_verdicts import MissingVerdicts
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.run_control import RunControl
@@ -69,6 +70,7 @@ class Orchestrator:
         self._checkpoint_seconds = 0.0
         self._missing_verdicts = MissingVerdicts()
         self._stuck = StuckDetector(stages, config.monitor)
+        self._mismatch = MismatchAlarm(context.precision, stops=config.monitor.stop_on_mismatch)
         self.state = RunState()
 
     async def run(self, resumed: tuple[RunState, dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -249,6 +251,7 @@ class Orchestrator:
         reach_step(self.state.step)
         for warning in self._missing_verdicts.check(config, result.experiences):
             self._monitor.message(warning)
+        self._mismatch.check(config, metrics, self._monitor)
         stage.state.stopped |= self._stuck.report(metrics, self._monitor)
         self._control.after_step(metrics, result.experiences)
         every = stage.state.step % self._config.checkpoint.every == 0
