@@ -153,8 +153,8 @@ def test_check_imports_reward_functions(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["check", "run.yaml"]) == 2
     assert "mine.py defines no `scor`; did you mean `score`?" in capsys.readouterr().err
     assert main(["check", "run.yaml", "--set", "rewards.0.function=mine.py:score"]) == 0
-    Path("mine.py").write_text("def score(completion):\n    return 1.0\n", encoding="utf-8")
-    assert main(["check", "run.yaml", "--set", "rewards.0.function=mine.py:score"]) == 2
+    Path("other.py").write_text("def score(completion):\n    return 1.0\n", encoding="utf-8")
+    assert main(["check", "run.yaml", "--set", "rewards.0.function=other.py:score"]) == 2
     assert "is called with (task, completion) and no options, which it does not take" in capsys.readouterr().err
 
 
