@@ -132,6 +132,49 @@ def test_the_command_ends_with_1_where_there_is_a_problem(tasks: Path, capsys: p
     assert "nowhere.yaml does not exist" in capsys.readouterr().err
 
 
+def audited(folder: Path, rows: list[dict[str, object]], **run: object) -> dict[str, Finding]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(json.dumps(run))
+    loaded = load_taskset_run(folder / "run.yaml")
+    found = run_audit(loaded, loaded.stages[0], AuditOptions(), lambda text: None)
+    return {each.check: each for each in found}
+
+
+@pytest.mark.parametrize("domain", [False, True])
+def test_the_full_reward_is_that_of_the_rewards_that_a_row_names(tmp_path: Path, domain: bool) -> None:
+    rows = [{"prompt": f"Say {n}", "answer": str(411 + n), "rewards": ["math", "exact"][n % 2]} for n in range(8)]
+    keys = {
+        "taskset": {"path": str(tmp_path / "rows.jsonl"), "fields": {"rewards": "rewards"}},
+        "rewards": [{"name": "math", "weight": 2}, {"name": "exact"}],
+    }
+    found = audited(tmp_path, rows, **({"domains": {"both": keys}} if domain else keys))
+    oracle = found["both/oracle" if domain else "oracle"]
+    assert (oracle.severity, oracle.text) == (
+        Severity.OK,
+        "the right answer earns the full reward of 1 or 2 on all 8 tasks",
+    )
+    assert problems(found) == []
+
+
+def test_a_reward_that_compares_completions_is_deterministic_within_the_same_group(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": f"Say {n}", "answer": str(411 + n)} for n in range(6)]
+    rewards = [
+        {"name": "math", "extract": "boxed"},
+        {"name": "length", "kind": "kimi", "correct": "math", "weight": 0.1},
+    ]
+    found = audited(tmp_path, rows, taskset={"path": str(tmp_path / "rows.jsonl")}, rewards=rewards)
+    assert found["determinism"].severity is Severity.OK
+
+
+def test_an_answer_that_a_hack_states_by_accident_is_no_hack(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt": f"Question {n}", "answer": answer} for n, answer in enumerate(["2", "31"])
+    ]
+    rewards = [{"name": "math", "extract": "last_number"}]
+    found = audited(tmp_path, rows, taskset={"path": str(tmp_path / "rows.jsonl")}, rewards=rewards)
+    assert found["hack:control_characters"].severity is Severity.OK
+
+
 def test_a_reward_that_fails_on_everything_is_not_said_to_be_right(tasks: Path) -> None:
     found = findings(tasks, "always_raises")
     assert problems(found) == ["reward_errors"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollmill.audit.oracle import NormalizedText, reference_text, wrap_answer
+from rollmill.audit.oracle import NormalizedText, parse_number, reference_text, wrap_answer
 from rollmill.data.operators.deduplication import flatten_prompt, normalize_text
 from rollmill.rewards.answers.comparison import task_options
 from rollmill.types import REASONING_END, Task
@@ -33,7 +34,18 @@ class RewardHack:
 
 
 def _always(*texts: str) -> Callable[[Task, Sequence[str]], list[str]]:
-    return lambda task, others: list(texts)
+    """The texts, without those in which a task's answer occurs by accident, as the number of a terminal's colour."""
+    normalized = [(text, NormalizedText(text)) for text in texts]
+
+    def without_answer(task: Task, others: Sequence[str]) -> list[str]:
+        answer = reference_text(task)
+        if answer is None:
+            return list(texts)
+        number = parse_number(answer)
+        stated = rf"(?<!\d){re.escape(normalize_text(answer))}(?!\d)" if number is not None else "(?!)"
+        return [text for text, words in normalized if not (words.has(answer, number) or re.search(stated, words.raw))]
+
+    return without_answer
 
 
 def _wrong(task: Task, others: Sequence[str], count: int = 6) -> list[str]:
@@ -57,6 +69,10 @@ def _many_boxes(task: Task, others: Sequence[str]) -> list[str]:
 def _dictionary(task: Task, others: Sequence[str]) -> list[str]:
     answer = reference_text(task)
     return [] if answer is None else ["Possible: " + " | ".join([answer, *_wrong(task, others, 20)])]
+
+
+def _numbers(task: Task, others: Sequence[str]) -> list[str]:
+    return ["\\boxed{" + ", ".join(map(str, range(201))) + "}"]
 
 
 def _bets(task: Task, others: Sequence[str]) -> list[str]:
@@ -162,7 +178,7 @@ REWARD_HACKS = (
     RewardHack("dictionary", "a list of answers with the right one in it, not last", _dictionary),
     RewardHack("bets", "another answer in every form, one of them right", _bets, several=2),
     RewardHack("every_option", "all options at once", _every_option),
-    RewardHack("number_list", "all numbers from 0 to 200", _always("\\boxed{" + ", ".join(map(str, range(201))) + "}")),
+    RewardHack("number_list", "all numbers from 0 to 200", _numbers),
     RewardHack(
         "format_only",
         "the right form without an answer",

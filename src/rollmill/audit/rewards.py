@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,9 +28,14 @@ RewardOracle = Callable[[Task], str | None]
 
 @dataclass(slots=True)
 class ProbedTask:
-    """One task with its completions and their results, by source (oracle, random, a hack, ...)."""
+    """One task with its completions and their results, by source (oracle, random, a hack, ...).
+
+    Attributes:
+        full: the reward of a right completion.
+    """
 
     task: Task
+    full: float
     texts: dict[str, list[str]]
     results: dict[str, list[RewardResult]] = field(default_factory=dict)
     cut: dict[float, RewardResult] = field(default_factory=dict)
@@ -43,16 +48,16 @@ class ProbedTask:
         """Return the greatest reward of a source's completions."""
         return max(map(_reward, self.made(source)))
 
-    def rewarded(self, source: str, full: float) -> int:
+    def rewarded(self, source: str) -> int:
         """Return how many of a source's completions earned the full reward."""
-        return sum(_reward(each) >= full for each in self.made(source))
+        return sum(_reward(each) >= self.full for each in self.made(source))
 
 
 class RewardAudit:
     """Scores made-up completions of tasks.
 
     Args:
-        full: the reward of a right completion.
+        full: the reward of a right completion, by the task's id.
         template: the form of the oracle's completions; None: all known forms.
         oracle: a user's oracle.
     """
@@ -62,15 +67,16 @@ class RewardAudit:
         grader: AuditGrader,
         tasks: Sequence[Task],
         *,
-        full: float,
+        full: Mapping[str, float],
         template: str | None = None,
         oracle: RewardOracle | None = None,
     ) -> None:
-        self._grader, self._full = grader, full
+        self._grader = grader
+        self._shown = " or ".join(f"{each:g}" for each in sorted(set(full.values())))
         answers = [answer for task in tasks if (answer := reference_text(task)) is not None]
         words = sorted({word for task in tasks for word in flatten_prompt(task).split()})
         self._probes = [
-            ProbedTask(task, self._texts(task, number, answers, words, template, oracle))
+            ProbedTask(task, full[task.id], self._texts(task, number, answers, words, template, oracle))
             for number, task in enumerate(tasks)
         ]
 
@@ -114,7 +120,7 @@ class RewardAudit:
     async def _score_truncated(self, probe: ProbedTask) -> None:
         """Score truncations of the oracle's best completion that do not contain the answer yet."""
         judged = probe.results.get("oracle", [])
-        if not judged or _reward(best := max(judged, key=_reward)) < self._full:
+        if not judged or _reward(best := max(judged, key=_reward)) < probe.full:
             return
         text = probe.texts["oracle"][judged.index(best)]
         answer = reference_text(probe.task)
@@ -147,13 +153,13 @@ class RewardAudit:
             return skipped_check("oracle", "no task has an answer or a worked solution; give --oracle FILE.py:NAME")
         if not known:
             return self._skipped("oracle", "the right answer")
-        short = {one.task.id: best for one in known if (best := one.best("oracle")) < self._full}
+        short = {one.task.id: best for one in known if (best := one.best("oracle")) < one.full}
         if not short:
             return passed_check(
-                "oracle", f"the right answer earns the full reward of {self._full:g} on all {len(known)} tasks"
+                "oracle", f"the right answer earns the full reward of {self._shown} on all {len(known)} tasks"
             )
         named = ", ".join(f"{task} {reward:g}" for task, reward in list(short.items())[:5])
-        text = f"the right answer earns less than {self._full:g} on {len(short)} of {len(known)} tasks ({named})"
+        text = f"the right answer earns less than {self._shown} on {len(short)} of {len(known)} tasks ({named})"
         advice = (
             "correct these answers or the reward; if right completions look otherwise, say how with --template "
             "(such as '<answer>{answer}</answer>') or --oracle; if the full reward is another one, give --full"
@@ -170,8 +176,9 @@ class RewardAudit:
         scored = [one for one in self._probes if one.made(source)]
         if not scored:
             return self._skipped(source, about)
-        rewarded = [one.task.id for one in scored if one.rewarded(source, self._full)]
+        rewarded = [one.task.id for one in scored if one.rewarded(source)]
         mean = float(np.mean([one.best(source) for one in scored]))
+        full = float(np.mean([one.full for one in scored]))
         if len(rewarded) > problem * len(scored) and (problem == 0 or len(rewarded) >= _SEVERAL):
             text = (
                 f"{about} earns the full reward on {len(rewarded)} of {len(scored)} tasks ({list_task_ids(rewarded)})"
@@ -179,8 +186,8 @@ class RewardAudit:
             advice = "the reward does not look at the answer; correct it, or drop tasks that anything solves"
             share = len(rewarded) / len(scored)
             return Finding(source, Severity.PROBLEM, text, advice, rewarded, {"share": share, "mean": mean})
-        text = f"{about} earns {mean:.3g} on average, of {self._full:g}"
-        if mean > problem * self._full:
+        text = f"{about} earns {mean:.3g} on average, of {full:.3g}"
+        if mean > problem * full:
             return Finding(
                 source, Severity.WARNING, text, "an uninformed policy should earn nothing", numbers={"mean": mean}
             )
@@ -191,12 +198,11 @@ class RewardAudit:
         if not known:
             return skipped_check("truncated", "no completion of the oracle earns the full reward, so none was cut off")
         passed = {
-            cut: [_reward(one.cut[cut]) >= self._full for one in known if cut in one.cut]
-            for cut in TRUNCATION_FRACTIONS
+            cut: [_reward(one.cut[cut]) >= one.full for one in known if cut in one.cut] for cut in TRUNCATION_FRACTIONS
         }
         shares = {cut: float(np.mean(each or [False])) for cut, each in passed.items()}
-        early = [(one.task.id, each) for one in known for cut, each in one.cut.items() if cut <= 0.5]
-        tasks = list(dict.fromkeys(task for task, each in early if _reward(each) >= self._full))
+        early = [(one, each) for one in known for cut, each in one.cut.items() if cut <= 0.5]
+        tasks = list(dict.fromkeys(one.task.id for one, each in early if _reward(each) >= one.full))
         words = ", ".join(f"{share:.0%} cut off at {cut:.0%}" for cut, share in shares.items())
         text = f"right completions that still earn the full reward: {words}"
         severity = Severity.OK if shares[0.5] <= _CHANCE else Severity.WARNING
@@ -219,7 +225,7 @@ class RewardAudit:
             return skipped_check(check, f"{hack.about}: does not apply to these tasks")
         if not scored:
             return self._skipped(check, hack.about)
-        rewarded = [one.task.id for one in scored if one.rewarded(hack.name, self._full) >= hack.several]
+        rewarded = [one.task.id for one in scored if one.rewarded(hack.name) >= hack.several]
         if not rewarded:
             return passed_check(check, f"{hack.about}: not rewarded")
         share, guessed = len(rewarded) / len(scored), float(np.mean([guess_probability(one.task) for one in scored]))
@@ -237,7 +243,9 @@ class RewardAudit:
         changed: list[str] = []
         count = 0
         for one in reversed(self._probes[::step]):
-            names = ("oracle", "random", "empty", "prompt_repeated", "many_boxes")
+            names: Sequence[str] = ("oracle", "random", "empty", "prompt_repeated", "many_boxes")
+            if self._grader.groupwise:  # a reward compares the completions of a group
+                names = list(one.texts)
             texts = [text for name in names for text in one.texts[name]][::-1]
             before = [each for name in names for each in one.results.get(name, [])][::-1]
             both = list(zip(before, await self._again(one.task, texts), strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,7 +87,7 @@ def run_audit(
         if view.workflow.uses_environment:
             found += asyncio.run(_environment(view, chosen, options, _full(stage, view, options)))
         for role, scored in view.by_role().items() if view.rewards else ():
-            full = _full(stage, scored, options, of_role=bool(role))
+            full = {each.id: _full(stage, scored, options, each.rewards, of_role=bool(role)) for each in chosen}
             own_checks = asyncio.run(_rewards(scored, chosen, options, full, tokenizer))
             found += [replace(each, check=f"{role}/{each.check}") if role else each for each in own_checks]
         findings += [replace(each, check=f"{name}/{each.check}") for each in found] if name else found
@@ -107,11 +107,23 @@ def sample_evenly(tasks: Sequence[Task], count: int) -> list[Task]:
     return [tasks[number * len(tasks) // count] for number in range(count)]
 
 
-def _full(stage: StageConfig, view: StageConfig, options: AuditOptions, *, of_role: bool = False) -> float:
-    """Return the reward of a right completion: of a domain or a role the maximum of its rewards, if it is known."""
+def _full(
+    stage: StageConfig,
+    view: StageConfig,
+    options: AuditOptions,
+    named: Sequence[str] | None = None,
+    *,
+    of_role: bool = False,
+) -> float:
+    """Return the reward of a right completion: the maximum of the rewards of a domain or a role, if it is known.
+
+    Args:
+        named: rewards that the task's row names, whose maximum counts, too.
+    """
     if options.full is not None:
         return options.full
-    maximum = attainable_maximum(view.rewards, view.judging) if stage.domains or of_role else None
+    own = bool(stage.domains) or of_role or named is not None
+    maximum = attainable_maximum(view.rewards, view.judging, named) if own else None
     if maximum is not None:
         return maximum
     thresholds = [] if stage.evaluation is None else [each.threshold for each in stage.evaluation.all_sets().values()]
@@ -119,7 +131,7 @@ def _full(stage: StageConfig, view: StageConfig, options: AuditOptions, *, of_ro
 
 
 async def _rewards(
-    stage: StageConfig, tasks: Sequence[Task], options: AuditOptions, full: float, tokenizer: Any
+    stage: StageConfig, tasks: Sequence[Task], options: AuditOptions, full: Mapping[str, float], tokenizer: Any
 ) -> list[Finding]:
     manager = build_reward_manager(stage.rewards, stage.judging, tokenizer=tokenizer)
     try:

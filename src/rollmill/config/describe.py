@@ -269,6 +269,8 @@ def reward_weights(stage: StageConfig) -> dict[str, float]:
 
 
 def _attainable(stage: StageConfig) -> str:
+    if stage.taskset is not None and stage.taskset.fields.rewards is not None:
+        return "that of the rewards that each row names"
     maxima = {role: attainable_maximum(view.rewards, view.judging) for role, view in stage.by_role().items()}
     texts = {role: "not known" if maximum is None else f"{maximum:g}" for role, maximum in maxima.items()}
     return ", ".join(f"{role} {text}" if role else text for role, text in texts.items())

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from rollmill.config.algorithms.base import PolicyGradientOptions
-from rollmill.config.rewards.base import attainable_maximum
+from rollmill.config.rewards.base import attainable_maximum, reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.trackers import MonitorConfig
 from rollmill.orchestrator.monitor import Monitor
@@ -98,6 +98,12 @@ def _symptoms(stage: StageConfig, metrics: Mapping[str, Any], trained: int) -> s
 def _is_solved(stage: StageConfig, reward: float) -> bool:
     """True if nearly all completions earn all that they can."""
     views = [view for domain in stage.by_domain().values() for view in domain.by_role().values()]
-    maxima = [attainable_maximum(view.rewards, view.judging) for view in views]
+    maxima = [attainable_maximum(view.rewards, view.judging, names) for view in views for names in _named(view)]
     known = [each for each in maxima if each is not None]
     return len(known) == len(maxima) and reward >= _SOLVED * max(known) > 0
+
+
+def _named(stage: StageConfig) -> list[list[str] | None]:
+    """Names of the rewards that a row may ask for: one by one, or all together (None)."""
+    by_row = stage.taskset is not None and stage.taskset.fields.rewards is not None
+    return [[name] for name in reward_part_names(stage.rewards)] if by_row else [None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -56,14 +56,19 @@ class RewardSection(Section):
         return self
 
 
-def attainable_maximum(rewards: Sequence[RewardSection], judging: RewardManagerConfig) -> float | None:
+def attainable_maximum(
+    rewards: Sequence[RewardSection], judging: RewardManagerConfig, named: Collection[str] | None = None
+) -> float | None:
     """Returns the largest sum that a completion can earn; None if it is not known.
 
     A reward with a negative weight counts as 0.
+
+    Args:
+        named: names of the rewards that a task's row asks for (`taskset.fields.rewards`); default: all.
     """
     total = 0.0
-    for reward in rewards:
-        if reward.weight <= 0:
+    for name, reward in zip(reward_part_names(rewards), rewards, strict=True):
+        if reward.weight <= 0 or (named is not None and name not in named):
             continue
         largest = reward.largest
         if reward.clip is not None:
