@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +89,42 @@ def test_threads_double_while_they_help(small_chat_model: Any, monkeypatch: pyte
     timer = machine(lambda _: 1e9 * speed[torch.get_num_threads()], lambda _: 1e8)
     assert choose_threads(small_chat_model, SIZE, timer) == 2
     assert torch.get_num_threads() == before
+
+
+def test_what_was_measured_on_a_machine_decides_later_runs(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, size = toy("qwen3"), StepSize(sequences=2, decoded=3, learned=5)
+    first, chosen = tmp_path / "fp32", {}
+    monkeypatch.setenv("ROLLMILL_CACHE", str(first))
+    choose_precision(model, "cpu", size)
+    records = sorted((first / "timings").glob("*.json"))
+    assert len(records) == len(step_products(model, size))
+    for wanted, seconds in (("fp32", [1.0, 2.0]), ("bf16", [2.0, 1.0])):
+        folder = tmp_path / f"changed {wanted}"
+        (folder / "timings").mkdir(parents=True)
+        for each in records:
+            (folder / "timings" / each.name).write_text(json.dumps(json.loads(each.read_text()) | {"seconds": seconds}))
+        monkeypatch.setenv("ROLLMILL_CACHE", str(folder))
+        chosen[wanted] = choose_precision(model, "cpu", size)
+    assert chosen == {"fp32": "fp32", "bf16": "bf16"}
+
+
+@pytest.mark.parametrize("damage", ["not JSON", "{}", '{"of": [], "seconds": [1, 2]}', None])
+def test_a_damaged_or_unwritable_record_is_measured_again(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
+) -> None:
+    model, size, cache = toy("qwen3"), StepSize(sequences=2, decoded=3, learned=7), tmp_path / "cache"
+    if damage is None:
+        cache.write_text("a file in place of the folder")
+    else:
+        monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path / "other"))
+        choose_precision(model, "cpu", size)
+        for each in (tmp_path / "other" / "timings").glob("*.json"):
+            cache.joinpath("timings").mkdir(parents=True, exist_ok=True)
+            (cache / "timings" / each.name).write_text(damage)
+    monkeypatch.setenv("ROLLMILL_CACHE", str(cache))
+    assert choose_precision(model, "cpu", size) in ("fp32", "bf16")
 
 
 def test_this_machine_is_measured_once(toy: Any) -> None:

@@ -54,7 +54,8 @@ class TrainerConfig(Section):
     embeddings."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute dtype over fp32 master weights. `auto` measures which is faster on this machine for the matrix products
-    of a step of the last stage: all linear layers, with the rows of its rollouts and of its passes."""
+    of a step of the last stage: all linear layers, with the rows of its rollouts and of its passes. It measures once:
+    later runs read the times from the cache folder, and so compute the same."""
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights, their gradients and AdamW's moments. `bf16` takes half the memory, and computes in bf16: for
     models that do not fit otherwise. Updates are rounded stochastically, since nearly all of them would be lost by

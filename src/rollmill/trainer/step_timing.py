@@ -3,23 +3,31 @@
 A step passes all its rows through every linear layer: decoding, a few rows at a time and forward only; learning, many
 rows forward and backward. Which type or number of threads is faster depends on both the shape and the rows, so each
 distinct product is timed as the step runs it, and counts as often as the step repeats it.
+
+What was measured is kept in the cache folder: on a busy machine a second measurement may differ, and the same run file
+would compute in another type.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from rollmill.files import cache_folder, temporary_path
 from rollmill.trainer.batch import CPU_ROW
 
 _FLOP = 4e9
@@ -85,9 +93,7 @@ def choose_precision(
     """Chooses the faster compute type over fp32 master weights.
 
     bf16 on a GPU. On a CPU, whichever runs the step's matrix products at least 10 % faster (bf16 if the CPU multiplies
-    it in hardware, else fp32). Takes one or two seconds for models of 0.1B parameters. Each product is timed once per
-    process and number of threads: on a busy machine a second measurement may differ, and models to be compared would
-    compute differently.
+    it in hardware, else fp32). Takes one or two seconds for models of 0.1B parameters, once on each machine.
 
     Args:
         size: of the run's step; default: 64 completions of 64 tokens, which are learned from.
@@ -129,12 +135,52 @@ def _step_seconds(
 
 
 def time_product(product: Product, dtypes: tuple[torch.dtype | None, ...]) -> list[float]:
-    """Returns the best time of a product in each type with the current number of threads, in seconds."""
-    return _time_once(product, dtypes, torch.get_num_threads())
+    """Returns the best time of a product in each type with the current number of threads, in seconds.
+
+    It is measured once for a kind of CPU and a version of torch, and then read from the cache folder.
+    """
+    return _time_once(product, dtypes, torch.get_num_threads(), cache_folder("timings"))
 
 
 @cache
-def _time_once(product: Product, dtypes: tuple[torch.dtype | None, ...], threads: int) -> list[float]:
+def _time_once(product: Product, dtypes: tuple[torch.dtype | None, ...], threads: int, folder: Path) -> list[float]:
+    types = ["fp32" if each is None else str(each).removeprefix("torch.") for each in dtypes]
+    what = json.dumps([asdict(product), types, threads, torch.__version__, _cpu()], sort_keys=True)
+    record = folder / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
+    for _ in range(2):  # another process may have been first
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            known = json.loads(record.read_text())
+            if known["of"] == json.loads(what):
+                return [float(each) for each in known["seconds"]]
+        seconds = _measure(product, dtypes)
+        temporary = temporary_path(record)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"of": json.loads(what), "seconds": seconds}) + "\n")
+            os.link(temporary, record)  # unlike a rename, never replaces one
+        except FileExistsError:
+            continue
+        except OSError:  # a cache that cannot be written
+            pass
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        return seconds
+    return seconds  # beside a damaged record
+
+
+@cache
+def _cpu() -> list[str]:
+    """The CPU's name and features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return [platform.machine(), platform.processor()]
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return [fields.get("model name", platform.machine()), fields.get("flags", fields.get("Features", ""))]
+
+
+def _measure(product: Product, dtypes: tuple[torch.dtype | None, ...]) -> list[float]:
     """Types alternate, so that other load affects all."""
     operations = 2 * product.rows * product.narrow * (_BACKWARD if product.learns else 1)
     wide = min(product.wide, max(64, min(int(_FLOP / operations), _WEIGHTS // product.narrow)))
