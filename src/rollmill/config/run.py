@@ -293,7 +293,8 @@ class RunConfig(StageConfig):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; auto uses a GPU if torch finds one."""
     threads: Annotated[int, Field(ge=1, le=2**12)] | Literal["auto"] = 1
-    """CPU threads of this process; auto measures, once on each machine. Two threads are often slower than one for small models."""
+    """CPU threads of this process; auto measures, once on each machine. Two threads are often slower than one for small
+    models."""
     model: ModelConfig = ModelConfig()
     placement: PlacementConfig = InlinePlacement()
     """Assignment of components to processes: a name or a section."""
