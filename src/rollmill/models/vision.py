@@ -238,8 +238,8 @@ def build_picture_inputs(
             inputs["deepstack_visual_embeds"] = [gather(lambda f, i=i: f.deep[i]) for i in range(depth)]
     shown = {key for key, _ in found}
     for each in (features[key] for key in features if key not in shown):
-        for part in (each.rows, *each.deep):
-            embeds = embeds + part[:0].sum().to(embeds.dtype)
+        for unseen in (each.rows, *each.deep):
+            embeds = embeds + unseen[:0].sum().to(embeds.dtype)
     inputs["inputs_embeds"] = embeds
     return inputs
 

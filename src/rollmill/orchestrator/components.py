@@ -45,6 +45,19 @@ def build_stage_rewards(config: StageConfig, policy: PolicyModel) -> RewardManag
     return build_domain_rewards(config, build)
 
 
+def build_stage_pipeline(config: StageConfig, policy: PolicyModel, seed: int) -> Pipeline:
+    """Build the pipeline of a stage, or of its domains. Raises like `build_pipeline`."""
+
+    def build(view: StageConfig) -> Pipeline:
+        def build_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
+            return build_stage_rewards(view.model_copy(update={"rewards": list(rewards)}), policy)
+
+        needed = [section for section in view.pipeline if section.taken & config.algorithm.sources]
+        return build_pipeline(needed, PipelineResources(build_rewards, seed))
+
+    return build_domain_pipelines({name: partial(build, view) for name, view in config.by_domain().items()})
+
+
 def build_trainer(
     config: StageConfig,
     policy: PolicyModel,
@@ -139,16 +152,10 @@ def build_rollout_components(
         seed=seed,
     )
 
-    def build_view_pipeline(view: StageConfig) -> Pipeline:
-        def build_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
-            return build_stage_rewards(view.model_copy(update={"rewards": list(rewards)}), policy)
-
-        return build_pipeline(view.pipeline, PipelineResources(build_rewards, seed))
-
     return RolloutComponents(
         sampler,
         rollouts,
-        build_domain_pipelines({name: partial(build_view_pipeline, view) for name, view in config.by_domain().items()}),
+        stage.pipeline,
         stage.store,
         stage.trace,
         policy.tokenizer,
