@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollmill.buffer import ExperienceKind, ExperienceStore
+from rollmill.buffer import ExperienceKind, ExperienceStore, Group
 from rollmill.buffer.base import EXPLORER, oldest_version, split_by_kind
 from rollmill.buffer.experts import RatingOverrides
 from rollmill.config.run import StageConfig
@@ -147,7 +147,17 @@ class RolloutBatches:
 
     async def collect(self, version: int) -> list[Experience]:
         """See BatchSource."""
-        wasted, before = 0, self._store.expired() if self._shared else 0
+        before = self._store.expired() if self._shared else 0
+        await self._fill(version)
+        experiences = self._reader.take(version, self._oldest(version))
+        if self._shared:
+            self._late += self._store.expired() - before
+        self._scheduler.end_step()
+        return experiences
+
+    async def _fill(self, version: int) -> None:
+        """Roll out and verify until a batch of groups waits."""
+        wasted = 0
         while (missing := self._config.rollout.batch - self._waiting(version)) > 0:
             if not self._scheduler.ready(missing):
                 with self._trace.enter_phase("rollout", f"completions of {missing} groups"):
@@ -156,11 +166,6 @@ class RolloutBatches:
                 wasted += await self._process_oldest(missing, version)
             if wasted > self._config.rollout.refills * self._config.rollout.batch:
                 raise PipelineError(self._nothing_left(wasted))
-        experiences = self._reader.take(version, self._oldest(version))
-        if self._shared:
-            self._late += self._store.expired() - before
-        self._scheduler.end_step()
-        return experiences
 
     def upcoming(self) -> list[list[Experience]]:
         """See BatchSource. Includes groups that the pipeline may still drop."""
@@ -220,8 +225,11 @@ class RolloutBatches:
         groups = split_by_kind(left, experiences[0].group, self._components.fingerprint)
         for group in groups:
             group.writer = self.writer if group.kind is ExperienceKind.ROLLOUT else group.writer
-        self._store.put(groups)
+        self._put(groups)
         return any(group.kind is ExperienceKind.ROLLOUT for group in groups)
+
+    def _put(self, groups: list[Group]) -> None:
+        self._store.put(groups)
 
     def _view(self, task_id: str) -> StageConfig:
         """The stage as the task's domain sees it."""
