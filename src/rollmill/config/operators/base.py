@@ -36,6 +36,10 @@ class OperatorSection(NamedSection):
             raise ValueError(f"sources: `{self.name}` cannot act on {', '.join(wrong)} experiences; it can on {able}")
         return self
 
+    def arguments(self) -> dict[str, Any]:
+        """See NamedSection.arguments: those of the project's own function or class."""
+        return {key: value for key, value in super().arguments().items() if key != "sources"}
+
     @property
     def taken(self) -> frozenset[ExperienceSource]:
         """Experiences that the operator is given, by origin."""
@@ -67,10 +71,6 @@ class CustomOperatorSection(OperatorSection):
     """An operator of a project: it decides by itself what it does with which experiences."""
 
     handles = ALL_SOURCES
-
-    def arguments(self) -> dict[str, Any]:
-        """See NamedSection.arguments: those of the project's own function or class."""
-        return {key: value for key, value in super().arguments().items() if key != "sources"}
 
 
 class RewardOperatorSection(OperatorSection):
