@@ -19,6 +19,7 @@ from rollmill.errors import CheckpointError, ConfigError, UserExitError
 from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.exploring import count_explored
 from rollmill.orchestrator.extension import change_settings
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.manifest import model_files, verifying
@@ -80,7 +81,7 @@ def start(
     supervisor."""
     run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
     with hold_run_lock(run_dir, owner=None if attempt is None else attempt.supervisor):
-        _require_fresh(run_dir)
+        explored = _require_fresh(run_dir, loaded)
         atomic_write(run_dir / CONFIG, loaded.to_yaml().encode(), durable=True)
         loaded, notes = (loaded, []) if attempt is None else attempt.begin(loaded, run_dir)
         return execute(
@@ -91,7 +92,7 @@ def start(
             serving=serving,
             interrupts=interrupts,
             callbacks=callbacks,
-            notes=notes,
+            notes=[*explored, *notes],
         )
 
 
@@ -278,19 +279,28 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def _require_fresh(folder: Path) -> None:
-    """Prepare the directory of a new run; one that failed before its first result may be reused.
+def _require_fresh(folder: Path, loaded: LoadedRun) -> list[str]:
+    """Prepare the directory of a new run; one that failed before its first result may be reused, and one whose buffer
+    was filled without a trainer is gone on with. Returns messages for the start.
 
-    Raises ConfigError where the directory holds a run with results.
+    Raises ConfigError where the directory holds a run with results, or groups that the run would not find.
     """
+    explored = count_explored(folder)
+    stage = next((each for each in loaded.stages if each.algorithm.uses_rollouts), None)
+    if explored and stage and not stage.buffer.in_database(stage.persistent or loaded.config.is_split):
+        text = (
+            f"{folder} has {explored} groups that were rolled out without a trainer, and this run's buffer is in memory"
+        )
+        raise ConfigError(f"{text}; set buffer.store: sql or mode: train, or choose another --out")
     if (folder / CONFIG).exists() and (read_metrics(folder) or Checkpoints(folder).steps()):
         raise ConfigError(
             f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"
         )
-    files = (MACHINE, EVENTS_FILE, CHANGES_FILE, SCALE_REQUEST, SCALE_ANSWER)
+    files = (*(() if explored else (MACHINE,)), EVENTS_FILE, CHANGES_FILE, SCALE_REQUEST, SCALE_ANSWER)
     for left in (*(folder / name for name in files), *folder.glob("stall-*.txt"), *folder.glob("crash-*.txt")):
         left.unlink(missing_ok=True)
     shutil.rmtree(folder / PROCESSES, ignore_errors=True)
+    return [f"{explored} groups in the buffer were rolled out without a trainer"] if explored else []
 
 
 def next_free_folder(folder: Path) -> Path:

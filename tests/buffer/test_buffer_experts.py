@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def pool(
         own = TasksetDemonstrations(
             build_sampler(Taskset("s", rows, []), ShuffledOrder(), 0, batch=4),
             lambda task, place: [experience(task.id)],
+            rows,
         )
     shelves = [StoreReader(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
     options: Any = {"pairs": pairs, "labels": labels, "rated_at_least": rated_at_least, "seed": seed}
@@ -238,8 +240,30 @@ def test_an_order_that_goes_by_steps_is_told_them() -> None:
     rows = [Task(f"task-{n}", "p", response="r", metadata={"difficulty": n / 5}) for n in range(6)]
     order = CurriculumOrder(by="difficulty", warmup=2, bound=0.7)
     sampler = build_sampler(Taskset("s", rows, []), order, 0, batch=4, observed=False)
-    tasks = TasksetDemonstrations(sampler, lambda task, place: [experience(task.id)])
+    tasks = TasksetDemonstrations(sampler, lambda task, place: [experience(task.id)], rows)
     experts = DemonstrationPool(tasks, [], pairs=False, rated_at_least=None, tokenizer="abc", context=8, seed=0)
     drawn = [ids(experts.draw(3, step=step)) for step in range(4)]
     assert sorted(drawn[0] + drawn[1]) == [f"task-{n}" for n in range(6)]
     assert {*drawn[2], *drawn[3]} == {"task-4", "task-5"}
+
+
+@pytest.mark.parametrize("tasks", [0, 7])
+def test_a_step_that_spans_the_end_of_an_epoch_repeats_none(store: ExperienceStore, tasks: int) -> None:
+    for seed in range(5):
+        experts = pool(store, tasks=tasks, seed=seed)
+        store.put([] if tasks else [expert(f"e{n}") for n in range(7)])
+        counts: Counter[str] = Counter()
+        for step in range(14):  # the pool begins again in the midst of a step
+            drawn = ids(experts.draw(4))
+            assert len(set(drawn)) == 4
+            counts.update(drawn)
+            if step % 3 == 0:  # and goes on from its state
+                state, experts = experts.state_dict(), pool(store, tasks=tasks, seed=seed)
+                experts.load_state_dict(json.loads(json.dumps(state)))
+        assert len(counts) == 7
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_fewer_tasks_than_a_step_needs_are_repeated() -> None:
+    experts = pool(MemoryStore(), tasks=3)
+    assert Counter(ids(experts.draw(9))) == {f"task-{n}": 3 for n in range(3)}

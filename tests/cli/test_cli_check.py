@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from picture_models import picture_checkpoint, picture_rows
 from toys import toy_model
 
 import rollmill
@@ -312,3 +314,73 @@ def test_check_refuses_a_chat_that_the_template_cannot_show(
         assert main([command, "chats.yaml", *wrong]) == (2 if command == "check" else 1)
         assert re.search(said, capsys.readouterr().err)
     assert not list(Path("runs").glob("**/metrics*"))  # no step was made
+
+
+DOMAINS = """\
+model: {new: {hidden_size: 32, layers: 2, tokenizer: {kind: char}}}
+max_staleness: 3
+sync_interval: 2
+mode: train
+rollout: {batch: 4, group_size: 2, token_budget: 300}
+domains:
+  a: {taskset: {path: tasks.jsonl}, rewards: [{name: exact}], evaluation: {taskset: {path: tasks.jsonl}}}
+  b: {taskset: {path: tasks.jsonl}, rewards: [{name: exact}]}
+"""
+
+
+def test_check_prints_what_domains_have_in_common(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(DOMAINS)
+    assert main(["check", "run.yaml"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "group_size 2" in text
+    assert "token_budget 300, partial (learn all), max_staleness 3, sync_interval 2" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("evaluation.samples=3", "write it into `evaluation` of the domains (domains.NAME.evaluation)"),
+        (
+            "domains.a.rollout.token_budget=9",
+            "a domain has no `token_budget`: `rollout.token_budget` of the stage",
+        ),
+        ("domains.a.rollout.batch=9", "a domain has no `batch`"),
+    ],
+)
+def test_keys_that_a_domain_lacks_point_to_where_they_count(
+    key: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yaml").write_text(DOMAINS)
+    assert main(["check", "run.yaml", "--set", key]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_name_of_an_algorithm_will_do() -> None:
+    def algorithm(*overrides: str) -> Any:
+        return load_run(Path("run.yaml"), [*overrides]).stages[1].algorithm
+
+    assert algorithm("algorithm=rloo") == algorithm("algorithm.name=rloo")
+    assert algorithm("algorithm=rloo", "algorithm.kl=0.2").kl.coefficient == 0.2
+    text = RUN.replace("name: rl,", "name: rl, algorithm: {kl: 0.3},").replace(
+        "name: sums", "name: sums\nalgorithm: gspo"
+    )
+    Path("run.yaml").write_text(text)
+    assert (algorithm().name, algorithm().kl.coefficient) == ("gspo", 0.3)
+
+
+@pytest.mark.parametrize(("family", "code"), [("qwen2_vl", 2), ("idefics3", 0)])
+def test_a_vllm_without_torchvision_is_refused_as_a_run_does(
+    family: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's Python is one that says what it can import."""
+    python = tmp_path / "python"
+    answer = {"vllm": True, "xxhash": True, "torchvision": False, "version": [3, 11]}
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    python.chmod(0o755)
+    model = {"path": str(picture_checkpoint(tmp_path / "model", family))}
+    rows = picture_rows(tmp_path / "pictures")
+    run = {"model": model, "taskset": {"path": str(rows), "chat": True}, "rewards": [{"name": "exact"}], "steps": 1}
+    Path("run.yaml").write_text(json.dumps(run | {"engine": {"name": "vllm", "python": str(python)}}))
+    assert main(["check", "run.yaml"]) == code
+    said = "has no torchvision, which vLLM needs for qwen2_vl"
+    assert (said in capsys.readouterr().err) == (code == 2)

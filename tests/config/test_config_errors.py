@@ -142,7 +142,11 @@ CASES = {
         "run.yaml:3: rewards.0.name: `mathh` is not known; did you mean `math`?",
     ),
     "algorithm without name": (GOOD + "algorithm: {kl: 0.1}", "algorithm.name: is required; it says which component"),
-    "algorithm as text": (GOOD + "algorithm: grpo", "algorithm: expected a section (`key: value` lines), found `grpo`"),
+    "unknown algorithm as text": (
+        GOOD + "algorithm: grpu",
+        "algorithm.name: `grpu` is not known; did you mean `grpo`?",
+    ),
+    "trainer as text": (GOOD + "trainer: adam", "trainer: expected a section (`key: value` lines), found `adam`"),
     "text for a number": (GOOD + "steps: many", "run.yaml:4: steps: expected a whole number, found `many`"),
     "fraction for a whole number": (GOOD + "steps: 1.5", "steps: expected a whole number, found `1.5`"),
     "text for a rate": (GOOD + "trainer: {lr: fast}", "trainer.lr: expected a number, found `fast`"),

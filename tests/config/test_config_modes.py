@@ -89,3 +89,25 @@ def test_the_resolved_file_of_either_half_is_a_run_file(tmp_path: Path) -> None:
         again = load_run(tmp_path / "again.yaml")
         assert (again.config.mode, again.config.trainer_away_s) == (mode, 5.0)
         assert f"mode {mode}" in describe_run(loaded, {})
+
+
+SPLIT = {
+    "max_staleness": 1,
+    "sync_interval": 2,
+    "trainer_away_s": 3.0,
+    "explorer_silent_s": 4.0,
+    "await_trainer": False,
+}
+
+
+@pytest.mark.parametrize("mode", ["train", "explore", "bench", "serve"])
+def test_one_file_serves_all_modes(tmp_path: Path, mode: str) -> None:
+    path = tiny_run(tmp_path, **RL | SPLIT, model={"path": "somewhere", "new": None})
+    loaded = load_run(path, [f"mode={mode}"], require_files=False)
+    assert (loaded.config.mode, loaded.stages[0].sync_interval) == (mode, 2)
+
+
+def test_traffic_decodes_with_the_newest_weights(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path, **RL | TRAFFIC | SPLIT, model={"path": "somewhere", "new": None}, mode="serve")
+    with pytest.raises(ConfigError, match="sync_interval: the native engine in the trainer's process decodes"):
+        load_run(path, require_files=False)

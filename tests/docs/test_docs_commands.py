@@ -130,6 +130,12 @@ RUN_ELSEWHERE = {
     "rollmill buffer import runs/offline mine.parquet": (
         "tests/orchestrator/test_orchestrator_split.py::test_training_alone_on_what_the_buffer_holds"
     ),
+    "rollmill run run.yaml --set mode=explore --set await_trainer=false --out runs/explored": (
+        "tests/orchestrator/test_orchestrator_exploring.py"
+    ),
+    "rollmill run run.yaml --set mode=train --set max_staleness=1000 --out runs/explored": (
+        "tests/orchestrator/test_orchestrator_exploring.py"
+    ),
     "rollmill run run.yaml --set mode=bench --set model.path=runs/sums/checkpoints/step-000100": (
         "tests/cli/test_cli_modes.py::test_bench_measures_the_run_files_model"
     ),

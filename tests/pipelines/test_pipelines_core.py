@@ -6,10 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from made_up import context, group, ids, pipeline, rollout
+from made_up import context, group, ids, pipeline, rollout, section
+from pydantic import ValidationError
 
 from rollmill.errors import DeadlineError, PipelineError
 from rollmill.pipelines import Batch, Pipeline
+from rollmill.types import Experience, ExperienceSource
 
 
 def run(made: Pipeline, experiences: list[Any]) -> list[Any]:
@@ -164,3 +166,56 @@ def test_all_operators_are_closed_even_if_one_fails_to() -> None:
         Pipeline([("a", first), ("b", Fails()), ("c", last)]).close()
     assert first.closed
     assert last.closed
+
+
+def demonstration(text: str, index: int = 0) -> Experience:
+    found = rollout(None, index=index, group=f"x{index}", text=text, parts={}, outcomes={})
+    found.source = ExperienceSource.EXPERT
+    return found
+
+
+def test_operators_see_the_sources_that_they_take() -> None:
+    seen: list[str] = []
+
+    def looks(batch: Batch) -> None:
+        seen.extend(each.source for each in batch.experiences)
+
+    usual, given = frozenset({ExperienceSource.ROLLOUT}), [*group([1.0, 0.0]), demonstration("it is 12")]
+    assert run(Pipeline([("looks", looks)], [usual]), given) == given
+    assert run(Pipeline([("looks", looks)]), given) == given
+    assert seen == ["usual", "usual", "usual", "usual", "expert"]
+    for name in ("invalid_reward", "group_variance"):  # they compare rewards, and demonstrations have none
+        assert run(pipeline(name), given) == given
+    with pytest.raises(ValidationError, match="`group_variance` cannot act on expert experiences; it can on usual"):
+        section(name="group_variance", sources=["expert"])
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        {"name": "length_filter", "at_most": 10},
+        {"name": "check", "reward": {"name": "format", "pattern": "12$"}},
+    ],
+)
+def test_filters_of_texts_filter_demonstrations(operator: dict[str, Any]) -> None:
+    given = [
+        demonstration("it is 12", 0),
+        demonstration("it is no number at all", 1),
+        *group([1.0], text="no, at least 7"),
+    ]
+    assert ids(run(pipeline(operator), given)) == ["x0/0"]
+    assert ids(run(pipeline({**operator, "sources": ["usual"]}), given)) == ["x0/0", "x1/1"]
+    assert ids(run(pipeline({**operator, "sources": ["expert"]}), given)) == ["x0/0", "g0/0"]
+
+
+def test_a_pair_that_loses_one_side_is_dropped() -> None:
+    pairs = [rollout(float(n % 2), index=n, group=f"p{n // 2}", text=f"it is {n}") for n in range(4)]
+    for each in pairs:
+        each.source = ExperienceSource.PREFERENCE
+
+    def drops(batch: Batch) -> None:
+        batch.drop(batch.experiences[0], "wrong")
+
+    made = Pipeline([("drops", drops)])
+    assert ids(run(made, pairs)) == ["p1/2", "p1/3"]
+    assert made.take_reports()["drops"].reasons == {"wrong": 1, "other of a pair": 1}

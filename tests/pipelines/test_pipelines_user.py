@@ -110,7 +110,7 @@ def test_functions_coroutines_and_classes_are_operators() -> None:
     assert rewards(found) == [0.25, 1.0, 0.25]
     Path("again.yaml").write_text(loaded.to_yaml())
     again = load_run(Path("again.yaml"), require_files=False)
-    assert again.stages[0].pipeline[2].model_dump() == {"name": "FirstOnly", "count": 3}
+    assert again.stages[0].pipeline[2].model_dump() == {"name": "FirstOnly", "sources": None, "count": 3}
 
 
 def test_what_a_class_remembers_is_in_the_pipeline_s_state() -> None:
@@ -129,7 +129,7 @@ def test_options_are_set_from_the_command_line() -> None:
         "pipeline.0.count=1",
         "pipeline.1.at_least=0.5",
     )
-    assert [each.model_dump(exclude={"part", "at_most"}) for each in loaded.stages[0].pipeline] == [
+    assert [each.model_dump(exclude={"part", "at_most", "sources"}) for each in loaded.stages[0].pipeline] == [
         {"name": "FirstOnly", "count": 1},
         {"name": "reward_filter", "at_least": 0.5},
     ]
@@ -139,7 +139,10 @@ def test_options_are_set_from_the_command_line() -> None:
     ("entry", "message"),
     [
         ("{name: FirstOnly, cuont: 1}", "run.yaml:5: pipeline.0.cuont: unknown key; did you mean `count`?"),
-        ("{name: FirstOnly, seed: 1}", "run.yaml:5: pipeline.0.seed: unknown key; valid here: `name` and `count`"),
+        (
+            "{name: FirstOnly, seed: 1}",
+            "run.yaml:5: pipeline.0.seed: unknown key; valid here: `name`, `sources` and `count`",
+        ),
         ("{name: FirstOnly, count: many}", "run.yaml:5: pipeline.0.count: expected a whole number, found `many`"),
         ("{name: FirstOnyl}", "run.yaml:5: pipeline.0.name: `FirstOnyl` is not known; did you mean `FirstOnly`?"),
         (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.buffer.base import ExperienceKind, ExperienceStore, Group
+from rollmill.buffer.base import PIPELINE, ExperienceKind, ExperienceStore, Group
 from rollmill.data import Sampler
 from rollmill.errors import StoreError
 from rollmill.types import Experience, ExperienceSource, Task
@@ -26,6 +26,7 @@ class StoreReader:
     name: str  #: for messages
     open: StoreOpener
     store: ExperienceStore | None = None
+    own: bool = False  #: of the run that reads
     _after: dict[ExperienceKind, int] = field(default_factory=dict)
 
     def new(self, shelf: ExperienceKind) -> Iterator[Group]:
@@ -50,10 +51,22 @@ class TasksetDemonstrations:
 
     sampler: Sampler
     render: Callable[[Task, int], list[Experience]]  #: (task, index in the batch) -> one experience, or a pair
+    tasks: Sequence[Task]  #: those that the sampler draws from
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnGroup:
+    """One demonstration, a pair, or what a stored pair is as labelled completions."""
+
+    key: str  #: the same whenever it is drawn
+    experiences: list[Experience]
+    processed: bool = False  #: the run's own pipeline made it
 
 
 class DemonstrationPool:
     """Yields demonstrations (or pairs) forever: each once per epoch, those of stores before those of the taskset.
+
+    A training step that spans the end of an epoch repeats one only if there are fewer than it needs.
 
     Args:
         readers: stores with demonstrations, pairs or rated completions.
@@ -87,22 +100,32 @@ class DemonstrationPool:
         self._epoch, self._drawn = 0, 0
         self._served: set[str] = set()
         self._known: list[list[str]] = [[] for _ in readers]  # ids of groups by store, in the order of arrival
+        self._postponed: list[Task] = []  # drawn in a step that had them already
+        self._of_set: dict[str, set[str]] = {}  # keys of tasks by taskset
+        for task in [] if tasks is None else tasks.tasks:
+            self._of_set.setdefault(task.taskset, set()).add(_task_key(task))
 
     def draw(self, count: int, *, step: int = 0) -> list[Experience]:
-        """The next `count` demonstrations, labelled completions, or pairs (two experiences each); empty if there are
-        none at all. With `labels`, a pair from a store counts as one and gives two experiences.
+        """The experiences of `draw_groups`."""
+        return [each for group in self.draw_groups(count, set(), step=step) for each in group.experiences]
 
-        `step` is the training step of the stage, from 0.
+    def draw_groups(self, count: int, drawn: set[str], *, step: int = 0) -> list[DrawnGroup]:
+        """The next `count` demonstrations, labelled completions, or pairs; none if there are none at all.
+
+        With `labels`, a pair from a store counts as one and gives two experiences.
+
+        Args:
+            drawn: keys of what this training step has already; those of what is returned are added.
+            step: training step of the stage, from 0.
         """
-        found: list[Experience] = []
-        taken, idle = 0, 0
-        while taken < count and idle < 2:  # 2: none left in this epoch, and none in a new one
-            groups = self._from_stores(count - taken)
-            taken, idle = taken + len(groups), 0 if groups else idle + 1
-            found += [each for group in groups for each in self._presented(group)]
-            if taken < count and self._tasks is not None:
-                found += self._from_tasks(taken, count, step)
-                taken = count
+        found: list[DrawnGroup] = []
+        idle = 0
+        while len(found) < count and idle < 2:  # 2: none left in this epoch, and none in a new one
+            groups = self._from_stores(count - len(found), drawn)
+            idle = 0 if groups else idle + 1
+            found += groups
+            if len(found) < count and self._tasks is not None:
+                found += self._from_tasks(len(found), count, step, drawn)
             elif not groups:
                 self._next_epoch()
         return found
@@ -110,39 +133,74 @@ class DemonstrationPool:
     def state_dict(self) -> dict[str, Any]:
         """State as plain JSON."""
         tasks = None if self._tasks is None else self._tasks.sampler.state_dict()
-        return {"epoch": self._epoch, "drawn": self._drawn, "served": sorted(self._served), "tasks": tasks}
+        postponed = {"postponed": [task.id for task in self._postponed]} if self._postponed else {}
+        served = sorted(self._served)
+        return {"epoch": self._epoch, "drawn": self._drawn, "served": served, "tasks": tasks, **postponed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state`."""
         self._epoch, self._drawn, self._served = state["epoch"], state["drawn"], set(state["served"])
         if self._tasks is not None and state["tasks"] is not None:
             self._tasks.sampler.load_state_dict(state["tasks"])
+            known = {task.id: task for task in self._tasks.tasks} if "postponed" in state else {}
+            self._postponed = [known[name] for name in state.get("postponed", [])]
 
-    def _from_tasks(self, first: int, count: int, step: int) -> list[Experience]:
+    def _from_tasks(self, first: int, count: int, step: int, drawn: set[str]) -> list[DrawnGroup]:
         assert self._tasks is not None
-        sampler, found = self._tasks.sampler, list[Experience]()
+        found = []
         for place in range(first, count):
+            task = self._next_task(step, drawn)
+            drawn.add(_task_key(task))
+            found.append(DrawnGroup(_task_key(task), self._tasks.render(task, place)))
+        return found
+
+    def _next_task(self, step: int, drawn: set[str]) -> Task:
+        """The sampler's next task. One that this step has already waits for a later step, if its taskset has others."""
+        assert self._tasks is not None
+        sampler = self._tasks.sampler
+        for waiting in self._postponed:
+            if _task_key(waiting) not in drawn:
+                self._postponed.remove(waiting)
+                return waiting
+        while True:
             before, task = sampler.epoch, sampler.next(step)
             if sampler.epoch != before:
                 self._next_epoch()
-            found += self._tasks.render(task, place)
-        return found
+            repeated = _task_key(task) in drawn
+            if not repeated or task in self._postponed or self._of_set[task.taskset] <= drawn:
+                return task
+            self._postponed.append(task)
 
     def _next_epoch(self) -> None:
         self._epoch += 1
         self._served.clear()
 
-    def _from_stores(self, count: int) -> list[Group]:
-        """Up to `count` groups that were not served in this epoch."""
-        found: list[Group] = []
+    def _from_stores(self, count: int, drawn: set[str]) -> list[DrawnGroup]:
+        """Up to `count` groups that were not served in this epoch; those that this step has already only if there is
+        nothing else."""
+        found: list[DrawnGroup] = []
         for number, reader in enumerate(self._readers):
             self._read_new(reader, self._known[number])
-            keys = {f"{number}:{name}": name for name in self._known[number]}
-            waiting = sorted(keys.keys() - self._served, key=self._sort_key)
-            while waiting and len(found) < count:
-                now, waiting = waiting[: count - len(found)], waiting[count - len(found) :]
-                found += reader.get([keys[key] for key in now])
-                self._served.update(now)
+            found += self._served_now(number, self._unserved(number) - drawn, count - len(found))
+        if self._tasks is None:
+            for number in range(len(self._readers)):
+                found += self._served_now(number, self._unserved(number) & drawn, count - len(found))
+        drawn.update(each.key for each in found)
+        return found
+
+    def _unserved(self, number: int) -> set[str]:
+        return {f"{number}:{name}" for name in self._known[number]} - self._served
+
+    def _served_now(self, number: int, keys: set[str], count: int) -> list[DrawnGroup]:
+        """Up to `count` of these groups of a store, without removed ones."""
+        reader, found = self._readers[number], list[DrawnGroup]()
+        waiting = sorted(keys, key=self._sort_key)
+        while waiting and len(found) < count:
+            now, waiting = waiting[: count - len(found)], waiting[count - len(found) :]
+            for group in reader.get([key.partition(":")[2] for key in now]):
+                processed = reader.own and group.writer == PIPELINE
+                found.append(DrawnGroup(f"{number}:{group.id}", self._presented(group), processed))
+            self._served.update(now)
         return found
 
     def _sort_key(self, key: str) -> str:
@@ -189,6 +247,10 @@ class DemonstrationPool:
         if self._pairs:
             return [replace(e, group=f"{group.id}/{self._drawn}") for e in group.experiences]
         return [as_demonstration(e) for e in group.experiences]
+
+
+def _task_key(task: Task) -> str:
+    return f"task:{task.id}"
 
 
 def as_demonstration(experience: Experience) -> Experience:

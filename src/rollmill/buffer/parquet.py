@@ -105,14 +105,18 @@ def import_groups(path: Path, run_id: str, tokenizer: str = "") -> Iterator[Grou
             f"({tokenizer}), so its tokens mean other text"
         )
     for group in read_parquet(path):
-        writer = IMPORTED if made_by_run(group.writer) else group.writer
         if source == run_id:
-            yield replace(group, writer=writer)
+            yield replace(group, writer=IMPORTED if made_by_run(group.writer) else group.writer)
         else:
-            prefix = f"{source[:8]}-"
-            renamed = [_renamed(experience, prefix) for experience in group.experiences]
-            info = _of_another_run(group.info, prefix) if group.writer == FEEDBACK else group.info
-            yield replace(group, id=prefix + group.id, experiences=renamed, writer=writer, info=info)
+            yield imported_group(group, f"{source[:8]}-")
+
+
+def imported_group(group: Group, prefix: str) -> Group:
+    """Convert a group of another run, which a run keeps when it resumes: its names begin with `prefix`."""
+    renamed = [_renamed(experience, prefix) for experience in group.experiences]
+    info = _of_another_run(group.info, prefix) if group.writer == FEEDBACK else group.info
+    writer = IMPORTED if made_by_run(group.writer) else group.writer
+    return replace(group, id=prefix + group.id, experiences=renamed, writer=writer, info=info)
 
 
 def import_pyarrow() -> None:

@@ -11,11 +11,14 @@ import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.config.checks.doubts import find_doubts
+from rollmill.config.checks.engine import uses_engine
 from rollmill.config.checks.extras import find_missing_extras
 from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
-from rollmill.config.checks.pictures import both_ways, vision_model_name
+from rollmill.config.checks.pictures import both_ways, vision_model_name, vision_model_type
 from rollmill.config.describe import TaskCount, describe_run, estimate_parameters, evaluation_key
+from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.loader import LoadedRun, load_run
+from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards.base import PythonReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.errors import ConfigError, TasksetError
@@ -61,6 +64,8 @@ def command(
     missing = find_missing_extras(run)
     if missing and data:
         raise ConfigError("\n".join(f"{config}: {each}" for each in missing))
+    if data:
+        _check_engines(run)
     tasksets = load_tasksets(run) if data else {}
     counts = _counted(run, tasksets)
     if data:
@@ -73,6 +78,27 @@ def command(
     print(run.to_yaml() if as_yaml else describe_run(run, counts), end="" if as_yaml else "\n")
     for doubt in doubts:
         print(f"warning: {doubt}", file=sys.stderr)
+
+
+def _check_engines(run: LoadedRun) -> None:
+    """Look into the environment of vLLM, where it is to run a vision-language model.
+
+    Raises ConfigError if it lacks what that needs, or cannot be used.
+    """
+    kind, placement = vision_model_type(run.config.model), run.config.placement
+    if kind is None:
+        return
+    engines = [stage.engine for stage in run.stages if uses_engine(stage)]
+    engines += (
+        [each.engine for each in placement.explorers if each.engine] if isinstance(placement, RayPlacement) else []
+    )
+    with quick_imports():
+        from rollmill.engines.vllm.process import current_python, probe_python, require_torchvision
+
+    for python in dict.fromkeys(
+        each.python or current_python() for each in engines if isinstance(each, VLLMEngineConfig)
+    ):
+        require_torchvision(kind, python, probe_python(python))
 
 
 def _print_matrix(as_json: bool) -> None:

@@ -129,11 +129,14 @@ def _say_on(stream: TextIO) -> Callable[[str], None]:
 
 
 def _explore(loaded: LoadedRun, as_json: bool) -> None:
-    """Join the run in --out as an explorer."""
+    """Join the run in --out as an explorer, or fill its buffer alone."""
+    say = _say_on(sys.stderr if as_json else sys.stdout)
     with quick_imports():
+        from rollmill.orchestrator.exploring import explore_alone
         from rollmill.remote.explorer_process import run_explorer
 
-    made = run_explorer(loaded, loaded.out, _say_on(sys.stderr if as_json else sys.stdout))
+    explore = run_explorer if loaded.config.await_trainer else explore_alone
+    made = explore(loaded, loaded.out, say)
     if as_json:
         print(json.dumps(made))
 

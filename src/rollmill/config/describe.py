@@ -176,10 +176,11 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
         yield "tasks", _taskset(stage.taskset, counts.get((stage.name, "taskset")))
     if algorithm.uses_rollouts and stage.domains:
         yield "steps", f"{stage.steps}, each {rollout.batch} tasks of all domains and a group of completions for each"
+        yield "rollout", _rollout(stage, skip={"batch"})
     elif algorithm.uses_rollouts:
         total = rollout.batch * rollout.group_size
         yield "steps", f"{stage.steps}, each {rollout.batch} tasks x {rollout.group_size} completions = {total}"
-        yield "rollout", f"{_options(rollout, skip={'batch', 'group_size'})}, max_staleness {stage.max_staleness}"
+        yield "rollout", _rollout(stage, skip={"batch", "group_size"})
     else:
         assert isinstance(algorithm, OfflineAlgorithmOptions)
         names = {"preference pairs": "pairs", "worked solutions": "demonstrations"}
@@ -228,6 +229,13 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
         yield "", _options(rollout, skip={"batch", "group_size"})
     if stage.early_stop is not None:
         yield "early stop", _options(stage.early_stop)
+
+
+def _rollout(stage: StageConfig, skip: set[str]) -> str:
+    """Formats the stage's rollout settings, and how late its rollouts may be."""
+    words = [_options(stage.rollout, skip=skip), f"max_staleness {stage.max_staleness}"]
+    words += [f"sync_interval {stage.sync_interval}"] if stage.sync_interval > 1 else []
+    return ", ".join(words)
 
 
 def _domains(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:

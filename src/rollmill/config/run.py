@@ -300,8 +300,12 @@ class RunConfig(StageConfig):
     """Assignment of components to processes: a name or a section."""
     mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
     """Mode of `rollmill run`. `both`: roll out and train; `placement` selects the processes. `train`: train on
-    the rollouts of explorers that join as separate processes, or on what the buffer holds. `explore`: join such a run.
+    the rollouts of explorers that join as separate processes, or on what the buffer holds. `explore`: join such a run,
+    or fill a buffer without a trainer (`await_trainer: false`).
     `bench`: evaluate the model. `serve`: serve it."""
+    await_trainer: bool = True
+    """With mode `explore`: join a trainer, and wait for one. False: no trainer takes part; roll out the groups of all
+    steps at the weights of the model, and leave them in the buffer, for a trainer that starts there later."""
     trainer_away_s: float = Field(600.0, gt=0)
     """With mode `explore`: longest time without a sign of life from the trainer, for example while it starts or
     resumes."""

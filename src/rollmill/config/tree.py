@@ -13,6 +13,7 @@ Key = str | int
 KeyPath = tuple[Key, ...]
 
 _SHORT: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "algorithm": ("name", str),
     "advantage": ("name", str),
     "loss": ("name", str),
     "order": ("name", str),
@@ -149,11 +150,12 @@ def merge_trees(base: Node, top: Node, key: str = "") -> Node:
 
 
 def expand_shorthand(key: Key, node: Node) -> Node:
-    """Expands a name or number that stands for a section; returns every other node unchanged."""
+    """Expands a name or number that stands for a section, whose only leaf is the same node; returns every other node
+    unchanged."""
     short = _SHORT.get(str(key))
     if short is None or not isinstance(node.value, short[1]) or isinstance(node.value, bool):
         return node
-    return Node({short[0]: Node(node.value, node.origin, (*node.path, short[0]))}, node.origin, node.path)
+    return Node({short[0]: node}, node.origin, node.path)
 
 
 def _another(key: str, base: Node, top: Node) -> bool:

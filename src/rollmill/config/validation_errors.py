@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rollmill.config.field_docs import document_section
+from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import RunConfig
 from rollmill.config.section import NamedSection, Section, is_named_section, registered_sections, section_tag
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, locate_key, truncate_text
@@ -166,6 +167,8 @@ def explain_unknown_key(key: str, owner: type[Section]) -> str:
         return f"`{key}` is honoured by {noun} {tags}, not by `{here.tag}`{near or '; remove it'}"
     if here.prefix == "a stage" and key in RunConfig.model_fields:
         return f"`{key}` belongs to the whole run, not to a stage; move it to the top level"
+    if here.prefix == "domains.NAME.rollout" and key in RolloutConfig.model_fields and not alias:
+        return f"a domain has no `{key}`: `rollout.{key}` of the stage is that of all domains; remove it here"
     if others and key != "name":
         places = join_quoted(_places(others, key))
         return f"unknown key; it is honoured as {places}{near or '; move it there'}"

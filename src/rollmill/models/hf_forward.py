@@ -5,7 +5,6 @@ Shapes: n sequences, S their length, L layers, d hidden size.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,27 +58,7 @@ def picture_prompts(model: Any) -> list[PicturePrompt]:
     processor = picture_processor(model)
     if processor is None:
         return []
-    prompts = []
-    for i, (width, height, count) in enumerate(((56, 28, 2), (28, 40, 1))):
-        places: list[tuple[int | None, int]] = [(None, 0)] * count
-        chat = [{"role": "user", "content": "0 1"}]
-        single = processor.single_prompt  # such checkpoints have no chat template
-        text = (
-            processor.plain("0 1", count) if single else processor.render(chat, processor.processor.tokenizer, places)
-        )
-        noise = torch.Generator().manual_seed(i)
-        pictures = [_random_picture(width, height, noise) for _ in range(count)]
-        prompts.append(processor.encode(text, pictures, "the check of the model"))
-    return prompts
-
-
-def _random_picture(width: int, height: int, noise: torch.Generator) -> bytes:
-    from PIL import Image
-
-    pixels = torch.randint(256, (height, width, 3), generator=noise, dtype=torch.uint8)
-    content = io.BytesIO()
-    Image.frombytes("RGB", (width, height), bytes(pixels.flatten().tolist())).save(content, "PNG")
-    return content.getvalue()
+    return [processor.noise_prompt([(56, 28)] * 2, 0), processor.noise_prompt([(28, 40)], 1)]
 
 
 def hf_logprobs(model: Any, ids: list[list[int]], count: int, pictures: PicturePrompt | None = None) -> Tensor:

@@ -172,6 +172,17 @@ class PictureProcessor:
         if self.video is not None:
             (folder / _VIDEO_CONFIG).write_text(json.dumps(self.video, indent=2), encoding="utf-8")
 
+    def noise_prompt(self, sizes: Sequence[tuple[int, int]], seed: int) -> PicturePrompt:
+        """A prompt that shows random pixels, one picture of each width and height."""
+        text = "0 1"
+        if self.single_prompt:  # such checkpoints have no chat template
+            text = self.plain(text, len(sizes))
+        else:
+            chat = [{"role": "user", "content": text}]
+            text = self.render(chat, self.processor.tokenizer, [(None, 0)] * len(sizes))
+        noise = torch.Generator().manual_seed(seed)
+        return self.encode(text, [_random_picture(*size, noise) for size in sizes], "the check of the model")
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], tokenizer: Any, places: Sequence[tuple[int | None, int]]
     ) -> str:
@@ -357,6 +368,15 @@ def unexpanded_prompt(
             image.save(content, "PNG", compress_level=1)
             images.append(content.getvalue())
     return [*ids, *token_ids[end:]], images
+
+
+def _random_picture(width: int, height: int, noise: torch.Generator) -> bytes:
+    from PIL import Image
+
+    pixels = torch.randint(256, (height, width, 3), generator=noise, dtype=torch.uint8)
+    content = io.BytesIO()
+    Image.frombytes("RGB", (width, height), bytes(pixels.flatten().tolist())).save(content, "PNG")
+    return content.getvalue()
 
 
 def _decoded(pictures: Sequence[bytes], limits: Sequence[tuple[int, int]], name: str) -> list[Any]:

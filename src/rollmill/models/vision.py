@@ -84,19 +84,35 @@ class PictureFeatures:
     deep: tuple[Tensor, ...] = ()  #: [n, d] each, added to the hidden states of the first layers (Qwen3-VL)
 
 
-def compute_features(model: Any, prompts: Iterable[PicturePrompt]) -> dict[str, PictureFeatures]:
-    """Run the vision tower on the pictures of prompts, once for all parts whose inputs have equal shapes.
-
-    Returns features by key of the part. Raises ModelError if the numbers of features and of picture tokens differ.
-    """
+def batch_pictures(prompts: Iterable[PicturePrompt]) -> list[list[PicturePrompt]]:
+    """The parts of prompts in batches, one for each pass of the tower: those whose inputs have equal shapes."""
     batches: dict[object, list[PicturePrompt]] = {}
     parts = {part.key: part for prompt in prompts for _, part in prompt.parts}
     for part in parts.values():
         shape = tuple((name, tuple(value.shape[1:])) for name, value in part.inputs.items())
         batches.setdefault(shape, []).append(part)
+    return list(batches.values())
+
+
+def compute_features(model: Any, prompts: Iterable[PicturePrompt], passes: int = 0) -> dict[str, PictureFeatures]:
+    """Run the vision tower on the pictures of prompts, once for all parts whose inputs have equal shapes.
+
+    Args:
+        passes: number of passes to make, at least as many as the pictures need. Ranks that share the tower's weights
+            communicate in each, so all make equally many; those left over see a picture of noise.
+
+    Returns features by key of the part, and those of the noise. Raises ModelError if the numbers of features and of
+    picture tokens differ.
+    """
     found: dict[str, PictureFeatures] = {}
-    for batch in batches.values():
+    batches = batch_pictures(prompts)
+    for batch in batches:
         found |= _features(model, batch)
+    for spare in range(passes - len(batches)):
+        processor = picture_processor(model)
+        assert processor is not None
+        [noise] = _features(model, [processor.noise_prompt([(28, 40)], 1)]).values()
+        found[f"spare pass {spare}"] = noise
     return found
 
 
@@ -184,7 +200,9 @@ def build_picture_inputs(
     Args:
         inputs: from `build_forward_inputs`, with `input_ids` [1, T] and `position_ids` [1, T].
         spans: of the sequences with pictures; the row's other sequences are text.
-        features: by key of the prompts' parts; parts whose picture tokens are not in the row may be missing.
+        features: by key of the prompts' parts; parts whose picture tokens are not in the row may be missing. Those
+            that no token shows are in the graph all the same, with weight 0: ranks that share the tower's weights
+            communicate in its backward pass, too.
     """
     tokens, positions = inputs.pop("input_ids"), inputs["position_ids"]
     positions_3T = positions.expand(3, -1).clone()
@@ -218,6 +236,10 @@ def build_picture_inputs(
             mask[0, at] = True
             inputs["visual_pos_masks"] = mask
             inputs["deepstack_visual_embeds"] = [gather(lambda f, i=i: f.deep[i]) for i in range(depth)]
+    shown = {key for key, _ in found}
+    for each in (features[key] for key in features if key not in shown):
+        for unseen in (each.rows, *each.deep):
+            embeds = embeds + unseen[:0].sum().to(embeds.dtype)
     inputs["inputs_embeds"] = embeds
     return inputs
 

@@ -8,15 +8,14 @@ pipeline drops entirely, another task is rolled out, so a batch is never short.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from rollmill.buffer import ExperienceKind, ExperienceStore
+from rollmill.buffer import ExperienceKind, ExperienceStore, Group
 from rollmill.buffer.base import EXPLORER, oldest_version, split_by_kind
 from rollmill.buffer.experts import RatingOverrides
 from rollmill.config.run import StageConfig
@@ -26,6 +25,7 @@ from rollmill.orchestrator.batch_reader import BatchReader, oldest_allowed
 from rollmill.orchestrator.scheduler import RolloutScheduler, accepted
 from rollmill.orchestrator.state import StageState
 from rollmill.pipelines import Pipeline, PipelineContext
+from rollmill.pipelines.batch import copy_experience
 from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.trackers.trace import Trace
 from rollmill.types import Experience, Task, first_per_rollout, task_domain, telling_rewards
@@ -147,7 +147,17 @@ class RolloutBatches:
 
     async def collect(self, version: int) -> list[Experience]:
         """See BatchSource."""
-        wasted, before = 0, self._store.expired() if self._shared else 0
+        before = self._store.expired() if self._shared else 0
+        await self._fill(version)
+        experiences = self._reader.take(version, self._oldest(version))
+        if self._shared:
+            self._late += self._store.expired() - before
+        self._scheduler.end_step()
+        return experiences
+
+    async def _fill(self, version: int) -> None:
+        """Roll out and verify until a batch of groups waits."""
+        wasted = 0
         while (missing := self._config.rollout.batch - self._waiting(version)) > 0:
             if not self._scheduler.ready(missing):
                 with self._trace.enter_phase("rollout", f"completions of {missing} groups"):
@@ -156,11 +166,6 @@ class RolloutBatches:
                 wasted += await self._process_oldest(missing, version)
             if wasted > self._config.rollout.refills * self._config.rollout.batch:
                 raise PipelineError(self._nothing_left(wasted))
-        experiences = self._reader.take(version, self._oldest(version))
-        if self._shared:
-            self._late += self._store.expired() - before
-        self._scheduler.end_step()
-        return experiences
 
     def upcoming(self) -> list[list[Experience]]:
         """See BatchSource. Includes groups that the pipeline may still drop."""
@@ -215,13 +220,16 @@ class RolloutBatches:
 
     async def _process_group(self, experiences: Sequence[Experience], version: int) -> bool:
         """Pass one group through the pipeline into the store; return whether anything is left to train on."""
-        copies = [_copied(each) for each in experiences] if len(self._pipeline) else experiences
+        copies = [copy_experience(each) for each in experiences] if len(self._pipeline) else experiences
         left = await self._pipeline.process(copies, self._context(version, experiences[0].task_id))
         groups = split_by_kind(left, experiences[0].group, self._components.fingerprint)
         for group in groups:
             group.writer = self.writer if group.kind is ExperienceKind.ROLLOUT else group.writer
-        self._store.put(groups)
+        self._put(groups)
         return any(group.kind is ExperienceKind.ROLLOUT for group in groups)
+
+    def _put(self, groups: list[Group]) -> None:
+        self._store.put(groups)
 
     def _view(self, task_id: str) -> StageConfig:
         """The stage as the task's domain sees it."""
@@ -248,17 +256,14 @@ class RolloutBatches:
             causes.append(
                 f"workflow `{self._config.workflow.name}` rejected all of {len(self._rejected)} groups ({why})"
             )
-        for name, report in self._pipeline.reports().items():
-            if report.dropped:
-                why = ", ".join(f"{count} {reason}" for reason, count in report.reasons.items())
-                causes.append(f"`{name}` dropped {report.dropped} completions ({why})")
+        causes += filter(None, [self._pipeline.describe_dropped()])
         return (
             f"stage {self._config.name}: nothing was left of {wasted} groups in one step: {'; '.join(causes)}. Loosen "
             f"these, give other tasks, or raise rollout.refills ({self._config.rollout.refills})"
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of rollouts, pipeline and replay since the last call, and of the sampler."""
+        """Metrics of rollouts and replay since the last call, and of the sampler."""
         found = dict(self._sampler.metrics()) | self._scheduler.metrics()
         if self._rejected:
             found["rollout/empty_groups"] = float(len(self._rejected))
@@ -266,8 +271,6 @@ class RolloutBatches:
             rewards = [reward for group in self._raw for reward in group]
             found |= {"raw/groups": float(len(self._raw)), "raw/late": float(self._late)}
             found |= {"raw/reward": float(np.mean(rewards))} if rewards else {}
-            for name, report in self._pipeline.take_reports().items():
-                found |= {f"pipeline/{name}/{key}": float(value) for key, value in report.numbers().items()}
         self._raw, self._late, self._rejected = [], 0, []
         return found | self._reader.metrics()
 
@@ -276,7 +279,6 @@ class RolloutBatches:
     def mark(self, state: StageState) -> None:
         """Record a step boundary in the stage's state."""
         self._scheduler.mark(state)
-        state.pipeline = self._pipeline.state_dict()
 
     async def snapshot(self, state: StageState) -> None:
         """Store the groups of the last boundary in the state; waits for rewards of finished rollouts."""
@@ -285,16 +287,7 @@ class RolloutBatches:
     def restore(self, state: StageState) -> None:
         """Resume from a checkpoint."""
         self._scheduler.restore(state)
-        self._pipeline.load_state_dict(state.pipeline)
 
     async def close(self) -> None:
         """Stop all running work."""
         await self._scheduler.close()
-        self._pipeline.close()
-
-
-def _copied(experience: Experience) -> Experience:
-    """Copy an experience for operators to change: a checkpoint made during a step holds the explorer's original."""
-    arrays = {name: getattr(experience, name).copy() for name in ("token_ids", "action_mask", "logprobs", "versions")}
-    parts, info = dict(experience.reward_parts), copy.deepcopy(experience.info)
-    return replace(experience, **arrays, reward_parts=parts, info=info)

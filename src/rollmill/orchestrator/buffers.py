@@ -55,7 +55,7 @@ class Buffers:
 
     def of_run(self, store: ExperienceStore) -> list[StoreReader]:
         """Readers of the run's experiences: the stage's own store, and the feedback stored beside it."""
-        own = StoreReader("this run", lambda: store)
+        own = StoreReader("this run", lambda: store, own=True)
         if not isinstance(store, MemoryStore):
             return [own]
         return [own, StoreReader("the run's feedback", self._feedback)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from rollmill.buffer import ExperienceStore
 from rollmill.buffer.experts import RatingOverrides
 from rollmill.config.algorithms.distillation import Distill
 from rollmill.config.rewards import RewardConfig
@@ -23,6 +24,7 @@ from rollmill.pipelines.pipeline import PipelineResources, build_domain_pipeline
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rollout.base import ExplorerProtocol
+from rollmill.trackers.trace import Trace
 from rollmill.trainer import DistributedTrainer, RewardTrainer, Trainer
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.ray_ranks import RayRankLauncher
@@ -33,6 +35,7 @@ from rollmill.types import Task
 if TYPE_CHECKING:
     from rollmill.orchestrator.explorer_factory import ExplorerFactory
     from rollmill.orchestrator.stages import Stage
+    from rollmill.orchestrator.task_selection import StageTasks
     from rollmill.remote.rollout_backend import RemoteRollouts
 
 
@@ -43,6 +46,19 @@ def build_stage_rewards(config: StageConfig, policy: PolicyModel) -> RewardManag
         return build_reward_manager(view.rewards, view.judging, tokenizer=policy.tokenizer, device=str(policy.device))
 
     return build_domain_rewards(config, build)
+
+
+def build_stage_pipeline(config: StageConfig, policy: PolicyModel, seed: int) -> Pipeline:
+    """Build the pipeline of a stage, or of its domains. Raises like `build_pipeline`."""
+
+    def build(view: StageConfig) -> Pipeline:
+        def build_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
+            return build_stage_rewards(view.model_copy(update={"rewards": list(rewards)}), policy)
+
+        needed = [section for section in view.pipeline if section.taken & config.algorithm.sources]
+        return build_pipeline(needed, PipelineResources(build_rewards, seed))
+
+    return build_domain_pipelines({name: partial(build, view) for name, view in config.by_domain().items()})
 
 
 def build_trainer(
@@ -117,8 +133,29 @@ def build_rollouts(
     return batches, evaluator
 
 
+class RolloutStage(Protocol):
+    """What rollouts need of a stage."""
+
+    @property
+    def config(self) -> StageConfig: ...
+    @property
+    def policy(self) -> PolicyModel: ...
+    @property
+    def tasks(self) -> StageTasks: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def first_version(self) -> int: ...
+    @property
+    def store(self) -> ExperienceStore: ...
+    @property
+    def pipeline(self) -> Pipeline: ...
+    @property
+    def trace(self) -> Trace: ...
+
+
 def build_rollout_components(
-    stage: Stage, explorer: ExplorerProtocol, engine: InterruptibleEngine
+    stage: RolloutStage, explorer: ExplorerProtocol, engine: InterruptibleEngine
 ) -> RolloutComponents:
     """Build the components that groups pass through."""
     config, policy, tasks, seed = stage.config, stage.policy, stage.tasks.training, stage.seed
@@ -139,16 +176,10 @@ def build_rollout_components(
         seed=seed,
     )
 
-    def build_view_pipeline(view: StageConfig) -> Pipeline:
-        def build_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
-            return build_stage_rewards(view.model_copy(update={"rewards": list(rewards)}), policy)
-
-        return build_pipeline(view.pipeline, PipelineResources(build_rewards, seed))
-
     return RolloutComponents(
         sampler,
         rollouts,
-        build_domain_pipelines({name: partial(build_view_pipeline, view) for name, view in config.by_domain().items()}),
+        stage.pipeline,
         stage.store,
         stage.trace,
         policy.tokenizer,

@@ -10,14 +10,19 @@ import torch
 from torch import nn
 
 from rollmill.config.checks.engine import uses_engine
-from rollmill.config.checks.pictures import VLLM_SEES_WITHOUT_TORCHVISION
 from rollmill.config.engines import NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.vllm.engine import VLLMEngine
-from rollmill.engines.vllm.process import VLLMLaunchConfig, current_python, make_engine_folder, probe_python
+from rollmill.engines.vllm.process import (
+    VLLMLaunchConfig,
+    current_python,
+    make_engine_folder,
+    probe_python,
+    require_torchvision,
+)
 from rollmill.errors import ConfigError, ModelError
 from rollmill.models.from_scratch import silence_transformers
 from rollmill.models.load import PolicyModel
@@ -182,7 +187,7 @@ def build_vllm_engine(
     settings.architectures = [type(policy.model).__name__]
     settings.save_pretrained(model)
     if processor is not None:
-        _require_torchvision(policy.model.config.model_type, python, found)
+        require_torchvision(policy.model.config.model_type, python, found)
         with silence_transformers():
             processor.save(model)
     at_once = rollout.prefill_tokens + rollout.max_sequences
@@ -221,15 +226,6 @@ def build_vllm_engine(
         restarts=engine.restarts,
         checksum=_checksum(found),
     )
-
-
-def _require_torchvision(model_type: str, python: Path, found: dict[str, bool]) -> None:
-    """Raise ConfigError if vLLM's environment lacks what its implementation of a vision-language model imports."""
-    if model_type not in VLLM_SEES_WITHOUT_TORCHVISION and not found["torchvision"]:
-        raise ConfigError(
-            f"engine.python: {python} has no torchvision, which vLLM needs for {model_type}: install the one that "
-            f"belongs to its torch there, or use engine `native`"
-        )
 
 
 def _checksum(found: dict[str, bool]) -> str:

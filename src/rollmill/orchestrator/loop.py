@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,28 +122,34 @@ class TrainingLoop:
         stage, batches = self.stage, self.stage.batches
         algorithm = stage.config.algorithm
         if batches is None:
-            return self._demonstrations(algorithm.demonstrations_per_step(0))
+            return await self._demonstrations(algorithm.demonstrations_per_step(0))
         with stage.phase("rollout", f"{stage.backend.display_name} to finish its completions"):
             await batches.roll_out(stage.version, deadlines=2 if shares_engine else 1)
         completions = stage.config.rollout.batch * stage.config.rollout.group_size
-        others = batches.replay(stage.version) + self._demonstrations(algorithm.demonstrations_per_step(completions))
+        replayed = batches.replay(stage.version)
+        others = replayed + await self._demonstrations(algorithm.demonstrations_per_step(completions))
         if stage.offloader is None or not shares_engine:  # else the engine is still at work, and nothing may move
             unscored = await self._unscored_batch()
             if unscored is not None:
                 await self._precompute(unscored + others)
         return await batches.collect(stage.version) + others
 
-    def _demonstrations(self, count: int) -> list[Experience]:
-        """Draw demonstrations, pairs or labelled completions. Raises StoreError where the batch would be empty."""
+    async def _demonstrations(self, count: int) -> list[Experience]:
+        """Draw demonstrations, pairs or labelled completions, and pass them through the pipeline.
+
+        Raises StoreError where the batch would be empty.
+        """
         stage = self.stage
         if stage.experts is None or count == 0:
             return []
-        drawn = stage.experts.draw(count, step=stage.state.step)
+        phase = stage.phase("reward", "demonstrations to pass the pipeline") if len(stage.pipeline) else nullcontext()
+        with phase:
+            drawn = await stage.experts.draw(count, step=stage.state.step, version=stage.version)
         if not drawn and stage.batches is None:
-            names = ", ".join(stage.config.experts.sources)
+            names, dropped = ", ".join(stage.config.experts.sources), stage.pipeline.describe_dropped()
             raise StoreError(
                 f"stage {stage.config.name}: nothing to learn from in experts.sources ({names}); give feedback first "
-                "(`rollmill feedback`), or name other sources"
+                "(`rollmill feedback`), or name other sources" + (f". The pipeline: {dropped}" if dropped else "")
             )
         return drawn
 
@@ -218,6 +225,6 @@ class TrainingLoop:
         if self._away_seconds > away_before:
             metrics["judging/away_seconds"] = self._away_seconds - away_before
         metrics |= generation_metrics(engine_before, engine, generated) | engine_metrics(engine_last, engine)
-        metrics |= {} if stage.batches is None else stage.batches.metrics()
+        metrics |= ({} if stage.batches is None else stage.batches.metrics()) | stage.pipeline.metrics()
         metrics |= sum_metrics([stage.backend.metrics(), *evaluated])
         return metrics | ({} if stage.offloader is None else stage.offloader.metrics())

@@ -21,11 +21,11 @@ from rollmill.models.load import PolicyModel
 from rollmill.offload import OffloadManager, OffloadPlan
 from rollmill.offload.plan import engine_leaves
 from rollmill.orchestrator.batches import BatchSource
-from rollmill.orchestrator.components import build_rollouts, build_stage_rewards
+from rollmill.orchestrator.components import build_rollouts, build_stage_pipeline, build_stage_rewards
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.evaluation import EvaluationResult, Evaluator
-from rollmill.orchestrator.experts import build_expert_pool
+from rollmill.orchestrator.experts import ProcessedExperts, build_expert_pool
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.learner import Learner
 from rollmill.orchestrator.offload import build_offload_plan, build_offloader
@@ -236,9 +236,13 @@ class Stage:
             self.offloader = build_offloader(self, self.offload_plan)
         self.trace.offloader, self.trace.explorers = self.offloader, self.backend.residents
         self.store = context.buffers.of_stage(config)
-        self.experts = None
+        self.pipeline = build_stage_pipeline(config, policy, self.seed)
+        self.experts: ProcessedExperts | None = None
         if config.algorithm.uses_examples:
-            self.experts = build_expert_pool(config, tasks.experts, policy, self.store, context.buffers, seed=self.seed)
+            pool = build_expert_pool(config, tasks.experts, policy, self.store, context.buffers, seed=self.seed)
+            shown = [*tasks.training.tasks, *([] if tasks.experts is None else tasks.experts.tasks)]
+            by_id = {task.id: task for task in shown}
+            self.experts = ProcessedExperts(pool, self.pipeline, self.store, config, policy, by_id)
         self.drafts = None if config.rollout.reuse is None else DraftCache(config.rollout.reuse)
         self.batches, self.evaluator = self.backend.start(self)
 
@@ -286,7 +290,8 @@ class Stage:
         self.state = state
         self._rewind()
         if self.experts is not None and state.experts is not None:
-            self.experts.load_state_dict(state.experts)
+            self.experts.pool.load_state_dict(state.experts)
+        self.pipeline.load_state_dict(state.pipeline)
         if self.batches is not None:
             self.batches.restore(state)
         own = {key: value for key, value in trainer.items() if key not in (FROZEN, DRAFTS)}
@@ -333,7 +338,8 @@ class Stage:
 
     def _mark_boundary(self) -> None:
         """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun."""
-        self.state.experts = None if self.experts is None else self.experts.state_dict()
+        self.state.experts = None if self.experts is None else self.experts.pool.state_dict()
+        self.state.pipeline = self.pipeline.state_dict()
         if self.drafts is not None:
             self.drafts.mark()
         if self.batches is not None:
@@ -391,6 +397,7 @@ class Stage:
         self.learner.close()
         if self.batches is not None:
             await self.batches.close()
+        self.pipeline.close()
         if self.evaluator is not None:
             await self.evaluator.close()
         await self.backend.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,13 @@ class Batch:
 
 
 # Helpers to read experiences
+
+
+def copy_experience(experience: Experience) -> Experience:
+    """Copy an experience for operators to change: a checkpoint or a store may hold the original."""
+    arrays = {name: getattr(experience, name).copy() for name in ("token_ids", "action_mask", "logprobs", "versions")}
+    parts, info = dict(experience.reward_parts), copy.deepcopy(experience.info)
+    return replace(experience, **arrays, reward_parts=parts, info=info)
 
 
 def rollouts_of(batch: Batch) -> list[Experience]:

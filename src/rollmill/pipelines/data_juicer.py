@@ -12,8 +12,8 @@ from rollmill.config.operators.filters import DataJuicerFilter
 from rollmill.config.validation_errors import suggest_match
 from rollmill.data.encoding import encode_answer
 from rollmill.errors import ConfigError
-from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_length, rollouts_of
-from rollmill.types import Experience, Turn, experience_from_demonstration
+from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_length
+from rollmill.types import Experience, ExperienceSource, Turn, experience_from_demonstration
 
 _OWN = frozenset({"skip_op_error", "text_key"})
 """Options that rollmill sets for all operators."""
@@ -32,7 +32,7 @@ class DataJuicerOperators:
         self._operators = [self._made(*next(iter(entry.items()))) for entry in options.process]
 
     def __call__(self, batch: Batch) -> None:
-        left = rollouts_of(batch)
+        left = batch.experiences
         texts = {each.id: self._text(each) for each in left}
         for name, operator in self._operators:
             if not left:
@@ -46,7 +46,8 @@ class DataJuicerOperators:
             else:
                 texts |= {each.id: str(text) for each, text in zip(left, found, strict=True)}
         options = self._options
-        for experience in left if options.mapped == "expert" else []:
+        rollouts = [each for each in left if each.source is ExperienceSource.ROLLOUT]
+        for experience in rollouts if options.mapped == "expert" else []:
             changed = texts[experience.id] != experience.response
             if changed and is_success(experience, options.part, options.threshold):
                 self._add(batch, experience, texts[experience.id])

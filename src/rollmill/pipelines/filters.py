@@ -40,10 +40,10 @@ def reward_filter(options: RewardFilter) -> Operator:
 
 
 def length_filter(options: LengthFilter) -> Operator:
-    """Drops rollouts with too few or too many policy tokens."""
+    """Drops experiences with too few or too many tokens of the policy, or of an imitated answer."""
 
     def apply(batch: Batch) -> None:
-        for experience in rollouts_of(batch):
+        for experience in batch.experiences:
             length = response_length(experience)
             if options.at_least is not None and length < options.at_least:
                 batch.drop(experience, "too short")

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rollmill.config.operators.base import OperatorSection
+from rollmill.config.operators.base import CustomOperatorSection, OperatorSection
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.section import register_section, section_from_signature, source_location
 from rollmill.errors import ConfigError, DeadlineError, PipelineError, RollmillError
@@ -19,7 +19,7 @@ from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
 from rollmill.progress import Progress, count_progress
 from rollmill.registry import build_component
 from rollmill.rewards import RewardManager
-from rollmill.types import Experience, task_domain
+from rollmill.types import Experience, ExperienceSource, task_domain
 from rollmill.waiting import patient_timeout
 
 Operator = Callable[[Batch], Any]
@@ -28,14 +28,22 @@ Operator = Callable[[Batch], Any]
 
 
 class Pipeline:
-    """Named operators in order. Names are unique: a second `length` is called `length-2`."""
+    """Named operators in order. Names are unique: a second `length` is called `length-2`.
 
-    def __init__(self, operators: Sequence[tuple[str, Operator]]) -> None:
+    Args:
+        taken: experiences that each operator is given, by origin; others pass it by. Default: all.
+    """
+
+    def __init__(
+        self, operators: Sequence[tuple[str, Operator]], taken: Sequence[frozenset[ExperienceSource]] = ()
+    ) -> None:
         self._operators: dict[str, Operator] = {}
         for name, operator in operators:
             count = sum(known.partition("-")[0] == name for known in self._operators)
             self._operators[f"{name}-{count + 1}" if count else name] = operator
+        self._taken = dict(zip(self._operators, taken or [frozenset(ExperienceSource)] * len(operators), strict=True))
         self._reports = {name: OperatorReport() for name in self._operators}
+        self._turn = asyncio.Lock()  # rollouts and demonstrations come from tasks of their own
 
     def __len__(self) -> int:
         return len(self._operators)
@@ -43,31 +51,44 @@ class Pipeline:
     async def process(self, experiences: Sequence[Experience], context: PipelineContext) -> list[Experience]:
         """Process whole groups; returns the remaining and new experiences. Changes experiences in place.
 
+        If an operator drops one of a preference pair, the other is dropped, too.
+
         Raises:
             PipelineError: an operator raised; names it and the first experience's task.
             DeadlineError: an operator exceeded `context.deadline_s`.
         """
         current = list(experiences)
-        for name, operator in self._operators.items():
-            if not current:
-                break
-            batch = Batch(current, context, name)
+        async with self._turn:
+            for name in self._operators:
+                current = await self._apply(name, current, context)
+        return current
+
+    async def _apply(self, name: str, current: list[Experience], context: PipelineContext) -> list[Experience]:
+        operator, given = self._operators[name], [each for each in current if each.source in self._taken[name]]
+        if given:
+            batch = Batch(given, context, name)
             try:
                 done = operator(batch)
                 if inspect.isawaitable(done):
-                    done = await _in_time(done, name, current[0].task_id, context.deadline_s)
+                    done = await _in_time(done, name, given[0].task_id, context.deadline_s)
                 if done is not None:
                     raise TypeError(f"returned a {type(done).__name__}; an operator changes its batch, returns nothing")
             except RollmillError:
                 raise
             except (Exception, SystemExit) as error:
+                what, instead = "experiences", "take it out of `pipeline`"
+                if given[0].source is not ExperienceSource.ROLLOUT:
+                    what, instead = f"{given[0].source} experiences", "give it `sources: [usual]`, so that it sees none"
                 raise PipelineError(
-                    f"operator `{name}` failed on experiences of task {current[0].task_id}: "
-                    f"{type(error).__name__}: {error}{_place(error)}; correct it, or take it out of `pipeline`"
+                    f"operator `{name}` failed on {what} of task {given[0].task_id}: "
+                    f"{type(error).__name__}: {error}{_place(error)}; correct it, or {instead}"
                 ) from error
+            _drop_broken_pairs(batch, given)
             self._reports[name].add(batch.report)
             count_progress(Progress.GROUPS)
-            current = batch.experiences
+            names, left = {each.id for each in given}, {each.id: each for each in batch.experiences}
+            made = [each for each in left.values() if each.id not in names]
+            current = [each for each in current if each.id not in names or each.id in left] + made
         return current
 
     def reports(self) -> dict[str, OperatorReport]:
@@ -78,6 +99,22 @@ class Pipeline:
         """Report of each operator since the last call; resets them."""
         found, self._reports = self._reports, {name: OperatorReport() for name in self._operators}
         return found
+
+    def describe_dropped(self) -> str:
+        """What the operators have dropped since `take_reports`, and why; empty if nothing."""
+        found = [(name, report) for name, report in self.reports().items() if report.dropped]
+        return "; ".join(
+            f"`{name}` dropped {report.dropped} completions "
+            f"({', '.join(f'{count} {reason}' for reason, count in report.reasons.items())})"
+            for name, report in found
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of each operator since the last call, under the names of metrics."""
+        reports = self.take_reports().items()
+        return {
+            f"pipeline/{name}/{key}": float(value) for name, each in reports for key, value in each.numbers().items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """State of the operators as plain JSON: a copy that later batches do not change.
@@ -97,6 +134,15 @@ class Pipeline:
             for operator in self._operators.values():
                 if hasattr(operator, "close"):
                     stack.callback(operator.close)
+
+
+def _drop_broken_pairs(batch: Batch, given: Sequence[Experience]) -> None:
+    """Drop what is left of preference pairs of which an operator has dropped one."""
+    left = {each.id for each in batch.experiences}
+    broken = {each.group for each in given if each.source is ExperienceSource.PREFERENCE and each.id not in left}
+    for experience in batch.experiences:
+        if experience.source is ExperienceSource.PREFERENCE and experience.group in broken:
+            batch.drop(experience, "other of a pair")
 
 
 async def _in_time(work: Awaitable[Any], operator: str, task: str, deadline_s: float) -> Any:
@@ -140,7 +186,8 @@ def operator(target: Target) -> Target:
     with a batch.
     """
     _check_calls(target)
-    register_section("pipeline", target.__name__, section_from_signature(target, OperatorSection))
+    section = section_from_signature(target, CustomOperatorSection)
+    register_section("pipeline", target.__name__, section)
     return target
 
 
@@ -166,7 +213,7 @@ def build_pipeline(sections: Sequence[OperatorSection], resources: PipelineResou
                 made_so_far.callback(operator.close)
             operators.append((section.name, operator))
         made_so_far.pop_all()
-    return Pipeline(operators)
+    return Pipeline(operators, [section.taken for section in sections])
 
 
 class DomainPipelines(Pipeline):
@@ -179,8 +226,10 @@ class DomainPipelines(Pipeline):
         return sum(len(each) for each in self._pipelines.values())
 
     async def process(self, experiences: Sequence[Experience], context: PipelineContext) -> list[Experience]:
-        """See Pipeline; all experiences are of the first one's domain."""
-        return await self._pipelines[task_domain(experiences[0].task_id)].process(experiences, context)
+        """See Pipeline; all experiences are of the first one's domain. Those of none, such as an answer that somebody
+        posted to a prompt of their own, stay as they are."""
+        own = self._pipelines.get(task_domain(experiences[0].task_id))
+        return list(experiences) if own is None else await own.process(experiences, context)
 
     def reports(self) -> dict[str, OperatorReport]:
         """See Pipeline."""

@@ -88,7 +88,7 @@ class RewardChecker:
     async def __call__(self, batch: Batch) -> None:
         if self._options.otherwise == "penalty":
             init_reward_part(batch)
-        for group in batch.groups().values():
+        for group in [own for source in self._options.handles for own in batch.groups(source).values()]:
             for experience, result in zip(group, await score_group(self._rewards, batch, group), strict=True):
                 value = result.reward
                 log_reward_detail(experience, f"pipeline/{batch.operator}/value", value)

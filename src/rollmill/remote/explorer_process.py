@@ -23,7 +23,7 @@ from rollmill.trackers.heartbeat import CONFIG, HeartbeatWriter, keep_heartbeat
 from rollmill.waiting import OUTAGES
 
 WAIT_S = 0.2
-KEYS_OF_EXPLORERS = ("mode", "device", "threads", "trainer_away_s", "explorer_silent_s", "supervise")
+KEYS_OF_EXPLORERS = ("mode", "await_trainer", "device", "threads", "trainer_away_s", "explorer_silent_s", "supervise")
 """Keys that may differ between explorers and the trainer."""
 _CONNECT_S, _HANDSHAKE_S = 5.0, 60.0
 Report = Callable[[str], None]

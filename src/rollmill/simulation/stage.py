@@ -13,7 +13,7 @@ from typing import Any
 
 from rollmill.buffer import ExperienceStore
 from rollmill.config.run import StageConfig
-from rollmill.orchestrator.components import build_rollouts
+from rollmill.orchestrator.components import build_rollouts, build_stage_pipeline
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.loop import TrainingLoop
 from rollmill.orchestrator.phases import PhaseTrace
@@ -144,6 +144,7 @@ class SimulatedStage(Stage):
         self.backend.publish(self.first_version)
         self.offloader = self.experts = self.drafts = None
         self.store = store
+        self.pipeline = build_stage_pipeline(spec.config, policy, self.seed)
         self.batches, self.evaluator = self.backend.start(self)
 
     def finish_step(self) -> None:

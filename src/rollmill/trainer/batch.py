@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rollmill.models.attention import AttentionContext
 from rollmill.models.picture_prompts import Block
-from rollmill.models.vision import PictureSpan
+from rollmill.models.vision import PictureSpan, batch_pictures
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
 from rollmill.trainer.distributed.context_parallel import ContextParallelAttention, ContextShare
 from rollmill.types import Experience, ExperienceSource
@@ -110,6 +110,8 @@ class MicroBatch:
     routing: Tensor | None = None
     """int16 [T, L, k]: experts that the rollout chose for each token, -1 where unknown; None: all unknown."""
     pictures: tuple[PictureSpan, ...] = ()  #: tokens of experiences whose prompts have pictures
+    tower_passes: int = 0
+    """Passes of the vision tower that every rank makes for its row of this number; 0: as many as the row needs."""
     share: ContextShare | None = None
     """This rank's share of the row, with context parallelism: hidden states are those of its tokens only."""
 
@@ -196,7 +198,8 @@ def build_micro_batches(
         keep_groups: keep the experiences of a group in one row, whatever the budget.
         ranks: number of ranks to deal the rows over; all get equally many, some of which may be missing at the end.
         rank: rank whose rows are returned.
-        even: replace missing rows by dummy rows, for ranks that must make equally many forward passes.
+        even: replace missing rows by dummy rows, for ranks that must make equally many forward passes, also of a
+            vision tower.
         routing: (routers of the model, experts per token), to replay the rollout's choice of experts. Recorded choices
             of another shape are ignored.
     """
@@ -211,14 +214,26 @@ def build_micro_batches(
     for members in families.values():
         units.extend(_split_family(members, lambda each: _cost(experiences, table, each, share_prefixes), budget))
     costs = [_cost(experiences, table, unit, share_prefixes) for unit in units]
-    rows = pack_rows(costs, min(budget, CPU_ROW) if device.type == "cpu" else budget, ranks)[rank]
-    packed = [[i for unit in row for i in units[unit]] for row in rows if row or even]
-    return [
+    dealt = [
+        [[i for unit in row for i in units[unit]] for row in rows]
+        for rows in pack_rows(costs, min(budget, CPU_ROW) if device.type == "cpu" else budget, ranks)
+    ]
+    packed = [
         _micro_batch(experiences, table, _families(experiences, table, row, share_prefixes), device, routing)
         if row
         else _dummy_row(device)
-        for row in packed
+        for row in dealt[rank]
+        if row or even
     ]
+    if not even:
+        return packed
+    passes = [max(_tower_passes(experiences, row) for row in rows) for rows in zip(*dealt, strict=True)]
+    return [replace(micro, tower_passes=count) for micro, count in zip(packed, passes, strict=True)]
+
+
+def _tower_passes(experiences: Sequence[Experience], row: list[int]) -> int:
+    """Number of passes of the vision tower that a row needs, or more: a segment may be left out."""
+    return len(batch_pictures(own for i in row if (own := experiences[i].pictures) is not None))
 
 
 def _dummy_row(device: torch.device) -> MicroBatch:

@@ -78,9 +78,9 @@ def compute_hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) 
         if share is not None and not micro.pictures:
             tokens, positions = share.take(tokens, 1), share.take(positions, 1)
         inputs = build_forward_inputs(network, tokens, positions)
-        if micro.pictures:
+        if micro.pictures or micro.tower_passes:
             prompts = {span.prompt.key: span.prompt for span in micro.pictures}
-            features = compute_features(model, prompts.values())
+            features = compute_features(model, prompts.values(), micro.tower_passes)
             inputs = build_picture_inputs(model, inputs, micro.pictures, features)
             inputs = inputs if share is None else share.take_inputs(inputs)
         output = network(**inputs)

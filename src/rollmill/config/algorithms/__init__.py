@@ -6,9 +6,7 @@ Every module of this package is searched for algorithms, advantages, losses and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import SerializeAsAny, WrapValidator
+from typing import TYPE_CHECKING, Any
 
 from rollmill.config.algorithms.base import (
     AdvantageSection,
@@ -18,7 +16,6 @@ from rollmill.config.algorithms.base import (
     PolicyGradientOptions,
 )
 from rollmill.config.section import (
-    RegisteredUnion,
     SectionT,
     find_sections,
     registered_sections,
@@ -45,7 +42,7 @@ for _each in _completed:  # their annotations name the unions above
 if TYPE_CHECKING:
     AlgorithmConfig = AlgorithmOptions
 else:
-    AlgorithmConfig = Annotated[SerializeAsAny[section_union(_algorithms)], WrapValidator(RegisteredUnion("algorithm"))]
+    AlgorithmConfig = section_union(_algorithms, kind="algorithm")
 
 
 def known_algorithms() -> dict[str, type[AlgorithmOptions]]:

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rollmill.config.algorithms.corrections import CorrectionConfig, OffPolicyMask
 from rollmill.config.section import NamedSection, Section, merge_with_default
+from rollmill.types import ExperienceSource
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "constant"]
 
@@ -33,6 +34,13 @@ class AlgorithmOptions(Section):
     def uses_examples(self) -> bool:
         """True if the algorithm learns from worked solutions, preference pairs or labelled completions."""
         return self.uses_experts or self.uses_pairs or self.uses_labels
+
+    @property
+    def sources(self) -> frozenset[ExperienceSource]:
+        """Origins of the experiences that it learns from."""
+        made = {ExperienceSource.ROLLOUT: self.uses_rollouts, ExperienceSource.EXPERT: self.uses_experts}
+        made[ExperienceSource.PREFERENCE] = self.uses_pairs or self.uses_labels
+        return frozenset(source for source, used in made.items() if used)
 
     @property
     def examples(self) -> str:

@@ -62,6 +62,9 @@ class MixedOptions(GRPO):
 
     uses_experts = True
 
+    aggregation: Aggregation = "sequence-mean"
+    """Reduction of the rollouts' per-token terms to the loss, with one denominator for the whole optimizer step. The
+    SFT term is always a token mean."""
     expert_ratio: float = Field(0.25, gt=0, lt=1)
     """Demonstrations per completion: ceil(expert_ratio x rollout.batch x rollout.group_size) join each step."""
 

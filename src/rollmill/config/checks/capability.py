@@ -99,11 +99,12 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
             *batch,
             ("max_staleness",),
             ("sync_interval",),
-            ("pipeline",),
             ("buffer",),
             ("trainer", "router_replay"),
         ):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
+        if not any(operator.taken & algorithm.sources for operator in stage.pipeline):
+            keys["pipeline",] = f"not honoured: {learner}, on which none of these operators can act; remove it"
         if evaluation is None:
             for name in (*_TRUNCATION, *_SAMPLING):
                 keys["rollout", name] = f"not honoured: {learner}, and there is no evaluation; remove it"

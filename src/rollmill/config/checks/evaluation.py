@@ -25,8 +25,11 @@ def unused_evaluation_set_keys(stage: StageConfig) -> dict[KeyPath, str]:
     if stage.evaluation is None:
         return keys
     if stage.evaluation.taskset is None:
+        places = "the entries of `sets`"
+        if any(domain.evaluation is not None for domain in stage.domains.values()):
+            places = "`evaluation` of the domains (domains.NAME.evaluation)"
         for key in EvaluationSet.model_fields.keys() - _OF_ALL:
-            keys["evaluation", key] = "not honoured without evaluation.taskset; write it into the entries of `sets`"
+            keys["evaluation", key] = f"not honoured without evaluation.taskset; write it into {places}"
     for name, each in stage.evaluation.all_sets().items():
         keys |= {(*evaluation_set_path(name), *path): text for path, text in _unhonoured(stage, each)}
     return keys

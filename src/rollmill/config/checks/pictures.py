@@ -41,6 +41,12 @@ def vision_model_name(model: ModelConfig) -> str | None:
     return str(names[0])
 
 
+def vision_model_type(model: ModelConfig) -> str | None:
+    """`model_type` of the vision-language model in `model.path`; None for text models."""
+    found = (_facts(model) or {}).get("model_type")
+    return found if found in VISION_MODELS else None
+
+
 def both_ways(model: ModelConfig) -> BothWays | None:
     """Kind of the vision-language model in `model.path`, if tokens of it attend to each other in both directions."""
     facts = _facts(model) or {}

@@ -39,12 +39,13 @@ def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Ite
 
 def sync_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
     """Yields `sync_interval` where weights are not published, or get staler than tokens may be."""
-    here = not (config.is_split or isinstance(config.placement, RayPlacement))
+    one_process = config.mode == "both" and not isinstance(config.placement, RayPlacement)
     for index, stage in enumerate(stages):
         at: KeyPath = ("stages", index, "sync_interval") if config.stages else ("sync_interval",)
         interval = stage.sync_interval
         if interval == 1 or not stage.algorithm.uses_rollouts:
             continue
+        here = one_process or isinstance(stage.workflow, TrafficWorkflow)
         if here and stage.engine.name == "native":
             yield at, f"{SHARED_WEIGHTS}; remove it, or use another engine or placement"
         elif interval - 1 > stage.max_staleness:
@@ -80,12 +81,17 @@ def mode_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator
 
 def unused_mode_keys(config: RunConfig) -> dict[KeyPath, str]:
     """Returns keys that only separate explorer processes use."""
-    if config.is_split:
+    if config.mode != "both":  # one file serves all modes
         return {}
     text = f"not honoured by mode `{config.mode}`; it is by"
-    found: dict[KeyPath, str] = {("trainer_away_s",): f"{text} `explore` (and `train` may have it)"}
+    found: dict[KeyPath, str] = {
+        (key,): f"{text} `explore` (and `train`, `bench` and `serve` may have it)"
+        for key in ("trainer_away_s", "await_trainer")
+    }
     if not isinstance(config.placement, RayPlacement):
-        found["explorer_silent_s",] = f"{text} `train` (and `explore` may have it), and by placement `ray`"
+        found["explorer_silent_s",] = (
+            f"{text} `train` (and `explore`, `bench` and `serve` may have it), and by placement `ray`"
+        )
     return found
 
 
@@ -94,12 +100,30 @@ def _split(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[K
     if isinstance(config.placement, RayPlacement):
         text = f"with mode `{mode}` every explorer is a process that you start; remove it, or use mode: both"
         yield ("placement",), text
+    if mode == "explore" and not config.await_trainer:
+        yield from _alone(config, stages)
     if not any(stage.algorithm.uses_rollouts or stage.evaluation is not None for stage in stages):
         yield ("mode",), "no stage rolls anything out or is evaluated, so explorers would have nothing to do; use both"
     for index, stage in enumerate(stages):
         at: KeyPath = ("stages", index) if config.stages else ()
         for path, text in _needs_one_process(stage):
             yield (*at, *path), f"{text}; remove it, or use mode: both"
+
+
+def _alone(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
+    """Yields what a buffer that is filled without a trainer cannot do."""
+    if len(stages) > 1:
+        text = "without a trainer there is one stage, since later ones begin with weights that are not learned yet"
+        yield (
+            ("await_trainer",),
+            f"{text}; give a file with one stage, whose model.path is where the stage before ended",
+        )
+    for stage in stages:
+        if not stage.algorithm.uses_rollouts:
+            text = f"algorithm `{stage.algorithm.name}` rolls nothing out, so there is nothing to put into a buffer"
+            yield ("await_trainer",), f"{text}; remove this"
+        elif not stage.buffer.in_database(persistent=True):
+            yield ("buffer", "store"), "memory ends with the process, and no trainer takes part; use `sql` or `auto`"
 
 
 def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:

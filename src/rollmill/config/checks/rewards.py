@@ -112,12 +112,14 @@ def _ungenerated(stage: StageConfig, at: KeyPath) -> Iterator[tuple[KeyPath, str
 
 def _pipeline(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yields key paths within the stage, each with the problem and a remedy."""
-    if not stage.algorithm.uses_rollouts:
-        return
     for index, operator in enumerate(stage.pipeline):
         at = ("pipeline", index)
+        if not operator.taken & stage.algorithm.sources:
+            continue
         for key, rewards in operator.reward_lists:
             yield from _reward_list(stage, rewards, (*at, *key))
+        if not stage.algorithm.uses_rollouts:
+            continue
         if isinstance(operator, RewardOperatorSection):
             yield from _operator_part(stage, operator, at)
         yield from _compared(stage, operator, at)

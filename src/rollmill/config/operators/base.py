@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
 
 from rollmill.config.rewards.base import RewardSection
 from rollmill.config.section import NamedSection
+from rollmill.types import ExperienceSource
+
+ALL_SOURCES = frozenset(ExperienceSource)
 
 
 class OperatorSection(NamedSection):
     """An operator chosen by name; its other keys are its options."""
 
+    handles: ClassVar[frozenset[ExperienceSource]] = frozenset({ExperienceSource.ROLLOUT})
+    """Experiences that it can act on, by origin."""
     adds_to_rewards: ClassVar[bool] = False  #: shapes rewards by adding a part
     creates_experiences: ClassVar[bool] = False  #: its experiences are kept for the whole run
     drops: ClassVar[bool] = False  #: drops completions that have a reward, whatever its options
     compares: ClassVar[bool] = False  #: compares the completions of a group, whatever its options
     rewrites_rewards: ClassVar[bool] = False  #: afterwards a reward is no longer the weighted sum of its parts
+
+    sources: list[Literal["usual", "expert", "preference"]] | None = Field(None, min_length=1)
+    """Experiences that the operator is given, by origin: `usual` (rollouts), `expert` (demonstrations) and `preference`
+    (pairs and labelled completions). Default: all that it can act on."""
+
+    @model_validator(mode="after")
+    def _known_sources(self) -> Self:
+        wrong = [each for each in self.sources or [] if ExperienceSource(each) not in self.handles]
+        if wrong:
+            able = ", ".join(each.value for each in ExperienceSource if each in self.handles)
+            raise ValueError(f"sources: `{self.name}` cannot act on {', '.join(wrong)} experiences; it can on {able}")
+        return self
+
+    def arguments(self) -> dict[str, Any]:
+        """See NamedSection.arguments: those of the project's own function or class."""
+        return {key: value for key, value in super().arguments().items() if key != "sources"}
+
+    @property
+    def taken(self) -> frozenset[ExperienceSource]:
+        """Experiences that the operator is given, by origin."""
+        return self.handles if self.sources is None else frozenset(map(ExperienceSource, self.sources))
 
     @property
     def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[RewardSection]]]:
@@ -37,6 +65,12 @@ class OperatorSection(NamedSection):
     def compares_completions(self) -> bool:
         """True if the operator compares the completions of a group, with these options, so that one is no use."""
         return type(self).compares
+
+
+class CustomOperatorSection(OperatorSection):
+    """An operator of a project: it decides by itself what it does with which experiences."""
+
+    handles = ALL_SOURCES
 
 
 class RewardOperatorSection(OperatorSection):

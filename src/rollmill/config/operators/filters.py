@@ -7,6 +7,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from rollmill.config.operators.base import (
+    ALL_SOURCES,
     OperatorSection,
     RewardOperatorSection,
     SuccessOperatorSection,
@@ -14,6 +15,7 @@ from rollmill.config.operators.base import (
 )
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardSection
+from rollmill.types import ExperienceSource
 
 FilterT = TypeVar("FilterT", bound=OperatorSection)
 
@@ -35,9 +37,10 @@ class RewardFilter(RewardOperatorSection):
 
 
 class LengthFilter(OperatorSection):
-    """Keeps completions whose length in tokens lies within bounds."""
+    """Keeps completions, demonstrations and pairs whose length in tokens lies within bounds."""
 
     drops = True
+    handles = ALL_SOURCES
     implementation = "rollmill.pipelines.filters:length_filter"
     name: Literal["length_filter"] = "length_filter"
     at_least: int | None = Field(None, ge=0)
@@ -122,8 +125,9 @@ def _in_order(section: FilterT, low: float | None, high: float | None) -> Filter
 
 
 class DataJuicerFilter(SuccessOperatorSection):
-    """Runs operators of Data-Juicer (the package py-data-juicer) over the text of completions."""
+    """Runs operators of Data-Juicer (the package py-data-juicer) over completions, demonstrations and pairs."""
 
+    handles = ALL_SOURCES
     implementation = "rollmill.pipelines.data_juicer:DataJuicerOperators"
     name: Literal["data_juicer"] = "data_juicer"
     process: list[dict[str, Any]] = Field(min_length=1)
@@ -254,8 +258,9 @@ class VerifyOperator(RewardOperatorSection):
 
 
 class CheckOperator(OperatorSection):
-    """Keeps completions that score high enough on one reward, such as format, language or repetition."""
+    """Keeps completions and demonstrations that score high enough on one reward, such as format or language."""
 
+    handles = frozenset({ExperienceSource.ROLLOUT, ExperienceSource.EXPERT})
     implementation = "rollmill.pipelines.verification:RewardChecker"
     name: Literal["check"] = "check"
     reward: RewardConfig
@@ -263,9 +268,15 @@ class CheckOperator(OperatorSection):
     at_least: float = 1.0
     """Minimum value of the reward. Completions to which it does not apply, or that time out, are kept."""
     otherwise: Literal["drop", "penalty"] = "drop"
-    """Drop the other completions, or subtract `penalty` from their reward."""
+    """Drop the other completions, or subtract `penalty` from their reward. Demonstrations have no reward: they are
+    dropped, and not given to the operator otherwise."""
     penalty: float = Field(1.0, gt=0)
     """Penalty to subtract. Only with `otherwise: penalty`."""
+
+    @property
+    def taken(self) -> frozenset[ExperienceSource]:
+        """See OperatorSection.taken."""
+        return super().taken if self.otherwise == "drop" else frozenset({ExperienceSource.ROLLOUT})
 
     @property
     def reward_lists(self) -> list[tuple[RewardKeyPath, list[RewardSection]]]:
@@ -275,6 +286,7 @@ class CheckOperator(OperatorSection):
     @model_validator(mode="after")
     def _honoured(self) -> Self:
         self.reject_unused_keys(("penalty",), self.otherwise == "penalty", "with otherwise: penalty")
+        self.reject_unused_keys(("sources",), self.otherwise == "drop", "with otherwise: drop")
         reject_weighting_keys(self.reward, "reward", "the reward is compared with at_least as it is")
         return self
 

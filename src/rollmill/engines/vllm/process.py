@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import rollmill
+from rollmill.config.checks.pictures import VLLM_SEES_WITHOUT_TORCHVISION
 from rollmill.engines.vllm.process_tree import find_needed, wait_for_loss
 from rollmill.engines.vllm.worker import MAX_LINE_BYTES
 from rollmill.errors import ConfigError, DeadlineError, EngineError, EngineLostError
@@ -91,6 +92,19 @@ def probe_python(python: Path) -> dict[str, bool]:
     if tuple(found["version"]) < (3, 11):
         raise ConfigError(f"engine.python: {python} is older than Python 3.11; {advice}")
     return found
+
+
+def require_torchvision(model_type: str, python: Path, found: dict[str, bool]) -> None:
+    """Raise ConfigError if vLLM's environment lacks what its implementation of a vision-language model imports.
+
+    Args:
+        found: of `probe_python`.
+    """
+    if model_type not in VLLM_SEES_WITHOUT_TORCHVISION and not found["torchvision"]:
+        raise ConfigError(
+            f"engine.python: {python} has no torchvision, which vLLM needs for {model_type}: install the one that "
+            f"belongs to its torch there, or use engine `native`"
+        )
 
 
 class VLLMProcess:
