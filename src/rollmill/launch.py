@@ -35,6 +35,7 @@ from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.remote.rollout_backend import ExplorerFleet
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
 from rollmill.rewards.resources import close_set_aside
+from rollmill.startup import open_missing_streams
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.event_log import EVENTS_FILE
@@ -61,6 +62,7 @@ def run(
         RollmillError: the run failed; the message says what to do.
         KeyboardInterrupt: the user interrupted the run; a checkpoint is written.
     """
+    open_missing_streams()
     loaded = load_run(Path(source), overrides, None if out is None else Path(out))
     if loaded.config.mode not in ("both", "train"):
         raise ConfigError(f"{source}: mode `{loaded.config.mode}` is for the command `rollmill run`")

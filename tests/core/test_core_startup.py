@@ -1,10 +1,12 @@
-"""Imports without the garbage collector, which is there again afterwards."""
+"""Standard streams that are missing, and imports without the garbage collector, which is there again afterwards."""
 
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,22 @@ def test_a_command_leaves_the_collector_on_while_it_works_and_at_its_end_calls_w
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-2:] == ["True", "end"]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_open_for_a_command_and_the_processes_that_it_starts(closed: str, tmp_path: Path) -> None:
+    ends = """
+import json, os, subprocess, sys
+os.fstat(int(sys.argv[1]))
+print("nobody reads this \u00e9")
+print("nor this", file=sys.stderr)
+numbers = [os.open(os.devnull, os.O_RDONLY), int(subprocess.check_output(["sh", "-c", "echo 7; echo >&2"]))]
+json.dump([sys.stdin.read(), sys.stdout is sys.__stdout__, *numbers], open("found.json", "w"))
+"""
+    program = f"import sys\nfrom rollmill.startup import open_missing_streams\nopen_missing_streams()\n{ends}"
+    for number in "012":
+        command = ["sh", "-c", f'exec "$0" -c "$1" {number} {closed}', sys.executable, program]
+        subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+        read, same, opened, seven = json.loads((tmp_path / "found.json").read_text())
+        assert (read, same, seven) == ("", True, 7)
+        assert opened > 2

@@ -254,6 +254,17 @@ def test_a_run_goes_on_though_the_reader_of_its_output_has_gone(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("closed", "options"), [([1], []), ([2], ["--json"]), ([0, 1, 2], [])])
+def test_a_run_needs_no_standard_streams(server: Forks, tmp_path: Path, closed: list[int], options: list[str]) -> None:
+    tiny_run(tmp_path, stages=[SFT | {"steps": 1}, GRPO | {"steps": 1}])
+    end = server.run("run", "run.yaml", "--out", "out", *options, folder=tmp_path, closed=closed)
+    assert (end.code, end.err) == (0, "")
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["status"] == "done"
+    assert not options or json.loads(end.out) == summary  # alone, though messages go to the stream that is closed
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_though_the_disk_of_its_output_is_full(tmp_path: Path) -> None:
     tiny_run(tmp_path, **ONLY_RL, evaluation=None)
     for name, options, code in (("out", [], 0), ("again", ["--json"], 1)):

@@ -17,6 +17,7 @@ import typer
 
 from rollmill import __version__
 from rollmill.errors import RollmillError, UserExitError, explain_path_error
+from rollmill.startup import open_missing_streams
 
 COMMANDS = {
     "run": "rollmill.cli.run:run",
@@ -52,6 +53,7 @@ GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "t
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failure, 2 wrong usage or configuration, 130
     interrupted."""
+    open_missing_streams()
     atexit.register(gc.freeze)  # else Python looks for cycles among all objects before it exits: most of a second
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
