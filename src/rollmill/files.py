@@ -98,12 +98,28 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         temporary.mkdir()
         yield temporary
+        share_files(temporary)
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
         temporary.rename(out)
         sync(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def share_files(folder: Path) -> None:
+    """Give files below `folder` that nobody else may read the mode that the umask gives to new files there.
+
+    safetensors (0.8) writes through a private temporary file, whose mode its files keep.
+    """
+    new = temporary_path(folder / "new")
+    new.touch()
+    mode = stat.S_IMODE(new.stat().st_mode)
+    new.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and not path.stat().st_mode & 0o077:
+            with suppress(PermissionError):  # on file systems that have no modes
+                path.chmod(mode)
 
 
 _TEMPORARY = re.compile(r"\..+\.(\d+)(?:@(.*))?\.tmp")

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from rollmill.errors import ModelError
+from rollmill.files import share_files
 from rollmill.models.from_scratch import silence_transformers
 from rollmill.models.load import read_tokenizer
 from rollmill.models.storage import ensure_own_memory
@@ -62,6 +63,7 @@ def save_classifier(
     with silence_transformers():
         classifier.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+    share_files(directory)
 
 
 def load_classifier(folder: Path, device: torch.device) -> tuple[Any, PreTrainedTokenizerBase]:
