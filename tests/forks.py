@@ -50,17 +50,28 @@ class Forks:
         """True from `start` to `wait`."""
         return self._busy
 
-    def start(self, *argv: Any, folder: Path, uid: int | None = None, closed: Sequence[int] = ()) -> int:
+    def start(
+        self,
+        *argv: Any,
+        folder: Path,
+        uid: int | None = None,
+        closed: Sequence[int] = (),
+        temporary: Path | None = None,
+    ) -> int:
         """Start a command in `folder`, which it may be unable to write to; returns its process id.
 
         Args:
             closed: of the numbers 0 to 2, those of the standard streams that the command does not get.
+            temporary: the folder for its temporary files.
         """
         if self._busy:  # a test that failed left it behind
             send(self.pid)
             self.wait()
         request = {"argv": [str(word) for word in argv], "folder": str(folder), "uid": uid, "output": self._output.name}
         request["closed"] = list(closed)
+        request["temporary"] = None if temporary is None else str(temporary)
+        for name in ("stdout", "stderr"):  # else `output` may show what the command before has written
+            Path(self._output.name, name).write_bytes(b"")
         self._socket.sendall((json.dumps(request) + "\n").encode())
         self.pid, self._busy = int(self._answer()), True
         return self.pid
@@ -206,6 +217,8 @@ def _child(request: dict[str, Any]) -> None:
         name = ("stdin", "stdout", "stderr")[number]
         setattr(sys, name, None)
         setattr(sys, f"__{name}__", None)
+    if request["temporary"] is not None:
+        os.environ["TMPDIR"] = tempfile.tempdir = request["temporary"]
     code = 1
     try:
         from rollmill.cli import main

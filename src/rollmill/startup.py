@@ -1,12 +1,15 @@
-"""Preparations of a process before its own work: standard streams, and quick imports."""
+"""Preparations of a process before its own work: standard streams, signals, and quick imports."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 _frozen = False
 
@@ -32,6 +35,40 @@ def open_missing_streams() -> None:
             setattr(sys, name, stream)
             if getattr(sys, f"__{name}__") is None:
                 setattr(sys, f"__{name}__", stream)
+
+
+def ending_signals() -> list[signal.Signals]:
+    """The signals that ask a process to end; SIGHUP, which a closed terminal sends, is ignored under `nohup`."""
+    hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
+
+
+@contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the body as Ctrl-C does, so that it removes its temporary files.
+
+    An event loop or a server that handles Ctrl-C at that time handles them likewise: an exception out of nowhere may get
+    lost in its callbacks. After the first of them others are ignored: some systems send both at once. Off the main
+    thread, where Python receives no signals, it does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [number for number in ending_signals() if number != signal.SIGINT]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        if not callable(handler := signal.getsignal(signal.SIGINT)):  # ignored in the background of a shell
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    previous = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
