@@ -47,7 +47,7 @@ def ending_signals() -> list[signal.Signals]:
 def interrupted_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the body as Ctrl-C does, so that it removes its temporary files.
 
-    An event loop or a server that handles Ctrl-C at that time handles them likewise: an exception out of nowhere may get
+    An event loop or a server that handles Ctrl-C at that time handles them likewise: an exception out of nowhere may be
     lost in its callbacks. After the first of them others are ignored: some systems send both at once. Off the main
     thread, where Python receives no signals, it does nothing.
     """
