@@ -7,9 +7,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+
+from rollmill.errors import ConfigError
 
 _frozen = False
 
@@ -35,6 +38,26 @@ def open_missing_streams() -> None:
             setattr(sys, name, stream)
             if getattr(sys, f"__{name}__") is None:
                 setattr(sys, f"__{name}__", stream)
+
+
+def require_usable_paths(paths: Iterable[str | Path]) -> None:
+    """Raise ConfigError if the current folder is gone, or a path in it has bytes that this process cannot decode.
+
+    Libraries in other languages end the process in a folder that is gone, and take paths in UTF-8 only.
+    """
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder has been removed; change to one that exists") from None
+    for path in map(str, (folder, *paths)):
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            coding = sys.getfilesystemencoding()
+            raise ConfigError(
+                f"{path!a} cannot be read as {coding}, the encoding of paths here; "
+                + ("rename it" if coding == "utf-8" else "set LC_ALL=C.UTF-8, or PYTHONUTF8=1")
+            ) from None
 
 
 def ending_signals() -> list[signal.Signals]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,28 @@ json.dump([sys.stdin.read(), sys.stdout is sys.__stdout__, *numbers], open("foun
         read, same, opened, seven = json.loads((tmp_path / "found.json").read_text())
         assert (read, same, seven) == ("", True, 7)
         assert opened > 2
+
+
+def test_a_current_folder_that_is_gone_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    text = (
+        "import os; os.rmdir(os.getcwd()); from rollmill.cli import main; raise SystemExit(main(['check', 'run.yaml']))"
+    )
+    done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path / "gone", capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "the current folder has been removed; change to one that exists\n"
+
+
+@pytest.mark.parametrize(("inside", "argument"), [("plain", "o\u00fct"), ("na\u00efve", "out")])
+def test_paths_that_the_locale_cannot_read_are_refused_with_a_way_out(
+    tmp_path: Path, inside: str, argument: str
+) -> None:
+    (tmp_path / inside).mkdir()
+    text = "from rollmill.cli import main; import sys; raise SystemExit(main(sys.argv[1:]))"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", text, "algorithms", argument]
+    folder = os.fsencode(tmp_path / inside)
+    done = subprocess.run(command, cwd=folder, env=os.environ | ascii_only, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the encoding of paths here; set LC_ALL=C.UTF-8, or PYTHONUTF8=1" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from rollmill import __version__
-from rollmill.errors import RollmillError, UserExitError, explain_path_error
-from rollmill.startup import interrupted_by_signals, open_missing_streams
+from rollmill.errors import ConfigError, RollmillError, UserExitError, explain_path_error
+from rollmill.startup import interrupted_by_signals, open_missing_streams, require_usable_paths
 
 COMMANDS = {
     "run": "rollmill.cli.run:run",
@@ -59,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)  # else Python looks for cycles among all objects before it exits: most of a second
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
+        require_usable_paths(arguments)
         build_app(arguments[0] if arguments else None)(args=arguments, prog_name="rollmill")
+    except ConfigError as error:
+        _complain(str(error))
+        return error.exit_code
     except SystemExit as end:
         if isinstance(end.code, int):
             return end.code
