@@ -162,7 +162,16 @@ def _is_left(path: Path) -> bool:
     return False
 
 
+_PF_EXITING = 0x4
+"""Flag of a process that runs no code any more, in the ninth field of its `stat` (Linux, sched.h)."""
+
+
 def _is_running(pid: int) -> bool:
+    """True if a process is there that can still write; not if it is ending, or has ended and nobody asked how."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if state in "ZX" or int(fields[5]) & _PF_EXITING:
+            return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
