@@ -155,7 +155,7 @@ def sweep_temporary(folder: Path) -> list[Path]:
 def _is_left(path: Path) -> bool:
     if (match := _TEMPORARY.fullmatch(path.name)) is None:
         return False
-    if match[2] == socket.gethostname() and not _is_running(int(match[1])):
+    if match[2] == socket.gethostname() and not is_running(int(match[1])):
         return True
     with suppress(FileNotFoundError):
         return time.time() - path.stat().st_mtime > _LEFT_S
@@ -166,7 +166,7 @@ _PF_EXITING = 0x4
 """Flag of a process that runs no code any more, in the ninth field of its `stat` (Linux, sched.h)."""
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """True if a process is there that can still write; not if it is ending, or has ended and nobody asked how."""
     with suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
