@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
@@ -50,12 +50,28 @@ class Forks:
         """True from `start` to `wait`."""
         return self._busy
 
-    def start(self, *argv: Any, folder: Path, uid: int | None = None) -> int:
-        """Start a command in `folder`, which it may be unable to write to; returns its process id."""
+    def start(
+        self,
+        *argv: Any,
+        folder: Path,
+        uid: int | None = None,
+        closed: Sequence[int] = (),
+        temporary: Path | None = None,
+    ) -> int:
+        """Start a command in `folder`, which it may be unable to write to; returns its process id.
+
+        Args:
+            closed: of the numbers 0 to 2, those of the standard streams that the command does not get.
+            temporary: the folder for its temporary files.
+        """
         if self._busy:  # a test that failed left it behind
             send(self.pid)
             self.wait()
         request = {"argv": [str(word) for word in argv], "folder": str(folder), "uid": uid, "output": self._output.name}
+        request["closed"] = list(closed)
+        request["temporary"] = None if temporary is None else str(temporary)
+        for name in ("stdout", "stderr"):  # else `output` may show what the command before has written
+            Path(self._output.name, name).write_bytes(b"")
         self._socket.sendall((json.dumps(request) + "\n").encode())
         self.pid, self._busy = int(self._answer()), True
         return self.pid
@@ -69,9 +85,9 @@ class Forks:
         """Return what the command has written until now."""
         return self._written("stdout") + self._written("stderr")
 
-    def run(self, *argv: Any, folder: Path, uid: int | None = None) -> Ended:
+    def run(self, *argv: Any, folder: Path, uid: int | None = None, closed: Sequence[int] = ()) -> Ended:
         """start, then wait."""
-        self.start(*argv, folder=folder, uid=uid)
+        self.start(*argv, folder=folder, uid=uid, closed=closed)
         return self.wait()
 
     def reaches(self, happened: Callable[[], bool], limit_s: float = 120.0) -> bool:
@@ -196,6 +212,13 @@ def _child(request: dict[str, Any]) -> None:
         os.setgroups([])
         os.setgid(request["uid"])
         os.setuid(request["uid"])
+    for number in request["closed"]:  # as Python does it at its start
+        os.close(number)
+        name = ("stdin", "stdout", "stderr")[number]
+        setattr(sys, name, None)
+        setattr(sys, f"__{name}__", None)
+    if request["temporary"] is not None:
+        os.environ["TMPDIR"] = tempfile.tempdir = request["temporary"]
     code = 1
     try:
         from rollmill.cli import main
@@ -204,8 +227,9 @@ def _child(request: dict[str, Any]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         os._exit(code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import re
 import sysconfig
 import traceback
@@ -193,6 +194,19 @@ def explain_path_error(error: OSError) -> str | None:
     if error.errno not in _OF_PATHS or error.filename is None:
         return None
     return f"{error.filename}: {error.strerror}; correct the path, or fix its permissions"
+
+
+def describe_read_error(error: Exception) -> str:
+    """Describe an error of the libraries that read models.
+
+    torch refuses to run the programs that a file of its own format can hold, and then explains how to run them; a file
+    that is no pickle at all makes it raise errors without a sentence.
+    """
+    if isinstance(error, pickle.UnpicklingError):
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"code ({found[1]})" if found else "more than tensors, or is damaged"
+        return f"a file of PyTorch (such as *.bin) holds {what}; none of it was run. Get the weights as *.safetensors"
+    return str(error) if " " in str(error) else f"{type(error).__name__}: {error}; a file is damaged"
 
 
 _VMSTAT, _CGROUPS = Path("/proc/vmstat"), Path("/sys/fs/cgroup")

@@ -98,12 +98,28 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         temporary.mkdir()
         yield temporary
+        share_files(temporary)
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
         temporary.rename(out)
         sync(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def share_files(folder: Path) -> None:
+    """Give files below `folder` that nobody else may read the mode that the umask gives to new files there.
+
+    safetensors (0.8) writes through a private temporary file, whose mode its files keep.
+    """
+    new = temporary_path(folder / "new")
+    new.touch()
+    mode = stat.S_IMODE(new.stat().st_mode)
+    new.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and not path.stat().st_mode & 0o077:
+            with suppress(PermissionError):  # on file systems that have no modes
+                path.chmod(mode)
 
 
 _TEMPORARY = re.compile(r"\..+\.(\d+)(?:@(.*))?\.tmp")
@@ -139,14 +155,23 @@ def sweep_temporary(folder: Path) -> list[Path]:
 def _is_left(path: Path) -> bool:
     if (match := _TEMPORARY.fullmatch(path.name)) is None:
         return False
-    if match[2] == socket.gethostname() and not _is_running(int(match[1])):
+    if match[2] == socket.gethostname() and not is_running(int(match[1])):
         return True
     with suppress(FileNotFoundError):
         return time.time() - path.stat().st_mtime > _LEFT_S
     return False
 
 
-def _is_running(pid: int) -> bool:
+_PF_EXITING = 0x4
+"""Flag of a process that runs no code any more, in the ninth field of its `stat` (Linux, sched.h)."""
+
+
+def is_running(pid: int) -> bool:
+    """True if a process is there that can still write; not if it is ending, or has ended and nobody asked how."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if state in "ZX" or int(fields[5]) & _PF_EXITING:
+            return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -36,6 +36,7 @@ from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.remote.rollout_backend import ExplorerFleet
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
 from rollmill.rewards.resources import close_set_aside
+from rollmill.startup import open_missing_streams, require_usable_paths
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.event_log import EVENTS_FILE
@@ -62,6 +63,7 @@ def run(
         RollmillError: the run failed; the message says what to do.
         KeyboardInterrupt: the user interrupted the run; a checkpoint is written.
     """
+    open_missing_streams()
     loaded = load_run(Path(source), overrides, None if out is None else Path(out))
     if loaded.config.mode not in ("both", "train"):
         raise ConfigError(f"{source}: mode `{loaded.config.mode}` is for the command `rollmill run`")
@@ -79,6 +81,7 @@ def start(
 ) -> dict[str, Any]:
     """Start a loaded run in a new directory; see `run` and `execute`. `attempt` is given in the child of a
     supervisor."""
+    require_usable_paths([loaded.out if out is None else out])
     run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
     with hold_run_lock(run_dir, owner=None if attempt is None else attempt.supervisor):
         explored = _require_fresh(run_dir, loaded)

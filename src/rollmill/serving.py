@@ -39,6 +39,7 @@ from rollmill.rollout.endpoint.server import EndpointServer
 from rollmill.rollout.endpoint.service import ServiceLimits, build_application_service
 from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession, SessionSink
 from rollmill.rollout.endpoint.session_journal import SESSIONS_FILE, SessionJournal
+from rollmill.startup import ending_signals
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
@@ -84,7 +85,7 @@ class SessionFileSink:
 def serve_checkpoint(
     source: Path, place: ServerAddress, *, step: int | None = None, record: Path | None = None, device: str = "auto"
 ) -> None:
-    """Serve a checkpoint until SIGINT or SIGTERM; running requests are completed.
+    """Serve a checkpoint until SIGINT, SIGTERM or SIGHUP; running requests are completed.
 
     Args:
         source: a model's folder, a run directory (its newest checkpoint, or that of `step`), or a run file.
@@ -239,12 +240,14 @@ async def _serve(
     policy: PolicyModel, engine: RolloutEngine, sampling: SamplingConfig, place: ServerAddress, sink: SessionSink | None
 ) -> None:
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    previous = {number: signal.getsignal(number) for number in ending_signals()}
+    for number in previous:
         loop.add_signal_handler(number, ended.set)
     async with _served(policy, engine, sampling, place, sink):
         await ended.wait()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # a second signal stops at once
+        for number, handler in previous.items():  # a second signal stops at once
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
     await engine.close()
 
 

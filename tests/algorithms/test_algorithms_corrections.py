@@ -129,6 +129,8 @@ def test_interpolated_proximal_lies_on_the_way_by_version() -> None:
     logprob, rollout = _f64(-1, -1, -1, -1), _f64(-2, -2, -2, -2)
     got = interpolated_proximal(logprob, rollout, torch.tensor([0, 1, 3, 99]))
     torch.testing.assert_close(got, _f64(-2, -1.5, -1.25, -1.01))
+    stored = interpolated_proximal(logprob, rollout.float(), torch.tensor([0, 1, 3, 99]))  # log-probs of engines
+    assert torch.equal(stored, got)
 
 
 @given(st.lists(st.floats(-5, -0.01), min_size=3, max_size=3), st.integers(0, 9))

@@ -51,6 +51,7 @@ def test_a_loaded_model_is_evaluated_and_trained_on(trained: rollmill.TrainingRu
     run = rollmill.GRPO(**(SMALL | {"model": model}), tokenizer=tokenizer, rewards=["exact"], out=tmp_path / "run")
     saved = run.config.model.path
     assert isinstance(saved, Path)
+    assert len({path.stat().st_mode for path in saved.iterdir()}) == 1  # others may read it as the umask says
     assert AutoModelForCausalLM.from_pretrained(saved).lm_head.weight.equal(model.lm_head.weight)
     again = rollmill.GRPO(**(SMALL | {"model": (model, tokenizer)}), rewards=["exact"], out=tmp_path / "run")
     assert again.config.model.path == saved

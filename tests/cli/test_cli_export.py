@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -135,6 +137,21 @@ def test_adapters_alone_are_loaded_by_peft(lora: Path, base: Path, tmp_path: Pat
     assert AutoTokenizer.from_pretrained(out)("12").input_ids == AutoTokenizer.from_pretrained(base)("12").input_ids
     card = (out / "README.md").read_text()
     assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("me/tiny"), "out")' in card
+
+
+def test_all_files_have_the_mode_that_the_umask_gives(base: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        model = {"path": str(base), "new": None, "lora": {"rank": 2}}
+        without: dict[str, Any] = dict.fromkeys(("rewards", "rollout", "evaluation"))
+        run = str(trained(tmp_path / "run", model=model, stages=[SFT | {"steps": 1}], **without))
+        assert main(["export", run, "--out", str(tmp_path / "whole")]) == 0
+        assert main(["export", run, "--adapter-only", "--out", str(tmp_path / "adapter")]) == 0
+        assert main(["merge", run, str(base), "--out", str(tmp_path / "merged")]) == 0
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()}
+    assert set(modes.values()) == {0o640}, modes
 
 
 def test_the_card_says_where_the_model_comes_from(run: Path, lora: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmill.engines.native.sampler import SamplingTensors, sample_inverse_cdf, sample_tokens
+from rollmill.engines.native.sampler import SamplingTensors, sample_inverse_cdf, sample_tokens, truncated_probs
 from rollmill.seeds import counter_uniforms, derive_seed
 
 CPU = torch.device("cpu")
@@ -70,6 +70,21 @@ def test_truncation_keeps_what_its_definition_says(
         torch.testing.assert_close(kept[row].exp(), mass, rtol=1e-3, atol=1e-5)
         full = (logits[row] / temperature).log_softmax(-1)[tokens[row]]
         torch.testing.assert_close(logprobs[row] + kept[row], full, rtol=0, atol=2e-5)
+
+
+def test_top_p_keeps_no_token_beyond_a_sum_that_is_exactly_it() -> None:
+    logits = torch.log(torch.tensor([[4.0, 2.0, 1.0, 1.0]]))
+    assert logits.softmax(-1).tolist() == [[0.5, 0.25, 0.125, 0.125]]
+    for top_p, expected in ((0.5, [0.5, 0, 0, 0]), (0.75, [0.5, 0.25, 0, 0])):
+        kept, mass = truncated_probs(logits, params_of(1, top_p=top_p))
+        assert (kept.tolist(), mass.tolist()) == ([expected], [top_p])
+
+
+def test_rounding_selects_no_last_token_of_weight_zero() -> None:
+    """The sum of these weights is rounded up in float32, so that the largest draw lies beyond all of them."""
+    weights = torch.tensor([[1.0, 1.5 * 2**-24, 0.0]])
+    assert float(weights.sum()) > float(weights.double().sum())
+    assert sample_inverse_cdf(weights, torch.tensor([1 - 2**-53]).double()).tolist() == [1]
 
 
 def test_greedy_rows_take_the_most_probable_token_beside_sampled_ones() -> None:

@@ -72,6 +72,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     model, tokenizer = load_classifier(tmp_path, CPU)
     assert (model.dtype, model.training, tokenizer.eos_token) == (torch.float32, False, "<eos>")
     assert not any(p.requires_grad for p in model.parameters())
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # others may read it as the umask says
 
 
 def test_reading_and_writing_leave_the_random_state(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,24 @@ def bloom(folder: Path) -> None:
     BloomForCausalLM(config).save_pretrained(folder)
 
 
+class Hostile:
+    """An object whose pickle makes a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._made = str(folder / "made")
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._made,)
+
+
+def pickled(folder: Path, content: Any) -> None:
+    (folder / "model.safetensors").unlink()
+    if content is None:
+        (folder / "pytorch_model.bin").write_bytes(b"hello")
+    else:
+        torch.save(content, folder / "pytorch_model.bin")
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "no config": (remove("config.json"), "has no config.json; give a folder in Hugging Face format"),
     "no weights": (remove("model.safetensors"), r"has no weights \(\*.safetensors\); the download or copy is incompl"),
@@ -191,6 +210,11 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]),
         "the weights cannot be read",
     ),
+    "code in the weights": (
+        lambda f: pickled(f, {"weight": Hostile(f)}),
+        r"a file of PyTorch .* holds code \(posix.mkdir\); none of it was run. Get the weights as \*.safetensors$",
+    ),
+    "no pickle": (lambda f: pickled(f, None), "the weights cannot be read: KeyError: 101; a file is damaged"),
     "missing weight": (drop_weight, r"lacks 1 weights of Qwen3ForCausalLM \(model.layers.1.mlp.up_proj.weight\)"),
     "other sizes": (lambda f: edit(f / "config.json", intermediate_size=95), "the weights cannot be read"),
     "quantised": (
@@ -216,6 +240,7 @@ def test_a_wrong_folder_says_what_is_wrong(case: str, folder: Path) -> None:
     spoil(folder)
     with pytest.raises(ModelError, match=message):
         load(folder)
+    assert not (folder / "made").exists()
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, folder: Path) -> None:

@@ -254,6 +254,17 @@ def test_a_run_goes_on_though_the_reader_of_its_output_has_gone(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("closed", "options"), [([1], []), ([2], ["--json"]), ([0, 1, 2], [])])
+def test_a_run_needs_no_standard_streams(server: Forks, tmp_path: Path, closed: list[int], options: list[str]) -> None:
+    tiny_run(tmp_path, stages=[SFT | {"steps": 1}, GRPO | {"steps": 1}])
+    end = server.run("run", "run.yaml", "--out", "out", *options, folder=tmp_path, closed=closed)
+    assert (end.code, end.err) == (0, "")
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["status"] == "done"
+    assert not options or json.loads(end.out) == summary  # alone, though messages go to the stream that is closed
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_though_the_disk_of_its_output_is_full(tmp_path: Path) -> None:
     tiny_run(tmp_path, **ONLY_RL, evaluation=None)
     for name, options, code in (("out", [], 0), ("again", ["--json"], 1)):
@@ -442,12 +453,17 @@ def test_leftovers_of_killed_processes_are_swept(server: Forks, copy: Path) -> N
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     left = copy / f"out/rollouts/.step-000001.jsonl.{ended.pid}@{socket.gethostname()}.tmp"
+    unasked = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, unasked.pid, os.WEXITED | os.WNOWAIT)  # ended, but still listed, as just after a kill
+    listed = copy / f"out/evaluations/.step-000002.jsonl.{unasked.pid}@{socket.gethostname()}.tmp"
     alive = copy / f"out/.metrics.jsonl.{os.getpid()}@{socket.gethostname()}.tmp"
-    for path in (left, alive):
+    for path in (left, listed, alive):
         path.write_text("half")
     (copy / f"out/checkpoints/.writing-000002-{ended.pid}").mkdir()
     clean(server.run("resume", "out", folder=copy), 0)
+    unasked.wait()
     assert not left.exists()
+    assert not listed.exists()
     assert alive.exists()
     assert not list((copy / "out/checkpoints").glob(".writing-*"))
 
@@ -456,6 +472,17 @@ def test_damaged_metrics_are_named(server: Forks, copy: Path) -> None:
     lines = (copy / "out/metrics.jsonl").read_text().splitlines()
     (copy / "out/metrics.jsonl").write_text("\n".join([*lines[:3], lines[3][:20], *lines[4:]]) + "\n")
     clean(server.run("resume", "out", folder=copy), 1, "metrics.jsonl:4", "Remove the line")
+
+
+def test_lost_steps_of_the_metrics_are_named(server: Forks, copy: Path) -> None:
+    path = copy / "out/metrics.jsonl"
+    kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] not in (3, 4, 5, 9)]
+    path.write_text("".join(kept))
+    end = server.run("resume", "out", folder=copy)
+    clean(end, 0)
+    assert "metrics.jsonl lacks 4 steps (3 to 5, 9)" in end.out
+    events = [json.loads(line) for line in (copy / "out/events.jsonl").read_text().splitlines()]
+    assert any("lacks 4 steps" in str(event) for event in events)
 
 
 def test_a_changed_taskset_is_refused(server: Forks, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def call(
         np.array(prompt, np.int32),
         np.array(tokens, np.int32),
         -np.arange(1, n + 1, dtype=np.float32) - 100 * number,
-        np.full(n, number, np.int32),
+        np.array(of.pop("versions", [number] * n), np.int32),
         kept_logmass=np.array(of.pop("kept", [0.0] * n), np.float32),
         text=f"call {number}",
         stop_reason=of.pop("stopped", StopReason.EOS),
@@ -51,6 +51,15 @@ def test_turns_that_go_on_are_one_experience() -> None:
         ("prompt", "prompt 0"), ("assistant", "call 0"), ("observation", "5"), ("assistant", "call 1"),
     ]  # fmt: skip
     assert (one.id, one.response, "episode" in one.info) == ("g/0", "call 1", False)
+
+
+def test_every_token_keeps_the_version_that_sampled_it() -> None:
+    """Weights may change within a completion; staleness, freshness and interpolated proximal log-probs count on it."""
+    recorder = Recorder()
+    call(recorder, [1, 2], [3, 4, 5, 6], versions=[4, 4, 5, 7])
+    call(recorder, [1, 2, 3, 4, 5, 6, 7], [8, 9], versions=[7, 8])
+    [one] = experiences(recorder)
+    assert one.versions.tolist() == [-1, -1, 4, 4, 5, 7, -1, 7, 8]
 
 
 def test_an_experience_says_which_tokens_were_drafted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import lacks
+from waiting import wait_until
 
 from rollmill.sandbox import Sandbox
 from rollmill.sandbox.job_folders import JobFolders, exceeds_disk_limit, remove_tree
@@ -156,3 +158,24 @@ def test_a_large_tree_of_a_program_is_gone_soon(program: str) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert not around.exists()
+
+
+DEEP = "for n in range(3000): os.mkdir('d'); os.chdir('d')"
+WIDE = "for n in range(1000): os.mkdir(str(n))"
+CLOSED = "for n in range(200): os.mkdir(str(n)); os.mkdir(f'{n}/x', 0); open(f'{n}/y', 'w').close()"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(lacks("landlock")), reason="no landlock here")
+@pytest.mark.parametrize("program", [DEEP, WIDE, CLOSED])
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_nothing_of_a_program_remains_after_the_server(program: str, end: str) -> None:
+    """Neither if it is killed, as it is while a large tree is being removed for long."""
+    with Sandbox(backend="landlock") as sandbox:
+        around = Path(sandbox.run_sync("import os; print(os.getcwd())").stdout.strip()).parent
+        sandbox.run_sync(f"import os\n{program}")
+        if end == "kill":
+            pid = sandbox.pid()
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not around.exists())

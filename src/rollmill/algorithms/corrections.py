@@ -101,7 +101,7 @@ def interpolated_proximal(logprob: Tensor, rollout_logprob: Tensor, staleness: T
             keeps its rollout log-prob.
     """
     d = staleness.to(logprob.dtype)
-    return torch.lerp(rollout_logprob, logprob, d / (d + 1)).detach()
+    return torch.lerp(rollout_logprob.to(logprob.dtype), logprob, d / (d + 1)).detach()
 
 
 def _inside(ratio: Tensor, low: float, high: float) -> Tensor:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rollmill.orchestrator.interrupt import Interrupts
+from rollmill.startup import open_missing_streams
 from rollmill.trackers.console import RunView, Stages, make_view
 from rollmill.trackers.metrics_log import Metrics
 from rollmill.types import Experience
@@ -32,6 +33,7 @@ def run_in_foreground(work: Work[Result], show_completions: int = 1) -> Result:
     Args:
         work: takes the view that shows it, and the interrupts to listen to.
     """
+    open_missing_streams()
     view = _make_view(show_completions)
     try:
         asyncio.get_running_loop()

@@ -19,6 +19,7 @@ from rollmill.config.rollout import RolloutConfig
 from rollmill.config.yaml_file import write_yaml
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write
+from rollmill.startup import open_missing_streams
 
 if TYPE_CHECKING:
     from rollmill.orchestrator.run_control import Callback
@@ -170,6 +171,7 @@ def serve(
     from rollmill.serving import ModelServer
     from rollmill.web.keys import KeyRing, make_key
 
+    open_missing_streams()
     secret = key or f"sk-{secrets.token_urlsafe(24)}"
     rules = AccessRules("127.0.0.1", KeyRing([make_key("default", secret)]))
     with TemporaryDirectory(prefix="rollmill-serve-") as temporary:

@@ -18,7 +18,7 @@ from typing import Any
 from rollmill.config.hub import fetch_named, parse_reference
 from rollmill.config.section import Section
 from rollmill.errors import ConfigError
-from rollmill.files import atomic_write
+from rollmill.files import atomic_write, share_files
 from rollmill.user_code import store_object
 
 _MARK = ".complete"
@@ -96,6 +96,7 @@ class RunInputs:
         if not (folder / _MARK).exists():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            share_files(folder)
             atomic_write(folder / _MARK, b"")
         return folder
 

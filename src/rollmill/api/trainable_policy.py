@@ -24,7 +24,7 @@ from rollmill.config.tree import ConfigProblem, Node, Origin, raise_problems
 from rollmill.config.yaml_file import parse_override_value
 from rollmill.data import encode_prompt, parse_completion, render_prompt
 from rollmill.engines.base import GenerationRequest
-from rollmill.errors import CheckpointError, ConfigError, TrainingError
+from rollmill.errors import CheckpointError, ConfigError, TrainingError, describe_read_error
 from rollmill.files import sync
 from rollmill.models.from_scratch import save_policy
 from rollmill.models.load import PolicyModel, load_policy, wrap_policy
@@ -275,7 +275,7 @@ class TrainablePolicy:
             self._trainer.load_state_dict(trainer)
             self.version, self._groups = state["version"], state["groups"]
         except Exception as error:  # libraries raise errors of their own
-            raise CheckpointError(f"load_state: cannot go on from {source}: {error}") from error
+            raise CheckpointError(f"load_state: cannot go on from {source}: {describe_read_error(error)}") from error
         self._thread.call(self._publisher.publish, self.version)
 
     def close(self) -> None:

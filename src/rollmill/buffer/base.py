@@ -16,6 +16,7 @@ import numpy as np
 
 from rollmill.config.buffer import ReplayConfig
 from rollmill.errors import DeadlineError, StoreError
+from rollmill.files import is_running
 from rollmill.types import Experience, ExperienceSource, Task
 
 Shares = Mapping[str, float]
@@ -260,19 +261,9 @@ def _named(writers: Sequence[Mapping[str, Any]]) -> str:
     newest = writers[0]
     here = newest["host"] == socket.gethostname()
     place = f"process {newest['pid']} on {newest['host']}"
-    if here and not _alive(newest["pid"]):
+    if here and not is_running(newest["pid"]):
         place += ", which no longer runs"
     if newest["wrote_at"] is None:
         return f"the {newest['kind']} ({place}; it has written nothing yet)"
     ago = max(0.0, time.time() - newest["wrote_at"])
     return f"the {newest['kind']} ({place}; it last wrote {ago:.0f} s ago, {newest['written']} groups in all)"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -9,14 +9,15 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from rollmill import __version__
-from rollmill.errors import RollmillError, UserExitError, explain_path_error
+from rollmill.errors import ConfigError, RollmillError, UserExitError, explain_path_error
+from rollmill.startup import interrupted_by_signals, open_missing_streams, require_usable_paths
 
 COMMANDS = {
     "run": "rollmill.cli.run:run",
@@ -45,6 +46,8 @@ COMMANDS = {
     "serve": "rollmill.cli.serve:command",
 }
 """Command name -> module:function."""
+HANDLE_SIGNALS = ("run", "resume", "serve")
+"""Commands that end in their own way at SIGTERM and SIGHUP; all others end as at Ctrl-C."""
 GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "tasks": "rollmill.cli.tasks"}
 """Name of a group of commands -> module with HELP and COMMANDS."""
 
@@ -52,10 +55,15 @@ GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "t
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failure, 2 wrong usage or configuration, 130
     interrupted."""
+    open_missing_streams()
     atexit.register(gc.freeze)  # else Python looks for cycles among all objects before it exits: most of a second
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
+        require_usable_paths(arguments)
         build_app(arguments[0] if arguments else None)(args=arguments, prog_name="rollmill")
+    except ConfigError as error:
+        _complain(str(error))
+        return error.exit_code
     except SystemExit as end:
         if isinstance(end.code, int):
             return end.code
@@ -79,7 +87,8 @@ def build_app(only: str | None = None) -> typer.Typer:
     app.callback()(_options)
     for name, target in commands.items():
         module, _, function = target.partition(":")
-        app.command(name)(handle_errors(getattr(import_module(module), function)))
+        own_signals = name in HANDLE_SIGNALS
+        app.command(name)(handle_errors(getattr(import_module(module), function), own_signals=own_signals))
     for name, module in groups.items():
         group = typer.Typer(help=import_module(module).HELP, no_args_is_help=True, rich_markup_mode=None)
         for inner, command in import_module(module).COMMANDS.items():
@@ -88,14 +97,19 @@ def build_app(only: str | None = None) -> typer.Typer:
     return app
 
 
-def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a command so that user errors are printed as their message alone, with the documented exit codes."""
+def handle_errors(command: Callable[..., Any], *, own_signals: bool = False) -> Callable[..., Any]:
+    """Wrap a command so that user errors are printed as their message alone, with the documented exit codes.
+
+    Args:
+        own_signals: it handles SIGTERM and SIGHUP itself.
+    """
 
     @functools.wraps(command)
     def wrapper(*args: Any, **options: Any) -> Any:
         try:
             try:
-                return command(*args, **options)
+                with nullcontext() if own_signals else interrupted_by_signals():
+                    return command(*args, **options)
             except SystemExit as error:  # commands never call sys.exit: a user's code did
                 raise UserExitError.of(error) from error
         except RollmillError as error:

@@ -6,13 +6,17 @@ import getpass
 import os
 import re
 import secrets
+import socket
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    import uvicorn
 
 TOKEN_VARIABLE = "ROLLMILL_FEEDBACK_TOKEN"
 PORT, HOST = 8760, "127.0.0.1"
@@ -94,10 +98,7 @@ def _serve(run: Path, host: str, port: int, author: str | None, browser: bool, k
         import webbrowser
 
         webbrowser.open(address)
-    try:
-        server.run(sockets=[listener])
-    except KeyboardInterrupt:
-        print("ended", file=sys.stderr)
+    run_until_signal(server, listener)
 
 
 def _export(run: Path, file: Path, steps: list[int], pairs: bool) -> None:
@@ -114,6 +115,16 @@ def _import(run: Path, file: Path) -> None:
 
     found = import_annotations(open_feedback(run), file)
     print(f"{found.new} new, {found.known} known before, {found.skipped} annotations that say nothing")
+
+
+def run_until_signal(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until Ctrl-C, SIGTERM or SIGHUP; the caller removes its temporary files then."""
+    from rollmill.trackers.console import print_or_drop
+
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        print_or_drop("ended", sys.stderr)  # SIGHUP comes because the terminal is gone
 
 
 def user_name() -> str:

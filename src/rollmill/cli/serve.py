@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from rollmill.errors import ConfigError
-from rollmill.startup import quick_imports
+from rollmill.startup import interrupted_by_signals, quick_imports
 
 if TYPE_CHECKING:
     from rollmill.serving import ServerAddress
@@ -132,10 +132,12 @@ def command(
         return
     with quick_imports():
         from rollmill.serving import serve_checkpoint, set_threads
+        from rollmill.trackers.console import print_or_drop
 
     set_threads(threads or 1)
-    serve_checkpoint(model, place(), step=step, record=record, device=device or "auto")
-    print("ended", file=sys.stderr)
+    with interrupted_by_signals():
+        serve_checkpoint(model, place(), step=step, record=record, device=device or "auto")
+    print_or_drop("ended", sys.stderr)  # SIGHUP comes because the terminal is gone
 
 
 def _train(source: Path, place: Callable[[], ServerAddress], overrides: list[str], out: Path | None) -> None:

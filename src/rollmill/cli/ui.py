@@ -22,7 +22,7 @@ def command(
     browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show the runs in a folder in a browser: curves, completions token by token, timelines, comparisons."""
-    from rollmill.cli.feedback import user_name
+    from rollmill.cli.feedback import run_until_signal, user_name
     from rollmill.ui.server import open_server
     from rollmill.web import is_loopback, open_listener, server_url
     from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
@@ -44,7 +44,4 @@ def command(
             import webbrowser
 
             webbrowser.open(address)
-        try:
-            server.run(sockets=[listener])
-        except KeyboardInterrupt:
-            print("ended", file=sys.stderr)
+        run_until_signal(server, listener)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from rollmill.errors import ModelError
+from rollmill.errors import ModelError, describe_read_error
+from rollmill.files import share_files
 from rollmill.models.from_scratch import silence_transformers
 from rollmill.models.load import read_tokenizer
 from rollmill.models.storage import ensure_own_memory
@@ -62,6 +63,7 @@ def save_classifier(
     with silence_transformers():
         classifier.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+    share_files(directory)
 
 
 def load_classifier(folder: Path, device: torch.device) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -89,7 +91,7 @@ def load_classifier(folder: Path, device: torch.device) -> tuple[Any, PreTrained
     except ModelError:
         raise
     except Exception as error:  # transformers, tokenizers and safetensors each raise errors of their own
-        raise ModelError(f"{where} cannot be read: {error}") from error
+        raise ModelError(f"{where} cannot be read: {describe_read_error(error)}") from error
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise ModelError(f"{where} lacks weights of {type(model).__name__} ({some}); the folder is incomplete")

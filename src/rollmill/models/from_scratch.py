@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from rollmill.config.model import NewModelConfig, TokenizerConfig
+from rollmill.files import share_files
 from rollmill.models.lora import ADAPTER_FOLDER, has_lora, save_adapter
 from rollmill.models.merged_checkpoint import save_merged
 from rollmill.models.vision import picture_processor
@@ -88,6 +89,7 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dire
         processor = picture_processor(model)
         if processor is not None:
             processor.save(directory)
+    share_files(directory)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from transformers import (
 from rollmill.config.checks.pictures import BOTH_WAYS, VISION_MODELS
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.data.renderer import renderer_of
-from rollmill.errors import ChatTemplateError, ModelError
+from rollmill.errors import ChatTemplateError, ModelError, describe_read_error
 from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
 from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, pretrained_source
 from rollmill.models.hf_forward import picture_prompts
@@ -453,4 +453,6 @@ def _read_or_model_error(read: Callable[[], Any], folder: Path, what: str) -> An
         return read()
     except Exception as error:  # transformers, tokenizers and safetensors each raise errors of their own
         advice = " (model.trust_remote_code: true runs code of the folder)" if "trust_remote_code" in str(error) else ""
-        raise ModelError(f"model.path: {folder}: {what} cannot be read: {error}{advice}") from error
+        raise ModelError(
+            f"model.path: {folder}: {what} cannot be read: {describe_read_error(error)}{advice}"
+        ) from error

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rollmill.errors import CheckpointError, DamagedCheckpointError
+from rollmill.errors import CheckpointError, DamagedCheckpointError, describe_read_error
 from rollmill.files import make_durable_folder, sync
 from rollmill.orchestrator.manifest import FORMAT, STATE, TRAINER, read_manifest, write_manifest
 from rollmill.orchestrator.state import RunState
@@ -173,7 +173,8 @@ class Checkpoints:
 def unreadable(path: Path, error: Exception) -> CheckpointError:
     """Build the CheckpointError for missing or damaged files."""
     return CheckpointError(
-        f"cannot read the checkpoint {path}: {error}. Remove that folder to resume from the one before it."
+        f"cannot read the checkpoint {path}: {describe_read_error(error)}. "
+        "Remove that folder to resume from the one before it."
     )
 
 

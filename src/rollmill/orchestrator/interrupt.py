@@ -12,15 +12,11 @@ from types import FrameType
 from typing import TypeVar
 
 from rollmill.progress import count_signals, ends_for_restart
+from rollmill.startup import ending_signals
 
 T = TypeVar("T")
 
 _ENDING = b"\nending after this step, with a checkpoint; press Ctrl-C again to end at once\n"
-
-
-def _signals() -> list[signal.Signals]:
-    hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
-    return [signal.SIGINT, signal.SIGTERM, *hang_up]
 
 
 class Interrupted(Exception):  # noqa: N818  not an error
@@ -45,7 +41,7 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {number: signal.signal(number, self._handle) for number in _signals()}
+        previous = {number: signal.signal(number, self._handle) for number in ending_signals()}
         try:
             yield
         finally:

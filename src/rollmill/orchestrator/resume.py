@@ -15,6 +15,7 @@ from rollmill.orchestrator.manifest import Manifest, find_damage, read_manifest,
 from rollmill.orchestrator.model_fingerprints import check_models
 from rollmill.orchestrator.setup import MACHINE, RunSetup, read_run_id, set_up_run
 from rollmill.orchestrator.state import RunState
+from rollmill.trackers.metrics_log import METRICS_FILE, read_metrics
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def load_start_point(loaded: LoadedRun, run_dir: Path, *, resumed: bool) -> Star
             messages.append(f"the run goes on from the checkpoint of step {step}, the newest one that is whole")
         if read_manifest(checkpoints.path(step)) is None:
             messages.append(f"the checkpoint of step {step} has format 0, without hashes; it could not be verified")
+        messages += _lost_metrics(run_dir, step)
         return StartPoint(setup, step, start, [*messages, *check_models(loaded, run_dir)])
     if unreadable:
         raise next(iter(unreadable.values()))
@@ -77,6 +79,22 @@ def load_start_point(loaded: LoadedRun, run_dir: Path, *, resumed: bool) -> Star
         )
     setup = set_up_run(loaded, run_dir, None)
     return StartPoint(setup, messages=check_models(loaded, run_dir))
+
+
+def _lost_metrics(run_dir: Path, step: int) -> list[str]:
+    """A message if metrics.jsonl lacks steps up to `step`, such as after it was edited or put back from a copy."""
+    written = {row.get("step") for row in read_metrics(run_dir)}
+    lost = {each for each in range(1, step + 1) if each not in written}
+    if not lost:
+        return []
+    starts = sorted(each for each in lost if each - 1 not in lost)
+    ends = sorted(each for each in lost if each + 1 not in lost)
+    spans = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    shown = ", ".join(spans[:5]) + (", ..." if len(spans) > 5 else "")
+    return [
+        f"{METRICS_FILE} lacks {len(lost)} steps ({shown}); training goes on, but curves and reports have gaps. "
+        "Put the file back to have them"
+    ]
 
 
 def _require_own(checkpoints: Checkpoints, run_dir: Path) -> None:

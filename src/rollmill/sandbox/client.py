@@ -30,7 +30,7 @@ class ForkServer:
 
     def __init__(self, backend: BackendName, view: FilesystemView) -> None:
         self.backend = backend
-        self.cgroups = ""
+        self.cgroups = self._folders = ""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = [str(theirs.fileno()), json.dumps({"backend": backend, "binds": view.binds, "hidden": view.hidden})]
         with theirs:
@@ -48,6 +48,7 @@ class ForkServer:
         self.landlock = int(status["landlock"])
         self.cgroups, self.no_cgroups = str(status["cgroups"]), str(status["no_cgroups"])
         """The folder of its control groups, and the reason if there are none."""
+        self._folders = str(status["folders"])
 
     @property
     def safe(self) -> bool:
@@ -87,12 +88,28 @@ class ForkServer:
             self._popen.send_signal(signal.SIGCONT)
             with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(_END_LIMIT_S)
+            if self._popen.poll() and self._folders:
+                self._remove_folders()
         self._popen.kill()
         self._popen.wait()
         assert self._popen.stderr is not None
         self._popen.stderr.close()
         if self.cgroups:
             remove_groups(self.cgroups)
+
+    def _remove_folders(self) -> None:
+        """Remove the folders of a server that was killed, in a process that goes on if that takes long."""
+        statements = "import sys; from rollmill.sandbox.job_folders import remove_finally; remove_finally(sys.argv[1])"
+        nothing = subprocess.DEVNULL
+        remover = subprocess.Popen(
+            [*interpreter_command(statements), self._folders],
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+            start_new_session=True,
+        )
+        with suppress(subprocess.TimeoutExpired):
+            remover.wait(_END_LIMIT_S)
 
     def _read_status(self) -> dict[str, Any]:
         poll = select.poll()

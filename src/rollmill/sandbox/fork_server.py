@@ -55,7 +55,13 @@ def serve(descriptor: int, backend: IsolationBackend) -> NoReturn:
     except OSError as error:
         control.sendall(json.dumps({"error": str(error)}).encode())
         sys.exit(1)
-    status = {"landlock": backend.landlock, "cgroups": groups.path if groups else "", "no_cgroups": why_none}
+    folders = "" if backend.folders is None else backend.folders.base
+    status = {
+        "landlock": backend.landlock,
+        "cgroups": groups.path if groups else "",
+        "no_cgroups": why_none,
+        "folders": folders,
+    }
     control.sendall(json.dumps(status).encode())
     _JobStarter(control, backend, groups).serve()
 

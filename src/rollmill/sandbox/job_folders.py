@@ -7,6 +7,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import time
 from contextlib import suppress
 
 from rollmill.sandbox.limits import INODES, SandboxLimits
@@ -16,6 +17,8 @@ _AT_ONCE = 200
 """Entries of a job's folder that are removed before the job ends; larger folders are moved away."""
 _BACKLOG = 16
 """Folders that may wait for their removal. Beyond, jobs remove their own, and so wait for it."""
+_TRIES, _BETWEEN_TRIES_S = 40, 0.05
+"""Attempts to remove everything."""
 _PF_EXITING = 0x4
 """Flag of a thread that runs no code of its program any more, in the ninth field of its `stat` (Linux, sched.h)."""
 
@@ -29,6 +32,7 @@ class JobFolders:
         self._trash = os.path.join(self.base, "trash")
         os.mkdir(self.packages)
         os.mkdir(self._trash, 0o700)
+        self._waiting, self._lifeline = os.pipe()
         for inside, path in view.binds.items():
             if inside.startswith(PACKAGES + "/"):
                 os.symlink(path, self.packages + inside.removeprefix(PACKAGES))
@@ -59,14 +63,28 @@ class JobFolders:
                 remove_tree(os.path.join(self._trash, name))
 
     def close(self) -> None:
-        """Remove all of them, in a process that outlives this one if that is killed."""
+        """Remove all of them once every fork of this process has ended, in one that outlives this process."""
         pid = os.fork()
         if pid == 0:
             try:
-                remove_tree(self.base)
+                os.close(self._lifeline)
+                while os.read(self._waiting, 1):  # until no fork holds the other end
+                    pass
+                remove_finally(self.base)
             finally:
                 os._exit(0)
+        os.close(self._waiting)
+        os.close(self._lifeline)
         os.waitpid(pid, 0)
+
+
+def remove_finally(folder: str) -> None:
+    """Remove a folder whose processes have been killed; one that is just ending may still write there."""
+    for _ in range(_TRIES):
+        with suppress(OSError):
+            remove_tree(folder)
+            return
+        time.sleep(_BETWEEN_TRIES_S)
 
 
 def remove_tree(folder: str, most: int = sys.maxsize) -> bool:

@@ -105,12 +105,6 @@ class LandlockBackend(IsolationBackend):
         before, self._suspected = self._suspected, found
         return found and before  # a state that lasts for a moment ends no program
 
-    def close(self) -> None:
-        with suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
-        super().close()
-
 
 def _allow(rules: LandlockRuleset, path: str, hidden: list[str]) -> None:
     """Allow to read everything below a path, except hidden folders: of those only the names."""

@@ -30,6 +30,7 @@ from rollmill.progress import (
     signals_passed_on,
     step_reached,
 )
+from rollmill.startup import ending_signals
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.supervision.budget import RestartBudget, RunFailedError
 from rollmill.supervision.memory import MemoryReduction
@@ -98,8 +99,7 @@ class RunSupervisor:
         self._signals, self._worked, self._begun = 0, False, False
         self._stall, self._kill_at = "", float("inf")
         self._lock = ExitStack()
-        hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []  # nohup
-        self._waited = [signal.SIGINT, signal.SIGTERM, *hang_up, signal.SIGCHLD]
+        self._waited = [*ending_signals(), signal.SIGCHLD]
         self._mask: set[int] = set()
         self._holds_lock = False
 
