@@ -151,20 +151,32 @@ def _any_equal(gold: list[Any], answer: list[Any], payload: dict[str, Any]) -> b
 
 
 def _parsed(text: str) -> list[Any]:
+    """Parse LaTeX. Letters behind a number are variables, because units were taken off before."""
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
+    from sympy import Basic, Symbol  # type: ignore[import-untyped]
 
-    whole = [LatexExtractionConfig(boxed_match_priority=0)]  # plain expressions would match a part of the text
+    rules = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+    whole = [  # plain expressions would match a part of the text
+        LatexExtractionConfig(boxed_match_priority=0, normalization_config=rules)
+    ]
     found = parse(f"$\\boxed{{{text}}}$", whole, fallback_mode="no_fallback", parsing_timeout=None)
-    return list(found)
+    # The parser assumes that all names of a text with a lone `i` are complex, so that equal names of two texts differ.
+    names = {part for each in found if isinstance(each, Basic) for part in each.atoms(Symbol)}
+    alike = {name: Symbol(name.name, real=True) for name in names if name.is_real is not True}
+    return [each.xreplace(alike) if alike and isinstance(each, Basic) else each for each in found]
 
 
 def _equal(gold: Any, answer: Any, tolerance: float) -> bool:
     from math_verify import verify
 
     try:
+        gold, answer = _with_imaginary_unit(gold, answer)
         if _is_undefined(gold) or _is_undefined(answer):
             return False
         same = _same_value(gold, answer, tolerance)
+        if same is None:
+            same = _same_equation(gold, answer)
         if same is not None:
             return same
         return bool(
@@ -178,9 +190,38 @@ def _equal(gold: Any, answer: Any, tolerance: float) -> bool:
         return False
 
 
+def _with_imaginary_unit(gold: Any, answer: Any) -> tuple[Any, Any]:
+    """Read `i` as the imaginary unit if no other name occurs; beside others it may be an index or a current."""
+    from sympy import Expr, I, Symbol
+
+    if not isinstance(gold, Expr) or not isinstance(answer, Expr):
+        return gold, answer
+    letter = Symbol("i", real=True)
+    if gold.free_symbols | answer.free_symbols != {letter}:
+        return gold, answer
+    return gold.xreplace({letter: I}), answer.xreplace({letter: I})
+
+
+def _same_equation(gold: Any, answer: Any) -> bool | None:
+    """True if two equations are multiples of each other, False if one has no solution; None for anything else."""
+    from sympy import Eq, cancel, fraction, solve, together
+
+    if not isinstance(gold, Eq) or not isinstance(answer, Eq):
+        return None
+    names = gold.free_symbols
+    if names != answer.free_symbols:
+        return False
+    one, other = (fraction(together(each.lhs - each.rhs))[0] for each in (gold, answer))
+    if not one.is_zero and not other.is_zero:
+        ratio = cancel(one / other)
+        if not ratio.free_symbols and not ratio.is_zero:
+            return True
+    return None if solve(gold, names) and solve(answer, names) else False
+
+
 def _is_undefined(expression: Any) -> bool:
     r"""True if a formula has no value, such as `\log_1 1` or `1/0`; sympy finds it equal to anything."""
-    from sympy import Basic, Expr, nan, zoo  # type: ignore[import-untyped]
+    from sympy import Basic, Expr, nan, zoo
 
     if not isinstance(expression, Basic):
         return False

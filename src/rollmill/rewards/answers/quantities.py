@@ -182,7 +182,7 @@ _SPECIAL = re.compile(r"[\\*{~$]|[^\x00-\x7f]")
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CURRENCY = re.compile(r"([+-]?) ?([$€£¥]) ?(?=[+-]?[\d.])")
 _BEFORE_UNIT = re.compile(r"[\d.}](\s*)(?=[^\W\d_]|[%°¢€£¥$]|\\mu)")
-_COUNTED = re.compile(r"[^\W\d_][^\d=<>+*^{}\[\]()\\,;]{0,60}|°[CF]?")
+_COUNTED = re.compile(r"[^\W\d_][^\d=<>+*^{}\[\]()\\,;!|]{0,60}|°[CF]?")
 _LONE_LETTER_UNITS = frozenset("mgsLlhNJWKVACF")
 _SHORT_UNITS = frozenset(
     [
@@ -208,12 +208,20 @@ _SHORT_UNITS = frozenset(
         "mi",
         "mph",
         "kmh",
+        "pcs",
+        "yrs",
+        "tv",
+        "pts",
         "usd",
         "eur",
     ]
 )
 _NO_UNITS = frozenset(["or", "and", "to", "not", "pi", "sqrt", "log", "ln", "sin", "cos", "tan", "exp"])
 _VARIABLES = frozenset("abcnxyz")
+_PRODUCT = re.compile(
+    r"(?:[a-z]|[b-df-hj-np-tv-xz]{2,3}|[aeiou][b-df-hj-np-tv-xz]|[b-df-hj-np-tv-xz][aeiou]|[A-Z]{2})(?:['_ /]|$)"
+)
+"""Letters that are a product of variables rather than a word."""
 _PERCENT = re.compile(r"%|per ?cent|pct", re.IGNORECASE)
 _PART = re.compile(r"(\d[\d,]*(?:\.\d+)?(?: \d+/\d+)?) ?([A-Za-z]+)\.?(?:,? and |, | |$)")
 
@@ -350,6 +358,8 @@ def _unit(text: str, *, spaced: bool) -> Unit | None:
 def _counted(text: str, *, spaced: bool) -> Unit | None:
     words = text.lower().split()
     if _COUNTED.fullmatch(text) is None or not _NO_UNITS.isdisjoint(words) or set(words[0]) <= _VARIABLES:
+        return None
+    if _PRODUCT.match(text) and words[0] not in _SHORT_UNITS:
         return None
     if not spaced and not has_cjk(words[0]) and len(words[0]) <= 3 and words[0] not in _SHORT_UNITS:
         return None
