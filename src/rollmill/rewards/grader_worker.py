@@ -152,7 +152,7 @@ def _any_equal(gold: list[Any], answer: list[Any], payload: dict[str, Any]) -> b
 
 def _parsed(text: str) -> list[Any]:
     """Parse LaTeX. Letters behind a number are variables, because units were taken off before."""
-    from latex2sympy2_extended import NormalizationConfig
+    from latex2sympy2_extended import NormalizationConfig  # type: ignore[import-untyped]
     from math_verify import LatexExtractionConfig, parse
     from sympy import Basic, Symbol  # type: ignore[import-untyped]
 

@@ -34,7 +34,8 @@ _TARGET = re.compile(
 )
 _NAMED = re.compile(rf"({VARIABLE}(?:\(\w\))?) ?= ?([^=]+)")
 _REALS = re.compile(
-    r"(?:[A-Za-z] ?\\in ?)?\\(?:mathbb|mathbf|mathrm|Bbb) ?\{? ?R ?\}?(?: ?(?:\\(?:setminus|backslash|smallsetminus)(?![A-Za-z])|[-\\]) ?\\\{([^{}]*)\\\})?"
+    r"(?:[A-Za-z] ?\\in ?)?\\(?:mathbb|mathbf|mathrm|Bbb) ?\{? ?R ?\}?"
+    r"(?: ?(?:\\(?:setminus|backslash|smallsetminus)(?![A-Za-z])|[-\\]) ?\\\{([^{}]*)\\\})?"
 )
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 

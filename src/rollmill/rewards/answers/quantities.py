@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -223,6 +223,8 @@ _PRODUCT = re.compile(
 )
 """Letters that are a product of variables rather than a word."""
 _PERCENT = re.compile(r"%|per ?cent|pct", re.IGNORECASE)
+_CHANGE = re.compile(r"(.*(?:%|per ?cent)) ([a-z]{3,}(?: [a-z]+){0,3})", re.IGNORECASE)
+"""A percentage with words behind it: `25% increase`, which is not a `25% decrease`."""
 _PART = re.compile(r"(\d[\d,]*(?:\.\d+)?(?: \d+/\d+)?) ?([A-Za-z]+)\.?(?:,? and |, | |$)")
 
 
@@ -284,6 +286,9 @@ def strip_spaces(text: str) -> str:
 def parse_quantity(text: str) -> Quantity | None:
     """Parse a normalised text as a plain number: thousands separators, fractions, exponents, percent, a unit."""
     text = to_digits(text)
+    change = _CHANGE.fullmatch(text)
+    if change is not None and (found := parse_quantity(change[1])) is not None and found.percent:
+        return replace(found, unit=counted_unit(_singular(change[2])))
     number, unit = split_unit(text)
     value = _fraction(number)
     if value is not None:
