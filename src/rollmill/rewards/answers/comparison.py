@@ -21,7 +21,7 @@ from rollmill.rewards.answers.collection import (
     set_condition,
     split_assignment,
 )
-from rollmill.rewards.answers.equations import EQUALITY, join_statements, pair_sides, split_sides
+from rollmill.rewards.answers.equations import EQUALITY, join_statements, pair_sides, rising, split_sides
 from rollmill.rewards.answers.quantities import (
     Quantity,
     Unit,
@@ -148,8 +148,10 @@ def _settle(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | list[Sy
     is_named = split_assignment(gold)
     if is_named is not None and not _VARIABLE.search(is_named[1]):
         also = split_assignment(answer)
+        if also is None and EQUALITY.search(answer) and _VARIABLE.search(answer):
+            return _settle_equations(gold, answer, rules)  # `x + 1 = 5` is not `x = 5`
         return (also is None or also[0] == is_named[0]) and compare_texts(is_named[1], answer, rules)
-    gold, answer = (intervals_of_reals(set_condition(text)) for text in (gold, answer))
+    gold, answer = (rising(intervals_of_reals(set_condition(text))) for text in (gold, answer))
     golds, answers = parse_collection(gold), parse_collection(answer)
     if golds is not None and answers is None:
         answers = parse_as_list(answer)

@@ -15,7 +15,9 @@ from rollmill.rewards.answers.quantities import strip_spaces
 EQUALITY = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
 """A sign between two sides of an equation."""
 
-_SEPARATOR = re.compile(r"\\\\(?:\[[^\[\]]*\])?|\\q?quad(?![A-Za-z])|\\[;,: ]|[\n;,]|(?<![A-Za-z\\])and(?![A-Za-z])")
+_SEPARATOR = re.compile(
+    r"\\\\(?:\[[^\[\]]*\])?|\\q?quad(?![A-Za-z])|\\[;,: ]|[\n;]|,(?!\d{3}(?!\d))|(?<![A-Za-z\\])and(?![A-Za-z])"
+)
 _STATEMENT = re.compile(
     rf"(?P<left>.*?\S.*?)(?:(?<![<>])=|{EQUALITY.pattern}|{RELATION.pattern})(?P<right>.*\S.*)", re.DOTALL
 )
@@ -23,6 +25,9 @@ _NAME = re.compile(rf"{VARIABLE}(?:'+|\(\w\))?")
 _OPEN = re.compile(
     r"(?<![\\A-Za-z])(?!(?:sqrt|pi|sin|cos|tan|cot|log|ln|exp)(?![A-Za-z])|e(?![A-Za-z])|i(?![A-Za-z]))[A-Za-z]"
 )
+
+
+_FALLING = {">": "<", "≥": "≤", r"\g": r"\l ", r"\ge": r"\le ", r"\geq": r"\le ", r"\gt": "<", r"\geqslant": r"\le "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,20 @@ def split_sides(equation: str) -> list[tuple[str, str]]:
     """Return the sides of an equation or a chain, each with the sign before it; the first has `=`."""
     pieces = [piece.strip() for piece in EQUALITY.split(equation)]
     return list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
+
+
+def rising(inequality: str) -> str:
+    """Write `4 > x > 3` as `3 < x < 4`; other texts unchanged."""
+    parts = RELATION.split(inequality)
+    signs = RELATION.findall(inequality)
+    if len(signs) < 2 or not all(sign in _FALLING for sign in signs):
+        return inequality
+    turned = [
+        part
+        for pair in zip(parts[:0:-1], reversed(signs), strict=True)
+        for part in (pair[0].strip(), _FALLING[pair[1]])
+    ]
+    return "".join([*turned, parts[0].strip()])
 
 
 def pair_sides(gold: str, answer: str) -> list[SidePair] | None:

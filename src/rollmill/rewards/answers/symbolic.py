@@ -113,6 +113,9 @@ def _latex(text: str) -> str:
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
     if not _BRACKETED_COMMA.search(text):
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(
+        r"(?<![_\d.])(\d[\d.]*) ?(\\left ?)?\((?!\))", r"\1 \\cdot \2(", text
+    )  # a mixed number to math-verify
     text = re.sub(r"(\d)[eE]([+-]?\d+)", r"\1 \\times 10^{\2}", text)
     if TRIGONOMETRY.search(text):
         text = re.sub(r"(\d+(?:\.\d+)?) ?°", r"{\\frac{\1 \\pi}{180}}", text)
