@@ -47,6 +47,8 @@ def form_of(text: str) -> Form | None:
 
 
 def _form(text: str) -> Form | None:
+    if re.search(r"(?<![\\A-Za-z{])[A-Za-z]{4,}|\\mathrm \{ ", text):
+        return None  # words
     union = [piece.strip() for piece in text.split("\\cup")]
     if len(union) > 1:
         pieces = [_interval(piece) for piece in union]

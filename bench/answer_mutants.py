@@ -23,6 +23,7 @@ MOST = 220
 _NAME = re.compile(r"(?<![\\A-Za-z{])(?!e(?![A-Za-z])|i(?![A-Za-z])|sqrt|pi|sin|cos|tan|log|ln)[A-Za-z](?![A-Za-z({])")
 _DIGITS = re.compile(r"\d+")
 _FRACTION = re.compile(r"\\frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
+_DERIVATIVE = re.compile(r"\\frac\s*\{\s*d ?\\?[A-Za-z]")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -276,7 +277,7 @@ def _of_reference(gold: str, mutate: Mutation, rng: random.Random) -> Iterator[t
     if form is None:
         return
     for text in mutate(gold, form, rng):
-        if text != gold and _differs(gold, text):
+        if re.sub(r"\s", "", text) != re.sub(r"\s", "", gold) and _differs(gold, text):
             yield gold, box(text)
 
 
@@ -379,7 +380,7 @@ def _decimal(gold: str, form: Form, rng: random.Random) -> Iterator[str]:
 
 
 def _slashed(gold: str, form: Form, rng: random.Random) -> Iterator[str]:
-    if (found := _one(_FRACTION, gold, rng)) and "{dx}" not in gold:
+    if (found := _one(_FRACTION, gold, rng)) and not _DERIVATIVE.search(gold):
         ends = found.end() == len(gold) or gold[found.end() :].lstrip()[0] in "+-=<>,)]"
         yield _replaced(gold, found, f"({found[1]})/({found[2]})" if ends else f"(({found[1]})/({found[2]}))")
 
@@ -390,14 +391,14 @@ def _commuted(gold: str, form: Form, rng: random.Random) -> Iterator[str]:
 
 
 def _expanded(gold: str, form: Form, rng: random.Random) -> Iterator[str]:
-    if found := _one(_FRACTION, gold, rng):
+    if (found := _one(_FRACTION, gold, rng)) and not _DERIVATIVE.search(gold):
         yield _replaced(gold, found, rf"\frac{{2({found[1]})}}{{2({found[2]})}}")
     elif form.kind == "value":
         yield rf"\frac{{3({gold})}}{{3}}"
 
 
 def _moved(gold: str, form: Form, rng: random.Random) -> Iterator[str]:
-    if form.kind == "equation" and "'" not in gold and "{dx}" not in gold:
+    if form.kind == "equation" and "'" not in gold and not _DERIVATIVE.search(gold):
         yield f"{form.parts[1]}={form.parts[0]}"
         yield f"{form.parts[0]}-({form.parts[1]})=0"
 

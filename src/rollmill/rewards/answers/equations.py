@@ -24,7 +24,9 @@ _STATEMENT = re.compile(
 _NAME = re.compile(rf"{VARIABLE}(?:'+|\(\w\))?")
 _OPEN = re.compile(
     r"(?<![\\A-Za-z])(?!(?:sqrt|pi|sin|cos|tan|cot|log|ln|exp)(?![A-Za-z])|e(?![A-Za-z])|i(?![A-Za-z]))[A-Za-z]"
+    r"|\\(?:alpha|beta|gamma|delta|epsilon|eta|theta|kappa|lambda|mu|nu|rho|sigma|tau|varphi|phi|psi|omega)(?![A-Za-z])"
 )
+"""A name in a formula."""
 
 
 _FALLING = {">": "<", "≥": "≤", r"\g": r"\l ", r"\ge": r"\le ", r"\geq": r"\le ", r"\gt": "<", r"\geqslant": r"\le "}
