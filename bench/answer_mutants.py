@@ -373,7 +373,7 @@ def _layout(gold: str, form: Form, rng: random.Random) -> Iterator[str]:
 def _decimal(gold: str, form: Form, rng: random.Random) -> Iterator[str]:
     if form.kind == "value" and not names_in(gold):
         value = value_at(gold, {})
-        if abs(value.imag) < 1e-12 and abs(value.real) > 1e-4:
+        if abs(value.imag) < 1e-12 and abs(value.real * 1e4 - round(value.real * 1e4)) < 1e-9:
             yield f"{value.real:.6f}".rstrip("0").rstrip(".")
     if re.fullmatch(r"-?\d+", gold):
         yield f"{gold}.0"

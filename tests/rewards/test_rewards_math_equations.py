@@ -17,6 +17,7 @@ from bench.corpus import accepted_by_rollmill, counts
 from rollmill.config.rewards.math import MathReward
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.answers.algebra import compare_formulas
+from rollmill.rewards.answers.pristine import PristineProcess
 
 
 @pytest.fixture(scope="module")
@@ -128,22 +129,38 @@ def test_no_variable_is_a_unit_where_units_are_required(gold: str, answer: str) 
 HEAVY = (r"\tan(\alpha+\beta)+1=0", r"\tan(\alpha-\beta)+1=0")
 
 
-def test_a_comparison_is_limited_by_its_steps_whatever_came_before() -> None:
-    golds, answers = [HEAVY[0]], [HEAVY[1]]
-    least = next(most for most in range(0, 10**7, 20_000) if compare_formulas(golds, answers, max_steps=most) == 0.0)
-    assert least > 20_000
-    assert compare_formulas(golds, answers, max_steps=least - 20_000) == "too_costly"
-    assert compare_formulas(golds, answers, max_steps=least) == 0.0
-    compare_formulas(["x^2+y^2=4"], ["x^2-y^2=4"])
-    assert compare_formulas(golds, answers, max_steps=least - 20_000) == "too_costly"
+def test_a_comparison_is_limited_by_its_steps() -> None:
+    golds, answers = [r"\sqrt{x}=2"], [r"\sqrt{x}=3"]
     assert compare_formulas(golds, answers) == 0.0
+    assert compare_formulas(golds, answers, max_steps=1000) == "too_costly"
+    assert compare_formulas([r"\sqrt{x}=2"], ["x=4"], max_steps=1000) == "too_costly"
+    assert compare_formulas([r"\sqrt{x}=2"], ["x=4"]) == 1.0
+    assert compare_formulas(["2x+2"], ["2(x+1)"], max_steps=0) == 1.0  # values decide, without any algebra
 
 
-def test_an_answer_beyond_the_limit_earns_nothing(judge: RewardManager, tmp_path: Path) -> None:
+def test_an_answer_beyond_the_limit_earns_nothing(judge: RewardManager) -> None:
     gold, answer = r"\sin x+\sin y=\sqrt{3}", r"\cos(xy)+\tan(x-y)+\ln(x+y)=\sqrt{2}"
     found = judged(judge, gold, f"\\boxed{{{answer}}}")
-    assert found.reward == 0.0
-    assert found.outcomes["math"] in ("ok", "too_costly")
+    assert (found.reward, found.outcomes["math"]) == (0.0, "too_costly")
+
+
+def test_a_pristine_process_remembers_no_call() -> None:
+    seen: list[int] = []
+
+    def count(number: int) -> int:
+        if number < 0:
+            raise (MemoryError if number == -1 else ValueError("negative"))
+        seen.append(number)
+        return len(seen)
+
+    process = PristineProcess(count, lambda: seen.append(0))
+    assert [process.call(1), process.call(2)] == [2, 2]
+    assert seen == []
+    with pytest.raises(MemoryError):
+        process.call(-1)
+    with pytest.raises(RuntimeError, match="negative"):
+        process.call(-2)
+    assert process.call(3) == 2
 
 
 @pytest.mark.slow

@@ -135,7 +135,8 @@ def _math(payload: dict[str, Any]) -> float | str:
     """Return 1 if each reference equals another answer, else 0; "too_costly" if that takes too many steps."""
     from rollmill.rewards.answers.algebra import compare_quickly
 
-    arguments = payload["gold"], payload["answer"], payload["tolerance"]
+    texts = ([text] if isinstance(text := payload[key], str) else text for key in ("gold", "answer"))
+    arguments = (*texts, payload.get("tolerance", 0.0))
     found = compare_quickly(*arguments)
     if found is not None:
         return found

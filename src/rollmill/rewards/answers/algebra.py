@@ -258,4 +258,14 @@ def _same_equation(gold: Any, answer: Any) -> bool | None:
         if all(each.domain.is_QQ or each.domain.is_ZZ for each in polynomials):
             parts = [each.sqf_part().set_domain("QQ").monic() for each in polynomials]
             return bool(parts[0] == parts[1])
-    return None if solve(gold, names) and solve(answer, names) else False
+    solved = [solve(each, names) for each in (gold, answer)]
+    if not all(solved):
+        return False
+    if len(names) > 1:
+        return None
+    left, right = ([_value(solution, {}) for solution in solutions] for solutions in solved)
+    if None in (*left, *right):
+        return None
+    return all(any(_close(a, b, _CLOSE) for b in right) for a in left) and all(
+        any(_close(a, b, _CLOSE) for a in left) for b in right
+    )

@@ -113,7 +113,7 @@ def _latex(text: str) -> str:
     text = re.sub(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"√ ?(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
-    text = re.sub(r"(?<=\d)\((\d{1,3}(?:,\d{3})+)\)", lambda found: f"({found[1].replace(',', '')})", text)
+    text = re.sub(r"(?<=[\d+\-*/])\((\d{1,3}(?:,\d{3})+)\)", lambda found: f"({found[1].replace(',', '')})", text)
     if not _BRACKETED_COMMA.search(text):
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(
