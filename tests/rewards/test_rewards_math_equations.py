@@ -53,6 +53,10 @@ EQUATIONS = [
     ("x=194", "194=x", True),
     ("x=194", "x-(194)=0", True),
     ("x=194", "2x=388", True),
+    (r"\sqrt{x}=2", "x=4", True),
+    (r"\sqrt{x}=2", "x=-4", False),
+    (r"x=\pm 2", "x=2 or x=-2", True),
+    (r"x=\pm 2", "x=2 or x=-3", False),
     (r"\tan(\alpha+\beta)=1", r"1=\tan(\alpha+\beta)", True),
     (r"\tan(\alpha+\beta)=1", r"1=\tan(\alpha-\beta)", False),
     (r"\frac{dy}{dx}=3x", r"\frac{dy}{dx}=2x", False),
@@ -90,6 +94,12 @@ VARIABLES = [
     ("105000", "3(35,000)", True),
     ("5 m", "5", True),
     ("20 pcs", "20", True),
+    ("15 cc", "15", True),
+    ("8 GB", "8", True),
+    ("3x+2", r"3x + 2 \text{ square units}", True),
+    ("3x+2", "(3x + 2) cm", True),
+    ("(3x+2) cm", "(3x + 2) m", False),
+    (r"t^2 \text{ seconds}", "t^2", True),
 ]
 SETS = [
     (r"(-\infty,\infty)", r"\mathbb{R}", True),

@@ -84,6 +84,8 @@ _VARIABLE = re.compile(r"(?<![\\A-Za-z])(?!e\^|i(?![A-Za-z])|sqrt|pi)[A-Za-z]")
 _SEVERAL = re.compile(
     r"\\(?:cup|cap|to|pm|mp|setminus)(?![A-Za-z])|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE
 )
+_UNIT_IN_WORDS = re.compile(r" (?:[cdkm]m|[km]g|ft|(?:[A-Za-z]{4,}[ /]?)+)(?: ?\^ ?\{?[23]\}?)?")
+"""A unit that is not a product of variables."""
 _COORDINATE = re.compile(r"(?<![\\A-Za-z_])[xyz](?![A-WYZa-w_(])")
 TRIGONOMETRY = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _RATIO = re.compile(r"(\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)+)(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
@@ -148,7 +150,7 @@ def _settle(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | list[Sy
     is_named = split_assignment(gold)
     if is_named is not None and not _VARIABLE.search(is_named[1]):
         also = split_assignment(answer)
-        if also is None and EQUALITY.search(answer) and _VARIABLE.search(answer):
+        if also is None and EQUALITY.search(answer) and _VARIABLE.search(answer) and parse_collection(answer) is None:
             return _settle_equations(gold, answer, rules)  # `x + 1 = 5` is not `x = 5`
         return (also is None or also[0] == is_named[0]) and compare_texts(is_named[1], answer, rules)
     gold, answer = (rising(intervals_of_reals(set_condition(text))) for text in (gold, answer))
@@ -298,13 +300,14 @@ def _in_one_unit(gold: str, answer: str, rules: AnswerMatchOptions) -> SymbolicE
 
 
 def _measured(text: str) -> tuple[str, Unit | None]:
-    """Split a formula without variables into number and unit; others stay whole, because `m` may be a variable."""
+    """Split a formula into number and unit; one with variables stays whole, unless the unit is more than a letter."""
     if TRIGONOMETRY.search(text):
         return text, None
     number, unit = split_unit(text)
     if unit is None and (words := re.fullmatch(r"(.*(?:\\pi|[)}!])) (\S.*)", text)) is not None:
         number, unit = words[1], split_unit(f"1 {words[2]}")[1]
-    return (number, unit) if isinstance(unit, Unit) and not _VARIABLE.search(number) else (text, None)
+    is_unit = not _VARIABLE.search(number) or _UNIT_IN_WORDS.fullmatch(text[len(number) :]) is not None
+    return (number, unit) if isinstance(unit, Unit) and is_unit else (text, None)
 
 
 def _same_notation(gold: re.Match[str], answer: str, written: re.Pattern[str]) -> bool:

@@ -211,6 +211,7 @@ _SHORT_UNITS = frozenset(
         "pcs",
         "yrs",
         "tv",
+        *("cc", "px", "kb", "mb", "gb", "tb", "ns", "au", "ly", "lt", "pc", "nc"),
         "pts",
         "usd",
         "eur",
@@ -362,9 +363,9 @@ def _unit(text: str, *, spaced: bool) -> Unit | None:
 
 def _counted(text: str, *, spaced: bool) -> Unit | None:
     words = text.lower().split()
-    if _COUNTED.fullmatch(text) is None or not _NO_UNITS.isdisjoint(words) or set(words[0]) <= _VARIABLES:
+    if _COUNTED.fullmatch(text) is None or not _NO_UNITS.isdisjoint(words):
         return None
-    if _PRODUCT.match(text) and words[0] not in _SHORT_UNITS:
+    if words[0] not in _SHORT_UNITS and (set(words[0]) <= _VARIABLES or _PRODUCT.match(text)):
         return None
     if not spaced and not has_cjk(words[0]) and len(words[0]) <= 3 and words[0] not in _SHORT_UNITS:
         return None
