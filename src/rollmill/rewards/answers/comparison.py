@@ -306,7 +306,8 @@ def _measured(text: str) -> tuple[str, Unit | None]:
     number, unit = split_unit(text)
     if unit is None and (words := re.fullmatch(r"(.*(?:\\pi|[)}!])) (\S.*)", text)) is not None:
         number, unit = words[1], split_unit(f"1 {words[2]}")[1]
-    is_unit = not _VARIABLE.search(number) or _UNIT_IN_WORDS.fullmatch(text[len(number) :]) is not None
+    is_unit = not _VARIABLE.search(number) and text[len(number) :].strip() not in ("h", "l")  # as in `2\\pi h`
+    is_unit = is_unit or _UNIT_IN_WORDS.fullmatch(text[len(number) :]) is not None
     return (number, unit) if isinstance(unit, Unit) and is_unit else (text, None)
 
 

@@ -117,7 +117,7 @@ def _latex(text: str) -> str:
     if not _BRACKETED_COMMA.search(text):
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(
-        r"(?<![_\d.])(\d[\d.]*) ?(\\left ?)?\((?!\))", r"\1 \\cdot \2(", text
+        r"(?<![_\d.])(\d[\d.]*) ?(\\left ?)?([(\[])(?![)\]])", r"\1 \\cdot \2\3", text
     )  # a mixed number to math-verify
     text = re.sub(r"(\d)[eE]([+-]?\d+)", r"\1 \\times 10^{\2}", text)
     if TRIGONOMETRY.search(text):
