@@ -3,6 +3,9 @@
 About 13,000 answers to published tasks, in four banks of phrasings in English and Chinese (`answer_phrasings.py`), and
 about 700 completions as chat models write them (`chat_answers.py`), whose groups start with "chat:".
 math-verify extracts formulas, expressions and option letters, as its documentation shows.
+
+With `--mutants`, instead: wrong variants of all published references by kind of mutation, and equal rewritings, each
+labelled by values at random points (`answer_mutants.py`).
 """
 
 from __future__ import annotations
@@ -15,26 +18,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.answer_corpus import Labelled, corpus
+from bench.answer_mutants import mutants, rewritings
 from bench.answers import data_dir
 from bench.chat_answers import PREFIX, chat_answers
 from bench.report import Case, finish
 
+_MOST_EXAMPLES = 5
 BANKS = ("first", "second", "third", "fourth")
 
 
 def main(arguments: list[str], only_json: bool) -> None:
     """Run the benchmark; see the module's docstring."""
-    argparse.ArgumentParser(prog="bench corpus", description=__doc__).parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="bench corpus", description=__doc__)
+    parser.add_argument("--mutants", action="store_true", help="judge mutated and rewritten references")
+    versions = {name: importlib.metadata.version(name) for name in ("math-verify", "sympy")}
+    if parser.parse_args(arguments).mutants:
+        cases = [_by_kind("mutants", mutants(data_dir())), _by_kind("rewritings", rewritings(data_dir()))]
+        finish("corpus_mutants", cases, headline=cases[:1], versions=versions, only_json=only_json)
+        return
     rows = [*(row for bank in BANKS for row in corpus(data_dir(), bank)), *chat_answers()]
     ours, peer = accepted_by_rollmill(rows), accepted_by_math_verify(rows)
     groups = dict.fromkeys(row.group for row in rows)
     cases = [_case(group, *_of(group, rows, ours, peer)) for group in groups]
     whole = _case("all", rows, ours, peer)
-    versions = {name: importlib.metadata.version(name) for name in ("math-verify", "sympy")}
     finish("corpus", [whole, *cases], headline=[whole], versions=versions, only_json=only_json)
 
 
-def accepted_by_rollmill(rows: Sequence[Labelled], time_limit_s: float = 20.0) -> list[bool]:
+def accepted_by_rollmill(rows: Sequence[Labelled], time_limit_s: float = 60.0) -> list[bool]:
     """Whether each answer earns full reward."""
     from pydantic import TypeAdapter
 
@@ -102,6 +112,23 @@ def _case(name: str, rows: list[Labelled], ours: list[bool], peer: list[bool]) -
         "wrong": len(rows) - right,
         "wrong_accepted": {"ours": accepted[0], "math-verify": accepted[1]},
     }
+    return Case(name, "math-verify 0.9", "share judged as labelled", [shares[0]], [shares[1]], True, extra)
+
+
+def _by_kind(name: str, rows: list[Labelled]) -> Case:
+    """Misjudged answers by kind, with examples."""
+    judged = {"ours": accepted_by_rollmill(rows), "math-verify": accepted_by_math_verify(rows)}
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind in dict.fromkeys(row.group for row in rows):
+        chosen = [index for index, row in enumerate(rows) if row.group == kind]
+        example = rows[chosen[0]]
+        kinds[kind] = {"answers": len(chosen), "example": [example.gold, example.text]}
+        for judge, accepted in judged.items():
+            missed = [index for index in chosen if accepted[index] != rows[index].right]
+            examples = [[rows[index].gold, rows[index].text] for index in missed[:_MOST_EXAMPLES]]
+            kinds[kind][judge] = {"misjudged": len(missed), "examples": examples}
+    shares = [sum(a == row.right for a, row in zip(each, rows, strict=True)) / len(rows) for each in judged.values()]
+    extra = {"answers": len(rows), "references": len({row.gold for row in rows}), "kinds": kinds}
     return Case(name, "math-verify 0.9", "share judged as labelled", [shares[0]], [shares[1]], True, extra)
 
 

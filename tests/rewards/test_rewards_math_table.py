@@ -343,6 +343,12 @@ PLACES = [
     ("5", r"\boxed{5}, as I said: \boxed{5}.", True),
     (r"\{2,3\}", r"$\boxed{2}$ and $\boxed{3}$", True),
     ("5", r"\boxed{4} or \boxed{5}", False),
+    ("4", r"\boxed{4}. Wait, that is wrong: \boxed{5", False),
+    ("4", r"The answer is 4, \boxed{4}. Hmm, \boxed{\frac{5}{", False),
+    ("4", r"\boxed{4}. Then \boxed{\text{open}", False),
+    ("4", r"\boxed{\boxed{4}", True),  # only the outer box is open
+    ("25%", "Percent change = (125 - 100) / 100 × 100% = 25%\n\nSo there was a **25% increase**.", True),
+    ("25% increase", "The answer is 25% decrease.", False),
     ("42", "41 or 42", False),
     ("42", "The answer is 42.", True),
     ("42", "The answer is $42$.", True),

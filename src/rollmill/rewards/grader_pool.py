@@ -55,7 +55,11 @@ class WorkerProcess:
 
     def __init__(self, program: Path, arguments: Sequence[str] = (), *, quiet: bool = False) -> None:
         command = [sys.executable, "-P", str(program), str(os.getpid()), *arguments]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",
+        }
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -78,10 +78,12 @@ def _handle_request(kind: str, payload: Any) -> dict[str, Any]:
 
 
 def _load_math(setup: str) -> None:
-    import math_verify
+    from rollmill.rewards.answers.algebra import compare_formulas, compare_quickly, warm_up
+    from rollmill.rewards.answers.pristine import PristineProcess
 
     logging.disable(logging.CRITICAL)
-    math_verify.parse("$1$", parsing_timeout=None)
+    pristine["math"] = PristineProcess(compare_formulas, warm_up)
+    compare_quickly(["1"], ["1"])
 
 
 def _load_schema(setup: str) -> None:
@@ -129,85 +131,17 @@ async def _awaited(found: Any) -> Any:
     return await found
 
 
-def _math(payload: dict[str, Any]) -> float:
-    """Return 1 if math-verify finds the answer equal to the reference. Text that it cannot parse equals nothing.
+def _math(payload: dict[str, Any]) -> float | str:
+    """Return 1 if each reference equals another answer, else 0; "too_costly" if that takes too many steps."""
+    from rollmill.rewards.answers.algebra import compare_quickly
 
-    If both are lists, each reference must equal another answer. `tolerance` is the relative difference allowed between
-    two numbers.
-    """
-    gold, answer = payload["gold"], payload["answer"]
-    golds = [_parsed(text) for text in ([gold] if isinstance(gold, str) else gold)]
-    answers = [_parsed(text) for text in ([answer] if isinstance(answer, str) else answer)]
-    for expressions in golds:
-        match = next((i for i, other in enumerate(answers) if _any_equal(expressions, other, payload)), None)
-        if match is None:
-            return 0.0
-        del answers[match]
-    return float(not answers)
-
-
-def _any_equal(gold: list[Any], answer: list[Any], payload: dict[str, Any]) -> bool:
-    return any(_equal(one, other, payload.get("tolerance", 0.0)) for one in gold for other in answer)
-
-
-def _parsed(text: str) -> list[Any]:
-    from math_verify import LatexExtractionConfig, parse
-
-    whole = [LatexExtractionConfig(boxed_match_priority=0)]  # plain expressions would match a part of the text
-    found = parse(f"$\\boxed{{{text}}}$", whole, fallback_mode="no_fallback", parsing_timeout=None)
-    return list(found)
-
-
-def _equal(gold: Any, answer: Any, tolerance: float) -> bool:
-    from math_verify import verify
-
-    try:
-        if _is_undefined(gold) or _is_undefined(answer):
-            return False
-        same = _same_value(gold, answer, tolerance)
-        if same is not None:
-            return same
-        return bool(
-            verify(
-                gold, answer, float_rounding=12, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
-            )
-        )
-    except MemoryError:
-        raise
-    except Exception:
-        return False
-
-
-def _is_undefined(expression: Any) -> bool:
-    r"""True if a formula has no value, such as `\log_1 1` or `1/0`; sympy finds it equal to anything."""
-    from sympy import Basic, Expr, nan, zoo  # type: ignore[import-untyped]
-
-    if not isinstance(expression, Basic):
-        return False
-    if isinstance(expression, Expr) and not expression.free_symbols:
-        expression = expression.doit().evalf(10)
-    return bool(expression.has(nan, zoo))
-
-
-def _same_value(gold: Any, answer: Any, tolerance: float) -> bool | None:
-    """True if two constants agree to 30 digits, or within the tolerance; None if symbolic algebra has to decide.
-
-    math-verify rounds to an absolute number of digits, so any two tiny constants are equal to it. Formulas with
-    variables are refused here if they differ at one point, which is far faster than simplifying their difference.
-    """
-    from sympy import Expr, Float, Rational
-
-    if not isinstance(gold, Expr) or not isinstance(answer, Expr):
-        return None
-    variables = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    point = {variable: Rational(7 + 6 * index, 5 + 4 * index) for index, variable in enumerate(variables)}
-    exact = [each.xreplace({part: Rational(str(part)) for part in each.atoms(Float)}) for each in (gold, answer)]
-    one, other = (each.subs(point).evalf(40) for each in exact)
-    size, difference = abs(one), abs(one - other)
-    if not all(each.is_Number and each.is_finite for each in (size, difference)):
-        return None
-    close = bool(difference <= max(tolerance, 1e-30) * size)
-    return None if close and variables else close
+    texts = ([text] if isinstance(text := payload[key], str) else text for key in ("gold", "answer"))
+    arguments = (*texts, payload.get("tolerance", 0.0))
+    found = compare_quickly(*arguments)
+    if found is not None:
+        return found
+    counted: float | str = pristine["math"].call(*arguments)
+    return counted
 
 
 def _schema(payload: list[tuple[str, str]]) -> str:
@@ -252,6 +186,7 @@ LOADERS: dict[str, Callable[[str], None]] = {
     "python": _load_python,
 }
 functions: dict[str, Callable[..., Any]] = {}
+pristine: dict[str, Any] = {}
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -40,8 +40,9 @@ class K12Reward(RewardSection):
     """Whether a number may omit the unit of the reference. A wrong unit is always wrong."""
     longest_short_answer: int = Field(600, ge=1)
     """Maximum length in characters of a short answer scored by key points; a longer one earns 0."""
-    time_limit_s: float = Field(1.5, gt=0)
-    """Timeout of one formula; the grader process is then killed and the outcome is `timeout`."""
+    time_limit_s: float = Field(60.0, gt=0)
+    """Guard against a hang in one formula, far above what a comparison takes: its steps are limited, so that no verdict
+    depends on the load of the machine. The grader process is then killed and the outcome is `timeout`."""
     judge: JudgeReward | None = None
     """LLM judge of short answers that have a rubric or a reference but no key points: keys of the reward `judge`."""
 

@@ -19,8 +19,9 @@ class MathReward(RewardSection):
     decides = True
     largest = 1.0
     name: Literal["math"]
-    time_limit_s: float = Field(1.5, gt=0)
-    """Timeout of one answer; the grader process is then killed and the outcome is `timeout`."""
+    time_limit_s: float = Field(60.0, gt=0)
+    """Guard against a hang in one answer, far above what a comparison takes: its steps are limited, so that no verdict
+    depends on the load of the machine. The grader process is then killed and the outcome is `timeout`."""
     extract: AnswerExtraction = "auto"
     """Location of the answer after the reasoning: the last \\boxed{}, after `####`, or the last number. `auto`: the
     best evidence of a box, `####`, "the answer is" and the last conclusion, inside the last `<answer>...</answer>` if

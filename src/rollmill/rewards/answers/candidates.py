@@ -131,8 +131,11 @@ _MOST_SENTENCES = 12
 _MOST_MARKS = 40
 
 
-def find_boxes(text: str) -> list[AnswerCandidate]:
-    r"""Return every outermost \boxed{} with balanced braces, in order; without one, `\boxed 5`."""
+def find_boxes(text: str) -> list[AnswerCandidate] | None:
+    r"""Return every outermost \boxed{} with balanced braces, in order; without one, `\boxed 5`.
+
+    None if the last box is not closed: it replaces those before it, and the text was cut off inside it.
+    """
     found: list[tuple[int, int]] = []
     open_braces: list[int] = []  # start of the box that a brace opens, -1 for other braces
     for token in _BRACES.finditer(text):
@@ -146,6 +149,8 @@ def find_boxes(text: str) -> list[AnswerCandidate]:
                 found.append((start, token.end()))
         else:
             open_braces.append(token.start() if len(token[0]) > 1 else -1)
+    if found and max(open_braces, default=-1) >= found[-1][1]:
+        return None
     if not found:
         return [AnswerCandidate("boxed", each[1] or each[2], *each.span()) for each in _UNBRACED.finditer(text)]
     return [

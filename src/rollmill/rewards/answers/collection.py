@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 from typing import Literal
+
+from rollmill.rewards.answers.quantities import parse_quantity
 
 CollectionKind = Literal["set", "ordered", "list", "matrix"]
 
@@ -23,11 +27,16 @@ _CONDITION = re.compile(r"\\(?:mid|vert)(?![A-Za-z])|[|:]")
 _MEMBERS = re.compile(
     r"\\\{ ?([A-Za-z]) ?(?:\\in ?\\mathbb ?\{?R\}? ?)?(?:\||\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|:) ?(.*)\\\}"
 )
-_VARIABLE = r"[A-Za-z](?:_\{?\w+\}?)?"
+VARIABLE = r"[A-Za-z](?:_\{?\w+\}?)?"
+"""A variable, as a regular expression."""
 _TARGET = re.compile(
-    rf"(?:{_VARIABLE}|\({_VARIABLE}(?:, ?{_VARIABLE})*\)) ?(?:=|\\in(?![A-Za-z])) ?(?=\\\{{|[(\[\]]|\\begin|\\emptyset)"
+    rf"(?:{VARIABLE}|\({VARIABLE}(?:, ?{VARIABLE})*\)) ?(?:=|\\in(?![A-Za-z])) ?(?=\\\{{|[(\[\]]|\\begin|\\emptyset)"
 )
-_NAMED = re.compile(rf"({_VARIABLE}(?:\(\w\))?) ?= ?([^=]+)")
+_NAMED = re.compile(rf"({VARIABLE}(?:\(\w\))?) ?= ?([^=]+)")
+_REALS = re.compile(
+    r"(?:[A-Za-z] ?\\in ?)?\\(?:mathbb|mathbf|mathrm|Bbb) ?\{? ?R ?\}?"
+    r"(?: ?(?:\\(?:setminus|backslash|smallsetminus)(?![A-Za-z])|[-\\]) ?\\\{([^{}]*)\\\})?"
+)
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 
 
@@ -85,6 +94,26 @@ def set_condition(text: str) -> str:
     r"""Return the condition of `\{x | x > 2\}`; other texts unchanged."""
     found = _MEMBERS.fullmatch(text)
     return text if found is None else found[2].strip()
+
+
+def intervals_of_reals(text: str) -> str:
+    r"""Write `\mathbb{R}` and `\mathbb{R} \setminus \{2\}` as intervals; other texts unchanged."""
+    found = _REALS.fullmatch(text)
+    if found is None:
+        return text
+    points = sorted(
+        {point.strip(): _number(point.strip()) for point in (found[1] or "").split(",") if point.strip()}.items(),
+        key=lambda each: each[1] or 0,
+    )
+    if any(value is None for _, value in points):
+        return text
+    ends = ["-\\infty", *(point for point, _ in points), "\\infty"]
+    return " \\cup ".join(f"({one},{other})" for one, other in pairwise(ends))
+
+
+def _number(text: str) -> Fraction | None:
+    found = parse_quantity(text)
+    return None if found is None or found.unit is not None or found.percent else found.value
 
 
 def _matrix(text: str) -> AnswerCollection | None:

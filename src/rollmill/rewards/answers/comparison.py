@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 from rollmill.rewards.answers.collection import (
     RELATION,
     AnswerCollection,
+    intervals_of_reals,
     parse_as_list,
     parse_collection,
     set_condition,
     split_assignment,
 )
+from rollmill.rewards.answers.equations import EQUALITY, join_statements, pair_sides, rising, split_sides
 from rollmill.rewards.answers.quantities import (
     Quantity,
     Unit,
@@ -72,7 +74,6 @@ def split_option(answer: str) -> tuple[str, str] | None:
 _APPROXIMATE = Fraction(1, 100)
 """Relative difference allowed after an approximation sign."""
 
-_SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
 _ALTERNATIVE = re.compile(r" ?,? ?(?:(?<![A-Za-z])or(?![A-Za-z])|或者?) ?")
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?")
 _TIMES_100 = re.compile(r"(?:\\times|\\cdot|\*|x) ?100(?![\d.%]).*=")
@@ -83,6 +84,8 @@ _VARIABLE = re.compile(r"(?<![\\A-Za-z])(?!e\^|i(?![A-Za-z])|sqrt|pi)[A-Za-z]")
 _SEVERAL = re.compile(
     r"\\(?:cup|cap|to|pm|mp|setminus)(?![A-Za-z])|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE
 )
+_UNIT_IN_WORDS = re.compile(r" (?:[cdkm]m|[km]g|ft|(?:[A-Za-z]{4,}[ /]?)+)(?: ?\^ ?\{?[23]\}?)?")
+"""A unit that is not a product of variables."""
 _COORDINATE = re.compile(r"(?<![\\A-Za-z_])[xyz](?![A-WYZa-w_(])")
 TRIGONOMETRY = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 _RATIO = re.compile(r"(\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)+)(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
@@ -91,10 +94,14 @@ _BASE = re.compile(r"([0-9A-F]+)_ ?\{?(\d+)\}?")
 
 @dataclass(frozen=True, slots=True)
 class SymbolicEquality:
-    """Expressions that symbolic algebra has to pair: each of `golds` equals a different one of `answers`."""
+    """Expressions that symbolic algebra has to pair: each of `golds` equals a different one of `answers`.
+
+    `slack` is the relative difference allowed between numbers here, if it is larger than that of the comparison.
+    """
 
     golds: tuple[str, ...]
     answers: tuple[str, ...]
+    slack: Fraction = Fraction(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,7 @@ def compare_texts(gold: str, answer: str, rules: AnswerMatchOptions = EXACT) -> 
 
     Both texts are normalised here. Never raises.
     """
-    gold, answer = (strip_approximation(normalize_answer(text)) for text in (gold, answer))
+    gold, answer = (strip_approximation(normalize_answer(text)) for text in join_statements(gold, answer))
     if not answer:
         return not gold
     if strip_spaces(gold) == strip_spaces(answer):
@@ -143,16 +150,20 @@ def _settle(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | list[Sy
     is_named = split_assignment(gold)
     if is_named is not None and not _VARIABLE.search(is_named[1]):
         also = split_assignment(answer)
+        if also is None and EQUALITY.search(answer) and _VARIABLE.search(answer) and parse_collection(answer) is None:
+            return _settle_equations(gold, answer, rules)  # `x + 1 = 5` is not `x = 5`
         return (also is None or also[0] == is_named[0]) and compare_texts(is_named[1], answer, rules)
-    gold, answer = set_condition(gold), set_condition(answer)
+    gold, answer = (rising(intervals_of_reals(set_condition(text))) for text in (gold, answer))
     golds, answers = parse_collection(gold), parse_collection(answer)
     if golds is not None and answers is None:
         answers = parse_as_list(answer)
     if golds is not None and answers is not None:
         return _settle_collections(golds, answers, rules)
-    if _SIGNS.search(gold) or RELATION.search(gold):
-        if answers is None and not any(each.search(answer) for each in (_VARIABLE, _SIGNS, RELATION)):
+    if EQUALITY.search(gold) or RELATION.search(gold):
+        if answers is None and not any(each.search(answer) for each in (_VARIABLE, EQUALITY, RELATION)):
             return False  # a constant is not an equation
+        if EQUALITY.search(answer) and not RELATION.search(gold + answer):
+            return _settle_equations(gold, answer, rules)
         return other is None and [SymbolicEquality((gold,), (answer,))]
     if golds is not None:
         return (
@@ -166,6 +177,22 @@ def _settle(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | list[Sy
     if answers is not None or RELATION.search(answer) or _SEVERAL.search(answer):
         return bool(_SEVERAL.search(gold)) and [SymbolicEquality((gold,), (answer,))]
     return _settle_sides(gold, answer, rules)
+
+
+def _settle_equations(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | list[SymbolicEquality]:
+    """Compare two equations side by side where that decides; else leave the whole equations to symbolic algebra."""
+    pairs = pair_sides(gold, answer)
+    if pairs is None:
+        golds, answers = split_sides(gold), split_sides(answer)
+        return len(answers) == 2 and [SymbolicEquality((f"{golds[0][1]}={golds[-1][1]}",), (answer,))]
+    equalities = []
+    for pair in pairs:
+        slack = max(rules.slack, _APPROXIMATE) if pair.approximate else rules.slack
+        found = compare_texts(pair.gold, pair.answer, replace(rules, slack=slack))
+        if found is False:
+            return False
+        equalities += [replace(each, slack=slack) for each in found] if isinstance(found, list) else []
+    return equalities or True
 
 
 def _settle_collections(
@@ -227,10 +254,9 @@ def _settle_sides(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | l
     if answer.count("%") > 1 and answer.endswith("%"):  # `35% - 15% = 20%`
         answer = answer.replace("%", "")
     if answer.endswith("%") and gold.endswith("%") and _TIMES_100.search(answer):  # `20/80 * 100 = 25%`
-        gold, answer = gold.rstrip("%"), answer.rstrip("%")
+        gold, answer = gold.rstrip("%"), answer.replace("%", "")
         number = parse_quantity(gold)
-    pieces = [piece.strip() for piece in _SIGNS.split(CALL_EQUATION.sub("", answer, count=1))]
-    sides = list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
+    sides = split_sides(CALL_EQUATION.sub("", answer, count=1))
     if number is not None and len(sides) == 2 and is_equation_side(sides[0][1]):
         return False
     while len(sides) > 1 and _LETTER.search(sides[0][1]):
@@ -246,11 +272,11 @@ def _settle_sides(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | l
             slack = rules.slack if sign == "=" else max(rules.slack, _APPROXIMATE)
             if not quantities_equal(number, found, slack=slack, units_required=rules.units_required):
                 return False
-        elif sign == "=":
+        else:
             equality = _in_one_unit(gold, side, rules)
             if equality is None:
                 return False
-            equalities.append(equality)
+            equalities.append(equality if sign == "=" else replace(equality, slack=max(rules.slack, _APPROXIMATE)))
     return equalities or True
 
 
@@ -274,13 +300,15 @@ def _in_one_unit(gold: str, answer: str, rules: AnswerMatchOptions) -> SymbolicE
 
 
 def _measured(text: str) -> tuple[str, Unit | None]:
-    """Split a formula without variables into number and unit; others stay whole, because `m` may be a variable."""
+    """Split a formula into number and unit; one with variables stays whole, unless the unit is more than a letter."""
     if TRIGONOMETRY.search(text):
         return text, None
     number, unit = split_unit(text)
     if unit is None and (words := re.fullmatch(r"(.*(?:\\pi|[)}!])) (\S.*)", text)) is not None:
         number, unit = words[1], split_unit(f"1 {words[2]}")[1]
-    return (number, unit) if isinstance(unit, Unit) and not _VARIABLE.search(number) else (text, None)
+    is_unit = not _VARIABLE.search(number) and text[len(number) :].strip() not in ("h", "l")  # as in `2\\pi h`
+    is_unit = is_unit or _UNIT_IN_WORDS.fullmatch(text[len(number) :]) is not None
+    return (number, unit) if isinstance(unit, Unit) and is_unit else (text, None)
 
 
 def _same_notation(gold: re.Match[str], answer: str, written: re.Pattern[str]) -> bool:

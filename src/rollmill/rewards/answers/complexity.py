@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+TOO_COSTLY = "too_costly"
+"""Outcome of an answer whose comparison would take too much work."""
 MAX_ANSWER_CHARS = 2000
 """Characters; a longer answer earns 0 with the outcome `too_long`."""
 MAX_ANSWER_DEPTH = 100

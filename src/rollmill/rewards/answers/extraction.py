@@ -93,6 +93,8 @@ def extract_answer(text: str, place: AnswerExtraction = "auto", *, values: bool 
         return _answer_at_place(SegmentedText(to_half_width(text[-_LONGEST:])), place)
     passage = SegmentedText(answer_section(text))
     contents = find_boxes(passage.text)
+    if contents is None:
+        return None
     for candidate in _marked_candidates(passage, contents):
         if candidate is not None and (found := _confirm_candidate(passage, contents, candidate)) is not None:
             return found
@@ -181,7 +183,7 @@ def _answer_at_place(passage: SegmentedText, place: AnswerExtraction) -> FinalAn
     if place == "last_number":
         number = last_number(text)
         return None if number is None else FinalAnswer("sentence", number, number, number)
-    contents = find_boxes(text) if place == "boxed" else []
+    contents = (find_boxes(text) or []) if place == "boxed" else []
     candidate = _joined(text, contents) if place == "boxed" else find_hash_answer(text)
     return None if candidate is None else _confirm_candidate(passage, contents, candidate)
 
@@ -199,7 +201,7 @@ def last_number(text: str) -> str | None:
 
 def extract_reference(text: str) -> str:
     """Return a reference as text; of a worked solution only its last \\boxed{} or the text after "####"."""
-    contents = find_boxes(text)
+    contents = find_boxes(text) or []
     found = _joined(text, contents) or find_hash_answer(text)
     return found.text if found is not None and found.text else text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
@@ -182,7 +182,7 @@ _SPECIAL = re.compile(r"[\\*{~$]|[^\x00-\x7f]")
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _CURRENCY = re.compile(r"([+-]?) ?([$€£¥]) ?(?=[+-]?[\d.])")
 _BEFORE_UNIT = re.compile(r"[\d.}](\s*)(?=[^\W\d_]|[%°¢€£¥$]|\\mu)")
-_COUNTED = re.compile(r"[^\W\d_][^\d=<>+*^{}\[\]()\\,;]{0,60}|°[CF]?")
+_COUNTED = re.compile(r"[^\W\d_][^\d=<>+*^{}\[\]()\\,;!|]{0,60}|°[CF]?")
 _LONE_LETTER_UNITS = frozenset("mgsLlhNJWKVACF")
 _SHORT_UNITS = frozenset(
     [
@@ -208,13 +208,24 @@ _SHORT_UNITS = frozenset(
         "mi",
         "mph",
         "kmh",
+        "pcs",
+        "yrs",
+        "tv",
+        *("cc", "px", "kb", "mb", "gb", "tb", "ns", "au", "ly", "lt", "pc", "nc"),
+        "pts",
         "usd",
         "eur",
     ]
 )
 _NO_UNITS = frozenset(["or", "and", "to", "not", "pi", "sqrt", "log", "ln", "sin", "cos", "tan", "exp"])
 _VARIABLES = frozenset("abcnxyz")
+_PRODUCT = re.compile(
+    r"(?:[a-z]|[b-df-hj-np-tv-xz]{2,3}|[aeiou][b-df-hj-np-tv-xz]|[b-df-hj-np-tv-xz][aeiou]|[A-Z]{2})(?:['_ /]|$)"
+)
+"""Letters that are a product of variables rather than a word."""
 _PERCENT = re.compile(r"%|per ?cent|pct", re.IGNORECASE)
+_CHANGE = re.compile(r"(.*(?:%|per ?cent)) ([a-z]{3,}(?: [a-z]+){0,3})", re.IGNORECASE)
+"""A percentage with words behind it: `25% increase`, which is not a `25% decrease`."""
 _PART = re.compile(r"(\d[\d,]*(?:\.\d+)?(?: \d+/\d+)?) ?([A-Za-z]+)\.?(?:,? and |, | |$)")
 
 
@@ -276,6 +287,9 @@ def strip_spaces(text: str) -> str:
 def parse_quantity(text: str) -> Quantity | None:
     """Parse a normalised text as a plain number: thousands separators, fractions, exponents, percent, a unit."""
     text = to_digits(text)
+    change = _CHANGE.fullmatch(text)
+    if change is not None and (found := parse_quantity(change[1])) is not None and found.percent:
+        return replace(found, unit=counted_unit(_singular(change[2])))
     number, unit = split_unit(text)
     value = _fraction(number)
     if value is not None:
@@ -349,7 +363,9 @@ def _unit(text: str, *, spaced: bool) -> Unit | None:
 
 def _counted(text: str, *, spaced: bool) -> Unit | None:
     words = text.lower().split()
-    if _COUNTED.fullmatch(text) is None or not _NO_UNITS.isdisjoint(words) or set(words[0]) <= _VARIABLES:
+    if _COUNTED.fullmatch(text) is None or not _NO_UNITS.isdisjoint(words):
+        return None
+    if words[0] not in _SHORT_UNITS and (set(words[0]) <= _VARIABLES or _PRODUCT.match(text)):
         return None
     if not spaced and not has_cjk(words[0]) and len(words[0]) <= 3 and words[0] not in _SHORT_UNITS:
         return None

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from itertools import chain
 
 from rollmill.rewards.answers.comparison import TRIGONOMETRY, AnswerMatchOptions, SymbolicEquality, compare_texts
-from rollmill.rewards.answers.complexity import is_too_costly
+from rollmill.rewards.answers.complexity import TOO_COSTLY, is_too_costly
 from rollmill.rewards.base import OK
 from rollmill.rewards.grader_pool import GraderPool, GraderResult
 
@@ -18,6 +18,14 @@ _NAME = re.compile(
     r"|(?P<kept>\\mathbb ?\{?[A-Z]|\\[A-Za-z]+|(?<![A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{3,})|[A-Za-z]"
 )
 """A name in a formula: a Latin or Greek letter. Words, number sets and other commands do not count."""
+_MISREAD = re.compile(
+    r"\\frac ?\{ ?(?:d|\\partial ?)(?:\^ ?\{?\d\}?)? ?\{?\\?[A-Za-z]+\}?(?:\([a-z]\))? ?\}"
+    r" ?\{ ?(?:(?:d|\\partial ?) ?[A-Za-z](?:\^ ?\{?\d\}?)? ?)+\}"
+    r"|\\d?dot ?\{?[A-Za-z]\}?|(?<![\\A-Za-z])[A-Za-z](?:'+|\^ ?\{? ?(?:\\prime ?)+\}?)(?:\([a-z]\))?"
+    r"|(?<![\\A-Za-z])[EeIid]_ ?(?:\{ ?\w+ ?\}|\w)"
+)
+"""The derivative of a name, which is 0 to math-verify, and names with an index whose letter has a meaning to it."""
+_BRACES = re.compile(r"[\s{}]")
 _BRACKETED_COMMA = re.compile(r"[(\[{][^)\]}]*,")
 _MOST_PAIRED = 30
 """Items of a set that symbolic algebra pairs."""
@@ -46,7 +54,7 @@ def start_comparison(
     The first one is with the graders when this returns, however busy the event loop is.
     """
     if any(len(each.answers) > _MOST_PAIRED or _is_too_costly(each) for each in equalities):
-        return asyncio.sleep(0, GraderResult("too_costly"))
+        return asyncio.sleep(0, GraderResult(TOO_COSTLY))
 
     def send(equality: SymbolicEquality) -> Future[GraderResult]:
         return graders.submit("math", _payload(equality, rules), time_limit_s)
@@ -57,7 +65,8 @@ def start_comparison(
             reply = await asyncio.wrap_future(sent)
             queue_s, run_s = queue_s + reply.queue_s, (run_s or 0.0) + (reply.run_s or 0.0)
             if reply.outcome != OK or reply.value != 1.0:
-                return GraderResult(reply.outcome, 0.0, queue_s, run_s)
+                outcome = TOO_COSTLY if reply.value == TOO_COSTLY else reply.outcome
+                return GraderResult(outcome, 0.0, queue_s, run_s)
         return GraderResult(OK, 1.0, queue_s, run_s)
 
     return all_hold([send(each) for each in equalities[:1]], equalities[1:])
@@ -69,9 +78,18 @@ def _is_too_costly(equality: SymbolicEquality) -> bool:
 
 
 def _payload(equality: SymbolicEquality, rules: AnswerMatchOptions) -> dict[str, object]:
-    texts = _cases_apart([_latex(text) for text in (*equality.golds, *equality.answers)])
+    texts = _cases_apart(_misread_names([_latex(text) for text in (*equality.golds, *equality.answers)]))
     count = len(equality.golds)
-    return {"gold": texts[:count], "answer": texts[count:], "tolerance": float(rules.slack)}
+    return {"gold": texts[:count], "answer": texts[count:], "tolerance": float(max(rules.slack, equality.slack))}
+
+
+def _misread_names(texts: list[str]) -> list[str]:
+    r"""Replace `\frac{dy}{dx}`, `y'` and `\dot y` and `E_1` by letters of their own."""
+    found = sorted({_BRACES.sub("", each[0]) for text in texts for each in _MISREAD.finditer(text)})
+    taken = {each[0].lower() for text in texts for each in _NAME.finditer(_MISREAD.sub(" ", text))}
+    spare = iter([letter for letter in _SPARE if letter not in taken])
+    replacements = {name: next(spare, "?") for name in found}
+    return [_MISREAD.sub(lambda each: f" {replacements[_BRACES.sub('', each[0])]} ", text) for text in texts]
 
 
 def _cases_apart(texts: list[str]) -> list[str]:
@@ -95,8 +113,12 @@ def _latex(text: str) -> str:
     text = re.sub(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"√ ?(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
+    text = re.sub(r"(?<=[\d+\-*/])\((\d{1,3}(?:,\d{3})+)\)", lambda found: f"({found[1].replace(',', '')})", text)
     if not _BRACKETED_COMMA.search(text):
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(
+        r"(?<![_\d.])(\d[\d.]*) ?(\\left ?)?([(\[])(?![)\]])", r"\1 \\cdot \2\3", text
+    )  # a mixed number to math-verify
     text = re.sub(r"(\d)[eE]([+-]?\d+)", r"\1 \\times 10^{\2}", text)
     if TRIGONOMETRY.search(text):
         text = re.sub(r"(\d+(?:\.\d+)?) ?°", r"{\\frac{\1 \\pi}{180}}", text)

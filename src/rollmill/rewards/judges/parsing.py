@@ -131,14 +131,14 @@ def _stated_verdict(text: str, key: str, shown: Sequence[str], pattern: re.Patte
         if doubted or _MORE.match(behind):
             return None
         verdicts.append(value)
-    boxes = find_boxes(text) if not any("\\boxed" in each for each in texts) else []
+    boxes = find_boxes(text) or [] if not any("\\boxed" in each for each in texts) else []
     if not found and boxes and not text[boxes[-1].end :].strip(" $.*\\)]\n"):
         verdicts = [box.text for box in boxes]
     return verdicts[0] if len(set(verdicts)) == 1 else None
 
 
 def _unboxed(value: str) -> str:
-    boxes = find_boxes(value)
+    boxes = find_boxes(value) or []
     return boxes[0].text if boxes else value
 
 
