@@ -15,6 +15,8 @@ import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 from bench.answer_corpus import Labelled, corpus
@@ -24,6 +26,7 @@ from bench.chat_answers import PREFIX, chat_answers
 from bench.report import Case, finish
 
 _MOST_EXAMPLES = 5
+_AT_ONCE = 16
 BANKS = ("first", "second", "third", "fourth")
 
 
@@ -60,10 +63,12 @@ def accepted_by_rollmill(rows: Sequence[Labelled], time_limit_s: float = 60.0) -
     }
 
     async def judged() -> list[bool]:
-        found = [
-            await judges[row.reward].score(Task("t", "", row.gold, metadata=row.metadata), _completion(row.text))
-            for row in rows
-        ]
+        found = []
+        for start in range(0, len(rows), _AT_ONCE):
+            chunk = rows[start : start + _AT_ONCE]
+            tasks = [Task("t", "", row.gold, metadata=row.metadata) for row in chunk]
+            pairs = zip(chunk, tasks, strict=True)
+            found += await asyncio.gather(*(judges[row.reward].score(t, _completion(row.text)) for row, t in pairs))
         return [each.reward == 1.0 for each in found]
 
     try:
@@ -117,7 +122,9 @@ def _case(name: str, rows: list[Labelled], ours: list[bool], peer: list[bool]) -
 
 def _by_kind(name: str, rows: list[Labelled]) -> Case:
     """Misjudged answers by kind, with examples."""
-    judged = {"ours": accepted_by_rollmill(rows), "math-verify": accepted_by_math_verify(rows)}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        peer = pool.submit(accepted_by_math_verify, rows)
+        judged = {"ours": accepted_by_rollmill(rows), "math-verify": peer.result()}
     kinds: dict[str, dict[str, Any]] = {}
     for kind in dict.fromkeys(row.group for row in rows):
         chosen = [index for index, row in enumerate(rows) if row.group == kind]

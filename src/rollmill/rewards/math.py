@@ -1,6 +1,6 @@
 """The math reward: extracts the final answer, compares texts and numbers here, and formulas with math-verify.
 
-math-verify runs in a grader process, which is killed at the time limit.
+Algebra runs in a grader process and is limited by its steps, so that no verdict depends on the load of the machine.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ AnswerExtraction = Literal["auto", "boxed", "hash", "last_number"]
 
 
 class MathReward(RewardSection):
-    """1 if the final answer equals the reference (math-verify, in a grader process with a hard time limit), else 0."""
+    """1 if the final answer equals the reference (formulas by math-verify, in a grader process), else 0."""
 
     implementation = "rollmill.rewards.math:MathScorer"
     decides = True
