@@ -245,11 +245,12 @@ class BoundedConnection(H11Protocol):
 
     def give_up(self) -> None:
         """Make room for another connection; a client that has not been answered yet is told to come again."""
-        if self.cycle is None and not self._discarding:
-            self._close_with(_BUSY)
-        else:
+        heard = self._discarding or self.cycle is not None
+        if heard:
             self._table.remove(self)
             self.transport.abort()
+        else:
+            self._close_with(_BUSY)
 
     def _close_with(self, status: bytes) -> None:
         """Answer, and let the client read that: what it sends until then is thrown away."""
