@@ -266,10 +266,26 @@ def test_half_sent_requests_do_not_keep_others_out() -> None:
         assert watched(site) == [200, 200]
         again = client.get(f"{site.address}/health").extensions["network_stream"].get_extra_info("client_addr")
         assert again == resting, "a connection that was answered before is not closed for them"
-        assert connections(site) <= 17
-        assert until_closed(waiting[0]) == b""
+        assert connections(site) <= 17 + 16 * 4
+        assert until_closed(waiting[0]).startswith(b"HTTP/1.1 503")
         waiting[-1].sendall(b"TP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert until_closed(waiting[-1]).startswith(b"HTTP/1.1 200"), "the newest are still served"
+
+
+def test_of_many_clients_at_once_each_gets_an_answer() -> None:
+    """Those that are too many are told when to come again, also if they send their requests only then."""
+    with running(connections=PATIENT) as site, ExitStack() as stack:
+        clients = [stack.enter_context(closing(opened(site, ""))) for _ in range(70)]
+        for each in clients:
+            each.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers = [until_closed(each) for each in clients]
+        refused = [each for each in answers if each.startswith(b"HTTP/1.1 503")]
+        assert all(b"retry-after: 1" in each for each in refused)
+        assert len([each for each in answers if each.startswith(b"HTTP/1.1 200")]) == 70 - len(refused) >= 16
+        late = [stack.enter_context(closing(opened(site, ""))) for _ in range(120)]
+        wait_until(lambda: connections(site) <= 16 * 5)
+        assert watched(site) == [200, 200], "however many stay"
+        del late
 
 
 def test_requests_that_are_answered_are_never_closed_for_new_ones() -> None:

@@ -38,10 +38,11 @@ class ConnectionLimits:
     """Bounds of a server's connections.
 
     Attributes:
-        connections: open ones. Beyond it the oldest that waits for a client is closed, so that new clients are served.
+        connections: open ones. Beyond it the oldest that waits for a client is closed, so that new clients are served;
+            one without a whole request is answered with 503.
         header_s: seconds until the headers of a request are complete, from the connection or its first byte.
         write_s: seconds without progress until a client that does not read its answer is given up.
-        linger_s: seconds for a refused client to read the answer.
+        linger_s: seconds for a refused client to read the answer; up to four times `connections` may do that.
         keep_alive_s: seconds that a connection may rest between two requests.
     """
 

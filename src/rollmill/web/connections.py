@@ -23,6 +23,9 @@ _HEADER_BYTES = 16 * 1024
 _SMALL_CHUNK, _FREE_CHUNKS = 256, 64
 _BACKLOG = 256
 _OTHER_FILES = 128
+_REFUSED_SHARE = 4
+"""Refused connections that may wait for their clients, for each that may be open."""
+_BUSY = b"503 Service Unavailable"
 
 
 def server_config(app: Any, limits: ConnectionLimits, shutdown_s: int) -> uvicorn.Config:
@@ -31,12 +34,11 @@ def server_config(app: Any, limits: ConnectionLimits, shutdown_s: int) -> uvicor
     Args:
         shutdown_s: seconds for running requests when the server stops.
     """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = limits.connections
-    if files != resource.RLIM_INFINITY:
-        most = max(16, min(most, files - _BACKLOG - _OTHER_FILES))
+    wanted = limits.connections * (1 + _REFUSED_SHARE)
+    files = _allow_files(wanted + _BACKLOG + _OTHER_FILES) - _BACKLOG - _OTHER_FILES
+    most = max(16, min(limits.connections, files))
 
-    table = ConnectionTable(most)
+    table = ConnectionTable(most, max(0, min(wanted, files) - most))
 
     def connection(**options: Any) -> BoundedConnection:
         return BoundedConnection(limits, table, **options)
@@ -53,6 +55,16 @@ def server_config(app: Any, limits: ConnectionLimits, shutdown_s: int) -> uvicor
         timeout_keep_alive=limits.keep_alive_s,
         timeout_graceful_shutdown=shutdown_s,
     )
+
+
+def _allow_files(wanted: int) -> int:
+    """Raise this process's limit of open files, if it is below `wanted` and may be raised; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (wanted if each == resource.RLIM_INFINITY else each for each in (soft, hard))
+    if soft < min(wanted, hard):
+        soft = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return soft
 
 
 class _RequestParser(h11.Connection):
@@ -80,10 +92,12 @@ class ConnectionTable:
 
     Args:
         most: maximum number.
+        refused: maximum number of those that were refused, beside the others, until their clients have read why.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, refused: int) -> None:
+        self._most, self._most_refused = most, refused
+        self._refused = OrderedDict[BoundedConnection, None]()
         self._rank_of: dict[BoundedConnection, int | None] = {}
         self._waiting = [OrderedDict[BoundedConnection, None]() for _ in range(3)]  # by rank, the oldest first
 
@@ -99,8 +113,17 @@ class ConnectionTable:
 
     def remove(self, connection: BoundedConnection) -> None:
         """Forget a connection that is closed."""
+        self._refused.pop(connection, None)
         if (rank := self._rank_of.pop(connection, None)) is not None:
             del self._waiting[rank][connection]
+
+    def refuse(self, connection: BoundedConnection) -> None:
+        """Note that a connection was refused, and drop the one that was first if there are too many."""
+        self.remove(connection)
+        self._refused[connection] = None
+        if len(self._refused) > self._most_refused:
+            oldest, _ = self._refused.popitem(last=False)
+            oldest.transport.abort()
 
     def make_room(self, new: BoundedConnection) -> bool:
         """Close the oldest connection that waits for its client if there are too many; False if all are answered."""
@@ -109,8 +132,7 @@ class ConnectionTable:
         for rank in self._waiting:
             for oldest in rank:
                 if oldest is not new:
-                    self.remove(oldest)
-                    oldest.transport.abort()
+                    oldest.give_up()
                     return True
         return False
 
@@ -144,7 +166,7 @@ class BoundedConnection(H11Protocol):
         self._expect(self._limits.header_s)
         self._table.place(self)
         if not self._table.make_room(self):
-            self._close_with(b"503 Service Unavailable")
+            self._close_with(_BUSY)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -221,13 +243,31 @@ class BoundedConnection(H11Protocol):
         """Close a connection whose request has not come."""
         self._close_with(b"408 Request Timeout" if self.conn.trailing_data[0] else b"")
 
+    def give_up(self) -> None:
+        """Make room for another connection; a client that has not been answered yet is told to come again."""
+        heard = self._discarding or self.cycle is not None
+        if heard:
+            self._table.remove(self)
+            self.transport.abort()
+        else:
+            self._close_with(_BUSY)
+
     def _close_with(self, status: bytes) -> None:
+        """Answer, and let the client read that: what it sends until then is thrown away."""
         if self.transport.is_closing():
             return
-        if status:
-            self.transport.write(
-                b"HTTP/1.1 " + status + b"\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
-            )
-        self.transport.close()
-        self._table.remove(self)
+        self._discarding = True
         self._expect(self._limits.linger_s, self.transport.abort)
+        if not status:
+            self._table.remove(self)
+            self.transport.close()
+            return
+        self.transport.write(
+            b"HTTP/1.1 " + status + b"\r\nconnection: close\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
+        )
+        self._table.refuse(self)
+        if not self.transport.is_closing():
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has gone already
+                self.transport.abort()
