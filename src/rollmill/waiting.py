@@ -9,6 +9,7 @@ import select
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class OutageLog:
         self._ended_s = 0.0  # of earlier times when any was away
         self._began = 0.0  # start of the present one
         self._listeners: list[Callable[[str], None]] = []
+        self._told: deque[str] = deque(maxlen=64)
 
     def begin(self, name: str, reason: str, text: str = "") -> None:
         """Record that a service is away, unless that is known. `text` tells the user."""
@@ -93,7 +95,7 @@ class OutageLog:
             if not self._outages:
                 self._began = self._clock()
             self._outages[name] = Outage(name, reason, self._clock())
-        self.tell(text)
+        self._show(text)
 
     def end(self, name: str, text: str = "") -> None:
         """Record that it answers again, or is no longer needed. `text` tells the user."""
@@ -102,7 +104,7 @@ class OutageLog:
                 return
             if not self._outages:
                 self._ended_s += self._clock() - self._began
-        self.tell(text)
+        self._show(text)
 
     def seconds(self) -> float:
         """Seconds so far in which at least one service was away."""
@@ -130,6 +132,15 @@ class OutageLog:
 
     def tell(self, text: str) -> None:
         """Tell the user that something has failed, or works again, though the run goes on."""
+        self._told.append(text)
+        self._show(text)
+
+    def take_told(self) -> list[str]:
+        """Return what was told since the last call, at most the last 64 texts: an explorer passes it to the trainer."""
+        found = [self._told.popleft() for _ in range(len(self._told))]
+        return list(filter(None, found))
+
+    def _show(self, text: str) -> None:
         if text and not self._listeners:
             _log.warning("%s", text)
         for listener in self._listeners if text else ():

@@ -135,3 +135,36 @@ def test_vllm_and_the_native_engine_roll_out_together(tmp_path: Path) -> None:
     rolled = [(line["pid"], line["vllm"]) for line in told(tmp_path)]
     assert set(rolled) == {(pids["explorer 0"], True), (pids["explorer 1"], False)}
     assert min(rolled.count(each) for each in set(rolled)) >= 16
+
+
+TELLS = """
+import rollmill
+from rollmill.engines.native import NativeEngine
+from rollmill.waiting import OUTAGES
+
+counters, told = NativeEngine.counters, []
+NativeEngine.counters = lambda self: counters(self) | {"restarts": len(told)}
+
+
+@rollmill.workflow
+async def tells(task, policy, judge):
+    if not told:
+        told.append("vLLM's process was killed")
+        OUTAGES.tell(told[0])
+    return await judge(await policy.complete(task.prompt))
+"""
+"""An engine that was restarted in the first rollout of its process."""
+
+
+@pytest.mark.slow
+def test_what_an_explorer_gets_over_is_in_the_runs_log_and_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    (tmp_path / "tells.py").write_text(TELLS)
+    keys = {"workflow": "tells", "plugins": ["tells.py"], "placement": {"name": "ray", "explorers": 1}, "steps": 2}
+    path = tiny_run(tmp_path, **GRPO | keys | {"evaluation": None})
+    view = Texts()
+    rollmill.run(path, out=tmp_path / "out", view=view)
+    told = [each for each in view.texts if "was killed" in each]
+    assert [each.partition(": ")[2] for each in told] == ["vLLM's process was killed"]
+    assert (tmp_path / "out/events.jsonl").read_text().count("was killed") == 1
+    assert [each.get("engine/restarts") for each in metrics(tmp_path / "out") if "loss" in each] == [1.0, None]

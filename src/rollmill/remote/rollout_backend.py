@@ -35,6 +35,7 @@ from rollmill.rollout.base import OnGenerated, PartialRollout
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.trackers.trace import Trace
 from rollmill.types import Experience, Task
+from rollmill.waiting import OUTAGES
 from rollmill.weights import BroadcastSender, FolderSender, SharedMemorySender, WeightSender, shared_memory_folder
 
 if TYPE_CHECKING:
@@ -202,6 +203,8 @@ class RemoteRollouts:
         self._metrics += reply.metrics
         self._residents[name[0]] = reply.residents
         self._counters[name] = reply.counters
+        for text in reply.told:
+            OUTAGES.tell(f"{name[0]}: {text}")
         return reply
 
     async def offload(self) -> None:

@@ -28,6 +28,7 @@ from rollmill.remote.explorer_memory import ExplorerMemory
 from rollmill.rollout import Explorer
 from rollmill.trackers.trace import Span, Trace
 from rollmill.types import Experience, StopReason, Task
+from rollmill.waiting import OUTAGES
 from rollmill.weights import (
     BroadcastReceiver,
     FolderReceiver,
@@ -87,6 +88,7 @@ class RolloutReply:
     counters: dict[str, float] = field(default_factory=dict)  #: counts of rewards since the start of the process
     counts: dict[str, float] = field(default_factory=dict)  #: counts of rollouts by a workflow
     residents: dict[str, int] = field(default_factory=dict)  #: bytes of what the process holds, by component
+    told: list[str] = field(default_factory=list)  #: failures that the process got over
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class StageWorker:
         place = Path(setup.weights_address) if self._reads_itself else None
         self._engine = build_engine(self._policy, stage, setup.precision, place)
         self._version = -1  # of the weights received; -1: none yet
+        self._restarts = 0.0  # of the engine's process, at the last reply
         self._publisher: WeightPublisher
         if self._reads_itself:
             self._publisher = InPlacePublisher(self._engine)
@@ -170,14 +173,21 @@ class StageWorker:
         explorer = self._made[request.stage]
         experiences = await self._generate(explorer, request)
         offset, memory = time.time() - time.perf_counter(), self._memory
+        restarts_before, self._restarts = self._restarts, float(self._engine.counters().get("restarts", 0))
+        restarts = self._restarts - restarts_before
         return RolloutReply(
             experiences,
             shift_spans(self._trace.take(), offset),
             self.tokens_generated,
-            [each.metrics() for each in self._explorers] + ([] if memory is None else [memory.metrics()]),
+            [
+                *(each.metrics() for each in self._explorers),
+                *([] if memory is None else [memory.metrics()]),
+                *([{"engine/restarts": restarts}] if restarts else []),
+            ],
             sum_metrics([each.counters() for each in self._rewards]),
             explorer.take_counts(),
             {} if memory is None else memory.residents(),
+            OUTAGES.take_told(),
         )
 
     @property
