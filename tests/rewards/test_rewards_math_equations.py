@@ -152,6 +152,7 @@ def test_a_comparison_is_limited_by_its_steps() -> None:
     assert compare_formulas(["2x+2"], ["2(x+1)"], max_steps=0) == 1.0  # values decide, without any algebra
 
 
+@pytest.mark.slow
 def test_an_answer_beyond_the_limit_earns_nothing(judge: RewardManager) -> None:
     gold, answer = r"\sin x+\sin y=\sqrt{3}", r"\cos(xy)+\tan(x-y)+\ln(x+y)=\sqrt{2}"
     found = judged(judge, gold, f"\\boxed{{{answer}}}")
