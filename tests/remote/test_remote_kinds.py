@@ -157,14 +157,15 @@ async def tells(task, policy, judge):
 
 
 @pytest.mark.slow
-def test_what_an_explorer_gets_over_is_in_the_runs_log_and_metrics(tmp_path: Path) -> None:
+def test_what_an_explorer_gets_over_is_in_the_runs_log_and_metrics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     (tmp_path / "tells.py").write_text(TELLS)
     keys = {"workflow": "tells", "plugins": ["tells.py"], "placement": {"name": "ray", "explorers": 1}, "steps": 2}
     path = tiny_run(tmp_path, **GRPO | keys | {"evaluation": None})
-    view = Texts()
-    rollmill.run(path, out=tmp_path / "out", view=view)
-    told = [each for each in view.texts if "was killed" in each]
+    rollmill.run(path, out=tmp_path / "out")
+    told = [each for each in capsys.readouterr().out.splitlines() if "was killed" in each]
     assert [each.partition(": ")[2] for each in told] == ["vLLM's process was killed"]
     assert (tmp_path / "out/events.jsonl").read_text().count("was killed") == 1
     assert [each.get("engine/restarts") for each in metrics(tmp_path / "out") if "loss" in each] == [1.0, None]
