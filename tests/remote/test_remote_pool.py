@@ -31,6 +31,7 @@ from rollmill.remote.run_state import (
     describe_explorers,
     read_trainer_status,
 )
+from rollmill.remote.stage_worker import RolloutReply
 from rollmill.remote.worker_pool import WorkerLostError, WorkerNotReadyError, WorkerPool
 from rollmill.trackers.heartbeat import HeartbeatWriter
 from rollmill.waiting import OUTAGES, Outage
@@ -163,7 +164,7 @@ class Stage:
         self.asked.append(request.group)
         while self.asked.count(request.group) < 2:
             await asyncio.sleep(0.001)
-        return request.group
+        return RolloutReply([], [], 0, counts={request.group: 1})
 
     async def close(self) -> None: ...
 
@@ -211,7 +212,7 @@ def test_what_an_explorer_drops_because_it_begins_again_is_done_again() -> None:
         await asyncio.sleep(0.01)
         handle.loses.set()
         async with asyncio.timeout(30):
-            assert [(await call)[1] for call in calls] == ["lost", "dropped"]
+            assert [(await call)[1].counts for call in calls] == [{"lost": 1}, {"dropped": 1}]
         assert pool.replaced == 1
         await pool.end("stage")
 

@@ -115,7 +115,8 @@ class RunSettings(TypedDict, total=False):
     embeddings."""
     precision: Literal["auto", "fp32", "bf16"]
     """Compute dtype over fp32 master weights. `auto` measures which is faster on this machine for the matrix products
-    of a step of the last stage: all linear layers, with the rows of its rollouts and of its passes."""
+    of a step of the last stage: all linear layers, with the rows of its rollouts and of its passes. It measures once:
+    later runs read the times from the cache folder, and so compute the same."""
     param_dtype: Literal["fp32", "bf16"]
     """Type of the weights, their gradients and AdamW's moments. `bf16` takes half the memory, and computes in bf16: for
     models that do not fit otherwise. Updates are rounded stochastically, since nearly all of them would be lost by
@@ -191,13 +192,17 @@ class RunSettings(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"]
     """Device of the model; auto uses a GPU if torch finds one."""
     threads: int | Literal["auto"]
-    """CPU threads of this process; auto measures. Two threads are often slower than one for small models."""
+    """CPU threads of this process; auto measures, once on each machine. Two threads are often slower than one for small
+    models."""
     placement: SectionLike
     """Assignment of components to processes: a name or a section."""
     mode: Literal["both", "explore", "train", "bench", "serve"]
     """Mode of `rollmill run`. `both`: roll out and train; `placement` selects the processes. `train`: train on the
-    rollouts of explorers that join as separate processes, or on what the buffer holds. `explore`: join such a run.
-    `bench`: evaluate the model. `serve`: serve it."""
+    rollouts of explorers that join as separate processes, or on what the buffer holds. `explore`: join such a run, or
+    fill a buffer without a trainer (`await_trainer: false`). `bench`: evaluate the model. `serve`: serve it."""
+    await_trainer: bool
+    """With mode `explore`: join a trainer, and wait for one. False: no trainer takes part; roll out the groups of all
+    steps at the weights of the model, and leave them in the buffer, for a trainer that starts there later."""
     trainer_away_s: float
     """With mode `explore`: longest time without a sign of life from the trainer, for example while it starts or
     resumes."""

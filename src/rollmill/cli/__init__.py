@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     atexit.register(gc.freeze)  # else Python looks for cycles among all objects before it exits: most of a second
     try:
         arguments = sys.argv[1:] if argv is None else list(argv)
-        require_usable_paths(arguments)
+        utf8 = sys.getfilesystemencoding() == "utf-8"
+        require_usable_paths(each for each in arguments if not utf8 or os.path.lexists(each))
         build_app(arguments[0] if arguments else None)(args=arguments, prog_name="rollmill")
     except ConfigError as error:
         _complain(str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from rollmill.config.placement import ExplorerSpec
 from rollmill.remote.stage_worker import OffloadReply, RolloutReply, RolloutRequest, StageWorker, WorkerSetup
@@ -80,7 +81,7 @@ class ExplorerWorker:
         try:
             reply = await task
             self.groups += 1
-            return reply
+            return replace(reply, told=self._outages.take_told())
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is not None and caller.cancelling():

@@ -28,7 +28,6 @@ from rollmill.remote.explorer_memory import ExplorerMemory
 from rollmill.rollout import Explorer
 from rollmill.trackers.trace import Span, Trace
 from rollmill.types import Experience, StopReason, Task
-from rollmill.waiting import OUTAGES
 from rollmill.weights import (
     BroadcastReceiver,
     FolderReceiver,
@@ -187,7 +186,6 @@ class StageWorker:
             sum_metrics([each.counters() for each in self._rewards]),
             explorer.take_counts(),
             {} if memory is None else memory.residents(),
-            OUTAGES.take_told(),
         )
 
     @property

@@ -75,7 +75,7 @@ class SimulatedStageWorker(StageWorker):
             process, site.costs, self._receiver.digests, max_sequences=site.max_sequences, shares_loop=False
         )
         self._publisher = InPlacePublisher(self._engine)
-        self._version, self._updating, self._interrupted = -1, None, -1
+        self._version, self._updating, self._interrupted, self._restarts = -1, None, -1, 0.0
         self._parts: set[int] = set()
         self._memory = None
         self._trace, self._explorers = Trace(), []
