@@ -51,7 +51,7 @@ FAMILIES = (
     *("poolside-Laguna-XS-2.1", "poolside-Laguna-XS.2", "gemma4", "gemma4_v5", "google-gemma-4-31B-it"),
     *("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731", "deepseek-v3 with tools", "tencent-Hy3"),
     *("xinference-Kimi-K2.5", "xinference-glm-5.1", "xinference-glm-5.2", "xinference-glm-5.3", "inkling"),
-    *("xinference-Qwen3-Coder", "xinference-qwen3.8-max", "xinference-MiniMax-M2.7"),
+    *("xinference-Qwen3-Coder", "xinference-qwen3.8-max", "xinference-MiniMax-M2.7", "xinference-deepseek-r1-0528"),
     # formats that no family knows, and that are learned from the template
     *("Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407", "ibm-granite-granite-4.0"),
     *("llama4", "lfm2_v2", "Cohere2MoE", "exaone4"),
