@@ -156,8 +156,8 @@ class Design:
 def write_files(folder: Path) -> Path:
     """Write the models, tasks and the environment that the run files name."""
     (folder / "echo.py").write_text(ECHO)
-    toy_checkpoint(folder / "text", "llama", max_position_embeddings=2048, num_key_value_heads=4)
-    # the family that vLLM has without torchvision; it has no kernel for smaller heads
+    # vLLM has no kernel for heads of less than 32; idefics3 is the family that it has without torchvision
+    toy_checkpoint(folder / "text", "llama", max_position_embeddings=2048, hidden_size=128, num_key_value_heads=4)
     picture_checkpoint(folder / "seeing", "idefics3", head_dim=32, max_position_embeddings=2048)
     for i in range(12):
         Image.new("RGB", (28 + 14 * (i % 3), 28), COLOURS[i % 4]).save(folder / f"{i}.png")
