@@ -58,7 +58,8 @@ def outcomes(folder: Path, variant: str, at: int) -> tuple[dict[str, Any], dict[
     """Of a run that was interrupted at a group's turn and resumed, and of one that was not."""
     (folder / "operators.py").write_text(OPERATOR)
     marker = folder / "pressed"
-    pipeline = [{"name": "Interrupted", "at": at, "marker": str(marker)}, MADE]
+    operator = {"name": "Interrupted", "at": at, "marker": str(marker), "sources": ["usual"]}  # others have no reward
+    pipeline = [operator, MADE]
     changes = {"plugins": [str(folder / "operators.py")], "pipeline": pipeline, "steps": 5, "checkpoint": {"every": 2}}
     path, view = tiny_run(folder, **(RL | changes | VARIANTS[variant])), PlainView(io.StringIO())
     with pytest.raises(KeyboardInterrupt):
