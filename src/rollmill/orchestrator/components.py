@@ -134,7 +134,7 @@ def build_rollouts(
 
 
 class RolloutStage(Protocol):
-    """What rollouts need of a stage."""
+    """The part of a stage that rollouts use: a trainer's stage, or one that explores alone."""
 
     @property
     def config(self) -> StageConfig: ...

@@ -154,9 +154,11 @@ async def _explore(loaded: LoadedRun, run_dir: Path, report: Callable[[str], Non
             publisher.close()
             rewards.close()
             buffers.close()
-    report(f"{made} groups are in the buffer; a trainer learns from them by: {_next_command(run_dir)}")
+    report(f"{made} groups are in the buffer; a trainer learns from them by: {_next_command(run_dir, config)}")
     return {"groups": made}
 
 
-def _next_command(run_dir: Path) -> str:
-    return f"rollmill run {run_dir}/config.yaml --set mode=train --out {run_dir}"
+def _next_command(run_dir: Path, config: StageConfig) -> str:
+    """The trainer's weights go on while it learns from the groups, which are all of the first version."""
+    stale = max(config.max_staleness, config.steps)
+    return f"rollmill run {run_dir}/config.yaml --set mode=train --set max_staleness={stale} --out {run_dir}"

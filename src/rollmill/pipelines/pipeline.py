@@ -101,7 +101,7 @@ class Pipeline:
         return found
 
     def describe_dropped(self) -> str:
-        """What the operators have dropped since `take_reports`, and why; empty if nothing."""
+        """List what the operators have dropped since `take_reports`, and why; empty if nothing."""
         found = [(name, report) for name, report in self.reports().items() if report.dropped]
         return "; ".join(
             f"`{name}` dropped {report.dropped} completions "
