@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bench import structure
 
 FILES = {
@@ -40,6 +42,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert details["carriers"] == ["Group"]
 
 
+@pytest.mark.slow
 def test_every_measure_with_a_target_is_counted() -> None:
     measures, _ = structure.static_measures(structure.SOURCE)
     by_running = {"step_files", "step_functions", "step_classes", "frames_to_the_step"}

@@ -182,6 +182,7 @@ INT8: dict[str, Any] = {"engine": {"name": "native", "weights": "int8"}}
 CORRECTED: dict[str, Any] = {"name": "grpo", "corrections": ["tis"]}
 
 
+@pytest.mark.slow
 @needs_int8
 def test_a_run_reports_the_mismatch_and_resumes(tmp_path: Path) -> None:
     whole = ran({}, tmp_path, "whole", **stages(INT8, CORRECTED))

@@ -72,6 +72,7 @@ def test_turns_are_those_of_an_engine_that_computes_everything(architecture: str
     assert plain.counters()["prefix_cache_hits"] == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(0, 60_000), st.integers(1, 9), st.integers(1, 5), st.sampled_from([None, "ab"]))
 def test_any_amount_of_memory_gives_the_same_turns(capacity: int, count: int, turns: int, stop: str | None) -> None:

@@ -152,6 +152,7 @@ def test_interrupted_twice_ends_at_once_with_older_checkpoints_whole(server: For
     clean(server.run("resume", "out", folder=tmp_path), 0)
 
 
+@pytest.mark.slow
 def test_interrupted_while_loading_ends_at_once(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text(
         "import time, pathlib\ndef rows():\n    pathlib.Path('loading').touch()\n"

@@ -65,6 +65,7 @@ def test_a_model_of_seven_billion_weights_on_the_kinds_of_gpus() -> None:
     assert 0.3 < rate / GPU_KINDS["h100"].flops <= 0.4
 
 
+@pytest.mark.slow
 def test_more_gpus_are_never_slower_and_what_limits_them_is_named() -> None:
     rollout = {"batch": 64, "group_size": 4, "max_new_tokens": 512}
     config = stage(rollout=rollout, max_staleness=1)

@@ -104,6 +104,7 @@ def past_policies(policy: PolicyModel, **section: Any) -> PastPolicies:
     return PastPolicies("opponent", 0, config, policy, build(policy.model), build, SamplingConfig())
 
 
+@pytest.mark.slow
 def test_proportions_and_schedule(run: Path) -> None:
     past = past_policies(weights(run, 0), every=3, keep=3)
     kept = [past.steps]
