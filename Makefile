@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check clean
+.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check clean
 
 setup: $(STAMP)
 
@@ -50,6 +50,15 @@ test-long: setup postgres-installed chromium-installed
 test-thorough: setup postgres-installed chromium-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 -m thorough
 
+# Run after each change of the structure: values, resume and modes are what they were, and nothing is slower. BEFORE is
+# the commit to compare with; short rounds are noisy, hence the generous limit.
+BEFORE ?= origin/main
+net: setup
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations 10 -m 'net and not service' tests/claims tests/modes
+	rm -rf build/net && git worktree prune && git worktree add --quiet --detach build/net/before $(BEFORE)
+	$(BIN)/python -m bench before build/net/before --folder build/net --at-least 0.9 --rounds 3 \
+		--only 'rollout m3,step m3,train_step m3,prefix m25,sampling,tail,grade,sandbox,buffer,asynchronous m3'
+
 # docs/reliability.md; with ARGS, a part of the board, and nothing is written: make fault-board ARGS="--only NAME"
 ARGS ?= --write
 fault-board: setup postgres-installed
@@ -73,6 +82,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m bench structure --check
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -127,6 +127,8 @@ def main(arguments: list[str], only_json: bool) -> None:
         "--only", default=",".join(CASES), help="cases to measure, with commas; others keep their results"
     )
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--at-least", type=float, default=0.0, help="end with an error if a best ratio is below this")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where before.json is written")
     args = parser.parse_args(arguments)
     checkout = args.checkout.resolve()
     if not (checkout / "src" / "rollmill").is_dir() or not (checkout / "bench" / "ours").is_dir():
@@ -134,7 +136,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout.strip()
     if unknown := set(args.only.split(",")) - set(CASES):
         raise BenchError(f"--only: there is no case `{min(unknown)}`; there are {', '.join(CASES)}")
-    found = _stored(commit)
+    found = _stored(commit, args.folder)
     for name in args.only.split(","):
         compared = CASES[name]
         note(f"{name}:")
@@ -153,16 +155,22 @@ def main(arguments: list[str], only_json: bool) -> None:
         )
         ours.ready["date"] = machine.describe()["date"]
         found[name] = ours, peer
-        _write(commit, found, only_json, done=False)
-    _write(commit, found, only_json, done=True)
+        cases = _write(commit, found, args.folder, only_json, done=False)
+    _write(commit, found, args.folder, only_json, done=True)
+    if slower := [f"{case.case} ({case.best_ratio:.2f})" for case in cases if case.best_ratio < args.at_least]:
+        raise BenchError(f"slower than {args.at_least} of {commit[:8]}: {', '.join(slower)}")
 
 
-def _write(commit: str, found: dict[str, tuple[Measured, Measured]], only_json: bool, *, done: bool) -> None:
-    """Write the results so far, in the order of `CASES`, and print them when `done`."""
+def _write(
+    commit: str, found: dict[str, tuple[Measured, Measured]], folder: Path, only_json: bool, *, done: bool
+) -> list[Case]:
+    """Write the results so far, in the order of `CASES`, print them when `done`, and return them."""
     names = [name for name in CASES if name in found]
     raw = [one for name in names for one in found[name]]
     cases = [case for name in names for case in _cases(name, commit, *found[name])]
-    finish("before", cases, versions=raw[0].ready["versions"], only_json=only_json, raw=raw, done=done)
+    versions = raw[0].ready["versions"]
+    finish("before", cases, versions=versions, only_json=only_json, folder=folder, raw=raw, done=done)
+    return cases
 
 
 def _cases(name: str, commit: str, ours: Measured, peer: Measured) -> Iterator[Case]:
@@ -177,9 +185,9 @@ def _cases(name: str, commit: str, ours: Measured, peer: Measured) -> Iterator[C
         yield Case(title, commit[:8], unit, ours.values(key), peer.values(key), higher, extra)
 
 
-def _stored(commit: str) -> dict[str, tuple[Measured, Measured]]:
+def _stored(commit: str, folder: Path) -> dict[str, tuple[Measured, Measured]]:
     """Results of earlier runs against the same commit on such a machine, by case: `--only` measures others anew."""
-    path = RESULTS / "before.json"
+    path = folder / "before.json"
     stored = json.loads(path.read_text()) if path.is_file() else {}
     if stored.get("peer_name") != commit[:8] or stored["machine"]["cpu"] != machine.describe()["cpu"]:
         return {}

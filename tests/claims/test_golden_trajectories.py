@@ -28,6 +28,7 @@ from rollmill.config.trainer import TrainerConfig
 from rollmill.trainer import Trainer
 from rollmill.types import Experience, ExperienceSource
 
+pytestmark = pytest.mark.net
 FILE = Path(__file__).with_name("golden_trajectories.json")
 STEPS, VOCAB, LIMIT, TOLERANCE = 10, 23, 16, 5e-4
 ALGORITHMS: dict[str, dict[str, Any]] = {

@@ -132,6 +132,15 @@ def test_kills_change_nothing_in_other_modes(server: Forks, tmp_path: Path, vari
     check(server, tmp_path, variant, kills=3, seed=3)
 
 
+@pytest.mark.net
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_kills_change_nothing_in_any_mode(server: Forks, tmp_path: Path, variant: str) -> None:
+    check(server, tmp_path, variant, kills=2, seed=6)
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)

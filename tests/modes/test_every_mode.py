@@ -122,7 +122,7 @@ def column_params(
     `make test-thorough`."""
     found = []
     for column in filter(only, COLUMNS):
-        marks = [pytest.mark.slow]
+        marks = [pytest.mark.slow, pytest.mark.net]
         if column.engine == "vllm":
             marks = [pytest.mark.service, needs_vllm]
             marks += [pytest.mark.thorough] * (starts_vllm or column.place is not Place.ONE_PROCESS)

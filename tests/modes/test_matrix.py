@@ -18,6 +18,7 @@ from rollmill.config.checks.modes import COLUMNS, FEATURES, MatrixCell, Place, i
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
 
+pytestmark = pytest.mark.net
 ROOT = Path(__file__).resolve().parents[2]
 BASE = {"model": {"new": {"hidden_size": 64}}, "taskset": {"path": "tasks.jsonl"}, "rewards": [{"name": "math"}]}
 CELLS = list(iter_cells())
