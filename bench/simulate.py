@@ -1,6 +1,6 @@
 """Steps per second of many workers, simulated with measured costs; two workers are also measured, as a check.
 
-Pacing, explorers, a trainer and weight transfers are simulated (src/rollmill/planning/simulation.py) with decode
+Pacing, explorers, a trainer and weight transfers are simulated (rollmill.apps.plan.planning.simulation) with decode
 passes, training times and transfers measured in the same run: GRPO on the 3.2M model, 8 prompts x 8 completions per
 step. Two workers share this machine, so each one's costs are measured while another process does the other one's work;
 without staleness they take turns, and costs are those of a single process. So are those of 8, 64 and 512 workers, whose
@@ -90,9 +90,9 @@ def simulated(
     costs: dict[str, Any], explorers: int, bound: int, batch: int, tokens: int, *, ranks: int = 1, steps: int = STEPS
 ) -> float:
     """Simulated steps per second."""
+    from rollmill.apps.plan.planning.simulation import simulate_stage
+    from rollmill.apps.plan.simulation.engine import SimulationCosts
     from rollmill.orchestrator.pacing import Pacing
-    from rollmill.planning.simulation import simulate_stage
-    from rollmill.simulation.engine import SimulationCosts
 
     passes = costs["passes"]
     step = SimulationCosts(
@@ -114,7 +114,7 @@ def training(costs: dict[str, Any], batch: int, ranks: int) -> list[float]:
 
     Ranks split the part that grows with the batch, and transfer gradients twice, at the rate of the weight transfer.
     """
-    from rollmill.planning.rollouts import fit_line
+    from rollmill.apps.plan.planning.rollouts import fit_line
 
     times = {int(size): values for size, values in costs["train_s"].items()}
     largest = max(times)

@@ -15,8 +15,10 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,6 @@ from rollmill.python_source import parse_python
 SOURCE = ROOT / "src" / "rollmill"
 LOOP = "orchestrator"  #: the package of the training loop
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-#: Packages from the bottom up: imports should point downwards.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "types", "seeds", "files", "python_source", "waiting", "progress", "ray_session", "startup"),
-    ("config", "registry", "user_code", "former_names"),
-    ("web", "sandbox", "models"),
-    ("algorithms", "engines", "data", "weights"),
-    ("buffer", "rewards", "trackers", "report"),
-    ("pipelines", "rollout", "trainer", "offload"),
-    ("audit", "feedback"),
-    ("orchestrator", "remote", "supervision"),
-    ("simulation",),
-    ("launch", "planning"),
-    ("quickstart", "serving", "ui"),
-    ("api",),
-    ("cli",),
-)
 #: Classes that carry a completion of one turn, from the engine to the loss.
 CARRIERS = (
     "SequenceState",
@@ -139,8 +125,8 @@ def main(arguments: list[str], only_json: bool) -> None:
         print(f"{'measure':<40}{'now':>8}{'target':>9}")
         for name, value in measures.items():
             print(f"{name.replace('_', ' '):<40}{value:>8}{TARGETS.get(name, ''):>9}")
-        for name, found in details.items() if args.details else ():
-            print(f"\n{name.replace('_', ' ')}:\n  " + "\n  ".join(found))
+        for title, listed in details.items() if args.details else ():
+            print(f"\n{title.replace('_', ' ')}:\n  " + "\n  ".join(listed))
     print(json.dumps(line))
 
 
@@ -182,7 +168,7 @@ def static_measures(source: Path) -> tuple[dict[str, Any], dict[str, list[str]]]
         packages[_package(name)] |= {_package(other) for other in others} - {_package(name)}
     for name in {each for others in packages.values() for each in others}:
         packages.setdefault(name, set())
-    in_circles = [name for found in _circles(packages) for name in found]
+    in_circles = [each for found in _circles(packages) for each in found]
     page = ROOT / "docs" / "architecture.md"
     details = {
         "carriers": [name for name in CARRIERS if name in places],
@@ -383,13 +369,20 @@ def _circles(imports: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+@cache
+def _ranks() -> dict[str, int]:
+    """Height of each package, by the layers that the import linter holds (pyproject.toml)."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = settings["contracts"][0]["layers"]
+    return {name: -height for height, names in enumerate(layers) for name in names.split(" : ")}
+
+
 def _points_up(name: str, other: str) -> bool:
-    ranks = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
-    one, two = (ranks.get(path.split("/")[0].removesuffix(".py")) for path in (name, other))
+    one, two = (_ranks().get(path.split("/")[0].removesuffix(".py")) for path in (name, other))
     return one is not None and two is not None and two > one
 
 
 def _mentions(source: Path, names: Iterable[str], pattern: str) -> list[str]:
     counts = Counter({name: len(re.findall(pattern, (source / name).read_text())) for name in names})
-    importers = "config/importing/"  # they name other frameworks' parts, and a new one need not be there
+    importers = "apps/importing/"  # they name other frameworks' parts, and a new one need not be there
     return sorted(name for name, count in counts.items() if count and importers not in name)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from waiting import answering
 
+from rollmill.apps.studio.feedback import FeedbackService, open_feedback
+from rollmill.apps.studio.feedback.server import build_server
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.config.model import TokenizerConfig
-from rollmill.feedback import FeedbackService, open_feedback
-from rollmill.feedback.server import build_server
 from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.trackers.rollout_log import RolloutLog

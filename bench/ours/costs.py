@@ -35,9 +35,9 @@ TRAINER = ("train_s", "publish_s")
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure the costs of a simulation, as JSON; training by the number of groups."""
-    from rollmill.planning.calibration import measure_weight_transfer
-    from rollmill.planning.measurement import record_engine_steps
-    from rollmill.planning.rollouts import EngineStepCosts
+    from rollmill.apps.plan.planning.calibration import measure_weight_transfer
+    from rollmill.apps.plan.planning.measurement import record_engine_steps
+    from rollmill.apps.plan.planning.rollouts import EngineStepCosts
 
     train: dict[int, list[float]] = {}
     around, judge, passes = [], [], []
@@ -71,7 +71,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 async def many_rows(engine: Any, args: argparse.Namespace) -> list[Any]:
     """Measure passes with the maximum number of completions."""
-    from rollmill.planning.measurement import record_engine_steps
+    from rollmill.apps.plan.planning.measurement import record_engine_steps
 
     with record_engine_steps(engine) as passes:
         await asyncio.gather(*asked(engine, args, MANY // args.group))

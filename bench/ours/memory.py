@@ -73,7 +73,7 @@ def run_file(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 def predicted_gib(path: Path, new_tokens: int) -> float:
     """Peak that `rollmill plan` predicts for a run file from the sizes of the model, in GiB."""
-    from rollmill.planning.estimate import estimate_run
+    from rollmill.apps.plan.planning.estimate import estimate_run
 
     stages = estimate_run(path, prompt_tokens=PROMPT, mean_tokens=new_tokens)
     return max(phase.total for stage in stages for phase in stage.memory.values()) / 2**30

@@ -15,7 +15,7 @@ from bench.worker import Channel, versions
 
 def predicted(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Predict by stage: seconds per step, tokens per second and memory peaks in GB."""
-    from rollmill.planning.planner import plan_run
+    from rollmill.apps.plan.planning.planner import plan_run
 
     found = {}
     for plan in plan_run(Path(args.config), overrides(args)):

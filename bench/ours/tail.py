@@ -145,7 +145,7 @@ class Clock:
 
 async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
     """Run the stage from its start at each command."""
-    from rollmill.planning.measurement import record_engine_steps
+    from rollmill.apps.plan.planning.measurement import record_engine_steps
 
     make = tail_stage(args)
     warm = make()

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from bench.simulation.scenario import Scenario
+from rollmill.apps.plan.simulation.components import digest_of, simulated_reward
+from rollmill.apps.plan.simulation.engine import shown_digest, simulated_tokens
+from rollmill.apps.plan.simulation.history import SimulationEvent
+from rollmill.apps.plan.simulation.stage import SimulatedStage
 from rollmill.buffer import ExperienceKind
 from rollmill.orchestrator.metrics import REPLAYED
 from rollmill.seeds import derive_seed
-from rollmill.simulation.components import digest_of, simulated_reward
-from rollmill.simulation.engine import shown_digest, simulated_tokens
-from rollmill.simulation.history import SimulationEvent
-from rollmill.simulation.stage import SimulatedStage
 from rollmill.types import Experience
 
 IMPORT = "import-"

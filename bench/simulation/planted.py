@@ -1,7 +1,7 @@
 """Bugs that are planted in the orchestrator's real code, one at a time, to see that the simulation finds them.
 
 A bug replaces text of one function while the simulation runs. Its text has to occur exactly once, so a change of that
-function shows here (`tests/simulation`).
+function shows here (`tests/apps/plan`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rollmill.apps.plan.simulation.engine import SimulationCosts
 from rollmill.config.run import StageConfig
-from rollmill.simulation.engine import SimulationCosts
 
 LOCAL, RAY, JOINED = "local", "ray", "joined"
 MEASURED: dict[str, float] = {

@@ -15,23 +15,23 @@ from sqlalchemy import Connection
 
 from bench.simulation.invariants import IMPORT, PROGRESS, InvariantChecks, ViolationError
 from bench.simulation.scenario import CLUSTERS, LOCAL, Fault, Scenario
+from rollmill.apps.plan.simulation.clock import ProcessKilled, SimulationStuckError, VirtualLoop, virtual_time
+from rollmill.apps.plan.simulation.components import SimulatedJudges, WeightShelf
+from rollmill.apps.plan.simulation.explorers import SimulatedNode, SimulatedSite
+from rollmill.apps.plan.simulation.history import EventHistory, SimulationEvent
+from rollmill.apps.plan.simulation.network import SimulatedLink
+from rollmill.apps.plan.simulation.stage import (
+    SimulatedDisk,
+    SimulatedRunSpec,
+    SimulatedStage,
+    SimulatedTrainerProcess,
+)
 from rollmill.buffer import Group
 from rollmill.buffer.base import IMPORTED
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
 from rollmill.errors import TrainerRankLostError
-from rollmill.simulation.clock import ProcessKilled, SimulationStuckError, VirtualLoop, virtual_time
-from rollmill.simulation.components import SimulatedJudges, WeightShelf
-from rollmill.simulation.explorers import SimulatedNode, SimulatedSite
-from rollmill.simulation.history import EventHistory, SimulationEvent
-from rollmill.simulation.network import SimulatedLink
-from rollmill.simulation.stage import (
-    SimulatedDisk,
-    SimulatedRunSpec,
-    SimulatedStage,
-    SimulatedTrainerProcess,
-)
 from rollmill.types import Experience, Turn
 
 _HEALTH_S, _RESTART_S, _LIVES = 10.0, 1.0, 30

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollmill
 from rollmill.cli import main
-from rollmill.report.model_card import find_starting_model, render_model_card
+from rollmill.cli.model_card import find_starting_model, render_model_card
 from rollmill.trackers.console import PlainView
 
 IDS = torch.arange(2, 12)[None]

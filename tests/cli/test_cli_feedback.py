@@ -16,8 +16,8 @@ import httpx
 import pytest
 from feedback_runs import everything, make_run
 
+from rollmill.apps.studio.feedback import open_feedback
 from rollmill.cli import main
-from rollmill.feedback import open_feedback
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 

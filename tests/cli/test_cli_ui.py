@@ -59,7 +59,7 @@ def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_missing_library_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("uvicorn", "rollmill.ui.app"):
+    for name in ("uvicorn", "rollmill.apps.studio.ui.app"):
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["ui", str(tmp_path)]) == 2
     assert "pip install 'rollmill[ui]'" in capsys.readouterr().err

@@ -73,21 +73,21 @@ RUN_ELSEWHERE = {
         "rollmill grade --reward judge --input answers.jsonl "
         "--option endpoint=http://localhost:8000/v1 --option model=Qwen/Qwen3-8B"
     ): "tests/rewards/test_rewards_judges_endpoint.py::test_grade_asks_an_endpoint",
-    "rollmill plan examples/minimal.yaml": "tests/planning/test_planning_plan.py::test_the_command",
+    "rollmill plan examples/minimal.yaml": "tests/apps/plan/test_planning_plan.py::test_the_command",
     "rollmill plan examples/minimal.yaml --cluster h100 --gpus 8,64,512 --prompt-tokens 256 --mean-tokens 1": (
-        "tests/planning/test_planning_cluster.py::test_the_command"
+        "tests/apps/plan/test_planning_cluster.py::test_the_command"
     ),
     "rollmill plan examples/minimal.yaml --model qwen3-8b --gpus 8xH200 --set rollout.max_new_tokens=2048": (
-        "tests/planning/test_planning_estimate.py::test_gpus_name_their_kind"
+        "tests/apps/plan/test_planning_estimate.py::test_gpus_name_their_kind"
     ),
-    "rollmill import-config grpo.yaml --out run.yaml": "tests/config/test_config_importing.py::test_the_command",
-    "python -m bench simulation --seeds 200": "tests/simulation/test_simulation_seeds.py::test_the_command",
+    "rollmill import-config grpo.yaml --out run.yaml": "tests/apps/importing/test_importing.py::test_the_command",
+    "python -m bench simulation --seeds 200": "tests/apps/plan/test_simulation_seeds.py::test_the_command",
     "python -m bench simulation --seed 38": (
-        "tests/simulation/test_simulation_seeds.py::test_a_seed_is_one_history_in_any_process"
+        "tests/apps/plan/test_simulation_seeds.py::test_a_seed_is_one_history_in_any_process"
     ),
-    "python -m bench simulation --bugs --seeds 120": "tests/simulation/test_simulation_planted.py::test_the_search",
+    "python -m bench simulation --bugs --seeds 120": "tests/apps/plan/test_simulation_planted.py::test_the_search",
     "rollmill plan examples/minimal.yaml --cores 8 --memory-gb 16 --json": (
-        "tests/planning/test_planning_plan.py::test_the_command"
+        "tests/apps/plan/test_planning_plan.py::test_the_command"
     ),
     "rollmill sandbox check": "tests/cli/test_cli_sandbox.py::test_check_says_what_each_backend_is_worth",
     (

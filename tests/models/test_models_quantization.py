@@ -17,6 +17,7 @@ from torch import nn
 from toys import toy_checkpoint
 from transformers import AutoModelForCausalLM
 
+from rollmill.apps.plan.planning.cluster_costs import read_cluster_model
 from rollmill.cli import main
 from rollmill.config.loader import load_run
 from rollmill.config.model import LoRAConfig, ModelConfig
@@ -28,7 +29,6 @@ from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.lora import adapted_layers, merged_weights
 from rollmill.models.quantization import QuantizedLinear, count_weights, full_weight, is_quantized
 from rollmill.offload.plan import estimate_component_sizes
-from rollmill.planning.cluster_costs import read_cluster_model
 from rollmill.trainer.parity import check_parity
 
 CPU = torch.device("cpu")

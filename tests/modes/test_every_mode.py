@@ -27,9 +27,9 @@ from rollmill.buffer import ExperienceKind, Group, open_run_store
 from rollmill.buffer.base import FEEDBACK, version_segments
 from rollmill.config.checks.modes import COLUMNS, Column, Place
 from rollmill.orchestrator.metrics import REPLAYED
-from rollmill.report.step_timeline import read_step_timelines
 from rollmill.trackers import read_metrics
 from rollmill.trackers.rollout_log import load_experiences
+from rollmill.trackers.step_timeline import read_step_timelines
 from rollmill.types import Experience, StopReason
 
 STEPS, GROUPS, KILLED_AFTER = 6, 4, 2

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from tiny import GRPO, SFT, tiny_run
 
+from rollmill.apps.studio.feedback import open_feedback
+from rollmill.apps.studio.feedback.requests import DemonstrateRequest, PreferRequest
 from rollmill.buffer import DATABASE_FILE, ExperienceKind, open_run_store
 from rollmill.buffer.base import IMPORTED
 from rollmill.cli import main
 from rollmill.errors import ConfigError, PipelineError
-from rollmill.feedback import open_feedback
-from rollmill.feedback.requests import DemonstrateRequest, PreferRequest
 from rollmill.launch import evaluate, resume, run
 from rollmill.trackers import read_metrics
 from rollmill.trackers.console import PlainView

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tiny import tiny_run
 
+from rollmill.apps.studio.feedback import open_feedback
+from rollmill.apps.studio.feedback.requests import DemonstrateRequest, PreferRequest
 from rollmill.cli import main
 from rollmill.errors import StoreError
-from rollmill.feedback import open_feedback
-from rollmill.feedback.requests import DemonstrateRequest, PreferRequest
 from rollmill.launch import resume, run
 from rollmill.trackers import read_metrics
 from rollmill.trackers.console import PlainView

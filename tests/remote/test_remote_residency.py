@@ -12,9 +12,9 @@ import pytest
 from forks import Forks, forks, send
 from tiny import outcome, tiny_run, trainer
 
-from rollmill.report.step_timeline import read_step_timelines
 from rollmill.trackers import read_metrics
 from rollmill.trackers.heartbeat import read_heartbeats
+from rollmill.trackers.step_timeline import read_step_timelines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

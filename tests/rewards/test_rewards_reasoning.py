@@ -10,8 +10,8 @@ import pytest
 from reward_helpers import completion, judged, task
 from rule_helpers import group, judge_of, reward, verdict
 
-from rollmill.audit.oracle import wrap_answer
-from rollmill.audit.reward_hacks import REWARD_HACKS
+from rollmill.apps.audit.oracle import wrap_answer
+from rollmill.apps.audit.reward_hacks import REWARD_HACKS
 from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError
 from rollmill.rewards import build_reward_manager

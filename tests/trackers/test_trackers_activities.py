@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from ui_runs import activities, heartbeat
 
+from rollmill.apps.studio.ui.run_details import process_timeline
 from rollmill.trackers import activity_log
 from rollmill.trackers.activity_log import Activity, ActivityLog, read_activities
 from rollmill.trackers.heartbeat import HeartbeatWriter, activity_file
-from rollmill.ui.run_details import process_timeline
 
 
 def test_a_process_writes_what_it_did(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_factory import evaluation_metrics, experience, make_run, rollouts, save_tokenizer, training_metrics
 
+from rollmill.apps.studio.report.charts import Series, draw_line_chart, nice_ticks
+from rollmill.apps.studio.report.run_report import write_report
 from rollmill.errors import ConfigError
-from rollmill.report.charts import Series, draw_line_chart, nice_ticks
-from rollmill.report.run_report import write_report
-from rollmill.report.step_timeline import phase_timeline, phase_totals
 from rollmill.trackers import MetricsLog, RolloutLog, write_summary
+from rollmill.trackers.step_timeline import phase_timeline, phase_totals
 
 
 class Page(HTMLParser):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.errors import RollmillError
-from rollmill.report.step_timeline import (
+from rollmill.trackers.step_timeline import (
     LEFT,
     RIGHT,
     TIMELINE_FILE,

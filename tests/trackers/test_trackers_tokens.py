@@ -7,7 +7,7 @@ import pytest
 from run_factory import encode, experience, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rollmill.report.tokens import advantage_levels, load_decoder, surprise_levels, token_texts
+from rollmill.trackers.token_texts import advantage_levels, load_decoder, surprise_levels, token_texts
 
 
 def test_the_newest_checkpoint_gives_the_tokenizer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import yaml
 from algorithm_batches import distance, trainer_of, watch_gradients
 
-from rollmill.config.importing import import_file, to_run_file
+from rollmill.apps.importing.conversion import import_file, to_run_file
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.trainer import TrainerConfig
 from rollmill.data import load_taskset

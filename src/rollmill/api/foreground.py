@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rollmill.orchestrator.interrupt import Interrupts
+from rollmill.plugins import call_hook
 from rollmill.startup import open_missing_streams
 from rollmill.trackers.console import RunView, Stages, make_view
 from rollmill.trackers.metrics_log import Metrics
@@ -123,8 +124,6 @@ class QueuedView:
 
 def _make_view(show_completions: int) -> RunView:
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if getattr(shell, "kernel", None) is None:
-        return make_view(show_completions)
-    from rollmill.api.notebook import NotebookView
-
-    return NotebookView(show_completions)
+    in_notebook = getattr(shell, "kernel", None) is not None
+    view: RunView | None = call_hook("notebook_view", show_completions) if in_notebook else None
+    return make_view(show_completions) if view is None else view

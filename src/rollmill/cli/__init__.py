@@ -17,6 +17,7 @@ import typer
 
 from rollmill import __version__
 from rollmill.errors import ConfigError, RollmillError, UserExitError, explain_path_error
+from rollmill.plugins import application_commands
 from rollmill.startup import interrupted_by_signals, open_missing_streams, require_usable_paths
 
 COMMANDS = {
@@ -24,15 +25,10 @@ COMMANDS = {
     "resume": "rollmill.cli.run:resume",
     "check": "rollmill.cli.check:command",
     "init": "rollmill.cli.first_run:init",
-    "import-config": "rollmill.cli.import_config:command",
     "quickstart": "rollmill.cli.first_run:quickstart",
     "eval": "rollmill.cli.run:evaluate",
     "bench": "rollmill.cli.bench:command",
-    "audit": "rollmill.cli.audit:command",
-    "plan": "rollmill.cli.plan:command",
     "status": "rollmill.cli.status:command",
-    "ui": "rollmill.cli.ui:command",
-    "report": "rollmill.cli.report:command",
     "scale": "rollmill.cli.scale:command",
     "show": "rollmill.cli.show:command",
     "grade": "rollmill.cli.grade:command",
@@ -42,8 +38,8 @@ COMMANDS = {
     "checkpoints": "rollmill.cli.checkpoints:command",
     "merge": "rollmill.cli.merge:command",
     "export": "rollmill.cli.export:command",
-    "feedback": "rollmill.cli.feedback:command",
     "serve": "rollmill.cli.serve:command",
+    **application_commands(),
 }
 """Command name -> module:function."""
 HANDLE_SIGNALS = ("run", "resume", "serve")

@@ -44,7 +44,7 @@ def command(
     """
     from rollmill.cli.printing import print_json
     from rollmill.files import atomic_write, to_jsonable
-    from rollmill.report.bench_report import render_bench_report
+    from rollmill.plugins import call_hook
 
     with quick_imports():
         from rollmill.orchestrator.bench import bench, settings_of
@@ -56,8 +56,7 @@ def command(
     found = to_jsonable(results.to_json())
     atomic_write(out / "results.json", (json.dumps(found, allow_nan=False) + "\n").encode())
     atomic_write(out / "results.csv", results.to_csv().encode())
-    page = render_bench_report(found["results"], found["comparisons"])
-    atomic_write(out / "bench.html", page.encode("utf-8", "backslashreplace"))
+    call_hook("write_bench_report", out, found["results"], found["comparisons"])
     if as_json:
         print_json({key: found[key] for key in ("results", "comparisons")})
         return

@@ -15,7 +15,7 @@ from rollmill.errors import CheckpointError, ConfigError, ModelError, RollmillEr
 if TYPE_CHECKING:
     import torch
 
-    from rollmill.report.model_card import StartingModel
+    from rollmill.cli.model_card import StartingModel
 
 DTYPES = ("auto", "bf16", "fp32", "fp16")
 _NAMES = {
@@ -45,9 +45,9 @@ def command(
     """Write a checkpoint of a run as a Hugging Face folder, with a model card made from the run."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype is {', '.join(DTYPES)}, not {dtype!r}")
+    from rollmill.cli.model_card import find_starting_model
     from rollmill.config.yaml_file import read_plain_yaml
     from rollmill.orchestrator.eval_targets import CheckpointTarget, find_eval_targets
-    from rollmill.report.model_card import find_starting_model
     from rollmill.trackers.rollout_log import check_run_dir
 
     [target, *others] = find_eval_targets([check_run_dir(run)], step)
@@ -145,11 +145,11 @@ def _write(
     """
     from safetensors import SafetensorError
 
+    from rollmill.cli.model_card import CARD, render_model_card
     from rollmill.files import new_folder
     from rollmill.models.classifier import REWARD_MODEL_FOLDER
     from rollmill.models.lora import ADAPTER_FOLDER
     from rollmill.orchestrator.manifest import model_files, verifying
-    from rollmill.report.model_card import CARD, render_model_card
 
     source = checkpoint / REWARD_MODEL_FOLDER if (checkpoint / REWARD_MODEL_FOLDER).is_dir() else checkpoint
     try:

@@ -108,8 +108,8 @@ def _show_step(run: Path, step: int, as_json: bool) -> None:
 def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool, as_json: bool) -> None:
     from rollmill.data.images import image_refs_of
     from rollmill.data.picture_turns import picture_places
-    from rollmill.report.tokens import load_decoder, token_texts
     from rollmill.trackers.rollout_log import encode_experience
+    from rollmill.trackers.token_texts import load_decoder, token_texts
 
     step, found = _find(run, step, task)
     decode = load_decoder(run)
@@ -154,8 +154,8 @@ def _coloured(experience: Experience, texts: Sequence[str], colour: str) -> Text
     from rich.console import Console
     from rich.text import Text
 
-    from rollmill.report.tokens import advantage_levels, surprise_levels
     from rollmill.trackers.console import printable
+    from rollmill.trackers.token_texts import advantage_levels, surprise_levels
 
     by_advantage = colour == "advantage"
     levels = advantage_levels(experience) if by_advantage else surprise_levels(experience)

@@ -14,15 +14,15 @@ import rollmill.trackers.rollout_log as rollouts
 from rollmill.config.trackers import MonitorConfig, ServiceTrackerSection, TrackerSection
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import explain_write_errors, sync
+from rollmill.plugins import call_hook
 from rollmill.registry import build_component
-from rollmill.report.run_report import write_report
-from rollmill.report.step_timeline import TIMELINE_FILE, drop_steps_after, write_step_timeline
 from rollmill.trackers.background import BackgroundTracker
 from rollmill.trackers.console import RunView, Stages
 from rollmill.trackers.event_log import INCIDENT, STUCK, record_event
 from rollmill.trackers.metric_names import add_names
 from rollmill.trackers.metrics_log import Metrics, MetricsLog, TrackedRun, Tracker, read_metrics, write_summary
 from rollmill.trackers.rollout_log import RolloutLog
+from rollmill.trackers.step_timeline import TIMELINE_FILE, drop_steps_after, write_step_timeline
 from rollmill.trackers.trace import Span
 from rollmill.types import Experience
 from rollmill.waiting import OUTAGES
@@ -128,7 +128,7 @@ class Monitor:
         if summary is not None:
             write_summary(self._run_dir, summary)
             if self._config.report:
-                write_report(self._run_dir)
+                call_hook("write_run_report", self._run_dir)
 
     def open_trackers(self, resumed_after: int | None = None) -> None:
         """Open the trackers, unless they are open; the first record opens them at the latest.

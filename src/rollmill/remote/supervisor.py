@@ -20,13 +20,13 @@ from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.setup import read_run_id
 from rollmill.orchestrator.summary import summarise_complete_run
+from rollmill.plugins import call_hook
 from rollmill.ray_session import abandon_ray, join, ray_module
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
 from rollmill.remote.ray_scaling import ExplorerActors, ExplorerScaling, explorer_needs, number_of_explorers
 from rollmill.remote.rollout_backend import remove_stale_weights
 from rollmill.remote.trainer_actor import Execute, RunEnded, RunStalled, TrainerActor, ViewCall
 from rollmill.remote.worker_pool import SHUTDOWN_S, START_S
-from rollmill.report.run_report import write_report
 from rollmill.supervision.budget import RestartBudget
 from rollmill.supervision.memory import MemoryReduction
 from rollmill.trackers.console import PlainView, RunView, make_view
@@ -212,7 +212,7 @@ class Supervisor:
         self._view.message("Ray has died after the last step; the run is complete")
         write_summary(self._run_dir, summary)
         if self._loaded.config.monitor.report:
-            write_report(self._run_dir)
+            call_hook("write_run_report", self._run_dir)
         return summary
 
     async def _clear_up(self, gone: _TrainerLostError) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import rollmill.report.charts as charts
-from rollmill.report.charts import LineChart, MetricsRow, Series
 from rollmill.trackers.eval_metrics import accuracies
+from rollmill.trackers.metrics_log import is_finite_number
 
 _RECENT = 60  # rewards that are kept for a curve
 
@@ -41,7 +40,7 @@ class DomainProgress:
         if (stage := row.get("stage")) is not None and stage != self._stage:
             self._stage, self._rewards, self._shares, self._paused = stage, {}, {}, {}
         for key, value in accuracies(row).items():
-            if charts.is_plottable(value):
+            if is_finite_number(value):
                 name, _, what = key.rpartition("/")
                 if what == "sampled" or f"eval/{name}/sampled" not in row:
                     self._accuracies[name] = float(value)
@@ -85,39 +84,3 @@ def batch_shares(row: Mapping[str, Any]) -> dict[str, float]:
         return {}
     drawn = [key.split("/")[1] for key in row if key.startswith("tasks/") and key.endswith("/share")]
     return {name: groups.get(name, 0.0) / total for name in dict.fromkeys([*drawn, *groups])}
-
-
-def domain_charts(rows: Sequence[MetricsRow]) -> list[LineChart | None]:
-    """Draw charts with a line per domain: reward, accuracy, share of the batch, pauses."""
-    shares = [batch_shares(row) for row in rows]
-    names = sorted({name for each in shares for name in each})
-    by_step = [
-        row | {f"batch/{name}": share for name, share in each.items()} for row, each in zip(rows, shares, strict=True)
-    ]
-
-    def draw(title: str, caption: str, series: Callable[[str], Series], low: float | None = 0.0) -> LineChart | None:
-        return charts.draw_line_chart(title, caption, [series(name) for name in names], by_step, low)
-
-    sampled = {name for name in names if any(f"eval/{name}/sampled" in row for row in rows)}
-    return [
-        draw(
-            "Reward by domain",
-            "Mean of its completions in a batch",
-            lambda name: Series(f"domain/{name}/reward", name, smooth=True),
-            None,
-        ),
-        draw(
-            "Accuracy by domain",
-            "Share of the domain's held-out tasks solved",
-            lambda name: Series(f"eval/{name}/{'sampled' if name in sampled else 'greedy'}", name, dots=True),
-        ),
-        draw(
-            "Share of the batch",
-            "Groups of the domain, of all of a step",
-            lambda name: Series(f"batch/{name}", name, smooth=True),
-        ),
-        draw(
-            "Replayed groups by domain", "Per step", lambda name: Series(f"domain/{name}/replayed", name, smooth=True)
-        ),
-        draw("Pauses", "1 while the domain is left out", lambda name: Series(f"tasks/{name}/paused", name)),
-    ]

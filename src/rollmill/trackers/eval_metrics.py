@@ -1,15 +1,14 @@
-"""Finds and plots the evaluation metrics of a run."""
+"""Finds the evaluation metrics of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import rollmill.report.charts as charts
-from rollmill.report.charts import LineChart, MetricsRow, Series
+from rollmill.trackers.metrics_log import is_finite_number
 
 EVAL_PREFIX = "eval/"
-_ACCURACIES = ("greedy", "sampled")
+ACCURACIES = ("greedy", "sampled")
 
 
 def has_evaluation(row: Mapping[str, Any]) -> bool:
@@ -22,7 +21,7 @@ def accuracies(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key.removeprefix(EVAL_PREFIX): value
         for key, value in row.items()
-        if key.startswith(EVAL_PREFIX) and key.rpartition("/")[2] in _ACCURACIES
+        if key.startswith(EVAL_PREFIX) and key.rpartition("/")[2] in ACCURACIES
     }
 
 
@@ -31,7 +30,7 @@ def first_accuracy(row: Mapping[str, Any], order: Sequence[str] = ("sampled", "g
     found = accuracies(row)
     for what in order:
         for key, value in found.items():
-            if key.rpartition("/")[2] == what and charts.is_plottable(value):
+            if key.rpartition("/")[2] == what and is_finite_number(value):
                 return float(value)
     return None
 
@@ -46,33 +45,3 @@ def eval_sets_in(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
                 if what not in found.setdefault(name, []):
                     found[name].append(what)
     return found
-
-
-def evaluation_charts(rows: Sequence[MetricsRow]) -> list[LineChart | None]:
-    """Draw charts for every set: its accuracies, pass@k and the like, and rewards that are no accuracies."""
-    drawn: list[LineChart | None] = []
-    for name, measures in eval_sets_in(rows).items():
-        title = name or "Accuracy"
-        simple = [each for each in _ACCURACIES if each in measures]
-        several = [each for each in measures if "@" in each]
-        drawn.append(charts.draw_line_chart(title, "Share of held-out tasks solved", _lines(name, simple), rows, 0.0))
-        for what in dict.fromkeys(each.partition("@")[0] for each in several):
-            chosen = [each for each in several if each.startswith(f"{what}@")]
-            caption = {"pass": "One of k is correct", "maj": "A vote of k is correct", "mean": "Mean of k"}[what]
-            drawn.append(charts.draw_line_chart(f"{what}@k {name}".strip(), caption, _lines(name, chosen), rows, 0.0))
-        key = f"{EVAL_PREFIX}{name}/reward" if name else f"{EVAL_PREFIX}reward"
-        if any(charts.is_plottable(row.get(key)) and not 0 <= row[key] <= 1 for row in rows) or not simple:
-            line = Series(key, "mean reward", dots=True)
-            drawn.append(charts.draw_line_chart(f"Reward {name}".strip(), "Mean of an evaluation", [line], rows))
-    return drawn
-
-
-def _lines(name: str, measures: Sequence[str]) -> list[Series]:
-    lines = []
-    for each in measures:
-        key = f"{EVAL_PREFIX}{name}/{each}" if name else f"{EVAL_PREFIX}{each}"
-        if each == "greedy":
-            lines.append(Series(key, each, dots=True))
-        else:
-            lines.append(Series(key, f"{each}, 95 % interval", f"{key}_low", f"{key}_high", dots=True))
-    return lines

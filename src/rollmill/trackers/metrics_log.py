@@ -55,6 +55,11 @@ def numbers(metrics: Metrics) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != "step" and isinstance(value, float | int)}
 
 
+def is_finite_number(value: object) -> bool:
+    """True for a number that is neither infinite nor nan: what a chart can show."""
+    return isinstance(value, float | int) and math.isfinite(value)
+
+
 class Tracker(Protocol):
     """Receives the metrics of a run. It is built from a `TrackedRun`, and again when the run resumes."""
 

@@ -1,1 +1,0 @@
-"""Checks of tasksets, rewards and environments before training."""
