@@ -8,16 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollmill.apps.studio.report.timelines import LEFT, RIGHT, draw_step_timeline
 from rollmill.errors import RollmillError
-from rollmill.trackers.step_timeline import (
-    LEFT,
-    RIGHT,
-    TIMELINE_FILE,
-    draw_step_timeline,
-    drop_steps_after,
-    read_step_timelines,
-    write_step_timeline,
-)
+from rollmill.trackers.step_timeline import TIMELINE_FILE, drop_steps_after, read_step_timelines, write_step_timeline
 from rollmill.trackers.trace import Span, Trace, max_queue_depth
 
 PHASES = ("rollout", "reward", "train")

@@ -13,9 +13,9 @@ from run_factory import evaluation_metrics, experience, make_run, rollouts, save
 
 from rollmill.apps.studio.report.charts import Series, draw_line_chart, nice_ticks
 from rollmill.apps.studio.report.run_report import write_report
+from rollmill.apps.studio.report.timelines import phase_timeline, phase_totals
 from rollmill.errors import ConfigError
 from rollmill.trackers import MetricsLog, RolloutLog, write_summary
-from rollmill.trackers.step_timeline import phase_timeline, phase_totals
 
 
 class Page(HTMLParser):
