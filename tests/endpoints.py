@@ -13,15 +13,15 @@ from unittest.mock import patch
 
 from toys import CONTEXT, toy_model, toy_tokenizer
 
+from rollmill.apps.serve.endpoint.middleware import AccessRules, Caller
+from rollmill.apps.serve.endpoint.server import EndpointServer
+from rollmill.apps.serve.endpoint.service import EndpointService, ServiceLimits, build_application_service
+from rollmill.apps.serve.endpoint.session import FinishedSession
+from rollmill.apps.serve.web import ConnectionLimits, open_listener
+from rollmill.apps.serve.web.keys import KeyRing, make_key
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.endpoint.middleware import AccessRules, Caller
-from rollmill.rollout.endpoint.server import EndpointServer
-from rollmill.rollout.endpoint.service import EndpointService, ServiceLimits, build_application_service
-from rollmill.rollout.endpoint.session import FinishedSession
-from rollmill.web import ConnectionLimits, open_listener
-from rollmill.web.keys import KeyRing, make_key
 
 KEY, CLIENT = "sk-test", "default"
 OTHER_KEY = "sk-other"
@@ -156,7 +156,7 @@ def running(
     try:
         server_of.call(server.start())
         with patch(
-            "rollmill.rollout.endpoint.handler.new_response_id",
+            "rollmill.apps.serve.endpoint.handler.new_response_id",
             lambda kind: f"{kind}-{generator.getrandbits(128):032x}",
         ):
             yield server_of

@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 from waiting import answering
 
+from rollmill.apps.serve.web import ConnectionLimits
+from rollmill.apps.serve.web.guard import TOKEN_CLIENT, RequestGuard
+from rollmill.apps.serve.web.keys import KeyRing, make_key
 from rollmill.apps.studio.feedback import FeedbackService, open_feedback
 from rollmill.apps.studio.feedback.server import build_server
 from rollmill.buffer import ExperienceKind, Group
@@ -19,9 +22,6 @@ from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Experience, StopReason, Turn
-from rollmill.web import ConnectionLimits
-from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
-from rollmill.web.keys import KeyRing, make_key
 
 TEXTS = ["".join(map(chr, range(32, 127))), "How many apples are 12 and 3? The answer is 15.\n" * 4]
 TOKENIZER = train_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), TEXTS)

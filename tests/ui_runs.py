@@ -20,6 +20,8 @@ import yaml
 from feedback_runs import END, TOKENIZER
 from waiting import answering
 
+from rollmill.apps.serve.web.guard import TOKEN_CLIENT, RequestGuard
+from rollmill.apps.serve.web.keys import KeyRing, make_key
 from rollmill.apps.studio.ui.server import open_server
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.rollout.recorder import Recorder
@@ -29,8 +31,6 @@ from rollmill.trackers.heartbeat import HeartbeatRecord, activity_file
 from rollmill.trackers.metrics_log import MetricsLog
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Completion, DraftUse, DraftUseArray, Experience, StopReason
-from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
-from rollmill.web.keys import KeyRing, make_key
 
 
 def config(run: Path, **changes: Any) -> None:

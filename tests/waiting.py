@@ -22,7 +22,7 @@ def wait_until(happened: Callable[[], bool], limit_s: float = 60.0) -> None:
 @contextmanager
 def answering(server: uvicorn.Server) -> Iterator[str]:
     """Run a server in a thread, at a free port; yields its address."""
-    from rollmill.web import open_listener
+    from rollmill.apps.serve.web import open_listener
 
     listener = open_listener("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

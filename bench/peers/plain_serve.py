@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException
 from transformers import AutoTokenizer
 
-from rollmill.web import open_listener, server_url
+from rollmill.apps.serve.web import open_listener, server_url
 
 CONTEXT = 4096
 

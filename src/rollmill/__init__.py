@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from rollmill.api.functions import evaluate as evaluate
     from rollmill.api.functions import grade as grade
     from rollmill.api.functions import resume as resume
-    from rollmill.api.functions import serve as serve
     from rollmill.api.trainable_policy import TrainablePolicy as TrainablePolicy
     from rollmill.api.training_run import TrainingRun as TrainingRun
+    from rollmill.apps.serve.functions import serve as serve
     from rollmill.data.operators.pipeline import task_operator as task_operator
     from rollmill.data.samplers.custom import order as order
     from rollmill.launch import run as run
@@ -57,7 +57,6 @@ _HOMES = {
     "evaluate": "rollmill.api.functions",
     "grade": "rollmill.api.functions",
     "resume": "rollmill.api.functions",
-    "serve": "rollmill.api.functions",
     "run": "rollmill.launch",
     "task_operator": "rollmill.data.operators.pipeline",
     "load_experiences": "rollmill.trackers.rollout_log",
@@ -100,6 +99,11 @@ def __getattr__(name: str) -> Any:
 
         with quick_imports():
             return getattr(import_module(_HOMES[name]), name)
+    if name in __all__:  # of an application
+        from rollmill.plugins import find_application
+
+        if (function := find_application("FUNCTIONS", name)) is not None:
+            return function
     if name[:1].isupper() and name in (found := import_module("rollmill.api.algorithms").algorithm_classes()):
         return found[name]
     raise AttributeError(f"module 'rollmill' has no attribute '{name}'")

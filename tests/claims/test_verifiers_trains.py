@@ -21,7 +21,7 @@ HERE = {"taskset": SUMS, "python": str(OWN), "options": {"size": 9}}
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not OWN.is_file(), reason="needs .venv-verifiers/bin/python: make verifiers-setup")
 def test_rollouts_of_verifiers_are_learned_from(tmp_path: Path) -> None:
-    pytest.importorskip("rollmill.rollout.endpoint.policy_endpoint", reason="needs the explorer's endpoint")
+    pytest.importorskip("rollmill.apps.serve.endpoint.policy_endpoint", reason="needs the explorer's endpoint")
     run = {
         "model": {"new": NEW_MODEL | {"context": 96}},
         "taskset": {"function": "rollmill.data.verifiers:rows", "options": HERE},

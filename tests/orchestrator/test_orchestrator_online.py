@@ -26,20 +26,20 @@ from tiny import trainer as trainer_of
 from toys import toy_checkpoint
 
 from rollmill import load_experiences
+from rollmill.apps.serve.endpoint import session_journal
+from rollmill.apps.serve.endpoint.middleware import AccessRules
+from rollmill.apps.serve.endpoint.service import ServiceLimits
+from rollmill.apps.serve.endpoint.session_journal import SESSIONS_FILE, SessionJournal
+from rollmill.apps.serve.serving import ServerAddress, serve_training
+from rollmill.apps.serve.web import open_listener
+from rollmill.apps.serve.web.keys import KeyRing, make_key
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError, CorruptFileError
 from rollmill.launch import resume, run
 from rollmill.orchestrator.batches import RolloutBatches
 from rollmill.orchestrator.traffic import TrafficBatches
-from rollmill.rollout.endpoint import session_journal
-from rollmill.rollout.endpoint.middleware import AccessRules
-from rollmill.rollout.endpoint.service import ServiceLimits
-from rollmill.rollout.endpoint.session_journal import SESSIONS_FILE, SessionJournal
-from rollmill.serving import ServerAddress, serve_training
 from rollmill.trackers.metrics_log import read_metrics
 from rollmill.trainer import Trainer
-from rollmill.web import open_listener
-from rollmill.web.keys import KeyRing, make_key
 
 KEY, OTHER_KEY = "sk-online", "sk-other"
 KEYS = KeyRing([make_key("owner", KEY), make_key("other", OTHER_KEY)])

@@ -17,14 +17,14 @@ from picture_models import picture_run
 from safetensors.torch import load_file
 
 import rollmill
+from rollmill.apps.serve.endpoint.middleware import AccessRules
+from rollmill.apps.serve.endpoint.service import ServiceLimits
+from rollmill.apps.serve.serving import ServerAddress, serve_training
+from rollmill.apps.serve.web import open_listener
+from rollmill.apps.serve.web.keys import KeyRing, make_key
 from rollmill.launch import resume
-from rollmill.rollout.endpoint.middleware import AccessRules
-from rollmill.rollout.endpoint.service import ServiceLimits
-from rollmill.serving import ServerAddress, serve_training
 from rollmill.trackers import load_experiences
 from rollmill.types import Experience
-from rollmill.web import open_listener
-from rollmill.web.keys import KeyRing, make_key
 
 KEY = "sk-online"
 COLOURS = """

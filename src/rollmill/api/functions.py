@@ -1,10 +1,9 @@
-"""The commands as functions: evaluate, grade, serve and resume, for models and data that a script holds."""
+"""The commands as functions: evaluate, grade and resume, for models and data that a script holds."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,12 +18,10 @@ from rollmill.config.rollout import RolloutConfig
 from rollmill.config.yaml_file import write_yaml
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write
-from rollmill.startup import open_missing_streams
 
 if TYPE_CHECKING:
     from rollmill.orchestrator.run_control import Callback
     from rollmill.rewards import RewardResult
-    from rollmill.serving import ModelServer
 
 _CONFIG = "config.yaml"
 
@@ -141,52 +138,3 @@ def _grade(rows: Sequence[Mapping[str, Any]], file: Path, workers: int | None) -
     if failure is not None:
         raise failure
     return list(found.values())
-
-
-def serve(
-    model: Any,
-    *,
-    tokenizer: Any = None,
-    step: int | None = None,
-    port: int = 0,
-    key: str | None = None,
-    name: str | None = None,
-    record: str | Path | None = None,
-    device: str = "auto",
-) -> ModelServer:
-    """Serve a model to clients of OpenAI's API, on this machine, from a thread of this process.
-
-    Args:
-        model: a run or its directory, a model's folder or hub id, or a loaded transformers model with `tokenizer`.
-        step: of a run's checkpoint; default: the newest.
-        port: 0 is any free one.
-        key: the API key. Default: a new one, in the attribute `key` of the server.
-        name: of the model, in responses. Default: that of the folder.
-        record: folder for the sessions that clients commit.
-
-    Returns the running server: `url`, `key`, `stop()`; a context manager, which stops it.
-    """
-    from rollmill.rollout.endpoint.middleware import AccessRules
-    from rollmill.rollout.endpoint.service import ServiceLimits
-    from rollmill.serving import ModelServer
-    from rollmill.web.keys import KeyRing, make_key
-
-    open_missing_streams()
-    secret = key or f"sk-{secrets.token_urlsafe(24)}"
-    rules = AccessRules("127.0.0.1", KeyRing([make_key("default", secret)]))
-    with TemporaryDirectory(prefix="rollmill-serve-") as temporary:
-        folder = model.folder if isinstance(model, TrainingRun) else model
-        if not (isinstance(folder, str | Path) and Path(folder).exists()):
-            folder = RunInputs(Path(temporary)).model(folder, tokenizer)["path"]
-        server = ModelServer(
-            Path(folder),
-            rules,
-            ServiceLimits(),
-            name or Path(folder).absolute().name,
-            port=port,
-            step=step,
-            record=None if record is None else Path(record),
-            device=device,
-        )
-    server.key = secret
-    return server.start()

@@ -38,7 +38,6 @@ COMMANDS = {
     "checkpoints": "rollmill.cli.checkpoints:command",
     "merge": "rollmill.cli.merge:command",
     "export": "rollmill.cli.export:command",
-    "serve": "rollmill.cli.serve:command",
     **application_commands(),
 }
 """Command name -> module:function."""

@@ -152,16 +152,19 @@ def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
 
 def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """Run `rollmill serve MODEL`, or `rollmill serve FILE --train` if applications make the rollouts."""
-    from rollmill.cli import serve
     from rollmill.config.workflows import TrafficWorkflow
+    from rollmill.plugins import find_application
 
     if as_json:
         raise ConfigError("--json: mode `serve` prints no result; leave it out")
+    serve = find_application("COMMANDS", "serve")
+    if serve is None:
+        raise ConfigError("mode `serve`: this installation of rollmill has no `rollmill serve` (rollmill.apps.serve)")
     if any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
-        serve.command(loaded.path, train=True, overrides=overrides, out=out)
+        serve(loaded.path, train=True, overrides=overrides, out=out)
         return
     if out is not None:
         raise ConfigError("--out: mode `serve` writes no run directory, unless it trains on `traffic`; leave it out")
     assert isinstance(loaded.config.model.path, Path)
     threads = None if loaded.config.threads == "auto" else loaded.config.threads
-    serve.command(loaded.config.model.path, threads=threads, device=loaded.config.device)
+    serve(loaded.config.model.path, threads=threads, device=loaded.config.device)

@@ -9,12 +9,12 @@ from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.metrics import sum_metrics
+from rollmill.plugins import call_hook
 from rollmill.rewards import RewardManager
 from rollmill.rollout import Explorer
 from rollmill.rollout.auxiliary_models import AuxiliaryModels
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.draft_cache import DraftCache
-from rollmill.rollout.endpoint.policy_endpoint import PolicyEndpoint
 from rollmill.rollout.resources import WorkflowResources, build_workflow
 from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.trackers.trace import Trace
@@ -49,7 +49,7 @@ class ExplorerFactory:
         self._resources = WorkflowResources(
             rewards,
             config.environment,
-            PolicyEndpoint(engine, chat, policy.context, config.rollout.deadline_s),
+            call_hook("policy_server", engine, chat, policy.context, config.rollout.deadline_s),
             tools=config.tools,
             models=self._models.sources,
             examples=[task for task in tasks if task.response is not None],

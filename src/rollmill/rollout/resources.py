@@ -14,10 +14,9 @@ from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import ConfigError
 from rollmill.registry import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS, build_component, import_object
 from rollmill.rewards import RewardManager
-from rollmill.rollout.endpoint.policy_endpoint import PolicyEndpoint
 from rollmill.rollout.environments.pool import EnvironmentPool
 from rollmill.rollout.tools.pool import ToolPool
-from rollmill.rollout.workflow import ResourceFactory, Rollout, RolloutScorer, Workflow, WorkflowFunction
+from rollmill.rollout.workflow import PolicyServer, ResourceFactory, Rollout, RolloutScorer, Workflow, WorkflowFunction
 from rollmill.types import Task
 
 
@@ -48,7 +47,7 @@ class WorkflowResources:
         self,
         rewards: RewardManager,
         environment: EnvironmentSection | None = None,
-        endpoint: PolicyEndpoint | None = None,
+        endpoint: PolicyServer | None = None,
         *,
         tools: Sequence[ToolSection] = (),
         models: Mapping[str, ResourceFactory] | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.content_parts import hide_pictures, show_pictures
@@ -45,6 +45,41 @@ class Rollout:
 
 ResourceFactory = Callable[[Rollout], AbstractAsyncContextManager[Any]]
 """Creates a workflow argument for one rollout, and closes it at the end."""
+
+
+class EndpointAccess(Protocol):
+    """The workflow argument `endpoint`: an OpenAI-compatible server that is this rollout's policy, and records."""
+
+    @property
+    def base_url(self) -> str:
+        """URL for OpenAI's clients; ends with /v1."""
+
+    @property
+    def address(self) -> str:
+        """URL of the server, for Anthropic's clients; /feedback is appended to it."""
+
+    @property
+    def api_key(self) -> str:
+        """Key of this rollout alone."""
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """Rewards posted to /feedback so far, by name."""
+
+    @property
+    def called(self) -> bool:
+        """True if the policy was asked at least once."""
+
+
+class PolicyServer(Protocol):
+    """Serves the policy to rollouts by programs and frameworks that take a base URL; starts at the first use."""
+
+    def one(self, rollout: Rollout, *, forced: bool = False) -> AbstractAsyncContextManager[EndpointAccess]:
+        """Serve one rollout. `forced`: requests cannot change temperature and truncation."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; may be called twice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from rollmill.config.workflows import ProgramWorkflow
 from rollmill.data.content_parts import sendable_prompt
 from rollmill.errors import WorkflowError
 from rollmill.files import to_jsonable
-from rollmill.rollout.endpoint.policy_endpoint import EndpointAccess
 from rollmill.rollout.policy import Policy
-from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
+from rollmill.rollout.workflow import EndpointAccess, RolloutScorer, WorkflowResult
 from rollmill.types import Task
 
 _TASK = "ROLLMILL_TASK"
@@ -42,7 +41,7 @@ class ProgramRunner:
         config = self._config
         async with self._places:
             printed = await _run(config, task, endpoint)
-        if not endpoint.session.recorder.calls:
+        if not endpoint.called:
             raise WorkflowError(
                 f"{_named(config, task)} never asked the policy; let it use OPENAI_BASE_URL and OPENAI_API_KEY "
                 "(or ANTHROPIC_...)"

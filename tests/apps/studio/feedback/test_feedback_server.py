@@ -14,12 +14,12 @@ import httpx
 import pytest
 from feedback_runs import Served, everything, served, shelf
 
+from rollmill.apps.serve.web import ConnectionLimits
+from rollmill.apps.serve.web.guard import RequestGuard
+from rollmill.apps.serve.web.keys import KeyRing, make_key
 from rollmill.apps.studio.feedback import open_feedback
 from rollmill.apps.studio.feedback.app import MAX_BODY
 from rollmill.buffer import ExperienceKind, Group
-from rollmill.web import ConnectionLimits
-from rollmill.web.guard import RequestGuard
-from rollmill.web.keys import KeyRing, make_key
 
 RATE = {"author": "env", "completion": "main-000005/1", "rating": 0.5}
 HTML = {"accept": "text/html"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ui_runs import config, dead_pid, evaluation, heartbeat, killed_run, make_run
 
+from rollmill.apps.serve.web import RequestRefusedError
 from rollmill.apps.studio.ui.catalog import RunCard, RunCatalog
 from rollmill.apps.studio.ui.comparison import config_difference, evaluation_differences, metric_differences
 from rollmill.apps.studio.ui.metric_columns import MetricColumns
@@ -16,7 +17,6 @@ from rollmill.apps.studio.ui.run_details import step_timeline
 from rollmill.errors import ConfigError
 from rollmill.trackers.heartbeat import keep_heartbeat
 from rollmill.trackers.metrics_log import write_summary
-from rollmill.web import RequestRefusedError
 
 
 def cards(root: Path) -> dict[str, RunCard]:

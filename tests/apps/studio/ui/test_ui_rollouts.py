@@ -11,11 +11,11 @@ import pytest
 from feedback_runs import completion
 from ui_runs import agent_rollout
 
+from rollmill.apps.serve.web import RequestRefusedError
 from rollmill.apps.studio.ui.catalog import RunCatalog
 from rollmill.apps.studio.ui.rollout_table import RolloutQuery, RolloutTable
 from rollmill.apps.studio.ui.token_view import read_experience, token_page, turn_tree
 from rollmill.trackers.rollout_log import RolloutLog
-from rollmill.web import RequestRefusedError
 
 TEXTS = ["100% sure", "50_50", "a\\b", "Straße", "'; DROP TABLE rollouts; --", "", "plain", "<b>"]
 

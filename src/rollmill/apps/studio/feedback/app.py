@@ -13,16 +13,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from rollmill.apps.serve.web import RequestRefusedError
+from rollmill.apps.serve.web.guard import RequestGuard
+from rollmill.apps.serve.web.middleware import BODY_S
+from rollmill.apps.serve.web.page_middleware import PageMiddleware
 from rollmill.apps.studio.feedback.pages import FeedbackPages
 from rollmill.apps.studio.feedback.requests import FeedbackError, parse_author, parse_request
 from rollmill.apps.studio.feedback.requests import FeedbackRequest as Feedback
 from rollmill.apps.studio.feedback.service import FeedbackService
 from rollmill.errors import RollmillError
 from rollmill.files import to_jsonable
-from rollmill.web import RequestRefusedError
-from rollmill.web.guard import RequestGuard
-from rollmill.web.middleware import BODY_S
-from rollmill.web.page_middleware import PageMiddleware
 
 MAX_BODY = 8 * 2**20
 _MOST_AT_ONCE, _MOST_LISTED = 1000, 1000

@@ -67,12 +67,12 @@ def command(
 
 
 def _serve(run: Path, host: str, port: int, author: str | None, browser: bool, keys_file: Path | None) -> None:
+    from rollmill.apps.serve.web import is_loopback, open_listener, server_url
+    from rollmill.apps.serve.web.guard import TOKEN_CLIENT, RequestGuard
+    from rollmill.apps.serve.web.keys import KeyRing, given_keys, make_key
     from rollmill.apps.studio.feedback import open_feedback
     from rollmill.apps.studio.feedback.requests import parse_author
     from rollmill.apps.studio.feedback.server import build_server
-    from rollmill.web import is_loopback, open_listener, server_url
-    from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
-    from rollmill.web.keys import KeyRing, given_keys, make_key
 
     name = parse_author(author or user_name())
     token = os.environ.get(TOKEN_VARIABLE) or None

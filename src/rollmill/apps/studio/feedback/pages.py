@@ -18,14 +18,14 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
+from rollmill.apps.serve.web import RequestRefusedError
+from rollmill.apps.serve.web.guard import CLIENT, TOKEN_CLIENT, RequestGuard
+from rollmill.apps.serve.web.keys import ANYONE
 from rollmill.apps.studio.feedback.rendering import CompletionCard, cards, escape_text
 from rollmill.apps.studio.feedback.requests import FeedbackError, parse_author, parse_request
 from rollmill.apps.studio.feedback.rollout_index import RolloutIndex, StoredGroup
 from rollmill.apps.studio.feedback.service import FeedbackService
 from rollmill.errors import RollmillError
-from rollmill.web import RequestRefusedError
-from rollmill.web.guard import CLIENT, TOKEN_CLIENT, RequestGuard
-from rollmill.web.keys import ANYONE
 
 # Lists of groups: filters, order and neighbours
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from rollmill.apps.serve.web import RequestRefusedError
 from rollmill.trackers.console import printable
-from rollmill.web import RequestRefusedError
 
 
 class FeedbackError(RequestRefusedError):

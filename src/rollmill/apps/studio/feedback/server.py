@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollmill.apps.serve.web import ConnectionLimits
+from rollmill.apps.serve.web.guard import RequestGuard
+from rollmill.apps.serve.web.middleware import BODY_S
 from rollmill.apps.studio.feedback.service import FeedbackService
 from rollmill.buffer import create_run_store
 from rollmill.errors import ConfigError
 from rollmill.trackers.rollout_log import check_run_dir
-from rollmill.web import ConnectionLimits
-from rollmill.web.guard import RequestGuard
-from rollmill.web.middleware import BODY_S
 
 if TYPE_CHECKING:
     import uvicorn
@@ -49,8 +49,8 @@ def build_server(
     try:
         import uvicorn
 
+        from rollmill.apps.serve.web.connections import server_config
         from rollmill.apps.studio.feedback.app import make_app
-        from rollmill.web.connections import server_config
     except ImportError as error:
         raise ConfigError(
             "`rollmill feedback` needs the fastapi and uvicorn libraries: pip install 'rollmill[feedback]'"

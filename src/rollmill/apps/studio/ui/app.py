@@ -21,6 +21,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from rollmill.apps.serve.web import RequestRefusedError
+from rollmill.apps.serve.web.guard import RequestGuard
+from rollmill.apps.serve.web.page_middleware import PageMiddleware
 from rollmill.apps.studio.ui.catalog import RunCatalog
 from rollmill.apps.studio.ui.comparison import config_difference, evaluation_differences, metric_differences
 from rollmill.apps.studio.ui.feedback_desks import FeedbackDesks
@@ -31,9 +34,6 @@ from rollmill.apps.studio.ui.seed_groups import compare_seeds, seed_groups
 from rollmill.apps.studio.ui.token_view import DecoderCache, read_experience, token_page, turn_tree
 from rollmill.errors import RollmillError
 from rollmill.files import to_jsonable
-from rollmill.web import RequestRefusedError
-from rollmill.web.guard import RequestGuard
-from rollmill.web.page_middleware import PageMiddleware
 
 _STATIC = {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _IMPORT_MAP = re.compile(rb'<script type="importmap">(.*?)</script>', re.DOTALL)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rollmill.apps.serve.web import RequestRefusedError
 from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.trackers.eval_metrics import EVAL_PREFIX, first_accuracy
@@ -19,7 +20,6 @@ from rollmill.trackers.heartbeat import CONFIG, planned_stages, process_state, r
 from rollmill.trackers.metrics_log import METRICS_FILE, SUMMARY_FILE, read_summary
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER
 from rollmill.trackers.step_timeline import TIMELINE_FILE
-from rollmill.web import RequestRefusedError
 
 _DEEPEST = 3
 _TAIL = 2**21

@@ -22,11 +22,11 @@ def command(
     browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show the runs in a folder in a browser: curves, completions token by token, timelines, comparisons."""
+    from rollmill.apps.serve.web import is_loopback, open_listener, server_url
+    from rollmill.apps.serve.web.guard import TOKEN_CLIENT, RequestGuard
+    from rollmill.apps.serve.web.keys import KeyRing, make_key
     from rollmill.apps.studio.feedback.command import run_until_signal, user_name
     from rollmill.apps.studio.ui.server import open_server
-    from rollmill.web import is_loopback, open_listener, server_url
-    from rollmill.web.guard import TOKEN_CLIENT, RequestGuard
-    from rollmill.web.keys import KeyRing, make_key
 
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
     if token is not None:

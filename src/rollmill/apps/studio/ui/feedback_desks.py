@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollmill.apps.serve.web import RequestRefusedError
 from rollmill.apps.studio.ui.catalog import RunCatalog
-from rollmill.web import RequestRefusedError
 
 if TYPE_CHECKING:
     from rollmill.apps.studio.feedback.service import FeedbackService

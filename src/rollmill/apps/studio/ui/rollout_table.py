@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rollmill.web import RequestRefusedError
+from rollmill.apps.serve.web import RequestRefusedError
 
 _NAME = re.compile(r"step-(\d{1,12})\.jsonl")
 _PROMPT, _RESPONSE = 1000, 4000

@@ -8,10 +8,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollmill.apps.serve.web import ConnectionLimits
+from rollmill.apps.serve.web.guard import RequestGuard
 from rollmill.apps.studio.ui.catalog import RunCatalog
 from rollmill.errors import ConfigError
-from rollmill.web import ConnectionLimits
-from rollmill.web.guard import RequestGuard
 
 if TYPE_CHECKING:
     import uvicorn
@@ -32,8 +32,8 @@ def open_server(folder: Path, guard: RequestGuard, author: str) -> Iterator[uvic
     try:
         import uvicorn
 
+        from rollmill.apps.serve.web.connections import server_config
         from rollmill.apps.studio.ui.app import RunViews, make_app
-        from rollmill.web.connections import server_config
     except ImportError as error:
         raise ConfigError(
             "`rollmill ui` needs the fastapi and uvicorn libraries: pip install 'rollmill[ui]'"
