@@ -17,7 +17,7 @@ from tiny import tiny_run
 from toys import toy_checkpoint
 
 import rollmill
-from rollmill import web as hosts
+from rollmill.apps.serve import web as hosts
 from rollmill.cli import main, serve
 from rollmill.errors import ConfigError
 

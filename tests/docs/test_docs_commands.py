@@ -102,15 +102,19 @@ RUN_ELSEWHERE = {
         "rollmill tasks score examples/minimal.yaml --by judge --endpoint http://localhost:8000/v1 "
         "--model Qwen/Qwen3-8B --out rated.jsonl"
     ): "tests/data/test_data_scoring.py::test_difficulty_as_a_judge_sees_it",
-    "pip install 'rollmill[feedback]'": "tests/apps/studio/test_cli_feedback.py::test_a_missing_library_is_named",
-    "rollmill feedback runs/minimal": "tests/apps/studio/test_cli_feedback.py::test_it_serves_until_it_is_interrupted",
-    "rollmill feedback runs/minimal --import-label-studio export.json": (
-        "tests/apps/studio/test_cli_feedback.py::test_label_studio_there_and_back"
+    "pip install 'rollmill[feedback]'": "tests/apps/studio/test_feedback_command.py::test_a_missing_library_is_named",
+    "rollmill feedback runs/minimal": (
+        "tests/apps/studio/test_feedback_command.py::test_it_serves_until_it_is_interrupted"
     ),
-    "pip install 'rollmill[ui]'": "tests/apps/studio/test_cli_ui.py::test_a_missing_library_is_named",
-    "rollmill ui runs": "tests/apps/studio/test_cli_ui.py::test_it_serves_until_it_is_interrupted",
-    "pip install 'rollmill[serve]'": "tests/apps/serve/test_cli_serve.py::test_a_missing_library_is_named",
-    "rollmill serve runs/minimal": "tests/apps/serve/test_cli_serve.py::test_a_checkpoint_is_served_recorded_and_ends_cleanly",
+    "rollmill feedback runs/minimal --import-label-studio export.json": (
+        "tests/apps/studio/test_feedback_command.py::test_label_studio_there_and_back"
+    ),
+    "pip install 'rollmill[ui]'": "tests/apps/studio/test_ui_command.py::test_a_missing_library_is_named",
+    "rollmill ui runs": "tests/apps/studio/test_ui_command.py::test_it_serves_until_it_is_interrupted",
+    "pip install 'rollmill[serve]'": "tests/apps/serve/test_serve_command.py::test_a_missing_library_is_named",
+    "rollmill serve runs/minimal": (
+        "tests/apps/serve/test_serve_command.py::test_a_checkpoint_is_served_recorded_and_ends_cleanly"
+    ),
     "rollmill buffer ls runs/mine --shelf usual --reward-at-most 0.2 --limit 5": (
         "tests/cli/test_cli_buffer.py::test_ls_filters"
     ),
