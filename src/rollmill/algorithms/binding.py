@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -47,8 +47,13 @@ def bind_correction(part: CorrectionSection) -> Callable[[LossInputs], Tensor]:
     return bind_inputs(_function(part), part, LossInputs._fields)
 
 
-def _function(part: NamedSection) -> Callable[..., Tensor]:
-    function: Callable[..., Tensor] = part.function or import_object(part.implementation)
+def bind_options(part: NamedSection) -> Callable[..., Any]:
+    """Binds the section's options to the function that it names; the inputs stay positional."""
+    return partial(_function(part), **part.arguments())
+
+
+def _function(part: NamedSection) -> Callable[..., Any]:
+    function: Callable[..., Any] = part.function or import_object(part.implementation)
     return function
 
 

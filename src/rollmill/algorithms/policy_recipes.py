@@ -1,10 +1,9 @@
-"""Builds recipes from the `algorithm` section of a run file."""
+"""Builds recipes from the `algorithm` section of a run file; here, those of policy-gradient algorithms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import rollmill.algorithms.advantages as advantages
 import rollmill.algorithms.kl as kl
-import rollmill.algorithms.losses as supervised
 from rollmill.algorithms.aggregation import get_aggregation
 from rollmill.algorithms.binding import (
     bind_advantage,
@@ -20,10 +18,9 @@ from rollmill.algorithms.binding import (
     bind_correction,
     bind_loss,
     bind_mask,
+    bind_options,
     bind_selection,
 )
-from rollmill.algorithms.losses import negative_log_likelihood
-from rollmill.algorithms.preference_recipes import build_preference_recipe
 from rollmill.algorithms.recipe import (
     AdvantageInputs,
     AdvantageResult,
@@ -33,67 +30,60 @@ from rollmill.algorithms.recipe import (
     Recipe,
     TokenAdvantageInputs,
 )
-from rollmill.algorithms.token_advantages import (
-    ValueTargets,
-    gae,
-    length_adaptive_lambda,
-    optimal_token_baseline,
-    reinforce_plus_plus,
-)
 from rollmill.config.algorithms.base import AlgorithmOptions, PolicyGradientOptions
-from rollmill.config.algorithms.baselines import BatchNormalised, RewardPartsNormalised
-from rollmill.config.algorithms.credit_assignment import GAE, OptimalTokenBaseline
-from rollmill.config.algorithms.demonstrations import CHORD, MIX, SFT, SFTImportance, SFTPhi
-from rollmill.config.algorithms.distillation import DistillationOptions, SelfDistill
-from rollmill.config.algorithms.preferences import DPO, KTO, ORPO
-from rollmill.types import ExperienceSource
+from rollmill.registry import import_object
 
 Weight = float | Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeSettings:
+    """What a recipe takes from the run besides the `algorithm` section.
+
+    Args:
+        max_new_tokens: maximum length of a completion, for the `constant` aggregation and the overlong penalty.
+        reward_weights: reward component -> its weight; only for advantages computed from components.
+    """
+
+    max_new_tokens: int
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+
+    def aggregation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Find the reduction of per-token terms by its name in the run file."""
+        return get_aggregation(name, max_length=self.max_new_tokens)
 
 
 def build_recipe(
     options: AlgorithmOptions, *, max_new_tokens: int, reward_weights: Mapping[str, float] | None = None
 ) -> Recipe:
-    """Builds the recipe of an `algorithm` section.
+    """Build the recipe of an `algorithm` section, by the function that its class names.
 
     Args:
         options: the section, one of the classes of `rollmill.config.algorithms` or a user's.
-        max_new_tokens: maximum length of a completion, for the `constant` aggregation and the overlong penalty.
-        reward_weights: reward component -> its weight; only for advantages computed from components.
+        max_new_tokens, reward_weights: of RecipeSettings.
     """
-    if isinstance(options, SFT):
-        terms = (
-            _expert_term(_imitation(options), 1.0, get_aggregation(options.aggregation, max_length=max_new_tokens)),
-        )
-        return Recipe(options.name, terms)
-    if isinstance(options, DPO | ORPO | KTO):
-        return build_preference_recipe(options)
-    if isinstance(options, DistillationOptions):
-        term = LossTerm("distill", _divergence, get_aggregation(options.aggregation, max_length=max_new_tokens))
-        return Recipe(options.name, (term,), distill=options, teacher_prompts=isinstance(options, SelfDistill))
-    assert isinstance(options, PolicyGradientOptions)
-    share: Weight = 1.0
-    expert: tuple[LossTerm, ...] = ()
-    token_mean = get_aggregation("token-mean", max_length=max_new_tokens)
-    if isinstance(options, MIX):
-        share = 1 - options.mu
-        expert = (_expert_term(negative_log_likelihood, options.mu, token_mean),)
-    if isinstance(options, CHORD):
-        mu = partial(
-            supervised.chord_mu, warmup=options.warmup, decay=options.decay, peak=options.peak, valley=options.valley
-        )
-        share = lambda step: 1 - mu(step)  # noqa: E731
-        fn = supervised.chord_sft if options.token_weights else negative_log_likelihood
-        expert = (_expert_term(fn, mu, token_mean),)
-    by_token = isinstance(options.advantage, BatchNormalised | OptimalTokenBaseline)
-    per_token = by_token or isinstance(options.advantage, GAE)
+    recipe: Recipe = import_object(options.recipe)(options, RecipeSettings(max_new_tokens, reward_weights or {}))
+    return recipe
+
+
+def policy_gradient(
+    options: PolicyGradientOptions, settings: RecipeSettings, *, share: Weight = 1.0, expert: Sequence[LossTerm] = ()
+) -> Recipe:
+    """Build the recipe of a policy-gradient algorithm.
+
+    Args:
+        share: weight of the terms on rollouts.
+        expert: further terms.
+    """
+    advantage = options.advantage
+    by_completion = not (advantage.per_token or advantage.uses_critic)
     return Recipe(
         options.name,
-        (*_policy_terms(options, max_new_tokens, share), *expert),
-        advantage=None if per_token else _advantage(options, max_new_tokens, reward_weights),
-        token_advantage=_token_advantage(options, max_new_tokens) if by_token else None,
-        critic_advantage=partial(_gae, options.advantage) if isinstance(options.advantage, GAE) else None,
-        critic=options.critic if isinstance(options.advantage, GAE) else None,
+        (*_policy_terms(options, settings, share), *expert),
+        advantage=_advantage(options, settings) if by_completion else None,
+        token_advantage=_token_advantage(options, settings) if advantage.per_token else None,
+        critic_advantage=bind_options(advantage) if advantage.uses_critic else None,
+        critic=options.critic if advantage.uses_critic else None,
         kl=options.kl,
         entropy=options.entropy,
         entropy_control=options.entropy_control,
@@ -117,7 +107,7 @@ def combine_recipes(stage: Recipe, domains: Mapping[str, Recipe]) -> Recipe:
         terms = recipe.terms
         if stage.kl.target is None:
             terms = tuple(
-                replace(term, weight=_scale_weight(term.weight, recipe.kl.coefficient), is_kl=False)
+                replace(term, weight=scale_weight(term.weight, recipe.kl.coefficient), is_kl=False)
                 if term.is_kl
                 else term
                 for term in terms
@@ -127,9 +117,9 @@ def combine_recipes(stage: Recipe, domains: Mapping[str, Recipe]) -> Recipe:
     return replace(stage, domains=fixed, uses_probabilities=stage.uses_probabilities or uses)
 
 
-def _policy_terms(options: PolicyGradientOptions, max_new_tokens: int, share: Weight) -> tuple[LossTerm, ...]:
+def _policy_terms(options: PolicyGradientOptions, settings: RecipeSettings, share: Weight) -> tuple[LossTerm, ...]:
     """Builds the policy loss, and KL penalty and entropy bonus if enabled, all multiplied by `share`."""
-    aggregate = get_aggregation(options.aggregation, max_length=max_new_tokens)
+    aggregate = settings.aggregation(options.aggregation)
     loss, weights = bind_loss(options.loss), [bind_correction(each) for each in options.corrections]
 
     def policy(inputs: LossInputs) -> Tensor:
@@ -151,30 +141,12 @@ def _policy_terms(options: PolicyGradientOptions, max_new_tokens: int, share: We
     adaptive = options.entropy_control is not None
     if options.entropy or adaptive:
         term = LossTerm("entropy", lambda inputs: inputs.entropy, aggregate, uses_entropy=True)
-        weight = _scale_weight(share, -1 if adaptive else -options.entropy)
+        weight = scale_weight(share, -1 if adaptive else -options.entropy)
         terms.append(replace(term, weight=weight, is_adaptive_entropy=adaptive))
     return tuple(terms)
 
 
-def _divergence(inputs: LossInputs) -> Tensor:
-    assert inputs.divergence is not None
-    return inputs.divergence
-
-
-def _expert_term(fn: Callable[[Tensor], Tensor], weight: Weight, aggregate: Callable[[Tensor], Tensor]) -> LossTerm:
-    """Builds an imitation term, with its own denominator over the expert experiences."""
-    return LossTerm("sft", lambda inputs: fn(inputs.logprob), aggregate, source=ExperienceSource.EXPERT, weight=weight)
-
-
-def _imitation(options: SFT) -> Callable[[Tensor], Tensor]:
-    if isinstance(options, SFTImportance):
-        return supervised.importance_sft
-    if isinstance(options, SFTPhi):
-        return partial(supervised.chord_sft, cutoff=options.cutoff)
-    return negative_log_likelihood
-
-
-def _scale_weight(weight: Weight, factor: float) -> Weight:
+def scale_weight(weight: Weight, factor: float) -> Weight:
     return (lambda step: weight(step) * factor) if callable(weight) else weight * factor
 
 
@@ -185,21 +157,24 @@ def _proximal(options: PolicyGradientOptions) -> Proximal:
 
 
 def _advantage(
-    options: PolicyGradientOptions, max_new_tokens: int, reward_weights: Mapping[str, float] | None
+    options: PolicyGradientOptions, settings: RecipeSettings
 ) -> Callable[[AdvantageInputs], AdvantageResult]:
-    function: Callable[[AdvantageInputs], Tensor]
+    by_part = bind_options(options.advantage)
+
+    def of_parts(inputs: AdvantageInputs) -> Tensor:
+        weights = list(_weights(inputs, settings.reward_weights).values())
+        values: Tensor = by_part(torch.stack(list(inputs.parts.values()), dim=1), inputs.groups, weights=weights)
+        return values
+
+    function = of_parts if options.advantage.uses_parts else bind_advantage(options.advantage)
     knows_episodes = options.advantage.uses_episodes
-    if isinstance(options.advantage, RewardPartsNormalised):
-        function = partial(_per_reward_advantage, options.advantage, reward_weights or {})
-    else:
-        function = bind_advantage(options.advantage)
 
     def advantage(inputs: AdvantageInputs) -> AdvantageResult:
-        inputs, counted = _shape_rewards(options, max_new_tokens, inputs)
+        inputs, counted = _shape_rewards(options, settings, inputs)
         if options.advantage.uses_greedy:
             counted = counted & ~inputs.greedy_rewards.isnan()
         if options.drop_uniform_groups and options.advantage.uses_parts:
-            parts = [inputs.parts[name] for name, weight in _weights(inputs, reward_weights or {}).items() if weight]
+            parts = [inputs.parts[name] for name, weight in _weights(inputs, settings.reward_weights).items() if weight]
             uniform = torch.stack([advantages.uniform_groups(part, inputs.groups) for part in parts]).all(0)
             counted = counted & ~uniform
         elif options.drop_uniform_groups:
@@ -235,49 +210,28 @@ def _advantage_by_episode(function: Callable[[AdvantageInputs], Tensor], inputs:
 
 
 def _shape_rewards(
-    options: PolicyGradientOptions, max_new_tokens: int, inputs: AdvantageInputs
+    options: PolicyGradientOptions, settings: RecipeSettings, inputs: AdvantageInputs
 ) -> tuple[AdvantageInputs, Tensor]:
     """Adds the overlong penalty; also returns which experiences have a reward."""
     if options.overlong_buffer:
-        penalty = advantages.overlong_penalty(inputs.lengths, max_new_tokens, options.overlong_buffer)
+        penalty = advantages.overlong_penalty(inputs.lengths, settings.max_new_tokens, options.overlong_buffer)
         inputs = inputs._replace(rewards=inputs.rewards + penalty, parts={**inputs.parts, "overlong": penalty.double()})
     return inputs, ~inputs.rewards.isnan()
 
 
 def _token_advantage(
-    options: PolicyGradientOptions, max_new_tokens: int
+    options: PolicyGradientOptions, settings: RecipeSettings
 ) -> Callable[[AdvantageInputs, Tensor, TokenAdvantageInputs], AdvantageResult]:
-    part = options.advantage
+    function = bind_options(options.advantage)
 
     def advantage(inputs: AdvantageInputs, sequence: Tensor, scores: TokenAdvantageInputs) -> AdvantageResult:
-        inputs, counted = _shape_rewards(options, max_new_tokens, inputs)
+        inputs, counted = _shape_rewards(options, settings, inputs)
         if options.drop_uniform_groups:
             counted = counted & ~advantages.uniform_groups(inputs.rewards, inputs.groups)
-        rewards, groups, episodes = inputs.rewards, inputs.groups, inputs.episodes
-        if isinstance(part, BatchNormalised):
-            values = reinforce_plus_plus(
-                rewards,
-                groups,
-                sequence,
-                scores.penalty,
-                episodes_S=episodes,
-                baseline=part.baseline,
-                ddof=part.ddof,
-            )
-        else:
-            assert isinstance(part, OptimalTokenBaseline)
-            assert scores.logprob is not None
-            assert scores.collision is not None
-            values = optimal_token_baseline(
-                rewards,
-                groups,
-                sequence,
-                scores.logprob,
-                scores.collision,
-                scores.penalty,
-                episodes_S=episodes,
-                zero_tail=part.zero_tail,
-            )
+        probabilities = (scores.logprob, scores.collision) if options.advantage.uses_probabilities else ()
+        values = function(
+            *(inputs.rewards, inputs.groups, sequence, *probabilities, scores.penalty), episodes_S=inputs.episodes
+        )
         return AdvantageResult(values, counted)
 
     return advantage
@@ -286,28 +240,3 @@ def _token_advantage(
 def _weights(inputs: AdvantageInputs, reward_weights: Mapping[str, float]) -> dict[str, float]:
     """Weight of every component; those named `reward/key` have the weight of `reward`."""
     return {name: reward_weights.get(name, reward_weights.get(name.partition("/")[0], 1.0)) for name in inputs.parts}
-
-
-def _per_reward_advantage(
-    options: RewardPartsNormalised, reward_weights: Mapping[str, float], inputs: AdvantageInputs
-) -> Tensor:
-    weights = list(_weights(inputs, reward_weights).values())
-    return advantages.gdpo(
-        torch.stack(list(inputs.parts.values()), dim=1),
-        inputs.groups,
-        weights=weights,
-        ddof=options.ddof,
-        whitened=options.whitened,
-    )
-
-
-def _gae(options: GAE, values: Tensor, rewards: Tensor, sequence: Tensor) -> ValueTargets:
-    lam: float | Tensor = options.lam
-    if options.length_alpha is not None:
-        lam = length_adaptive_lambda(torch.bincount(sequence), options.length_alpha)
-    advantage = gae(values, rewards, sequence, gamma=options.gamma, lam=lam).advantages
-    returns = gae(values, rewards, sequence, gamma=options.gamma, lam=options.critic_lam).returns
-    if options.whiten:
-        counted = ~torch.isin(sequence, sequence[rewards.isnan()])
-        advantage = advantages.whiten(advantage, counted)
-    return ValueTargets(advantage, returns)

@@ -13,20 +13,14 @@ from torch import Tensor
 
 import rollmill.algorithms.preference as preference
 from rollmill.algorithms.aggregation import expand_to_tokens, sequence_mean, sum_by_sequence
+from rollmill.algorithms.policy_recipes import RecipeSettings
 from rollmill.algorithms.recipe import LossInputs, LossTerm, Recipe
 from rollmill.config.algorithms.preferences import DPO, KTO, ORPO
 from rollmill.types import ExperienceSource
 
 
-def build_preference_recipe(options: DPO | ORPO | KTO) -> Recipe:
-    """Builds the recipe of an algorithm that learns from preferences."""
-    if isinstance(options, KTO):
-        return _kto(options)
-    return _dpo(options) if isinstance(options, DPO) else _orpo(options)
-
-
-def _dpo(options: DPO) -> Recipe:
-    """Builds the recipe of DPO or IPO. Pairs are groups of two; the chosen completion has the greater reward."""
+def dpo(options: DPO, settings: RecipeSettings) -> Recipe:
+    """Build the recipe of DPO or IPO. Pairs are groups of two; the chosen completion has the greater reward."""
     loss = (
         partial(preference.dpo, beta=options.beta, label_smoothing=options.label_smoothing)
         if options.loss == "sigmoid"
@@ -54,7 +48,9 @@ def _dpo(options: DPO) -> Recipe:
     return Recipe(options.name, tuple(terms), keep_groups_together=True, measures=measures)
 
 
-def _orpo(options: ORPO) -> Recipe:
+def orpo(options: ORPO, settings: RecipeSettings) -> Recipe:
+    """Build the recipe of ORPO, which imitates the chosen completion and needs no reference."""
+
     def pairs(inputs: LossInputs) -> Tensor:
         return expand_to_tokens(preference.orpo(*_pairs(inputs.logprob, inputs, mean=True)), inputs.group)
 
@@ -67,7 +63,8 @@ def _orpo(options: ORPO) -> Recipe:
     return Recipe(options.name, (_imitation(1.0), odds), keep_groups_together=True, measures=measures)
 
 
-def _kto(options: KTO) -> Recipe:
+def kto(options: KTO, settings: RecipeSettings) -> Recipe:
+    """Build the recipe of KTO, whose completions are labelled one by one."""
     loss = partial(
         preference.kto,
         beta=options.beta,

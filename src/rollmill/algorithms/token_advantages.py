@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rollmill.algorithms.advantages import grpo, mean_baseline, uniform_groups, whiten
+from rollmill.algorithms.advantages import grpo, mean_baseline, uniform_groups
+from rollmill.algorithms.advantages import whiten as whiten_values
 
 
 class ValueTargets(NamedTuple):
@@ -44,6 +45,34 @@ def gae(
     advantages = _discounted_sums(delta, factor, following)
     advantages = torch.where(_any_in(r.isnan(), sequence), 0, advantages)
     return ValueTargets(advantages.to(values.dtype), (advantages + v).to(values.dtype))
+
+
+def value_targets(
+    values: Tensor,
+    rewards: Tensor,
+    sequence: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    critic_lam: float = 1.0,
+    length_alpha: float | None = None,
+    whiten: bool = True,
+) -> ValueTargets:
+    """Advantages for the policy and targets for the critic, each with its lambda (VC-PPO, VAPO). [T] each.
+
+    Args:
+        values, rewards, sequence: as for `gae`; `sequence` is 0 .. S - 1.
+        length_alpha: use the length-adaptive lambda instead of `lam`.
+        whiten: normalise the advantages over the tokens of sequences with a reward.
+    """
+    lengths = torch.bincount(sequence)
+    policy_lam = lam if length_alpha is None else length_adaptive_lambda(lengths, length_alpha)
+    advantage = gae(values, rewards, sequence, gamma=gamma, lam=policy_lam).advantages
+    returns = gae(values, rewards, sequence, gamma=gamma, lam=critic_lam).returns
+    if whiten:
+        counted = ~torch.isin(sequence, sequence[rewards.isnan()])
+        advantage = whiten_values(advantage, counted)
+    return ValueTargets(advantage, returns)
 
 
 def discounted_returns(rewards: Tensor, sequence: Tensor, *, gamma: float = 1.0) -> Tensor:
@@ -87,7 +116,7 @@ def reinforce_plus_plus(
         centred = stepwise(centred, groups_S, episodes_S, advantage=mean_baseline)
     tokens = reward_at_last_token(torch.where(rewards_S.isnan(), torch.nan, centred), sequence)
     returns = discounted_returns(tokens if penalty is None else tokens - penalty.double(), sequence)
-    values = whiten(returns, ~returns.isnan(), ddof=ddof, eps=eps)
+    values = whiten_values(returns, ~returns.isnan(), ddof=ddof, eps=eps)
     if baseline == "group" and penalty is None:
         values = torch.where(uniform_groups(rewards_S, groups_S)[sequence], 0, values)
     return values

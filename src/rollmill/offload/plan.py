@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rollmill.config.algorithms.base import PolicyGradientOptions
-from rollmill.config.algorithms.distillation import Distill, SelfDistill
+from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.config.checks.offload import component_phases, reward_models
 from rollmill.config.engines import EngineSection, NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.offload import Phase
@@ -158,8 +158,8 @@ def estimate_component_sizes(
         states = _adam_state_bytes(learning, stage.trainer.optimizer)
         sizes |= {"critic": _weight_bytes(copied), "critic_optimizer": states}
         sizes["gradients"] = max(sizes["gradients"], _weight_bytes(learning))
-    if isinstance(stage.algorithm, Distill) and stage.algorithm.teacher is not None:
-        taught = build_meta_model(stage.algorithm.teacher)
+    if stage.algorithm.teacher_folder is not None:
+        taught = build_meta_model(stage.algorithm.teacher_folder)
         sizes["teacher"] = sum(_MASTER * each.numel() for each in taught.parameters())
     if scorers := loaded_reward_models(reward_models(stage), str(policy.device)):
         sizes["rewards"] = sum(each.nbytes for scorer in scorers for each in scorer.model.parameters())

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from rollmill.buffer import ExperienceStore
 from rollmill.buffer.experts import RatingOverrides
-from rollmill.config.algorithms.distillation import Distill
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler, build_sampler
@@ -89,9 +88,9 @@ def build_trainer(
         },
     )
     teacher = None
-    if isinstance(algorithm, Distill) and algorithm.teacher is not None:
-        teacher = load_teacher(algorithm.teacher, policy)
-        require_parity(teacher, algorithm.teacher)
+    if algorithm.teacher_folder is not None:
+        teacher = load_teacher(algorithm.teacher_folder, policy)
+        require_parity(teacher, algorithm.teacher_folder)
     if config.trainer.ranks > 1:
         crew = RayRankLauncher(context.ranks) if context.ranks else None
         return DistributedTrainer(plan, policy.model, teacher, policy.device, context.run_dir, crew)

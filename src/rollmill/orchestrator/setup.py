@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from rollmill.config.algorithms.preferences import RewardModel
 from rollmill.config.checks.conflicts import require_workflows
 from rollmill.config.checks.offload import engines_on_device
 from rollmill.config.describe import evaluation_key
@@ -161,7 +160,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     use_run_date(run_dir, policy.tokenizer)
     if (processor := picture_processor(policy.model)) is not None:
         processor.folder = run_dir / PICTURES_FOLDER
-    if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
+    if any(not stage.algorithm.trains_policy for stage in loaded.stages):
         require_classifier_support(policy.model)
     for stage in loaded.stages:
         if recurrent_layers(policy.model):

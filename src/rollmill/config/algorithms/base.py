@@ -5,6 +5,7 @@ The algorithms are in `rollmill.config.algorithms`, each with the parts that it 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -24,6 +25,9 @@ class AlgorithmOptions(Section):
     uses_pairs: ClassVar[bool] = False
     uses_labels: ClassVar[bool] = False  #: completions that are desirable or undesirable, each on its own
     needs_rewards: ClassVar[bool] = True  #: of algorithms with rollouts
+    recipe: ClassVar[str] = ""
+    """Import path of the function (options, RecipeSettings) -> Recipe; empty for an algorithm with a trainer of its
+    own."""
     trains_policy: ClassVar[bool] = True  #: otherwise a separate model, stored in the checkpoints beside the policy
     source: ClassVar[str] = ""  #: paper or implementation
     formula: ClassVar[str] = ""  #: title, formulas and remarks; `rollmill algorithms NAME` prints them
@@ -34,6 +38,11 @@ class AlgorithmOptions(Section):
     def uses_examples(self) -> bool:
         """True if the algorithm learns from worked solutions, preference pairs or labelled completions."""
         return self.uses_experts or self.uses_pairs or self.uses_labels
+
+    @property
+    def teacher_folder(self) -> Path | None:
+        """Folder of a separate model that the algorithm learns from, if it has one."""
+        return None
 
     @property
     def sources(self) -> frozenset[ExperienceSource]:
@@ -128,6 +137,7 @@ class AdvantageSection(NamedSection):
     uses_parts: ClassVar[bool] = False  #: uses the parts of a reward instead of their sum
     uses_probabilities: ClassVar[bool] = False  #: needs the policy's distributions at the start of the step
     uses_episodes: ClassVar[bool] = False  #: handles rollouts with several experiences
+    per_token: ClassVar[bool] = False  #: the function gives an advantage for each token
 
 
 class GroupNormalised(AdvantageSection):
@@ -190,6 +200,8 @@ if TYPE_CHECKING:  # at run time unions, which `rollmill.config.algorithms` make
 
 class PolicyGradientOptions(AlgorithmOptions):
     """Options of all policy-gradient algorithms."""
+
+    recipe = "rollmill.algorithms.policy_recipes:policy_gradient"
 
     advantage: AdvantageConfig = GroupNormalised()
     """Advantage estimator: a name or a section."""

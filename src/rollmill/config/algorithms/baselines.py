@@ -132,6 +132,7 @@ class RewardPartsNormalised(AdvantageSection):
 
     uses_parts = True
 
+    implementation = "rollmill.algorithms.advantages:gdpo"
     name: Literal["gdpo"] = "gdpo"
     ddof: Literal[0, 1] = 1
     """0: population, 1: sample standard deviation."""
@@ -185,7 +186,9 @@ class BatchNormalised(AdvantageSection):
     """(A - mean) / (std + eps) over the batch, where A is the reward or r - mean within the group (REINFORCE++)."""
 
     compares_groups = False
+    per_token = True
 
+    implementation = "rollmill.algorithms.token_advantages:reinforce_plus_plus"
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     baseline: Literal["none", "group"] = "none"
     """Baseline subtracted from the reward before normalising over the batch: none, or the group's mean."""

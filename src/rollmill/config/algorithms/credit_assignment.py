@@ -18,6 +18,7 @@ class GAE(AdvantageSection):
     compares_groups = False
     uses_critic = True
 
+    implementation = "rollmill.algorithms.token_advantages:value_targets"
     name: Literal["gae"] = "gae"
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
@@ -54,7 +55,9 @@ class OptimalTokenBaseline(AdvantageSection):
     """Per token: reward to go minus a group mean weighted by the accumulated squared gradient norm (OTB)."""
 
     uses_probabilities = True
+    per_token = True
 
+    implementation = "rollmill.algorithms.token_advantages:optimal_token_baseline"
     name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
     zero_tail: bool = False
     """Use a zero baseline at positions that only one completion of the group reaches. Otherwise its advantage there is

@@ -15,6 +15,7 @@ class SFT(OfflineAlgorithmOptions):
     """Supervised fine-tuning on the tasks' worked solutions."""
 
     uses_experts = True
+    recipe = "rollmill.algorithms.imitation_recipes:sft"
     formula = """
     Supervised fine-tuning: -log p of the expert's tokens.
 
@@ -29,6 +30,7 @@ class SFT(OfflineAlgorithmOptions):
 class SFTImportance(SFT):
     """Supervised fine-tuning with each token weighted by the policy's probability of it."""
 
+    recipe = "rollmill.algorithms.imitation_recipes:sft_importance"
     source = "arXiv:2508.11408"
     formula = """
     SFT with importance sampling: imitation with each token weighted by its probability under the policy.
@@ -45,6 +47,7 @@ class SFTImportance(SFT):
 class SFTPhi(SFT):
     """Supervised fine-tuning with each token weighted by p (1 - p)."""
 
+    recipe = "rollmill.algorithms.imitation_recipes:sft_phi"
     source = "arXiv:2508.11408"
     formula = """
     SFT with CHORD's phi function: low weight for tokens with a probability near 0 or 1.
@@ -76,6 +79,7 @@ class MixedOptions(GRPO):
 class MIX(MixedOptions):
     """Trinity-RFT's MIX: (1 - mu) L_grpo(rollouts) + mu L_sft(expert), each with its own denominator."""
 
+    recipe = "rollmill.algorithms.imitation_recipes:mix"
     source = "arXiv:2505.17826"
     formula = """
     MIX (Trinity-RFT): reinforcement on rollouts and imitation of experts in one update.
@@ -94,6 +98,7 @@ class MIX(MixedOptions):
 class CHORD(MixedOptions):
     """CHORD: GRPO and imitation, the share of imitation rising and falling over the steps."""
 
+    recipe = "rollmill.algorithms.imitation_recipes:chord"
     source = "arXiv:2508.11408"
     formula = """
     CHORD: MIX with a scheduled share of imitation, and lower weight for tokens with a probability near 0 or 1.

@@ -15,6 +15,7 @@ class DistillationOptions(AlgorithmOptions):
     """Options of algorithms in which a teacher corrects the policy's own completions, token by token."""
 
     needs_rewards = False
+    recipe = "rollmill.algorithms.imitation_recipes:distillation"
 
     divergence: Literal["reverse_kl", "forward_kl", "jsd", "sampled", "sampled_jsd"] = "reverse_kl"
     """Divergence minimised at every position."""
@@ -63,6 +64,11 @@ class Distill(DistillationOptions):
     teacher: Path | None = None
     """Checkpoint folder of the teacher; required."""
 
+    @property
+    def teacher_folder(self) -> Path | None:
+        """The teacher's folder."""
+        return self.teacher
+
     def conflicts(self) -> dict[str, str]:
         """See Section.conflicts."""
         text = "which teacher? Give the folder of a checkpoint with the same vocabulary"
@@ -93,6 +99,7 @@ class JSD(Distill):
 class SelfDistill(DistillationOptions):
     """On-policy self-distillation from the policy with privileged context: a solution, an answer or a success."""
 
+    recipe = "rollmill.algorithms.imitation_recipes:self_distillation"
     source = "arXiv:2601.19897"
     formula = """
     On-policy self-distillation: the teacher is the policy itself with additional context.

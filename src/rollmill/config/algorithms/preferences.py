@@ -13,6 +13,7 @@ class DPO(OfflineAlgorithmOptions):
     """Direct preference optimisation on pairs of a chosen and a rejected completion."""
 
     uses_pairs = True
+    recipe = "rollmill.algorithms.preference_recipes:dpo"
     source = "arXiv:2305.18290"
     formula = """
     DPO: preferences without a reward model, and IPO.
@@ -43,6 +44,7 @@ class ORPO(OfflineAlgorithmOptions):
     """Odds-ratio preference optimisation on pairs of a chosen and a rejected completion."""
 
     uses_pairs = True
+    recipe = "rollmill.algorithms.preference_recipes:orpo"
     source = "arXiv:2403.07691"
     formula = """
     ORPO: imitation of the chosen completion plus a penalty on the odds of the rejected one, without a reference.
@@ -60,6 +62,7 @@ class KTO(OfflineAlgorithmOptions):
     """Kahneman-Tversky optimisation on completions with a label: desirable or undesirable."""
 
     uses_labels = True
+    recipe = "rollmill.algorithms.preference_recipes:kto"
     source = "arXiv:2402.01306"
     formula = """
     KTO: single completions labelled desirable or undesirable, without pairs.
