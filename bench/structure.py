@@ -28,7 +28,7 @@ LOOP = "orchestrator"  #: the package of the training loop
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "types", "seeds", "files", "python_source", "waiting", "progress", "ray_session", "startup"),
     ("config", "registry", "user_code", "former_names"),
-    ("web", "sandbox", "models"),
+    ("web", "program_sandbox", "models"),
     ("algorithms", "engines", "data", "weights"),
     ("buffer", "rewards", "trackers", "report"),
     ("pipelines", "rollout", "trainer", "offload"),
