@@ -26,9 +26,20 @@ SOURCE = ROOT / "src" / "rollmill"
 LOOP = "orchestrator"  #: the package of the training loop
 #: Packages from the bottom up: imports should point downwards.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "types", "seeds", "files", "python_source", "waiting", "progress", "ray_session", "startup"),
+    (
+        "errors",
+        "types",
+        "seeds",
+        "files",
+        "python_source",
+        "waiting",
+        "progress",
+        "ray_session",
+        "startup",
+        "program_sandbox",
+    ),
     ("config", "registry", "user_code", "former_names"),
-    ("web", "program_sandbox", "models"),
+    ("web", "models"),
     ("algorithms", "engines", "data", "weights"),
     ("buffer", "rewards", "trackers", "report"),
     ("pipelines", "rollout", "trainer", "offload"),

@@ -20,9 +20,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "bench/README.md": "bench.md",
-    **{
-        f"libs/{path.parent.name}/README.md": f"{path.parent.name}.md" for path in sorted(ROOT.glob("libs/*/README.md"))
-    },
+    **{f"libs/{path.name}/README.md": f"{path.name}.md" for path in sorted((ROOT / "libs").iterdir())},
 }
 FOLDERS = ("examples", "bench/results")
 BOOSTS = {"faq.md": 6.0, "guide/": 2.0, "start.md": 2.0, "run-file/": 0.4, "changelog.md": 0.1, "api.md": 0.5}

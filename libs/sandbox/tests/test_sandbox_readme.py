@@ -72,18 +72,10 @@ def test_the_check(
 
 @pytest.mark.slow
 def test_the_benchmark_prints_ratios() -> None:
-    speed = [
-        sys.executable,
-        str(HERE / "bench/sandbox_speed.py"),
-        "--programs",
-        "3",
-        "--rounds",
-        "2",
-        "--backends",
-        "namespaces",
-    ]
+    speed = [sys.executable, str(HERE / "bench/sandbox_speed.py")]
+    options = ["--programs", "3", "--rounds", "2", "--backends", "namespaces", "--peers", "python -I -S -c"]
     environment = {"PYTHONPATH": str(Path(rollmill_sandbox.__file__).parents[1])}
-    done = subprocess.run([*speed, "--peers", "python -I -S -c"], capture_output=True, text=True, env=environment)
+    done = subprocess.run([*speed, *options], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert [each["backend"] for each in found["cases"]] == ["namespaces"]
