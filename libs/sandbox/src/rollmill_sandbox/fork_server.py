@@ -1,4 +1,4 @@
-"""The fork server: a single-threaded process, preloaded and without rights, that starts a jail for each job.
+"""The fork server: a single-threaded process, preloaded and without rights, that starts a supervisor for each job.
 
 It has its own root and shares one socket with the caller's process. It never reads a job.
 """

@@ -25,7 +25,10 @@ INODES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """The limits of one program, or of a session and each of its executions."""
+    """The limits of one program, or of a session and each of its executions.
+
+    Raises ValueError for a limit that is not above 0; `threads` may be 0.
+    """
 
     wall_s: float = 10.0
     """Seconds from its start until it is killed."""

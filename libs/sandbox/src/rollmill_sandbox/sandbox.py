@@ -91,7 +91,7 @@ class Sandbox:
         files: Mapping[str, bytes] | None = None,
         limits: SandboxLimits | None = None,
     ) -> ProgramResult:
-        """`run` for callers without an event loop."""
+        """Run a program as `run` does, for callers without an event loop. Several threads may call it at once."""
         job = self._job(program, stdin, files, limits)
         with self._slots.turn(self._count_slots(job.limits)):
             for _ in range(_TRIES):

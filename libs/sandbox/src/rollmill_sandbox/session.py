@@ -23,7 +23,7 @@ _FRAME_ROOM = 1 << 10
 
 
 class SandboxSession:
-    """One interpreter in a separate sandbox. Created by Sandbox.session; used by one task at a time."""
+    """One interpreter in a separate sandbox. `Sandbox.session` opens it; one task at a time uses it."""
 
     def __init__(self, caller: socket.socket, limits: SandboxLimits, slots: FairSemaphore, safe: bool) -> None:
         self._caller, self._limits, self._slots, self._safe = caller, limits, slots, safe

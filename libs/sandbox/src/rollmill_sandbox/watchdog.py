@@ -8,7 +8,6 @@ import select
 import signal
 import time
 from dataclasses import dataclass, field
-from resource import struct_rusage
 
 from rollmill_sandbox.backend import IsolationBackend
 from rollmill_sandbox.file_locks import FileLockGate
@@ -109,13 +108,10 @@ def reap(program: int, reaps: int) -> tuple[int, float, float]:
             pid, found, usage = os.wait4(reaps, 0)
         except ChildProcessError:
             return status, cpu, peak
-        cpu, peak = cpu + _cpu(usage), max(peak, usage.ru_maxrss / 1024)
+        cpu += usage.ru_utime + usage.ru_stime
+        peak = max(peak, usage.ru_maxrss / 1024)
         if pid == program:
             status = os.waitstatus_to_exitcode(found)
-
-
-def _cpu(usage: struct_rusage) -> float:
-    return usage.ru_utime + usage.ru_stime
 
 
 def _outcome(status: int, cpu: float, stderr: bytes, limits: SandboxLimits) -> str:
