@@ -4,18 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OUT ?=
+LIBRARIES := $(patsubst %/pyproject.toml,%,$(wildcard libs/*/pyproject.toml))
+# They are on no index, so that one command of pip has to get them together with the project.
+LOCAL := $(LIBRARIES:%=--editable ./%)
+SOURCES := src$(shell printf ':%s' libs/*/src)
 export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check clean
+.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check wheels clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(LIBRARIES:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(LOCAL) --editable '.[dev]'
 	touch $(STAMP)
 
 quickstart: setup
@@ -62,7 +66,7 @@ net: setup
 # docs/reliability.md; with ARGS, a part of the board, and nothing is written: make fault-board ARGS="--only NAME"
 ARGS ?= --write
 fault-board: setup postgres-installed
-	PYTHONPATH=src:tests:. $(BIN)/python -m faults $(ARGS)
+	PYTHONPATH=$(SOURCES):tests:. $(BIN)/python -m faults $(ARGS)
 
 # Starts such a server and prints its URL; Ctrl-C ends and removes it.
 postgres: setup postgres-installed
@@ -90,7 +94,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench-setup: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(LOCAL) --editable '.[bench]'
 
 # The library verifiers, for `workflow: verifiers`; in an environment of its own, since it needs openai below 3.
 verifiers-setup: .venv-verifiers/.installed
@@ -134,7 +138,12 @@ bench: bench-setup
 
 # Installs nothing: uses whatever python3 has torch and transformers.
 gpu-check:
-	PYTHONPATH=src $(PYTHON) -m bench gpu_check
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m bench gpu_check
+
+# rollmill and its libraries, in dist/. What setuptools built before would stay in a wheel, even where its source is gone.
+wheels: setup
+	rm -rf dist build/lib build/bdist.* libs/*/build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist $(LIBRARIES:%=./%) .
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist libs/*/build src/*.egg-info libs/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

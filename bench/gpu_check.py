@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine, rollout, step
-from bench.harness import RESULTS, ROOT, Side, note, run_in_turn
+from bench.harness import RESULTS, ROOT, Side, import_path, note, run_in_turn
 from bench.report import finish
 from bench.worker import versions
 
@@ -80,10 +80,11 @@ def _tests() -> int:
     if not files:
         note("no test is marked gpu")
         return 1
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rs"]
     report = [f"--junitxml={FOLDER / 'tests.xml'}"]
-    return subprocess.run([*command, *report, *files], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}).returncode
+    return subprocess.run(
+        [*command, *report, *files], cwd=ROOT, env={**os.environ, "PYTHONPATH": import_path()}
+    ).returncode
 
 
 def _rollout() -> int:

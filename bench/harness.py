@@ -21,6 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
 
+def import_path(checkout: Path = ROOT) -> str:
+    """Return PYTHONPATH with the sources of a checkout, its libraries, if it has any, and its benchmarks."""
+    folders = [checkout / "src", *sorted(checkout.glob("libs/*/src")), *sorted(checkout.glob("libs/*/bench")), checkout]
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
+
+
 class BenchError(Exception):
     """A benchmark cannot run; the message says what to do."""
 
@@ -44,8 +50,7 @@ class Worker:
         self.side, self.deadline_s = side, deadline_s
         core = str(machine.cores()[-1])
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "ROLLMILL_BENCH_CORE": core} if pinned else {}
-        folders = [str(side.checkout / "src"), str(side.checkout), os.environ.get("PYTHONPATH")]
-        path = os.pathsep.join(filter(None, folders))
+        path = import_path(side.checkout)
         self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log", delete=False)  # noqa: SIM115
         self._process = subprocess.Popen(
             [side.python, "-m", side.module, *side.args],

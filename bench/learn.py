@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from bench.harness import ROOT, BenchError, Measured, Side, Worker, need, note
+from bench.harness import ROOT, BenchError, Measured, Side, Worker, import_path, need, note
 from bench.models import cache_dir
 from bench.report import Case, finish
 from bench.step import TRL_HOW
@@ -132,9 +132,11 @@ def _train(folder: Path, run: dict[str, Any], seed: int) -> None:
     folder.mkdir(parents=True)
     (folder / "warm-start.yaml").write_text(yaml.safe_dump(run))
     command = [sys.executable, "-m", "rollmill", "run", str(folder / "warm-start.yaml"), "--out", str(folder / "run")]
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [*command, "--set", f"seed={seed}"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        [*command, "--set", f"seed={seed}"],
+        env={**os.environ, "PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise BenchError(f"the warm start failed:\n{done.stderr[-2000:]}")

@@ -47,7 +47,7 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 def _earlier(backend: str, count: str, checkout: Path) -> Side:
     """Our sandbox as it was in another checkout."""
-    if not (checkout / "src" / "rollmill" / "sandbox").is_dir():
+    if not (checkout / "bench" / "ours" / "sandbox.py").is_file():
         raise BenchError(f"--before {checkout}: no checkout of rollmill there; make one with git worktree add")
     return Side(f"before, {backend}", "bench.ours.sandbox", (backend, count), checkout=checkout.resolve())
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from bench.harness import ROOT, BenchError, note
+from bench.harness import ROOT, BenchError, import_path, note
 from bench.report import Case, finish
 
 RUN_FILE = ROOT / "examples" / "see.yaml"
@@ -99,9 +99,12 @@ def _run(seed: int, runs: Path, settings: Sequence[str]) -> dict[str, Any]:
 
 def _call(*arguments: str) -> None:
     """Run Python in the root of the repository. Raises BenchError if it fails."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": import_path()},
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise BenchError(f"{' '.join(arguments[:4])} failed:\n{done.stderr[-2000:]}")

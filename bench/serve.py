@@ -15,7 +15,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from bench.harness import ROOT, BenchError, Measured, need, note
+from bench.harness import ROOT, BenchError, Measured, import_path, need, note
 from bench.report import Case, finish
 from bench.worker import versions
 
@@ -97,8 +97,7 @@ def make_model(folder: Path) -> Path:
 @contextmanager
 def running(command: list[str]) -> Iterator[str]:
     """Run a server with one thread, from its printed address on."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,

@@ -108,16 +108,18 @@ def main(arguments: list[str], only_json: bool) -> None:
 
 
 def _install(folder: Path) -> dict[str, Any]:
-    """Build the wheel and install it into a new environment. Seconds of each, and the size of what was installed."""
+    """Build the wheels and install them into a new environment. Seconds of each, and the size of what was installed."""
     wheels, environment = folder / "wheel", folder / "environment"
+    libraries = [str(path.parent) for path in ROOT.glob("libs/*/pyproject.toml")]
     pip = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
     began = time.perf_counter()
-    _run([sys.executable, *pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT)], "pip wheel")
+    _run([sys.executable, *pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT), *libraries], "pip wheel")
     built = time.perf_counter()
     _run([sys.executable, "-m", "venv", str(environment)], "venv")
-    [wheel] = wheels.glob("*.whl")
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    _run([str(environment / "bin/python"), *pip, "install", *constraints, str(wheel)], "pip install")
+    _run(
+        [str(environment / "bin/python"), *pip, "install", *constraints, *map(str, wheels.glob("*.whl"))], "pip install"
+    )
     ended = time.perf_counter()
     packages = sorted(path.name for path in environment.glob("lib/python*/site-packages/*.dist-info"))
     size = sum(path.stat().st_size for path in environment.rglob("*") if path.is_file() and not path.is_symlink())

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from bench.harness import ROOT, BenchError, Measured, need, note
+from bench.harness import ROOT, BenchError, Measured, import_path, need, note
 from bench.report import Case, finish
 from bench.worker import versions
 
@@ -230,7 +230,7 @@ def timed(act: Callable[[], Any]) -> float:
 @contextmanager
 def serving(command: list[str], browser: Any) -> Iterator[tuple[Any, str, psutil.Process]]:
     """Start a server, and yield a page of the browser, the printed address and the server's process."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     )

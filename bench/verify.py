@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from bench.curves import Curve, svg
-from bench.harness import ROOT, BenchError, Measured, note
+from bench.harness import ROOT, BenchError, Measured, import_path, note
 from bench.learn import task_folder
 from bench.report import Case, finish
 
@@ -116,10 +116,9 @@ def trained(folder: Path, seed: int, steps: int, held_out: int, changes: dict[st
     with tempfile.TemporaryDirectory(prefix="bench-verify-") as name:
         place = Path(name)
         (place / "run.yaml").write_text(yaml.safe_dump(run))
-        path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [sys.executable, "-m", "rollmill", "run", str(place / "run.yaml"), "--out", str(place / "out")],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
         )

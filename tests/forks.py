@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-SRC = Path(__file__).resolve().parents[1] / "src"
+from sources import PYTHONPATH
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _new_server() -> socket.socket:
     """Return a connection to a new server."""
     if not _importer or _importer[0][0] != os.getpid():
         ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [PYTHONPATH, os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, __file__, str(theirs.fileno())]
         fds, nothing = [theirs.fileno()], subprocess.DEVNULL

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine
-from bench.harness import RESULTS, ROOT, BenchError, note
+from bench.harness import RESULTS, ROOT, BenchError, import_path, note
 from bench.worker import versions
 
 #: Modules, and the tests that have to detect a change in them: fast tests of the module rather than of a whole run. A
@@ -140,8 +140,7 @@ def _files(pattern: str) -> list[str]:
 
 def _worked(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Run the worker and yield its messages."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
-    plain = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "PYTHONPATH": path}
+    plain = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "PYTHONPATH": import_path()}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.mutation.worker", json.dumps(spec)],

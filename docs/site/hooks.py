@@ -20,6 +20,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "bench/README.md": "bench.md",
+    **{f"libs/{path.name}/README.md": f"{path.name}.md" for path in sorted((ROOT / "libs").iterdir())},
 }
 FOLDERS = ("examples", "bench/results")
 BOOSTS = {"faq.md": 6.0, "guide/": 2.0, "start.md": 2.0, "run-file/": 0.4, "changelog.md": 0.1, "api.md": 0.5}
@@ -79,4 +80,6 @@ def _in_site(target: str) -> str | None:
         return "LICENSE.txt"
     if (ROOT / target).is_dir():
         return "bench.md" if target.startswith("bench") else "cookbook.md"
+    if target.startswith("libs/"):  # a file of a library: its page names it
+        return PAGES.get("/".join([*target.split("/")[:2], "README.md"]))
     return target if target.startswith(FOLDERS) else None

@@ -186,7 +186,9 @@ def user_code_location(error: BaseException) -> str:
 def user_code_frame(filename: str) -> bool:
     """True if a frame of this file is outside of libraries and of rollmill."""
     libraries = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
-    return not filename.startswith(libraries) and not re.search("(site|dist)-packages", filename)
+    return not filename.startswith(libraries) and not re.search(
+        "(site|dist)-packages|/rollmill_(grading|sandbox)/", filename
+    )
 
 
 def explain_path_error(error: OSError) -> str | None:

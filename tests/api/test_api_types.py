@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sources import PYTHONPATH
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """\
@@ -40,7 +41,7 @@ def test_mypy_knows_the_settings(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, str(file)],
         cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
+        env={**os.environ, "MYPYPATH": PYTHONPATH},
         capture_output=True,
         text=True,
     )

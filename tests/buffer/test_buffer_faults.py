@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from postgres import Postgres
+from sources import PYTHONPATH
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 KILLS = 100
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([PYTHONPATH, str(ROOT / "tests")])}
 
 FULL = """
 import shutil, sys

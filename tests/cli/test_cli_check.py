@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from picture_models import picture_checkpoint, picture_rows
+from sources import PYTHONPATH
 from toys import toy_model
 
 import rollmill
@@ -26,7 +27,7 @@ from rollmill.config.model import NewModelConfig, TokenizerConfig
 from rollmill.errors import ConfigError, TrainingError
 from rollmill.models.from_scratch import save_policy
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(rollmill.__file__).parents[1])}
+ENVIRONMENT = os.environ | {"PYTHONPATH": PYTHONPATH}
 
 HI, FIVE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is 5."}
 RUN = """\

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from sources import PYTHONPATH
 from tiny import tiny_run
 from toys import toy_checkpoint
 
@@ -21,7 +22,6 @@ from rollmill.apps.serve import web as hosts
 from rollmill.cli import main, serve
 from rollmill.errors import ConfigError
 
-SRC = Path(__file__).resolve().parents[2] / "src"
 RL = {"stages": None, "steps": 1, "algorithm": {"name": "grpo"}}
 
 
@@ -54,7 +54,7 @@ def test_serve_serves_the_run_files_model(model: Path, tmp_path: Path) -> None:
             pass
     tiny_run(tmp_path, **RL, model={"path": str(model), "new": None})
     words = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--set", "mode=serve"]
-    environment = os.environ | {"PYTHONPATH": str(SRC)}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen(
         words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )

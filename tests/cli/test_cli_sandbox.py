@@ -10,9 +10,9 @@ import pytest
 from kernels import lacks
 
 from rollmill.cli import main
-from rollmill.sandbox import isolation_check, seccomp, syscall_check
-from rollmill.sandbox.allowed_syscalls import FilterKind
-from rollmill.sandbox.attacks import ATTACKS, SMALL, Attack
+from rollmill_sandbox import isolation_check, seccomp, syscall_check
+from rollmill_sandbox.allowed_syscalls import FilterKind
+from rollmill_sandbox.attacks import ATTACKS, SMALL, Attack
 
 FAILED, USAGE = 1, 2
 QUICK = [hostile for hostile in ATTACKS if hostile.name in ("fork", "read /proc", "forks", "stdout", "run a program")]
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the walk over all system calls to tests/sandbox."""
+    """Leave the walk over all system calls to libs/sandbox/tests."""
     monkeypatch.setattr(syscall_check, "NUMBERS", range(36, 46))
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 from local_hub import LocalHub, serve_hub
+from sources import PYTHONPATH
 from toys import toy_checkpoint
 
-import rollmill
 from rollmill.config.hub import HubReference, parse_reference, reference_of, with_references
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -48,7 +48,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
 def command(tmp_path: Path, hub: LocalHub, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command in a process of its own: the libraries read the environment when they are imported."""
     environment = os.environ | {
-        "PYTHONPATH": str(Path(rollmill.__file__).parents[1]),
+        "PYTHONPATH": PYTHONPATH,
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "cache"),
         "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -33,7 +33,7 @@ RUN_ELSEWHERE = {
     ),
     "rollmill check --model DIR": "tests/trainer/test_trainer_parity.py::test_the_command_prints_the_table",
     "make setup": ".ci/run",
-    "pip install '.[chat]'": "Makefile",  # `make setup` installs the same, editable
+    "pip install ./libs/* '.[chat]'": "Makefile",  # `make setup` installs the same, editable
     "make lint": ".ci/run",
     "make test": ".ci/run",
     "make quickstart": "tests/docs/test_docs_commands.py::test_the_quickstart_repairs_the_model",

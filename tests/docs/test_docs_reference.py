@@ -18,6 +18,7 @@ from rollmill.config.field_docs import document_sections
 from rollmill.config.section import Section
 from rollmill.config.validation_errors import section_locations
 
+LIBRARIES = sorted(ROOT.glob("libs/*/README.md"))
 REFERENCE = [document for document in DOCUMENTS if document.parent.name == "run-file"]
 
 RUN = """\
@@ -164,7 +165,9 @@ def test_every_command_is_named() -> None:
     assert [command for command in COMMANDS if not re.search(rf"`(rollmill )?{command}`", text)] == []
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, ROOT / "CHANGELOG.md", *LIBRARIES], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_links_lead_somewhere(document: Path) -> None:
     """Every relative link names a file that exists, and every anchor a heading in it."""
     links = re.findall(r"\]\(([^)\s]+)\)", _without_code(document.read_text()))
@@ -174,7 +177,7 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert [f"{path.name}#{anchor}" for path, anchor in targets if anchor and anchor not in _anchors(path)] == []
 
 
-@pytest.mark.parametrize("folder", ["src", "examples", "tests", "bench"])
+@pytest.mark.parametrize("folder", ["src", "libs", "examples", "tests", "bench"])
 def test_pages_named_in_sources_exist(folder: str) -> None:
     sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
     named = {page for source in sources for page in re.findall(r"docs/[\w/-]+\.md", source.read_text())}

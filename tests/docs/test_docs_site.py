@@ -19,7 +19,9 @@ from doc_blocks import ROOT
 from bench.see_learn import markdown
 
 DOCS = ROOT / "docs"
-GENERATED = {"index.md", "bench.md", "contributing.md", "changelog.md"}
+GENERATED = {"index.md", "bench.md", "contributing.md", "changelog.md"} | {
+    f"{path.parent.name}.md" for path in ROOT.glob("libs/*/README.md")
+}
 """Pages that docs/site/hooks.py makes of files outside docs/."""
 _LINK = re.compile(r"\[[^\]]*\]\(([^)#]*)(?:#([^)]*))?\)")
 

@@ -152,7 +152,7 @@ def _commit() -> str:
     """The commit of the source that runs, with a + where it was changed."""
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "tests/faults"]).returncode
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "libs", "tests/faults"]).returncode
     return head.strip() + "+" * bool(changed)
 
 

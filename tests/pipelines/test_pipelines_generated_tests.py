@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from made_up import context, group, pipeline, rewards
 
-from rollmill.errors import SandboxError
-from rollmill.sandbox import Sandbox
 from rollmill.types import Experience, Task
+from rollmill_sandbox import Sandbox, SandboxError
 
 OPTIONS = {"name": "test_cases", "submissions": 3, "agree": 2, "solve": 2, "cases": 6}
 VISIBLE = [{"stdin": "2 3", "stdout": "5"}]

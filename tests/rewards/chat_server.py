@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 from rollmill.rewards.function_threads import EventLoopThread
@@ -170,8 +169,10 @@ class ChatProcess:
     def start(self) -> None:
         """Start it, at the address that it had."""
         port = self.url.rpartition(":")[2].partition("/")[0] or "0"
+        from sources import PYTHONPATH  # the process itself, which runs this file, finds no tests
+
         command = [sys.executable, __file__, port, self._text]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+        environment = os.environ | {"PYTHONPATH": PYTHONPATH}
         self._popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self._popen.stdout is not None
         self.url = self._popen.stdout.readline().strip()

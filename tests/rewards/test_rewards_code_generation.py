@@ -13,7 +13,7 @@ from rollmill.config.rewards.code import CodeReward
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards.code.comparison import OutputMatchOptions
 from rollmill.rewards.code.generation import CodingProblem, GeneratedTestCases, ValidationCriteria, generate_tests
-from rollmill.sandbox import Sandbox, SandboxLimits
+from rollmill_sandbox import Sandbox, SandboxLimits
 
 NUMBERS = "import random\nrandom.seed(int(input()))\nprint(random.randint(-10**6, 10**6))"
 RIGHT = "print(abs(int(input())))"

@@ -278,3 +278,4 @@ def test_stacks_name_users_code_that_rollmill_called() -> None:
     stacks = STACKS.format(rollmill=Path(__file__).resolve().parents[2] / "src/rollmill", library=library)
     assert blocked_in(stacks) == "/home/me/user.py:12 (mine)"
     assert blocked_in(stacks.replace("/home/me/user.py", f"{library}/other.py")) == ""
+    assert blocked_in(stacks.replace("/home/me", "/checkout/libs/sandbox/src/rollmill_sandbox")) == ""

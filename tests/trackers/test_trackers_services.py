@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sources import PYTHONPATH
 from tiny import tiny_run
 
 from rollmill.trackers import read_metrics
@@ -40,7 +41,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         stages=[{"name": "only", "algorithm": {"name": "grpo"}, "steps": 4, "trainer": {"lr": 1e-3}}],
         evaluation={"samples": 2, "k": [2], "every": 4},
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TRACKIO_DIR": str(folder / "trackio")}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "TRACKIO_DIR": str(folder / "trackio")}
     program = [str(OWN), str(Path(__file__).parent / "tracked_run.py"), str(folder)]
     done = subprocess.run(
         program, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False

@@ -18,31 +18,12 @@ HELP = "Run untrusted Python programs, and check the isolation."
 
 def check(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Test every backend with hostile programs and all system calls. Exits with 0 if one is safe, else with 1."""
-    from rollmill.sandbox.backend_selection import SAFE_BACKENDS
-    from rollmill.sandbox.isolation_check import check_isolation
+    from rollmill.program_sandbox import sandbox_errors
+    from rollmill_sandbox.isolation_check import print_checks
 
-    reports = [check_isolation(backend) for backend in (*SAFE_BACKENDS, "plain")]
-    chosen = next((report.backend for report in reports if report.safe), None)
-    if as_json:
-        print(json.dumps({"backend": chosen, "backends": [report.as_json() for report in reports]}))
-    else:
-        for report in reports:
-            contained = f"{report.programs - len(report.through)} of {report.programs} hostile programs contained"
-            verdict = "safe" if report.safe else "NOT SAFE"
-            print(f"{report.backend:<12}{verdict:<10}{contained if report.programs else ''}".rstrip())
-            for line in (*report.missing.splitlines(), *(f"not contained: {name}" for name in report.through)):
-                print(f"    {line}")
-            if report.calls:
-                right = report.calls - len(report.wrong_calls)
-                print(f"    {right} of {report.calls} system calls answered as the table of allowed calls says")
-            for line in report.wrong_calls:
-                print(f"    wrong: {line}")
-            for line in report.lacks:
-                print(f"    lacks: {line}")
-            if report.no_cgroups:
-                print(f"    no cgroups: {report.no_cgroups}; limits are those of each process")
-        print(f"in use: {chosen}" if chosen else "no backend is safe here")
-    raise typer.Exit(0 if chosen else 1)
+    with sandbox_errors():
+        safe = print_checks(as_json)
+    raise typer.Exit(0 if safe else 1)
 
 
 def run(
@@ -59,8 +40,8 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Run a program in a sandbox and print its output. Exits with 0 if its outcome is ok, else with 1."""
-    from rollmill.sandbox import Sandbox, SandboxLimits
-    from rollmill.sandbox.backend_selection import BackendChoice
+    from rollmill.program_sandbox import ProgramSandbox
+    from rollmill_sandbox import BackendChoice, SandboxLimits
 
     chosen = next((name for name in get_args(BackendChoice) if name == backend), None)
     if chosen is None:
@@ -69,7 +50,7 @@ def run(
         limits = SandboxLimits(wall_s=wall_s, cpu_s=max(1, round(wall_s)), memory_mb=memory_mb)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    with Sandbox(limits, packages=package or [], jobs=1, backend=chosen) as sandbox:
+    with ProgramSandbox(limits, packages=package or [], jobs=1, backend=chosen) as sandbox:
         result = sandbox.run_sync(_text(file, "FILE"), _text(stdin, "--stdin") if stdin else "")
         used = sandbox.chosen()
     if as_json:

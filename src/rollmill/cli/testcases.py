@@ -94,11 +94,12 @@ def _rows(path: Path) -> list[tuple[dict[str, Any], CodingProblem]]:
 async def _generate(
     problems: list[CodingProblem], criteria: ValidationCriteria, time_limit_s: float, memory_mb: int, jobs: int
 ) -> list[GeneratedTestCases]:
+    from rollmill.program_sandbox import ProgramSandbox
     from rollmill.rewards.code.generation import generate_tests
-    from rollmill.sandbox import Sandbox, SandboxLimits
+    from rollmill_sandbox import SandboxLimits
 
     limits = SandboxLimits(wall_s=time_limit_s, cpu_s=int(time_limit_s) + 1, memory_mb=memory_mb)
-    with Sandbox(limits, jobs=jobs) as sandbox:
+    with ProgramSandbox(limits, jobs=jobs) as sandbox:
         return [await generate_tests(problem, sandbox, criteria) for problem in problems]
 
 

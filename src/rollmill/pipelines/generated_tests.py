@@ -13,12 +13,12 @@ from rollmill.pipelines.deduplication import LRUCache
 from rollmill.pipelines.pipeline import PipelineResources
 from rollmill.pipelines.reward_updates import init_reward_part, set_reward
 from rollmill.pipelines.verification import is_undecided, score_group
+from rollmill.program_sandbox import ProgramSandbox
 from rollmill.rewards.code.comparison import output_match_options
 from rollmill.rewards.code.extraction import extract_code, join_prefix
 from rollmill.rewards.code.generation import CodingProblem, ValidationCriteria, generate_tests
 from rollmill.rewards.code.reward import sandbox_limits
 from rollmill.rewards.code.tests import ProgramTest, read_suite
-from rollmill.sandbox import Sandbox
 from rollmill.types import Experience, Task
 
 
@@ -36,7 +36,7 @@ class TestGenerator:
     def __init__(self, options: GeneratedTestsOperator, resources: PipelineResources) -> None:
         code = options.code
         self._options, self._rewards = options, resources.build_reward_manager([code])
-        self._sandbox = Sandbox(packages=tuple(sorted(code.packages)), jobs=code.jobs, backend=code.sandbox)
+        self._sandbox = ProgramSandbox(packages=tuple(sorted(code.packages)), jobs=code.jobs, backend=code.sandbox)
         self._criteria = ValidationCriteria(options.cases, options.submissions, options.agree, options.solve)
         self._memory: LRUCache[_TaskTests] = LRUCache(options.memory)
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from sources import PYTHONPATH
 
 from bench.harness import ROOT
 from bench.simulation import main
@@ -55,7 +56,7 @@ def test_a_seed_is_one_history_in_any_process() -> None:
     shown = []
     for hash_seed in ("1", "2"):
         words = [sys.executable, "-m", "bench", "simulation", "--seed", "38"]
-        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT / "src")}
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": PYTHONPATH}
         done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         shown.append(done.stdout)

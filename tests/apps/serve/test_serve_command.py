@@ -13,12 +13,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from sources import PYTHONPATH
 from toys import toy_checkpoint
 
 import rollmill
 from rollmill.cli import main
-
-SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 def start(running: list[subprocess.Popen[str]], *arguments: object) -> tuple[subprocess.Popen[str], str, str]:
     """A server, its address and its key."""
     words = [sys.executable, "-m", "rollmill", "serve", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(SRC)}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     running.append(process)
     assert process.stdout is not None

@@ -15,11 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 from feedback_runs import everything, make_run
+from sources import PYTHONPATH
 
 from rollmill.apps.studio.feedback import open_feedback
 from rollmill.cli import main
-
-SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 def start(running: list[subprocess.Popen[str]], *arguments: object) -> tuple[subprocess.Popen[str], str]:
     """A server, and the address it prints."""
     words = [sys.executable, "-m", "rollmill", "feedback", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(SRC)}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     running.append(process)
     assert process.stdout is not None

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sources import PYTHONPATH
 from ui_runs import make_run
 
 from rollmill.cli import main
-
-SRC = Path(__file__).resolve().parents[2] / "src"
 
 
 @pytest.mark.slow
@@ -28,7 +27,7 @@ def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(SRC), "TMPDIR": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(tmp_path)},
     )
     try:
         assert process.stdout is not None

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from rollmill.rewards.code.tests import COMPILE_ERROR, OUTCOMES
-from rollmill.sandbox import Sandbox, SandboxLimits, SandboxSession
+from rollmill_sandbox import Sandbox, SandboxLimits, SandboxSession
 
 VALUES, CANDIDATE, CHECKER = "values", "inside_candidate", "inside_checker"
 _PACKAGE = __package__

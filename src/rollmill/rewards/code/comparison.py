@@ -14,7 +14,7 @@ from rollmill.config.rewards.code import CodeReward, OutputComparison
 from rollmill.rewards.code.tests import JUDGE_FAILED, OK, WRONG_ANSWER, FunctionTest, ProgramTest
 from rollmill.rewards.code.values import decode, refuse_collisions
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
-from rollmill.sandbox import Sandbox, SandboxLimits
+from rollmill_sandbox import Sandbox, SandboxLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from rollmill.rewards.code.candidate import SandboxedSolution
 from rollmill.rewards.code.comparison import OutputMatchOptions, outputs_match, values_match
 from rollmill.rewards.code.tests import GENERATED
 from rollmill.rewards.code.values import decode, encode, encode_text
-from rollmill.sandbox import Sandbox, SandboxLimits
+from rollmill_sandbox import Sandbox, SandboxLimits
 
 Generator = str | Callable[[int], Any]
 _AT_ONCE = 8

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollmill.config.rewards.code import CodeExtraction, CodeReward
 from rollmill.errors import ConfigError
+from rollmill.program_sandbox import ProgramSandbox
 from rollmill.registry import import_object
 from rollmill.rewards.base import NO_ANSWER, Score, find_answer
 from rollmill.rewards.code.candidate import SandboxedSolution
@@ -43,9 +44,9 @@ from rollmill.rewards.code.tests import (
     suite_outcome,
 )
 from rollmill.rewards.resources import RewardResources
-from rollmill.sandbox import Sandbox, SandboxLimits
-from rollmill.sandbox.semaphore import FairSemaphore
 from rollmill.types import Completion, Task
+from rollmill_sandbox import Sandbox, SandboxLimits
+from rollmill_sandbox.semaphore import FairSemaphore
 
 _LONG = 50_000
 """Characters from which a completion's code is extracted in a thread."""
@@ -185,7 +186,7 @@ def shared_sandbox(config: CodeReward, resources: RewardResources) -> Sandbox:
     if backend == "plain":
         _log.warning("the code reward has `sandbox: plain`: the model's code runs without any isolation")
     key = f"sandbox {backend} {jobs} {' '.join(packages)}"
-    return resources.shared(key, lambda: Sandbox(packages=packages, jobs=jobs, backend=backend))
+    return resources.shared(key, lambda: ProgramSandbox(packages=packages, jobs=jobs, backend=backend))
 
 
 def sandbox_limits(config: CodeReward) -> SandboxLimits:

@@ -29,7 +29,7 @@ from rollmill.rewards.code.tests import (
     TestResult,
     TimeBudget,
 )
-from rollmill.sandbox import ProgramResult, Sandbox, SandboxLimits, SandboxSession
+from rollmill_sandbox import ProgramResult, Sandbox, SandboxLimits, SandboxSession
 
 _log = logging.getLogger(__name__)
 _MESSAGE_BYTES = 64 << 20

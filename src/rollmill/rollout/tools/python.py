@@ -7,18 +7,21 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from rollmill.config.tools import PythonTool
+from rollmill.program_sandbox import ProgramSandbox
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.pool import ToolFactory, ToolPool
 from rollmill.rollout.tools.toolbox import Tool, ToolError
-from rollmill.sandbox import Sandbox, SandboxLimits, SandboxSession, SessionExecution
 from rollmill.types import Task
+from rollmill_sandbox import Sandbox, SandboxLimits, SandboxSession, SessionExecution
 
 _OUTPUT_BYTES = 1 << 18
 
 
 def build_python_tool(section: PythonTool, pool: ToolPool) -> ToolFactory:
     """Build the tool, with a sandbox that all rollouts share."""
-    sandbox = Sandbox(packages=section.packages, jobs=section.jobs, sessions=section.sessions, backend=section.sandbox)
+    sandbox = ProgramSandbox(
+        packages=section.packages, jobs=section.jobs, sessions=section.sessions, backend=section.sandbox
+    )
     pool.close_later(sandbox.close)
     made = FunctionTool(python)
 
