@@ -19,10 +19,10 @@ from environment_pools import HOSTILE, in_loop, pool, rollout
 from forks import ended
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollmill_grading.grader_pool import WorkerProcess
 
 from rollmill.config.section import _registered
 from rollmill.errors import ConfigError, EpisodeError, WorkflowError
-from rollmill.rewards.grader_pool import WorkerProcess
 from rollmill.rollout.environments.pool import EnvironmentPool, RunningEnvironment
 from rollmill.types import Task
 

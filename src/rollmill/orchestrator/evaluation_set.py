@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
+from rollmill_grading.extraction import normalize_vote
+
 from rollmill.buffer import GroupQueue
 from rollmill.config.evaluation import EvaluationSet, evaluation_metric_name
 from rollmill.config.rollout import SamplingConfig
-from rollmill.rewards.answers.extraction import normalize_vote
 from rollmill.rollout.base import RolloutGenerator
 from rollmill.rollout.served_model import COMPLETION_TOKENS_KEY
 from rollmill.seeds import derive_seed

@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from rollmill_grading.grader_pool import GraderPool, WorkerFunction
+
 from rollmill.rewards.function_threads import FunctionThreads
-from rollmill.rewards.grader_pool import GraderPool
 
 
 class SupportsClose(Protocol):
@@ -43,16 +44,16 @@ class RewardResources:
     device: str | None = None
     _made: dict[str, SupportsClose] = field(default_factory=dict)
     _making: threading.RLock = field(default_factory=threading.RLock)
-    _loads: list[tuple[GraderPool, str, str]] = field(default_factory=list)
+    _loads: list[tuple[GraderPool, WorkerFunction, str]] = field(default_factory=list)
 
     @property
     def graders(self) -> GraderPool:
         """Processes that evaluate text under a time limit."""
         return self.pool(f"graders {self.workers}", lambda: GraderPool(self.workers))
 
-    def graders_for(self, kind: str) -> GraderPool:
-        """`graders` for a reward that will load this handler of grader_worker.py."""
-        self.will_load(self.graders, kind)
+    def graders_for(self, function: WorkerFunction) -> GraderPool:
+        """`graders` for a reward that will call this function in them."""
+        self.will_load(self.graders, function)
         return self.graders
 
     def pool(self, key: str, make: Callable[[], GraderPool]) -> GraderPool:
@@ -60,15 +61,15 @@ class RewardResources:
         one."""
         return self.shared(key, lambda: _set_aside.pop(key, None) or make())
 
-    def will_load(self, pool: GraderPool, kind: str, setup: str = "") -> None:
+    def will_load(self, pool: GraderPool, function: WorkerFunction, setup: str = "") -> None:
         """Note what a pool's processes will load, so that `set_aside` can start them."""
-        self._loads.append((pool, kind, setup))
+        self._loads.append((pool, function, setup))
 
     def set_aside(self) -> None:
         """Start the pools' processes and keep them for the next resources of this process that want such a pool; close
         everything else."""
-        for pool, kind, setup in self._loads:
-            pool.warm(kind, setup)
+        for pool, function, setup in self._loads:
+            pool.warm(function, setup)
         warm = {id(pool) for pool, _, _ in self._loads}
         with self._making:
             for key in [key for key, each in self._made.items() if id(each) in warm]:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import regex
+from rollmill_grading.segmentation import last_tag_content
 
 from rollmill.config.rewards.text import TextReward
 from rollmill.files import is_too_deep
-from rollmill.rewards.base import find_answer, last_tag_content, text_after
+from rollmill.rewards.base import find_answer, text_after
 from rollmill.types import Completion
 
 Result = TypeVar("Result")

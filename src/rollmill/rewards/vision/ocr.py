@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rollmill_grading.normalization import to_half_width
+
 from rollmill.config.rewards.vision import OCRReward
 from rollmill.errors import ConfigError
-from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_answer
 from rollmill.types import Completion, Task

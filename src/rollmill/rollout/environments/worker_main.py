@@ -9,8 +9,9 @@ import signal
 import traceback
 from typing import Any
 
+from rollmill_grading.grader_worker import serve
+
 from rollmill.errors import ConfigError, RollmillError
-from rollmill.rewards.grader_worker import serve
 from rollmill.rollout.environments.base import Observation, make_environment, validate_observation, validate_step
 
 ERROR_RAISED, ERROR_INVALID_RESULT, ERROR_CONFIG, ERROR_WORKFLOW = "raised", "wrong", "config", "workflow"

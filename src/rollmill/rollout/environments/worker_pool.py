@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rollmill_grading.errors import RemoteFunctionError, WorkerDiedError
+from rollmill_grading.grader_pool import WorkerProcess
 
 from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError, EpisodeError, RollmillError, WorkflowError
-from rollmill.rewards.grader_pool import RemoteFunctionError, WorkerDiedError, WorkerProcess
 from rollmill.rollout.environments.base import (
     EnvironmentCrashError,
     EnvironmentSpec,
