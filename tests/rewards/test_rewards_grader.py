@@ -41,23 +41,23 @@ def test_what_a_grader_imports_has_no_sections_of_run_files() -> None:
 
 
 def test_processes_that_were_started_in_advance_are_taken_over(tmp_path: Path) -> None:
-    """A manager that is set aside leaves its processes to the next one, which asks them."""
+    """A manager that is kept warm leaves its processes to the next one, which asks them."""
     (tmp_path / "mine.py").write_text("import os\n\ndef pid(task, completion):\n    return os.getpid()\n")
     function = {"name": "python", "function": f"{tmp_path}/mine.py:pid", "processes": 2, "run_in": "process"}
     config = PythonReward.model_validate(function)
-    build_reward_manager([config]).set_aside()
-    [pool] = resources._set_aside.values()
+    build_reward_manager([config]).keep_warm()
+    [pool] = resources._warm_pools.values()
     wait_until(lambda: len(pool.pids()) == 2)
     started = set(pool.pids())
     with build_reward_manager([config]) as manager:
-        assert not resources._set_aside
+        assert not resources._warm_pools
         found = asyncio.run(manager.score(Task("t", "p"), completion("text")))
         assert found.reward in started
         assert set(pool.pids()) == started
-    build_reward_manager([config]).set_aside()
-    [pool] = resources._set_aside.values()
+    build_reward_manager([config]).keep_warm()
+    [pool] = resources._warm_pools.values()
     wait_until(lambda: len(pool.pids()) == 2)
     left = pool.pids()
-    resources.close_set_aside()
-    assert not resources._set_aside
+    resources.close_warm_pools()
+    assert not resources._warm_pools
     assert not any(psutil.pid_exists(pid) for pid in left)

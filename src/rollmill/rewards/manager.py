@@ -304,10 +304,10 @@ class RewardManager:
         """Stop the processes and idle threads. Calls in progress fail. May be called twice."""
         self._resources.close()
 
-    def set_aside(self) -> None:
+    def keep_warm(self) -> None:
         """`close`, but the processes that graded for it start in the background, and the next manager of this process
         with such rewards takes them over. So its first score does not wait for them."""
-        self._resources.set_aside()
+        self._resources.keep_warm()
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop."""

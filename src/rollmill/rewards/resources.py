@@ -21,14 +21,14 @@ class SupportsClose(Protocol):
 
 Shared = TypeVar("Shared", bound=SupportsClose)
 
-_set_aside: dict[str, GraderPool] = {}
+_warm_pools: dict[str, GraderPool] = {}
 """Pools whose processes were started before they were needed."""
 
 
-def close_set_aside() -> None:
+def close_warm_pools() -> None:
     """Close the pools that nobody has taken."""
-    while _set_aside:
-        _set_aside.popitem()[1].close()
+    while _warm_pools:
+        _warm_pools.popitem()[1].close()
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +57,15 @@ class RewardResources:
         return self.graders
 
     def pool(self, key: str, make: Callable[[], GraderPool]) -> GraderPool:
-        """Return the pool stored under `key`, as `shared`: one that was set aside with started processes, if there is
+        """Return the pool stored under `key`, as `shared`: one that was kept with started processes, if there is
         one."""
-        return self.shared(key, lambda: _set_aside.pop(key, None) or make())
+        return self.shared(key, lambda: _warm_pools.pop(key, None) or make())
 
     def will_load(self, pool: GraderPool, function: WorkerFunction, setup: str = "") -> None:
-        """Note what a pool's processes will load, so that `set_aside` can start them."""
+        """Note what a pool's processes will load, so that `keep_warm` can start them."""
         self._loads.append((pool, function, setup))
 
-    def set_aside(self) -> None:
+    def keep_warm(self) -> None:
         """Start the pools' processes and keep them for the next resources of this process that want such a pool; close
         everything else."""
         for pool, function, setup in self._loads:
@@ -75,9 +75,9 @@ class RewardResources:
             for key in [key for key, each in self._made.items() if id(each) in warm]:
                 made = self._made.pop(key)
                 assert isinstance(made, GraderPool)
-                if (other := _set_aside.pop(key, None)) is not None:
+                if (other := _warm_pools.pop(key, None)) is not None:
                     other.close()
-                _set_aside[key] = made
+                _warm_pools[key] = made
         self.close()
 
     @property

@@ -63,7 +63,7 @@ class WorkerProcess:
             start_new_session=True,
         )
         assert self._popen.stdin is not None
-        os.set_blocking(self._popen.stdin.fileno(), False)  # see `_send`
+        os.set_blocking(self._popen.stdin.fileno(), False)  # `_send` waits no longer than its deadline
         self._ended = False  # killed, or known to have ended
         self.loaded: set[tuple[str, str]] = set()  #: (path, setup) pairs that it has loaded
 

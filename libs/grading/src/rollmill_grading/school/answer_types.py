@@ -1,4 +1,4 @@
-"""Ordering and matching answers: sequences of labels, and pairs of labels."""
+"""Answers by type of question: orders, pairs, blanks, truth values, and short answers by key points."""
 
 from __future__ import annotations
 
