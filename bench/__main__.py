@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from grading_bench.answers import MissingDataError
+
 from bench.harness import BenchError
 
 NAMES = (
@@ -63,7 +65,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         code = importlib.import_module(f"bench.{rest[0]}").main(rest[1:], only_json)
-    except BenchError as error:
+    except (BenchError, MissingDataError) as error:
         print(f"bench {rest[0]}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

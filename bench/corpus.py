@@ -1,11 +1,12 @@
 """Labelled answers graded by rollmill and by math-verify: right ones that are rejected, wrong ones that are accepted.
 
-About 13,000 answers to published tasks, in four banks of phrasings in English and Chinese (`answer_phrasings.py`), and
-about 700 completions as chat models write them (`chat_answers.py`), whose groups start with "chat:".
-math-verify extracts formulas, expressions and option letters, as its documentation shows.
+The answers are those of libs/grading/bench, including the ones about pictures, which only rollmill's rewards grade:
+about 13,000 to published tasks, in four banks of phrasings in English and Chinese (`answer_phrasings.py`), and about
+700 completions as chat models write them (`chat_answers.py`), whose groups start with "chat:". math-verify extracts
+formulas, expressions and option letters, as its documentation shows.
 
 With `--mutants`, instead: wrong variants of all published references by kind of mutation, and equal rewritings, each
-labelled by values at random points (`answer_mutants.py`).
+labelled by values at random points (`answer_mutants.py` there).
 """
 
 from __future__ import annotations
@@ -13,21 +14,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.metadata
-import logging
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from bench.answer_corpus import Labelled, corpus
-from bench.answer_mutants import mutants, rewritings
-from bench.answers import data_dir
-from bench.chat_answers import PREFIX, chat_answers
+from grading_bench.answer_corpus import Labelled
+from grading_bench.answer_mutants import mutants, rewritings
+from grading_bench.answers import data_dir
+from grading_bench.corpus import accepted_by_math_verify, counts, labelled
+
 from bench.report import Case, finish
 
 _MOST_EXAMPLES = 5
 _AT_ONCE = 16
-BANKS = ("first", "second", "third", "fourth")
 
 
 def main(arguments: list[str], only_json: bool) -> None:
@@ -39,7 +39,7 @@ def main(arguments: list[str], only_json: bool) -> None:
         cases = [_by_kind("mutants", mutants(data_dir())), _by_kind("rewritings", rewritings(data_dir()))]
         finish("corpus_mutants", cases, headline=cases[:1], versions=versions, only_json=only_json)
         return
-    rows = [*(row for bank in BANKS for row in corpus(data_dir(), bank)), *chat_answers()]
+    rows = labelled(data_dir())
     ours, peer = accepted_by_rollmill(rows), accepted_by_math_verify(rows)
     groups = dict.fromkeys(row.group for row in rows)
     cases = [_case(group, *_of(group, rows, ours, peer)) for group in groups]
@@ -76,27 +76,6 @@ def accepted_by_rollmill(rows: Sequence[Labelled], time_limit_s: float = 60.0) -
     finally:
         for judge in judges.values():
             judge.close()
-
-
-def accepted_by_math_verify(rows: Sequence[Labelled]) -> list[bool]:
-    """Whether math-verify finds each answer equal to its reference; False if it cannot parse one of them."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    places = [LatexExtractionConfig(), ExprExtractionConfig()]
-    letters = [*places, StringExtractionConfig(strings=tuple("ABCD"), lowercase=False)]
-    found = []
-    for row in rows:
-        configs = letters if _kind(row) in ("k12 single", "math letters") else places
-        gold = _reference(row)
-        found.append(bool(verify(parse(gold, letters if configs is letters else places), parse(row.text, configs))))
-    return found
-
-
-def counts(rows: Sequence[Labelled], accepted: Sequence[bool]) -> tuple[int, int]:
-    """Number of rejected right answers, and of accepted wrong ones."""
-    pairs = list(zip(rows, accepted, strict=True))
-    return sum(row.right and not taken for row, taken in pairs), sum(taken and not row.right for row, taken in pairs)
 
 
 def _of(
@@ -137,18 +116,6 @@ def _by_kind(name: str, rows: list[Labelled]) -> Case:
     shares = [sum(a == row.right for a, row in zip(each, rows, strict=True)) / len(rows) for each in judged.values()]
     extra = {"answers": len(rows), "references": len({row.gold for row in rows}), "kinds": kinds}
     return Case(name, "math-verify 0.9", "share judged as labelled", [shares[0]], [shares[1]], True, extra)
-
-
-def _kind(row: Labelled) -> str:
-    return row.group.removeprefix(PREFIX)
-
-
-def _reference(row: Labelled) -> str:
-    if isinstance(row.gold, dict):
-        return ", ".join(f"{left}-{right}" for left, right in row.gold.items())
-    if isinstance(row.gold, list):
-        return "$" + ", ".join(map(str, row.gold)) + "$"
-    return str(row.gold) if _kind(row) in ("k12 single", "math letters", "vqa") else f"${row.gold}$"
 
 
 def _completion(text: str) -> Any:

@@ -7,7 +7,8 @@ import multiprocessing
 import time
 from typing import Any
 
-from bench.answers import pairs
+from grading_bench.answers import pairs
+
 from bench.worker import Channel, serve, versions
 
 

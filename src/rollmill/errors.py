@@ -176,6 +176,10 @@ class SandboxError(RollmillError):
     """No safe sandbox can be built here, or an invalid request. The message has what is missing."""
 
 
+_LIBRARY = re.compile(r"(?:site|dist)-packages|/libs/\w+/src/rollmill_\w+/")
+"""Part of the name of a library's file; of rollmill's own libraries where they are installed from a checkout, too."""
+
+
 def user_code_location(error: BaseException) -> str:
     """Return FILE:LINE of the innermost frame outside libraries and rollmill, where a user's code failed; or ""."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -186,9 +190,7 @@ def user_code_location(error: BaseException) -> str:
 def user_code_frame(filename: str) -> bool:
     """True if a frame of this file is outside of libraries and of rollmill."""
     libraries = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
-    return not filename.startswith(libraries) and not re.search(
-        "(site|dist)-packages|/rollmill_(grading|sandbox)/", filename
-    )
+    return not filename.startswith(libraries) and not _LIBRARY.search(filename)
 
 
 def explain_path_error(error: OSError) -> str | None:

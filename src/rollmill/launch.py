@@ -35,7 +35,7 @@ from rollmill.progress import ends_for_restart, uncounted_work
 from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
 from rollmill.remote.rollout_backend import ExplorerFleet
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
-from rollmill.rewards.resources import close_set_aside
+from rollmill.rewards.resources import close_warm_pools
 from rollmill.startup import open_missing_streams, require_usable_paths
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.console import RunView, make_view
@@ -172,7 +172,7 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: in
         return (await stage.evaluate(is_complete=True)).metrics
     finally:
         await stage.close()
-        close_set_aside()
+        close_warm_pools()
 
 
 def execute(
@@ -262,7 +262,7 @@ def execute(
             raise
         finally:
             buffers.close()
-            close_set_aside()
+            close_warm_pools()
         monitor.close(summary)
         return summary
 

@@ -15,8 +15,8 @@ from rollmill.config.rewards.k12 import K12Reward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data.taskset import load_taskset
 from rollmill.rewards import RewardManager, build_reward_manager
-from rollmill.rewards.answers.normalization import comparison_key
 from rollmill.types import Task
+from rollmill_grading.normalization import comparison_key
 
 LAYOUTS = {
     "cmath": ("cmath", 600),

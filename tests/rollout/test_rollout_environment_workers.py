@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from rollmill.config.section import _registered
 from rollmill.errors import ConfigError, EpisodeError, WorkflowError
-from rollmill.rewards.grader_pool import WorkerProcess
 from rollmill.rollout.environments.pool import EnvironmentPool, RunningEnvironment
 from rollmill.types import Task
+from rollmill_grading.grader_pool import WorkerProcess
 
 
 @pytest.fixture(autouse=True)

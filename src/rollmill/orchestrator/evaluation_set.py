@@ -11,12 +11,12 @@ from zlib import crc32
 from rollmill.buffer import GroupQueue
 from rollmill.config.evaluation import EvaluationSet, evaluation_metric_name
 from rollmill.config.rollout import SamplingConfig
-from rollmill.rewards.answers.extraction import normalize_vote
 from rollmill.rollout.base import RolloutGenerator
 from rollmill.rollout.served_model import COMPLETION_TOKENS_KEY
 from rollmill.seeds import derive_seed
 from rollmill.trackers.estimators import IntervalEstimate, maj_at_k, mean_over_tasks, pass_at_k
 from rollmill.types import ROLE_KEY, Experience, Task, rollout_id
+from rollmill_grading.extraction import normalize_vote
 
 RolloutGuard = Callable[[Coroutine[Any, Any, list[Experience]]], Coroutine[Any, Any, list[Experience]]]
 """Wraps the rollout of a group."""

@@ -30,7 +30,7 @@ from rollmill.orchestrator.run_lock import hold_run_lock
 from rollmill.orchestrator.setup import set_up_run
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.pipelines import Pipeline
-from rollmill.rewards.resources import close_set_aside
+from rollmill.rewards.resources import close_warm_pools
 from rollmill.seeds import derive_seed
 from rollmill.trackers.heartbeat import keep_heartbeat
 from rollmill.trackers.metrics_log import read_metrics
@@ -73,7 +73,7 @@ def explore_alone(loaded: LoadedRun, run_dir: Path, report: Callable[[str], None
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         finally:
-            close_set_aside()
+            close_warm_pools()
 
 
 @dataclass(frozen=True)

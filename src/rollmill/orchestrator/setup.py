@@ -44,7 +44,7 @@ from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import require_references, require_verdicts
-from rollmill.rewards.resources import close_set_aside
+from rollmill.rewards.resources import close_warm_pools
 from rollmill.trackers.host_memory import keep_freed_blocks, return_large_blocks
 from rollmill.trainer import StepSize, choose_precision, choose_threads
 from rollmill.trainer.batch import CPU_ROW
@@ -115,7 +115,7 @@ def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bo
     try:
         return _set_up(loaded, run_dir, step, joined=joined)
     except BaseException:
-        close_set_aside()
+        close_warm_pools()
         raise
 
 
@@ -130,7 +130,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     scores = joined or (config.mode == "both" and not isinstance(config.placement, RayPlacement))
     for (number, _), judge in zip(wanted, judges, strict=True):
         if scores and number == 0:
-            judge.set_aside()  # its processes start while the model is loaded
+            judge.keep_warm()  # its processes start while the model is loaded
         else:
             judge.close()
     tasksets = _load_tasksets(loaded.stages)

@@ -16,6 +16,7 @@ from rollmill.config.rewards.vision import ChartReward, CountReward, VQAReward
 from rollmill.errors import ConfigError
 from rollmill.rewards.values import RewardValue as RewardValue
 from rollmill.types import REASONING_END, Completion, Experience, Task
+from rollmill_grading.comparison import option_texts
 
 OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applicable", "gated"
 NO_ANSWER, HEDGED = "no_answer", "hedged"
@@ -136,13 +137,9 @@ def text_after(text: str, marker: str | None) -> str | None:
     return tail if found else None
 
 
-def last_tag_content(text: str, tag: str) -> str | None:
-    """Return the text inside the last `<tag>...</tag>`; None if it is not closed, or there is no such tag."""
-    start = text.rfind(f"<{tag}>")
-    if start < 0:
-        return None
-    inside, closed, _ = text[start + len(tag) + 2 :].partition(f"</{tag}>")
-    return inside if closed else None
+def task_options(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return a task's options by letter, from its column `options` or `choices` (a mapping or a list); may be empty."""
+    return option_texts(metadata.get("options") or metadata.get("choices"))
 
 
 # Checks of references, run when the tasks are loaded.

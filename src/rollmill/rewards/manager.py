@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig, RewardSection, reward_part_names
-from rollmill.errors import ConfigError, EndpointLostError, RewardError, user_code_location
+from rollmill.errors import ConfigError, EndpointLostError, GraderLostError, RewardError, user_code_location
 from rollmill.progress import Progress, count_progress
 from rollmill.registry import build_component
 from rollmill.rewards.base import (
@@ -36,6 +36,7 @@ from rollmill.rewards.function_threads import retrieve_error
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 from rollmill.waiting import patient_timeout
+from rollmill_grading.errors import GradingError, WorkerLostError
 
 Result = TypeVar("Result")
 _GRACE_S = 0.05
@@ -188,7 +189,8 @@ class RewardManager:
             quick = self._quick.get(part.name)
             begun = part.reward.score(task, completion) if quick is None else quick.begin(task, completion)  # type: ignore[union-attr]
             score = begun if isinstance(begun, Score) else await self._in_time(begun)
-        except Exception as error:
+        except Exception as raised:
+            error = _own_error(raised)
             raise _reward_error(part.name, task, f"completion {completion.index}", completion.text, error) from error
         return _timed(score or Score(part.config.timeout_reward, LATE), queued_at)
 
@@ -202,7 +204,8 @@ class RewardManager:
                 scores = [Score(part.config.timeout_reward, LATE)] * len(completions)
             if len(scores) != len(completions):
                 raise ValueError(f"gave {len(scores)} values for {len(completions)} completions; it must give one each")
-        except Exception as error:
+        except Exception as raised:
+            error = _own_error(raised)
             which = f"{len(completions)} completions, the first"
             raise _reward_error(part.name, task, which, completions[0].text, error) from error
         return [_timed(score, queued_at) for score in scores]
@@ -300,10 +303,10 @@ class RewardManager:
         """Stop the processes and idle threads. Calls in progress fail. May be called twice."""
         self._resources.close()
 
-    def set_aside(self) -> None:
+    def keep_warm(self) -> None:
         """`close`, but the processes that graded for it start in the background, and the next manager of this process
         with such rewards takes them over. So its first score does not wait for them."""
-        self._resources.set_aside()
+        self._resources.keep_warm()
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop."""
@@ -346,8 +349,15 @@ def _policy_version(completion: Completion) -> int:
     return int(completion.versions.max()) if completion.versions.size else 0
 
 
+def _own_error(error: Exception) -> Exception:
+    """Return the loss of grader processes as an error after which a run may start again; any other error unchanged."""
+    if not isinstance(error, WorkerLostError):
+        return error
+    return GraderLostError(str(error)).with_traceback(error.__traceback__)
+
+
 def _reward_error(name: str, task: Task, which: str, text: str, error: Exception) -> RewardError:
-    what = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, RewardError | GradingError) else f"{type(error).__name__}: {error}"
     place = user_code_location(error)  # a reward process has added it already, as its errors have no frames here
     what += f" ({place})" if place else ""
     excerpt = text if len(text) <= 120 else f"{text[:50]} ... {text[-65:]}"

@@ -18,12 +18,13 @@ from rollmill.registry import find_reward
 from rollmill.rewards.base import OK, TIMEOUT, RewardResult, RewardValue, Score
 from rollmill.rewards.foreign_functions import PartsFunction, VerlFunction, adapt_function, unadapted
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError, start_user_task
-from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.inline_calls import InlineCalls
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.values import validate_result
+from rollmill.rewards.worker_functions import PYTHON
 from rollmill.types import Completion, Task
 from rollmill.user_code import STORED
+from rollmill_grading.grader_pool import GraderPool
 
 RewardFunction = Callable[..., Any]
 
@@ -43,7 +44,7 @@ def build_python_reward(config: PythonReward, resources: RewardResources) -> Pyt
             f"function {source} {config.processes}",
             lambda: GraderPool(config.processes, memory_bytes=0, quiet=False),
         )
-        warm = partial(resources.will_load, pool, "python", source)
+        warm = partial(resources.will_load, pool, PYTHON, source)
         if config.run_in == "process":
             warm()
         else:
@@ -178,7 +179,7 @@ def _inline(config: PythonReward, inline: InlineCalls | None, arguments: list[An
 
 async def _in_process(config: PythonReward, source: str, pool: GraderPool, arguments: list[Any]) -> _FunctionResult:
     try:
-        reply = await pool.ask("python", _with_options(config, arguments), config.time_limit_s, setup=source)
+        reply = await pool.ask(PYTHON, _with_options(config, arguments), config.time_limit_s, setup=source)
     except _NOT_COPIED as error:
         raise _not_copied(error) from error
     if reply.outcome not in (OK, TIMEOUT):

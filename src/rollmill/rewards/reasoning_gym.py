@@ -6,6 +6,7 @@ from rollmill.config.rewards.math import ReasoningGymReward
 from rollmill.errors import RewardError
 from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score, find_answer
 from rollmill.rewards.resources import RewardResources
+from rollmill.rewards.worker_functions import REASONING_GYM
 from rollmill.types import Completion, Task
 
 
@@ -30,9 +31,7 @@ class ReasoningGymScorer:
         if answer.strip() == entry["answer"]:
             return Score(1.0)
         payload = {"name": made_by["name"], "options": made_by.get("options", {}), "entry": entry}
-        reply = await self._graders.ask(
-            "reasoning_gym", payload | {"answer": answer.strip()}, self._config.time_limit_s
-        )
+        reply = await self._graders.ask(REASONING_GYM, payload | {"answer": answer.strip()}, self._config.time_limit_s)
         if reply.outcome != OK:
             earned = self._config.timeout_reward if reply.outcome == TIMEOUT else 0.0
             return Score(earned, reply.outcome, reply.queue_s, reply.run_s)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from rollmill.rewards.function_threads import FunctionThreads
-from rollmill.rewards.grader_pool import GraderPool
+from rollmill_grading.grader_pool import GraderPool, WorkerFunction
 
 
 class SupportsClose(Protocol):
@@ -20,14 +20,14 @@ class SupportsClose(Protocol):
 
 Shared = TypeVar("Shared", bound=SupportsClose)
 
-_set_aside: dict[str, GraderPool] = {}
+_warm_pools: dict[str, GraderPool] = {}
 """Pools whose processes were started before they were needed."""
 
 
-def close_set_aside() -> None:
+def close_warm_pools() -> None:
     """Close the pools that nobody has taken."""
-    while _set_aside:
-        _set_aside.popitem()[1].close()
+    while _warm_pools:
+        _warm_pools.popitem()[1].close()
 
 
 @dataclass(slots=True, eq=False)
@@ -43,40 +43,40 @@ class RewardResources:
     device: str | None = None
     _made: dict[str, SupportsClose] = field(default_factory=dict)
     _making: threading.RLock = field(default_factory=threading.RLock)
-    _loads: list[tuple[GraderPool, str, str]] = field(default_factory=list)
+    _loads: list[tuple[GraderPool, WorkerFunction, str]] = field(default_factory=list)
 
     @property
     def graders(self) -> GraderPool:
         """Processes that evaluate text under a time limit."""
         return self.pool(f"graders {self.workers}", lambda: GraderPool(self.workers))
 
-    def graders_for(self, kind: str) -> GraderPool:
-        """`graders` for a reward that will load this handler of grader_worker.py."""
-        self.will_load(self.graders, kind)
+    def graders_for(self, function: WorkerFunction) -> GraderPool:
+        """`graders` for a reward that will call this function in them."""
+        self.will_load(self.graders, function)
         return self.graders
 
     def pool(self, key: str, make: Callable[[], GraderPool]) -> GraderPool:
-        """Return the pool stored under `key`, as `shared`: one that was set aside with started processes, if there is
+        """Return the pool stored under `key`, as `shared`: one that was kept with started processes, if there is
         one."""
-        return self.shared(key, lambda: _set_aside.pop(key, None) or make())
+        return self.shared(key, lambda: _warm_pools.pop(key, None) or make())
 
-    def will_load(self, pool: GraderPool, kind: str, setup: str = "") -> None:
-        """Note what a pool's processes will load, so that `set_aside` can start them."""
-        self._loads.append((pool, kind, setup))
+    def will_load(self, pool: GraderPool, function: WorkerFunction, setup: str = "") -> None:
+        """Note what a pool's processes will load, so that `keep_warm` can start them."""
+        self._loads.append((pool, function, setup))
 
-    def set_aside(self) -> None:
+    def keep_warm(self) -> None:
         """Start the pools' processes and keep them for the next resources of this process that want such a pool; close
         everything else."""
-        for pool, kind, setup in self._loads:
-            pool.warm(kind, setup)
+        for pool, function, setup in self._loads:
+            pool.warm(function, setup)
         warm = {id(pool) for pool, _, _ in self._loads}
         with self._making:
             for key in [key for key, each in self._made.items() if id(each) in warm]:
                 made = self._made.pop(key)
                 assert isinstance(made, GraderPool)
-                if (other := _set_aside.pop(key, None)) is not None:
+                if (other := _warm_pools.pop(key, None)) is not None:
                     other.close()
-                _set_aside[key] = made
+                _warm_pools[key] = made
         self.close()
 
     @property

@@ -11,10 +11,10 @@ import regex
 
 from rollmill.data.operators.deduplication import flatten_prompt, normalize_text, words
 from rollmill.errors import ConfigError
-from rollmill.rewards.answers.extraction import extract_reference
-from rollmill.rewards.answers.quantities import normalize_answer as plain_answer
-from rollmill.rewards.answers.quantities import parse_quantity
 from rollmill.types import Task
+from rollmill_grading.extraction import extract_reference
+from rollmill_grading.quantities import normalize_answer as plain_answer
+from rollmill_grading.quantities import parse_quantity
 
 _NUMBER = regex.compile(r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?(?![\w]|\.\d)")
 _SAID = r"(?:####|answer\s*(?:is|:|=)|\\boxed\s*\{{|<answer>)\s*\$?{answer}(?![\w]|\.\d)"

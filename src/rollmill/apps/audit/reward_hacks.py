@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rollmill.apps.audit.oracle import NormalizedText, parse_number, reference_text, wrap_answer
 from rollmill.data.operators.deduplication import flatten_prompt, normalize_text
-from rollmill.rewards.answers.comparison import task_options
+from rollmill.rewards.base import task_options
 from rollmill.types import REASONING_END, Task
 
 _DIGITS = "0123456789"

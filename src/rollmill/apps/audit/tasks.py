@@ -15,7 +15,7 @@ from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks
 from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport
 from rollmill.data.operators.deduplication import decontaminate, deduplicate, normalize_text
 from rollmill.errors import ConfigError
-from rollmill.rewards.answers.comparison import task_options
+from rollmill.rewards.base import task_options
 from rollmill.types import Task
 
 _SHORT_DIGITS, _SHORT_LETTERS = 3, 5

@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import regex
 
-from rollmill.rewards.answers.candidates import find_boxes
-from rollmill.rewards.answers.hedging import find_replacement, is_denied, is_disbelieved, is_hedged, is_retracted
-from rollmill.rewards.answers.normalization import to_half_width
-from rollmill.rewards.answers.phrase import strip_markup
-from rollmill.rewards.answers.segmentation import SegmentedText
 from rollmill.types import split_reasoning
+from rollmill_grading.candidates import find_boxes
+from rollmill_grading.hedging import find_replacement, is_denied, is_disbelieved, is_hedged, is_retracted
+from rollmill_grading.normalization import to_half_width
+from rollmill_grading.phrase import strip_markup
+from rollmill_grading.segmentation import SegmentedText
 
 _LONGEST, _MOST_OBJECTS = 65_536, 400
 _OBJECT = re.compile(r'\{(?=\s*+["}])')

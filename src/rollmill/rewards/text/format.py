@@ -11,11 +11,12 @@ import regex
 
 from rollmill.config.rewards.text import ExactReward, FormatReward
 from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Reward, Score, find_answer
-from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.text.json_schema import check_schema, schema_text
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, split_words
+from rollmill.rewards.worker_functions import SCHEMA
 from rollmill.types import Completion, Task
+from rollmill_grading.grader_pool import GraderPool
 
 # The exact-match reward.
 
@@ -108,7 +109,7 @@ def build_format_scorer(config: FormatReward, resources: RewardResources) -> Rew
     if config.mode in ("tags", "sections"):
         return StructureScorer(config)
     check_schema(schema_text(config.json_schema or {}), config.name)
-    return JSONSchemaScorer(config, resources.graders_for("schema"))
+    return JSONSchemaScorer(config, resources.graders_for(SCHEMA))
 
 
 _AT_ONCE_S = 0.01
@@ -181,7 +182,7 @@ class JSONSchemaScorer:
         if len(answer) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
         text = answer if config.whole else last_code_block(answer) or answer
-        reply = await self._graders.ask("schema", [(schema_text(schema), text)], config.time_limit_s)
+        reply = await self._graders.ask(SCHEMA, [(schema_text(schema), text)], config.time_limit_s)
         if reply.outcome != OK:
             earned = config.timeout_reward if reply.outcome == TIMEOUT else 0.0
             return Score(earned, reply.outcome, reply.queue_s, reply.run_s)

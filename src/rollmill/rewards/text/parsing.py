@@ -12,8 +12,9 @@ import regex
 
 from rollmill.config.rewards.text import TextReward
 from rollmill.files import is_too_deep
-from rollmill.rewards.base import find_answer, last_tag_content, text_after
+from rollmill.rewards.base import find_answer, text_after
 from rollmill.types import Completion
+from rollmill_grading.segmentation import last_tag_content
 
 Result = TypeVar("Result")
 

@@ -13,6 +13,7 @@ from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.text.json_schema import build_validator, check_schema, schema_text, validate_texts
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, select_answer
+from rollmill.rewards.worker_functions import SCHEMA
 from rollmill.types import Completion, Task, ToolCall
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
@@ -32,7 +33,7 @@ class ToolCallScorer:
 
     def __init__(self, config: ToolCallReward, resources: RewardResources) -> None:
         check_schema("{}", config.name)  # schemas come with the tasks, but jsonschema must be installed
-        self._config, self._graders = config, resources.graders_for("schema")
+        self._config, self._graders = config, resources.graders_for(SCHEMA)
 
     async def score(self, task: Task, completion: Completion) -> Score:
         column = _tools_column(task)
@@ -67,7 +68,7 @@ class ToolCallScorer:
         pairs = [(tools[call.name], json.dumps(call.arguments)) for call in [*(wanted or []), *known]]
         if not pairs:
             return Score(0.0, _outcome(found, known, []))
-        reply = await self._graders.ask("schema", pairs, self._config.time_limit_s)
+        reply = await self._graders.ask(SCHEMA, pairs, self._config.time_limit_s)
         if reply.outcome != OK:
             earned = self._config.timeout_reward if reply.outcome == TIMEOUT else 0.0
             return Score(earned, reply.outcome, reply.queue_s, reply.run_s)

@@ -7,15 +7,15 @@ import re
 from dataclasses import dataclass
 
 from rollmill.config.rewards.vision import ChartReward
-from rollmill.rewards.answers.extraction import FinalAnswer, answer_section, extract_answer
-from rollmill.rewards.answers.normalization import to_half_width
-from rollmill.rewards.answers.phrase import extract_statements as said_in_words
-from rollmill.rewards.answers.phrase import strip_markup
-from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_approximation
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
 from rollmill.rewards.text.parsing import select_answer
 from rollmill.rewards.vision.ocr import accepted_texts
 from rollmill.types import Completion, Task
+from rollmill_grading.extraction import FinalAnswer, answer_section, extract_answer
+from rollmill_grading.normalization import to_half_width
+from rollmill_grading.phrase import extract_statements as said_in_words
+from rollmill_grading.phrase import strip_markup
+from rollmill_grading.quantities import normalize_answer, parse_quantity, strip_approximation
 
 # Numbers as written in charts, tables and captions.
 

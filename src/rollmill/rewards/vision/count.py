@@ -7,14 +7,14 @@ from fractions import Fraction
 from typing import Any
 
 from rollmill.config.rewards.vision import CountReward
-from rollmill.rewards.answers.extraction import FinalAnswer, extract_answer
-from rollmill.rewards.answers.numerals import find_chinese_counts, find_english_numbers
-from rollmill.rewards.answers.phrase import names_several_values
-from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_approximation
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
 from rollmill.rewards.text.parsing import select_answer
 from rollmill.rewards.vision.chart import parse_chart_number
 from rollmill.types import Completion, Task
+from rollmill_grading.extraction import FinalAnswer, extract_answer
+from rollmill_grading.numerals import find_chinese_counts, find_english_numbers
+from rollmill_grading.phrase import names_several_values
+from rollmill_grading.quantities import normalize_answer, parse_quantity, strip_approximation
 
 _NONE = re.compile(r"\b(?:no|none|nothing|not any|aren't any|isn't any)\b|没有|无|零", re.IGNORECASE)
 _SEVERAL = re.compile(

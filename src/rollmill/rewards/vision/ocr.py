@@ -7,10 +7,10 @@ from typing import Any
 
 from rollmill.config.rewards.vision import OCRReward
 from rollmill.errors import ConfigError
-from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_answer
 from rollmill.types import Completion, Task
+from rollmill_grading.normalization import to_half_width
 
 Distance = Callable[[str, str, int], int]
 """Edit distance of two texts, or any number above the third argument if it exceeds that."""

@@ -6,16 +6,16 @@ import re
 from collections.abc import Sequence
 
 from rollmill.config.rewards.vision import VQAReward
-from rollmill.rewards.answers.extraction import FinalAnswer, answer_section, extract_answer
-from rollmill.rewards.answers.normalization import to_half_width
-from rollmill.rewards.answers.numerals import NUMBER_WORDS
-from rollmill.rewards.answers.phrase import extract_statements, strip_markup
-from rollmill.rewards.answers.quantities import normalize_answer as normal
-from rollmill.rewards.answers.quantities import parse_quantity
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
 from rollmill.rewards.text.parsing import select_answer
 from rollmill.rewards.vision.ocr import accepted_texts
 from rollmill.types import Completion, Task
+from rollmill_grading.extraction import FinalAnswer, answer_section, extract_answer
+from rollmill_grading.normalization import to_half_width
+from rollmill_grading.numerals import NUMBER_WORDS
+from rollmill_grading.phrase import extract_statements, strip_markup
+from rollmill_grading.quantities import normalize_answer as normal
+from rollmill_grading.quantities import parse_quantity
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 _ARTICLES = {"a", "an", "the"}

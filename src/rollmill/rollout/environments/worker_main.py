@@ -10,8 +10,8 @@ import traceback
 from typing import Any
 
 from rollmill.errors import ConfigError, RollmillError
-from rollmill.rewards.grader_worker import serve
 from rollmill.rollout.environments.base import Observation, make_environment, validate_observation, validate_step
+from rollmill_grading.grader_worker import serve
 
 ERROR_RAISED, ERROR_INVALID_RESULT, ERROR_CONFIG, ERROR_WORKFLOW = "raised", "wrong", "config", "workflow"
 """Kinds of errors: raised by the environment, a wrong return value, a configuration error, an error for users."""

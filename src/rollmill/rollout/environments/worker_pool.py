@@ -19,13 +19,14 @@ import psutil
 
 from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError, EpisodeError, RollmillError, WorkflowError
-from rollmill.rewards.grader_pool import RemoteFunctionError, WorkerDiedError, WorkerProcess
 from rollmill.rollout.environments.base import (
     EnvironmentCrashError,
     EnvironmentSpec,
     EnvironmentTimeoutError,
     build_environment_spec,
 )
+from rollmill_grading.errors import RemoteFunctionError, WorkerDiedError
+from rollmill_grading.grader_pool import WorkerProcess
 
 _PROGRAM = Path(__file__).with_name("worker_main.py")
 _START_S = 120.0

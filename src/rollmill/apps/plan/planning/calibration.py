@@ -30,7 +30,7 @@ from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.setup import prepare_first_stage
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.remote.stage_worker import trainable_parameters
-from rollmill.rewards.resources import close_set_aside
+from rollmill.rewards.resources import close_warm_pools
 from rollmill.trackers.host_memory import trim_heap
 from rollmill.weights import SharedMemoryReceiver, SharedMemorySender, shared_memory_folder
 
@@ -112,7 +112,7 @@ def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calib
             for index, stage in enumerate(loaded.stages)
         ]
     finally:
-        close_set_aside()
+        close_warm_pools()
 
 
 def _check_stage(stage: StageConfig) -> None:
