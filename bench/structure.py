@@ -27,7 +27,7 @@ LOOP = "orchestrator"  #: the package of the training loop
 #: Packages from the bottom up: imports should point downwards.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "types", "seeds", "files", "python_source", "waiting", "progress", "ray_session", "startup"),
-    ("config", "registry", "user_code", "former_names"),
+    ("config", "registry", "user_code"),
     ("web", "sandbox", "models"),
     ("algorithms", "engines", "data", "weights"),
     ("buffer", "rewards", "trackers", "report"),
