@@ -32,7 +32,7 @@ from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_u
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.summary import summarise
 from rollmill.progress import ends_for_restart, uncounted_work
-from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
+from rollmill.remote.joined_explorers import JoinedExplorers
 from rollmill.remote.rollout_backend import ExplorerFleet
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
 from rollmill.rewards.resources import close_set_aside
@@ -212,8 +212,6 @@ def execute(
         with uncounted_work():
             point = load_start_point(loaded, run_dir, resumed=resumed)
         setup, start = point.setup, point.start
-        if start is not None:
-            adopt_former_state(run_dir, start[0].stage, start[0].current)
         plan = [(stage.name, stage.steps) for stage in loaded.stages]
         view = view or make_view(loaded.config.monitor.show_completions)
         monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)

@@ -35,13 +35,11 @@ class ExperienceKind(StrEnum):
 
 EXPLORER, PIPELINE, FEEDBACK, IMPORTED = "explorer", "pipeline", "feedback", "imported"
 """Writers of groups. A run that resumes from a checkpoint regenerates what the first two wrote after it."""
-REMOTE_EXPLORER = "explorer of "
-"""Prefix of a writer of former versions: remote explorers; the stage follows. Their groups are not regenerated."""
 
 
 def made_by_run(writer: str) -> bool:
     """True if a group comes from a run itself, rather than from a person, an application or another run."""
-    return writer in (EXPLORER, PIPELINE) or writer.startswith(REMOTE_EXPLORER)
+    return writer in (EXPLORER, PIPELINE)
 
 
 @dataclass(slots=True)

@@ -202,16 +202,15 @@ def _await_start(run: Path, wait_s: float) -> None:
     """
     from rollmill.models.run_tokenizer import TOKENIZER_FOLDER, TOKENIZER_INFO_FILE
 
-    known, began, announced = [run / "config.yaml", run / "machine.json"], time.monotonic(), False
-    while not all(file.is_file() for file in (*known, run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE)):
+    known = [run / "config.yaml", run / "machine.json", run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE]
+    began, announced = time.monotonic(), False
+    while not all(file.is_file() for file in known):
         from rollmill.orchestrator.run_lock import is_run_locked
 
         starting = run.is_dir() and is_run_locked(run)
         waited = time.monotonic() - began
         if not starting and waited >= wait_s:
-            if all(file.is_file() for file in known):  # an older version keeps no tokenizer
-                return
-            missing = next(file.name for file in known if not file.is_file())
+            missing = next(file for file in known if not file.is_file()).relative_to(run)
             raise ConfigError(
                 f"{run} holds no run yet (no {missing}): start it first, for example "
                 f"by `rollmill run FILE --set mode=train --out {run}`, and import while it waits; or let this command "

@@ -111,7 +111,7 @@ def describe_run(run: LoadedRun, counts: TaskCounts) -> str:
         _wrapped("", "model", _model(config.model)),
         _wrapped("", "machine", f"device {config.device}, threads {config.threads}, seed {config.seed}{_mode(config)}"),
         _wrapped("", "checkpoint", _options(config.checkpoint)),
-        _wrapped("", "supervise", _options(config.supervision) + _former_restarts(config)),
+        _wrapped("", "supervise", _options(config.supervise)),
     ]
     lines += (
         [_wrapped("", "placement", _on_ray(config.placement))] if isinstance(config.placement, RayPlacement) else []
@@ -121,11 +121,6 @@ def describe_run(run: LoadedRun, counts: TaskCounts) -> str:
         lines += ["", f"stage {number} of {len(run.stages)}: {stage.name}"]
         lines += [_wrapped("  ", label, text) for label, text in _stage(stage, counts)]
     return "\n".join(lines)
-
-
-def _former_restarts(config: RunConfig) -> str:
-    named = isinstance(config.placement, RayPlacement) and config.placement.restarts is not None
-    return " (placement.restarts is the former name of supervise.restarts)" if named else ""
 
 
 def _mode(config: RunConfig) -> str:

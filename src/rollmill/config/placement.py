@@ -77,8 +77,6 @@ class RayPlacement(Section):
     may take a second to respond."""
     replacements: int = Field(3, ge=0)
     """Maximum explorers replaced between two steps before the run ends with an error."""
-    restarts: int | None = Field(None, ge=0)
-    """Former name of `supervise.restarts`."""
 
     @property
     def every_explorer(self) -> list[ExplorerSpec]:

@@ -18,7 +18,7 @@ from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.offload import OptionalOffloadConfig
 from rollmill.config.operators import OperatorConfig
-from rollmill.config.placement import InlinePlacement, PlacementConfig, RayPlacement
+from rollmill.config.placement import InlinePlacement, PlacementConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig, reward_part_names
 from rollmill.config.rewards.judges import JudgeSection
@@ -325,12 +325,6 @@ class RunConfig(StageConfig):
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []
     """Stages to run one after the other; each starts from the previous stage's weights, with a fresh optimizer."""
-
-    @property
-    def supervision(self) -> SupervisionConfig:
-        """`supervise`, with the former key placement.restarts."""
-        former = self.placement.restarts if isinstance(self.placement, RayPlacement) else None
-        return self.supervise if former is None else self.supervise.model_copy(update={"restarts": former})
 
     @property
     def is_split(self) -> bool:

@@ -133,8 +133,8 @@ def _about(run_dir: Path) -> dict[str, Any]:
         return read_json_object(path)
     except FileNotFoundError as error:
         raise ModelError(
-            f"{run_dir} holds no {TOKENIZER_FOLDER}/{TOKENIZER_INFO_FILE}: it has not started yet, or an older version "
-            "made it; `rollmill resume` writes the folder"
+            f"{run_dir} holds no {TOKENIZER_FOLDER}/{TOKENIZER_INFO_FILE}: it has not started yet, or the folder was "
+            "removed; `rollmill resume` writes it"
         ) from error
     except CorruptFileError as error:
         raise ModelError(f"{path} is not a JSON object ({error}); remove {path.parent} and resume the run") from error

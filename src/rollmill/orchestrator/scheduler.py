@@ -300,11 +300,10 @@ class RolloutScheduler:
         self._submitted = state.submitted
         self._stopped.restore([(self._task(id), times) for id, times in state.again])
         self._unfinished = [(number, task) for number, task in state.unfinished]
-        if state.tasks is not None:  # None: an older version, whose explorers had the order of tasks
-            self._sampler.load_state_dict(state.tasks)
-        numbers = state.numbers or range(len(state.groups))  # older versions stored none
+        assert state.tasks is not None, "a stage with rollouts stores its sampler"
+        self._sampler.load_state_dict(state.tasks)
         groups = [[decode_experience(row) for row in group] for group in state.groups]
-        self.queue.restore(dict(zip(numbers, groups, strict=True)))
+        self.queue.restore(dict(zip(state.numbers, groups, strict=True)))
 
     async def close(self) -> None:
         """Cancel running rollouts."""

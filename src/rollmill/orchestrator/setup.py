@@ -241,11 +241,7 @@ def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> 
 
     A file that is lost or damaged is made again from the newest checkpoint that has a manifest.
     """
-    stored = _stored_settings(run_dir)
-    if stored is not None:
-        if "run_id" not in stored:  # made by an older version
-            stored["run_id"] = uuid.uuid4().hex
-            store_machine(run_dir, stored)
+    if (stored := _stored_settings(run_dir)) is not None:
         return stored
     wanted = {stage.trainer.precision for stage in loaded.stages}
     if len(wanted) > 1:
@@ -281,7 +277,7 @@ def _stored_settings(run_dir: Path) -> dict[str, Any] | None:
     if path.is_file():
         try:
             stored = read_json_object(path)
-            missing = [key for key in ("threads", "precision") if key not in stored]
+            missing = [key for key in ("threads", "precision", "run_id") if key not in stored]
             if not missing:
                 return stored
             damage = f"damaged (it has no {missing[0]})"

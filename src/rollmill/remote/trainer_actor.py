@@ -142,7 +142,7 @@ class TrainerActor:
             explorers = self._fleet = RayExplorers(
                 loaded.config.placement, self._run_dir, self._explorers, loaded.config.explorer_silent_s
             )
-            limit_s = loaded.config.supervision.stall_limit(loaded.stages)
+            limit_s = loaded.config.supervise.stall_limit(loaded.stages)
             loaded, changes = self._reduction.apply(loaded)
             if changes:
                 record_event(self._run_dir, REDUCED, changes=changes)

@@ -269,12 +269,11 @@ class Trainer:
         if self._reference is not None:
             self._reference.load_state_dict(state["reference"])
         if self._teacher is not None:
-            self._teacher.load_state_dict(state.get("teacher"))
+            self._teacher.load_state_dict(state["teacher"])
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
         self.coefficients.load_state_dict(state)
-        if "mismatch" in state:  # absent in checkpoints of older versions
-            self._mismatch.load_state_dict(state["mismatch"])
+        self._mismatch.load_state_dict(state["mismatch"])
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

@@ -122,8 +122,7 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
         )
         keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
     for at, section in stage.walk():
-        if "evaluation" not in at[:1]:  # its sections had no such check when earlier versions stored their run files
-            keys |= {(*at, key): text for key, text in section.unused_keys().items()}
+        keys |= {(*at, key): text for key, text in section.unused_keys().items()}
     keys |= _unused_expert_keys(stage)
     keys |= unused_workflow_keys(stage)
     keys |= unused_offload_keys(stage)
