@@ -100,8 +100,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "the sampler's state is not restored",
         _SCHEDULER,
         "RolloutScheduler.restore",
-        "if state.tasks is not None",
-        "if state.tasks is None",
+        "self._sampler.load_state_dict(state.tasks)",
+        "pass",
     ),
     PlantedBug(
         "groups that were running at a checkpoint are not started again",
@@ -114,7 +114,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "finished groups of a checkpoint are not restored",
         _SCHEDULER,
         "RolloutScheduler.restore",
-        "dict(zip(numbers, groups, strict=True))",
+        "dict(zip(state.numbers, groups, strict=True))",
         "{}",
     ),
     PlantedBug(

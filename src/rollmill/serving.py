@@ -73,10 +73,10 @@ class SessionFileSink:
         self._last = max(before, default=0)
 
     def check(self, session: EndpointSession) -> None:
-        """See SessionSink: rewards may come later."""
+        """No-op: rewards may come later."""
 
     def take(self, finished: FinishedSession) -> int:
-        """See SessionSink. Raises RollmillError if the file cannot be written."""
+        """Raises RollmillError if the file cannot be written."""
         self._last += 1
         self._store.write(self._last, finished.experiences)
         return 0

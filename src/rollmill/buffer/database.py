@@ -216,7 +216,6 @@ class Database:
             raise database_error(self.url, error) from error
 
     def close(self) -> None:
-        """Close all connections."""
         if self._log is not None:
             self._log.close()
         if self._watch is not None:
@@ -299,7 +298,7 @@ def _engine(url: URL, read_only: bool, limit_s: float) -> Engine:
 
 
 def _configure(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # SQLAlchemy starts transactions, see `_begin`
+    connection.isolation_level = None  # SQLAlchemy starts transactions, by `_begin`
     cursor = connection.cursor()
     for pragma in (
         f"page_size={PAGE_BYTES}",

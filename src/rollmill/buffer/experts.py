@@ -131,14 +131,12 @@ class DemonstrationPool:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """State as plain JSON."""
         tasks = None if self._tasks is None else self._tasks.sampler.state_dict()
         postponed = {"postponed": [task.id for task in self._postponed]} if self._postponed else {}
         served = sorted(self._served)
         return {"epoch": self._epoch, "drawn": self._drawn, "served": served, "tasks": tasks, **postponed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self._epoch, self._drawn, self._served = state["epoch"], state["drawn"], set(state["served"])
         if self._tasks is not None and state["tasks"] is not None:
             self._tasks.sampler.load_state_dict(state["tasks"])

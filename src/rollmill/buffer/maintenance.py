@@ -114,7 +114,6 @@ class GroupFilter:
     reward_at_most: float | None = None
 
     def condition(self, run: int) -> ColumnElement[bool]:
-        """The filter as SQL."""
         found: ColumnElement[bool] = _groups.run == run
         if self.shelf is not None:
             found &= _groups.shelf == str(self.shelf)

@@ -37,7 +37,6 @@ class SuccessRateOrder(OrderSection):
 
     @property
     def uses_success(self) -> bool:
-        """See OrderSection.uses_success."""
         return True
 
 
@@ -49,11 +48,9 @@ class DifficultyOrder(SuccessRateOrder):
 
     @property
     def uses_success(self) -> bool:
-        """See OrderSection.uses_success."""
         return self.by == "success" or self.skip_uniform > 0
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         if self.by == "success":
             return {"column": "not honoured with by `success`; it is with `difficulty`"}
         tracking = SuccessRateOrder.model_fields.keys() - {"name", "skip_uniform"}

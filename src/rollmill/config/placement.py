@@ -84,7 +84,6 @@ class RayPlacement(Section):
         return [kind for kind in self.explorers for _ in range(kind.count)]
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         keys = {}
         for key, other in (("weights_folder", "folder"), ("nccl", "broadcast")):
             if self.weights != other:
@@ -95,7 +94,6 @@ class RayPlacement(Section):
         return keys
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         found = {}
         with_gpus = all((self.gpus if kind.gpus is None else kind.gpus) >= 1 for kind in self.explorers)
         if self.nccl and not (self.trainer_gpus >= 1 and with_gpus):

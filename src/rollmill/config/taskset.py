@@ -64,7 +64,6 @@ class TasksetConfig(TasksetSection):
         return any(part.fields.workflow is not None for part in self.parts())
 
     def sources(self) -> list[str]:
-        """See RowsSection.sources."""
         return [*super().sources(), *(["mix"] if self.mix else [])]
 
     def _choices(self) -> str:

@@ -151,5 +151,4 @@ class MonitorConfig(Section):
         return sections
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         return {"tensorboard": ("tensorboard", "tensorboard")} if self.tensorboard else {}

@@ -97,12 +97,10 @@ class FeedbackLog:
             self._store.remove(ids, by=by)
 
     def redo(self, ids: Sequence[str]) -> None:
-        """Restores undone records."""
         if ids:
             self._store.restore(ids)
 
     def close(self) -> None:
-        """Closes the store."""
         self._store.close()
 
     def _read(self) -> dict[str, FeedbackRecord]:
@@ -234,7 +232,6 @@ class FeedbackService:
             return True
 
     def close(self) -> None:
-        """Closes the run's store."""
         self.acts.close()
 
     def _act(self, id: str) -> FeedbackRecord:

@@ -20,7 +20,7 @@ _POLL_S = 0.25
 async def pause_on_loss(
     domain: str, work: Coroutine[Any, Any, list[Experience]], stage: StageConfig, sampler: Sampler, patience_s: float
 ) -> list[Experience]:
-    """Return a group's experiences; none if its domain has lost a service and is paused, see `unless_lost`.
+    """Return a group's experiences; none if its domain has lost a service and is paused.
 
     The scheduler then rolls out another task in its place.
     """

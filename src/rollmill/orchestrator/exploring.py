@@ -78,7 +78,7 @@ def explore_alone(loaded: LoadedRun, run_dir: Path, report: Callable[[str], None
 
 @dataclass(frozen=True)
 class _ExploredStage:
-    """See RolloutStage."""
+    """A stage that rolls out and does not train."""
 
     config: StageConfig
     policy: PolicyModel

@@ -31,7 +31,7 @@ class PhaseTrace(Trace):
 
     @contextmanager
     def enter_phase(self, kind: str, waits_for: str = "") -> Iterator[None]:
-        """See Trace. Raises OffloadError if there is no room for offloaded components."""
+        """Raises OffloadError if there is no room for offloaded components."""
         self._says(kind, waits_for)
         if kind in _PHASES:
             self.enter(_PHASES[kind])

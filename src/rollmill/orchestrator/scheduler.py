@@ -50,14 +50,14 @@ class InterruptibleEngine(Protocol):
 
     @property
     def tokens_generated(self) -> int:
-        """See RolloutEngine."""
+        """Tokens generated so far."""
         ...
 
     def interrupt(self) -> None:
-        """See RolloutEngine."""
+        """Stop all requests: unfinished completions are returned as they are."""
 
     async def wait_for_tokens(self) -> None:
-        """See RolloutEngine."""
+        """Wait until more tokens may have been sampled."""
 
 
 class RolloutScheduler:
@@ -296,7 +296,6 @@ class RolloutScheduler:
         state.numbers = [group.number for group in waiting]
 
     def restore(self, state: StageState) -> None:
-        """Resume from a checkpoint."""
         self._submitted = state.submitted
         self._stopped.restore([(self._task(id), times) for id, times in state.again])
         self._unfinished = [(number, task) for number, task in state.unfinished]
@@ -306,7 +305,6 @@ class RolloutScheduler:
         self.queue.restore(dict(zip(state.numbers, groups, strict=True)))
 
     async def close(self) -> None:
-        """Cancel running rollouts."""
         await self.queue.cancel()
 
 

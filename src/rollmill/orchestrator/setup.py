@@ -295,7 +295,6 @@ def _stored_settings(run_dir: Path) -> dict[str, Any] | None:
 
 
 def store_machine(run_dir: Path, machine: dict[str, Any]) -> None:
-    """Write machine.json."""
     atomic_write(run_dir / MACHINE, (json.dumps(machine) + "\n").encode(), durable=True)
 
 

@@ -127,28 +127,24 @@ class LocalRollouts:
 
     @property
     def tokens_generated(self) -> int:
-        """See RolloutBackend."""
         return self.engine.tokens_generated
 
     async def offload(self) -> None:
-        """See RolloutBackend: ends vLLM's process."""
+        """Ends vLLM's process; the native engine's memory is moved by the offload plan."""
         await self.engine.sleep(destroy=True)
 
     def residents(self) -> dict[str, int]:
-        """See RolloutBackend: there are no such explorers."""
+        """Empty: there are no explorers in other processes."""
         return {}
 
     def publish(self, version: int) -> None:
-        """See RolloutBackend."""
         self._publisher.publish(version)
 
     def finish_step(self, step: int) -> None:
-        """See RolloutBackend."""
         if self._explorers is not None:
             self._explorers.finish_step(step)
 
     def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
-        """See RolloutBackend."""
         if stage.rewards is None:
             return None, None
         precision, tasks = stage.context.precision, stage.tasks.training.tasks
@@ -158,28 +154,22 @@ class LocalRollouts:
         return build_rollouts(stage, self._explorers, self.engine)
 
     def explain(self, error: DeadlineError) -> DeadlineError:
-        """See RolloutBackend."""
         return error
 
     def metrics(self) -> dict[str, float]:
-        """See RolloutBackend."""
         return {} if self._explorers is None else self._explorers.metrics()
 
     def reward_counters(self) -> dict[str, float]:
-        """See RolloutBackend."""
         return {} if self._rewards is None else self._rewards.counters()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """See RolloutBackend."""
         return None if self._explorers is None else self._explorers.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """See RolloutBackend."""
         if self._explorers is not None:
             self._explorers.load_state_dict(state)
 
     async def close(self) -> None:
-        """See RolloutBackend."""
         if self._explorers is not None:
             await self._explorers.close()
         await self.engine.close()
@@ -393,7 +383,6 @@ class Stage:
         self.context.set_activity(activity, waits_for, version=self.version)
 
     async def close(self) -> None:
-        """Stop what is running."""
         self.learner.close()
         if self.batches is not None:
             await self.batches.close()

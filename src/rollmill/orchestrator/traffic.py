@@ -39,13 +39,13 @@ class SessionGrouper:
             self._take(prompt, experiences)
 
     def check(self, session: EndpointSession) -> None:
-        """See SessionSink: refuses sessions without a reward."""
+        """Raises ApiError for a session without a reward."""
         if session.reward is None:
             text = f"session {session.id} has no reward; post it to /feedback first"
             raise ApiError(text, 409, code="no_reward")
 
     def take(self, finished: FinishedSession) -> int:
-        """See SessionSink. Raises StoreError if the session cannot be written."""
+        """Raises StoreError if the session cannot be written."""
         self._batches.keep(finished.prompt, finished.experiences)
         return self._take(finished.prompt, finished.experiences)
 
@@ -145,30 +145,25 @@ class NoTasksSampler(Sampler):
 
     @property
     def epoch(self) -> int:
-        """See Sampler."""
         return 0
 
     def next(self, step: int = 0) -> Task:
-        """See Sampler."""
         raise AssertionError("an application asks, not the sampler")
 
     def observe(self, task_id: str, successes: Sequence[float]) -> None:
-        """See Sampler."""
+        """No-op: results choose no task."""
 
     def metrics(self) -> dict[str, float]:
-        """See Sampler."""
         return {}
 
     def progress(self) -> dict[str, Any]:
-        """See Sampler."""
         return {}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """See Sampler."""
+        """No-op: there is no progress."""
 
     def state_dict(self) -> dict[str, Any]:
-        """See Sampler."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Sampler."""
+        """No-op: there is no state."""

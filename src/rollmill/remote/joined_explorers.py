@@ -50,16 +50,15 @@ class JoinedExplorers:
         self._limit = None if answer is None else answer.explorers  # None: any number may join
 
     def share(self, setup: WorkerSetup) -> WorkerSetup:
-        """See ExplorerFleet. Explorers load the model themselves, on their own devices."""
+        """Explorers load the model themselves, on their own devices."""
         return replace(setup, policy=None)
 
     def describe(self) -> str:
-        """See ExplorerFleet."""
         return describe_explorers(self._run_dir)
 
     @asynccontextmanager
     async def serving(self, message: Callable[[str], None] = print) -> AsyncIterator[None]:
-        """See ExplorerFleet. Afterwards explorers know that the run is done, unless it has failed."""
+        """Afterwards explorers know that the run is done, unless it has failed."""
         listening = socket.create_server(("", 0), family=_family(), dualstack_ipv6=_family() == socket.AF_INET6)
         server = await asyncio.start_server(self.welcome, sock=listening)
         host, port = socket.gethostname(), listening.getsockname()[1]

@@ -120,7 +120,8 @@ class TrainerActor:
         return self._interrupts.request()
 
     async def use_explorers(self, explorers: dict[str, Any]) -> str | None:
-        """See RayExplorers.use; None while the run still loads, too."""
+        """Use these explorers from now on, in place of others. Returns like RayExplorers.use, and None while the run
+        still loads."""
         return None if self._fleet is None else await self._fleet.use(explorers)
 
     def _describe_stall(self, quiet_s: float) -> str:

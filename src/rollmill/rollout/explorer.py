@@ -191,7 +191,7 @@ class Explorer:
         group: str,
         begun: Sequence[Experience] = (),
     ) -> PartialRollout:
-        """See ExplorerProtocol. Rewards are not computed. Raises EngineError if the prompt does not fit."""
+        """Rewards are not computed. Raises EngineError if the prompt does not fit."""
         prefixes = [completion_prefix(each) for each in begun]
         request = self._request(task, sampling, n=n, seed=seed, prefixes=prefixes, counted=True)
         completions = await self._engine.generate(request)
@@ -212,7 +212,7 @@ class Explorer:
         return self._experiences(task, completions, sampling, group)
 
     async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
-        """See ExplorerProtocol. Raises RewardError: see `rollout`."""
+        """Raises RewardError, as `rollout` does."""
         self._add(part.experiences, await self._rewards.score_group(task, part.completions), sampling)
 
     def take_counts(self) -> dict[str, float]:

@@ -44,7 +44,6 @@ class RetryingWorkflow:
 
     @property
     def name(self) -> str:
-        """Name of the workflow."""
         return self._workflow.name
 
     async def run(self, begin: Callable[[int], Rollout]) -> tuple[Rollout, RolloutResult]:

@@ -99,18 +99,15 @@ class SimulatedRewards:
     async def score(
         self, task: Task, completion: Completion, *, group_follows: bool = False, role: str | None = None
     ) -> RewardResult:
-        """See RewardManager."""
         reward = await self._judges.judge(completion, self._outages)
         return RewardResult(reward, {"judge": reward}, {"judge": "ok"}, 0.0)
 
     async def add_group_rewards(
         self, task: Task, completions: Sequence[Completion], results: Sequence[RewardResult]
     ) -> list[RewardResult]:
-        """See RewardManager."""
         return list(results)
 
     async def score_group(self, task: Task, completions: Sequence[Completion]) -> list[RewardResult]:
-        """See RewardManager."""
         return list(await asyncio.gather(*(self.score(task, each) for each in completions)))
 
     def counters(self) -> dict[str, float]:
@@ -160,11 +157,9 @@ class SimulatedTrainer:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """See Trainer."""
         return {"digest": self._policy.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Trainer."""
         self._policy.digest = state["digest"]
 
     def export(self, folder: Path, policy: Any) -> None:
@@ -185,7 +180,6 @@ class SimulatedLearner(Learner):
     def step(
         self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
     ) -> dict[str, float]:
-        """See Learner."""
         self._history.record("train", version=version, experiences=experiences)
         return super().step(experiences, version, upcoming)
 
@@ -206,7 +200,6 @@ class SimulatedSender:
         shelf.digests[place] = {}
 
     def send(self, version: int, weights: Mapping[str, Any]) -> None:
-        """See WeightSender."""
         self._process.require_alive()
         self._shelf.digests[self._place][version] = self._policy.digest
         self._shelf.visible_at[self._place, version] = self._process.loop.time()
@@ -226,7 +219,6 @@ class SimulatedReceiver(FolderReceiver):
         self.digests: dict[int, int] = {}  #: of the weights received, by version
 
     def newest(self) -> int | None:
-        """See WeightReceiver."""
         known = self._shelf.digests.get(self._place, {})
         seen = [
             each for each in known if self._shelf.visible_at[self._place, each] + self._delay_s <= self._loop.time()
@@ -234,10 +226,9 @@ class SimulatedReceiver(FolderReceiver):
         return max(seen, default=None)
 
     def fetch(self, version: int | None = None) -> None:
-        """See WeightReceiver. The engine counts the seconds."""
+        """No-op: the engine counts the seconds."""
 
     def receive(self, into: Mapping[str, Any], version: int | None = None) -> int:
-        """See WeightReceiver."""
         newest = self.newest()
         assert newest is not None
         self.digests[newest] = self._shelf.digests[self._place][newest]
@@ -248,13 +239,12 @@ class SimulatedReceiver(FolderReceiver):
 
 
 class SimulatedBuffers:
-    """The run's store; see Buffers."""
+    """Buffers of a run with one store, in memory."""
 
     def __init__(self, store: ExperienceStore, *, shared: bool) -> None:
         self._store, self.shared = store, shared
 
     def of_stage(self, config: StageConfig) -> ExperienceStore:
-        """See Buffers."""
         return self._store
 
     def of_run(self, store: ExperienceStore) -> list[Any]:

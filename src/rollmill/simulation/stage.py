@@ -61,11 +61,9 @@ class SimulatedDisk:
     checkpoints: dict[int, str] = field(default_factory=dict)
 
     def write(self, step: int, state: StageState, trainer: dict[str, Any]) -> None:
-        """Write a checkpoint."""
         self.checkpoints[step] = json.dumps({"state": asdict(state), "trainer": trainer})
 
     def newest(self) -> tuple[StageState, dict[str, Any]] | None:
-        """Read the newest checkpoint."""
         if not self.checkpoints:
             return None
         found = json.loads(self.checkpoints[max(self.checkpoints)])
@@ -86,18 +84,15 @@ class _LocalBackend(LocalRollouts):
         self._rewards, self._explorers = stage.rewards, None
 
     def publish(self, version: int) -> None:
-        """See RolloutBackend."""
         self._digests[version] = self._policy.digest
         super().publish(version)
 
     def start(self, stage: Stage) -> Any:
-        """See RolloutBackend."""
         assert isinstance(stage, SimulatedStage)
         source: Any = self
         return build_rollouts(stage, source, self.engine)
 
     def explorer(self, trace: Any = None, drafts: Any = None) -> Explorer:
-        """See ExplorerSource."""
         assert self._rewards is not None
         return Explorer(self.engine, self._rewards, self._policy.tokenizer, trace)
 
@@ -148,7 +143,6 @@ class SimulatedStage(Stage):
         self.batches, self.evaluator = self.backend.start(self)
 
     def finish_step(self) -> None:
-        """See Stage."""
         self.process.require_alive()
         super().finish_step()
         self.site.history.record("publish", version=self.version, digest=self.simulated_policy.digest)

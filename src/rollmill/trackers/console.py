@@ -196,7 +196,6 @@ class PlainView:
         self._progress, self._domains = RunProgress([]), DomainProgress()
 
     def start(self, run_name: str, stages: Stages) -> None:
-        """Print the plan."""
         self._progress = RunProgress(stages)
         plan = ", ".join(f"{name} ({steps} steps)" for name, steps in stages)
         self.message(f"run {run_name}: {plan}")
@@ -209,7 +208,6 @@ class PlainView:
         self.message(f"resumed after step {self._progress.step}")
 
     def message(self, text: str) -> None:
-        """Print `text`."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = printable(text).encode(encoding, "backslashreplace").decode(encoding)
         if (why := print_or_drop(line, self._stream)) and not self._failed:

@@ -188,9 +188,9 @@ class RunStatus:
     position: RunPosition
     processes: list[tuple[HeartbeatRecord, ProcessState]]
     now: float  #: seconds since the epoch, when this was read
-    restarts: list[dict[str, Any]] = field(default_factory=list)  #: events, see RESTART
+    restarts: list[dict[str, Any]] = field(default_factory=list)  #: events of restarts
     domains: list[DomainState] = field(default_factory=list)  #: those of the stage
-    scalings: list[dict[str, Any]] = field(default_factory=list)  #: events, see SCALE
+    scalings: list[dict[str, Any]] = field(default_factory=list)  #: events of `rollmill scale`
 
     @property
     def seconds_left(self) -> float | None:

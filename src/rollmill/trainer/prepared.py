@@ -31,13 +31,12 @@ class PreparedBatch:
 
     @property
     def tokens(self) -> int:
-        """Number of action tokens."""
         return len(self.table.target)
 
     def mini_batch(
         self, part: list[int], recipe: Recipe, coefficients: LossCoefficients, step: int, draws: torch.Generator
     ) -> MiniBatch:
-        """Builds an update on the experiences `part`; see MiniBatch for `step` and `draws`."""
+        """Builds the update of training step `step` on the experiences `part`."""
         objective = StepLoss(
             recipe,
             self.table,

@@ -161,7 +161,6 @@ class RewardTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps, self.precision = state["steps"], state["precision"]

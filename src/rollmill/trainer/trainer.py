@@ -66,7 +66,7 @@ class Trainer:
         reference: frozen policy for the KL term; by default the policy as it is now, if the recipe needs one.
         teacher: frozen model with the policy's vocabulary, for a recipe that distils from another model.
         ranks: data-parallel ranks; every rank calls `step` with the same batch. Default: those of torch.distributed.
-        kept_versions: see MismatchProbe.
+        kept_versions: number of earlier versions whose weights are kept to compare log-probs.
     """
 
     def __init__(
@@ -262,7 +262,6 @@ class Trainer:
         return dict(gather_state_dict(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
         load_optimizer_state_dict(self._optimizer, self.model, state["optimizer"])
         self.steps, self._passes.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])

@@ -64,7 +64,6 @@ class OfflineAlgorithmOptions(AlgorithmOptions):
     """Demonstrations, pairs or labelled completions per step."""
 
     def demonstrations_per_step(self, rollouts: int) -> int:
-        """See AlgorithmOptions.demonstrations_per_step."""
         return self.batch
 
 
@@ -86,7 +85,6 @@ class KLOptions(Section):
     """Replace the reference model by the current policy every N steps. Default: keep the initial policy."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         if self.coefficient == 0:
             keys = ("estimator", "where", "target", "horizon", "refresh_every")
             return dict.fromkeys(keys, "not honoured with coefficient 0; give kl.coefficient or remove it")
@@ -141,7 +139,6 @@ class GroupNormalised(AdvantageSection):
     """0: population, 1: sample standard deviation."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         return (
             {"ddof": "not honoured with scale `none`; it is with `group` and `batch`"} if self.scale == "none" else {}
         )
@@ -243,7 +240,6 @@ class PolicyGradientOptions(AlgorithmOptions):
         )
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         keys, advantage = {}, self.advantage
         if not advantage.uses_critic:
             keys["critic"] = f"advantage `{advantage.name}` needs no critic; `gae` (algorithm ppo) does"
@@ -257,7 +253,6 @@ class PolicyGradientOptions(AlgorithmOptions):
         return keys
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         found = {}
         if self.advantage.uses_parts and self.kl.coefficient and self.kl.where == "reward":
             text = (

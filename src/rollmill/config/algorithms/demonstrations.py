@@ -69,7 +69,6 @@ class MixedOptions(GRPO):
     """Demonstrations per completion: ceil(expert_ratio x rollout.batch x rollout.group_size) join each step."""
 
     def demonstrations_per_step(self, rollouts: int) -> int:
-        """See AlgorithmOptions."""
         return math.ceil(self.expert_ratio * rollouts)
 
 

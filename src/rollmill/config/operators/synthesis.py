@@ -77,7 +77,6 @@ class ReflectionOperator(SuccessOperatorSection):
 
     @property
     def compares_completions(self) -> bool:
-        """See OperatorSection.compares_completions."""
         return self.solution == "group"
 
 

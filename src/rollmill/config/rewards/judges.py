@@ -94,7 +94,6 @@ class JudgeSection(RewardSection):
     """Price of a million completion tokens."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         return {} if self.endpoint is None else {"endpoint": ("judge", "openai")}
 
     @model_validator(mode="after")

@@ -81,7 +81,6 @@ class SuccessTracker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
         self.successes = decode_array(state["successes"], np.float64)
         self.failures = decode_array(state["failures"], np.float64)
         self.groups = decode_array(state["groups"], np.int64)
@@ -127,6 +126,5 @@ class UniformGroupSkipper:
         return {"until": encode_array(self._until)} if self.epochs else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
         if self.epochs:
             self._until = decode_array(state["until"], np.int64)

@@ -138,7 +138,7 @@ class EndpointChatModel:
     async def chat(
         self, messages: PromptOrMessages, sampling: ChatSamplingParams, indices: Sequence[int]
     ) -> list[ChatModelReply]:
-        """See ChatModel; a text in place of messages is completed."""
+        """A text in place of messages is completed."""
         return await gather_or_cancel(self.ask(messages, self._body(sampling, index)) for index in indices)
 
     async def ask(self, prompt: PromptOrMessages, body: Mapping[str, Any]) -> ChatModelReply:

@@ -77,7 +77,6 @@ class AdmissionLimiter:
             raise ApiError(text, 429, code="too_many_requests", retry_s=1)
 
     async def abort(self) -> None:
-        """Cancel all requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -69,7 +69,6 @@ class SessionStore:
         return self._used(self._held[key])
 
     def add(self, session: EndpointSession) -> None:
-        """Add a session."""
         self._held[_key(session)] = session
         self._gauges.sessions.set(len(self._held))
 

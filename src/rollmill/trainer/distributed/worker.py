@@ -104,7 +104,6 @@ class RankWorker:
         self._components[name].move(place)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Changes the learning rate."""
         self._trainer.set_learning_rate(lr)
 
     def state_dict(self) -> None:
@@ -112,7 +111,6 @@ class RankWorker:
         self._trainer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state."""
         self._trainer.load_state_dict(state)
 
     def ended(self, how: str) -> None:
