@@ -1,4 +1,4 @@
-"""Waits with deadlines that are fair: to a process that was held up, and while a service of others is away."""
+"""Deadlines that allow for a process that was held up, and that stand still while an external service is down."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_a_run_goes_on_though_the_reader_of_its_output_has_gone(tmp_path: Path) 
     run.stdout.close()
     said = run.stderr.read()
     assert run.wait() == 0, said
-    assert "the reader of the output has gone; the run goes on" in said
+    assert "the program that read the output has ended; the run goes on" in said
     assert "Traceback" not in said
     assert "Exception ignored" not in said
     assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "done"

@@ -101,7 +101,7 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"cannot write the checkpoint {final}: {_reason(error)}. Earlier checkpoints are whole; free some "
-                f"space or mend the permissions, then `rollmill resume {self.folder.parent}`."
+                f"space or fix the permissions, then `rollmill resume {self.folder.parent}`."
             ) from error
         return final
 

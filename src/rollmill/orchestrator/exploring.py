@@ -53,7 +53,7 @@ def count_explored(run_dir: Path) -> int:
     try:
         return int(read_json_object(path)["groups"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged: {error}; remove it, and explore anew") from error
+        raise ConfigError(f"{path} is damaged: {error}; remove it, and explore again") from error
 
 
 def explore_alone(loaded: LoadedRun, run_dir: Path, report: Callable[[str], None] = print) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def verifying(folder: Path, which: Named | None = None, *, content: bool = True)
                 raise DamagedCheckpointError(folder, text) from cause
 
         try:
-            if not damage:  # else the body's work would be in vain
+            if not damage:  # else the body's work would be wasted
                 try:
                     yield
                 except Exception as error:
@@ -225,7 +225,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; mend its permissions or its disk") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; fix its permissions or its disk") from error
 
 
 def _flushed_record(path: Path) -> FileRecord:

@@ -68,12 +68,12 @@ class Monitor:
         self._view.message(text)
 
     def incident(self, text: str) -> None:
-        """Show the user a failure that the run gets over, and record it for the report."""
+        """Show the user a failure that does not end the run, and record it for the report."""
         self.message(text)
         self._record(INCIDENT, text=text)
 
     def stuck(self, text: str, step: int) -> None:
-        """Tell the user loudly that the run learns nothing, and record it for the report."""
+        """Warn the user that the run learns nothing, in lines that stand out, and record it for the report."""
         self.message(f"{'=' * 20} WARNING at step {step} {'=' * 20}\n{text}\n{'=' * 60}")
         self._record(STUCK, step=step, text=text)
 

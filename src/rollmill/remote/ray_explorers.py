@@ -1,4 +1,4 @@
-"""Explorers that are Ray actors, which Ray restartable when their process ends."""
+"""Explorers as Ray actors: Ray starts them again when their process ends."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RayExplorers:
         return ray_module().put(setup)
 
     def describe(self) -> str:
-        """Empty: Ray restartable explorers."""
+        """Empty: Ray starts explorers again by itself."""
         return ""
 
     @property

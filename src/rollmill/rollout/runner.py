@@ -126,7 +126,7 @@ class _RolloutTimeoutError(Exception):
     """A rollout took longer than its time limit."""
 
 
-_ADVICE = ". Mend it, or set rollout.attempts or rollout.failures: reject"
+_ADVICE = ". Fix it, or set rollout.attempts or rollout.failures: reject"
 
 
 def _kind(error: BaseException) -> str:

@@ -142,13 +142,13 @@ def make_view(show_completions: int, stream: TextIO | None = None) -> RunView:
 def print_or_drop(text: str, stream: TextIO) -> str:
     """Print a line of a run, which does not depend on its output; returns why it could not, or an empty text.
 
-    What cannot be written to a full disk is dropped; after the reader of a pipe has gone, everything is.
+    What does not fit on a full disk is dropped, and everything once the program that read a pipe has ended.
     """
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:  # such as `rollmill run ... | head -3`
         drop_output(stream)
-        return "the reader of the output has gone"
+        return "the program that read the output has ended"
     except OSError as error:
         return f"the output cannot be written: {error.strerror}"
     return ""

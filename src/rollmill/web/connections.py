@@ -237,7 +237,7 @@ class BoundedConnection(H11Protocol):
         self._close_with(b"408 Request Timeout" if self.conn.trailing_data[0] else b"")
 
     def give_up(self) -> None:
-        """Make room for another connection; a client that has not been answered yet is told to come again."""
+        """Make room for another connection; a client that has not been answered yet is told to try again."""
         heard = self._discarding or self.cycle is not None
         if heard:
             self._table.remove(self)

@@ -187,7 +187,7 @@ class SessionStore:
     def _require_kept(self, key: tuple[str, str]) -> None:
         """Raise ApiError if a session was open when the server was started again."""
         if self._journal is not None and self._journal.was_lost(key):
-            text = f"the server was started again, and has lost the calls of session {key[1]!r}; begin it anew"
+            text = f"the server was started again, and has lost the calls of session {key[1]!r}; begin it again"
             raise ApiError(text, 410, code="session_lost")
 
     def _drop_old(self) -> None:
