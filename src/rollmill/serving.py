@@ -324,8 +324,3 @@ def serve_training(
     if is_run:
         return resume(source, view, serving, attempt)
     return start(loaded, out, view, serving, attempt)
-
-
-def set_threads(count: int) -> None:
-    """Set the number of CPU threads of this process."""
-    torch.set_num_threads(count)

@@ -72,7 +72,7 @@ def change_settings(run_dir: Path, overrides: Sequence[str]) -> list[str]:
             if _STAGE.sub("", key, count=1) == _LR and state is not None:
                 _change_rate_from(state, before, key, was, value, whole)
         atomic_write(path, write_yaml(whole).encode(), durable=True)
-        words = [f"{key} {_shown(was)} -> {_shown(value)}" for key, (was, value) in changed.items()]
+        words = [f"{key} {json.dumps(was)} -> {json.dumps(value)}" for key, (was, value) in changed.items()]
         record_event(run_dir, CHANGED, step=0 if state is None else state.step, changes=words)
     return words
 
@@ -159,7 +159,3 @@ def _inconsistent(run_dir: Path, key: str) -> ConfigError:
         f"of one run; what may change is {_SAFE_TEXT}. Start a new run from its weights instead: `rollmill run "
         f"{run_dir / _CONFIG} --set model.path={run_dir}/checkpoints/step-N --set {key}=...`"
     )
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)

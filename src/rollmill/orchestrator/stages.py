@@ -7,8 +7,6 @@ processes (`remote/rollout_backend.py`).
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol
 
 from rollmill.buffer.sql import SQL
@@ -356,10 +354,6 @@ class Stage:
         """Bring the policy, and what is trained, to where they can be written."""
         self.trace.enter("train")
 
-    def export(self, folder: Path) -> None:
-        """Write into a checkpoint's folder what the stage makes besides the policy."""
-        self.learner.export(folder)
-
     # -- beside the steps --------------------------------------------------------------------------------------
 
     async def evaluate(self, *, is_complete: bool = False) -> EvaluationResult:
@@ -369,11 +363,6 @@ class Stage:
         self.trace.enter("rollout")
         self._report("eval", "completions of held-out tasks, and their rewards")
         return await self.evaluator.evaluate(is_complete=is_complete)
-
-    def phase(self, name: str, waits_for: str = "") -> AbstractContextManager[None]:
-        """Enter a phase of the step: move the components that it needs to the device (section `residency`), and count
-        what happens inside as its seconds."""
-        return self.trace.enter_phase(name, waits_for)
 
     def _report(self, kind: str, waits_for: str) -> None:
         """Tell `rollmill status` what goes on."""
