@@ -49,7 +49,7 @@ class InvariantChecks:
         self.learned: list[list[tuple[str, str, int]]] = []  #: batches by version: group, task, digest of its content
         self._digests: list[int] = []  # of the weights, by version
         self._explorers: dict[tuple[str, int], int] = {}  # version of the weights of each explorer's stage
-        self.lives = 0
+        self.starts = 0
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class InvariantChecks:
             raise ViolationError(PACING, f"{len(scheduler.queue)} groups under way at version {done}, not {admitted}")
 
     def _begin(self, version: int, digest: int) -> None:
-        self.lives += 1
+        self.starts += 1
         if version > len(self.learned):
             raise ViolationError(RESUME, f"resumed at version {version}, of which only {len(self.learned)} were made")
         if version < len(self._digests) and self._digests[version] != digest:

@@ -22,7 +22,7 @@ from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
 from rollmill.errors import TrainerRankLostError
 from rollmill.simulation.clock import ProcessKilled, SimulationStuckError, VirtualLoop, virtual_time
-from rollmill.simulation.components import SimulatedJudges, WeightShelf
+from rollmill.simulation.components import SimulatedJudges, SimulatedWeights
 from rollmill.simulation.explorers import SimulatedNode, SimulatedSite
 from rollmill.simulation.history import EventHistory, SimulationEvent
 from rollmill.simulation.network import SimulatedLink
@@ -105,7 +105,7 @@ class World:
             loop,
             scenario.costs,
             self.judges,
-            WeightShelf(),
+            SimulatedWeights(),
             self.history,
             scenario.config.rollout.max_sequences,
             scenario.weights_delay_s,

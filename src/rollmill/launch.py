@@ -14,7 +14,7 @@ from typing import Any
 from rollmill.config.checks.extras import require_extras
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import RayPlacement
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 from rollmill.errors import CheckpointError, ConfigError, UserExitError
 from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
@@ -267,7 +267,7 @@ def execute(
 
 def _require_start(loaded: LoadedRun, source: Path, serving: Serving | None) -> None:
     """Raise ConfigError for a run that has to be served (`source`: by this command), or lacks a tracker's library."""
-    if serving is None and any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
+    if serving is None and any(isinstance(stage.workflow, LiveRequestsWorkflow) for stage in loaded.stages):
         raise ConfigError(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by `rollmill serve {source} --train`"
         )

@@ -19,7 +19,7 @@ import torch
 from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 from rollmill.data.images import PICTURES_FOLDER
 from rollmill.data.renderer import Switches
 from rollmill.engines.base import RolloutEngine
@@ -29,10 +29,10 @@ from rollmill.models.load import PolicyModel
 from rollmill.models.vision import picture_processor
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.engine import build_native_engine
+from rollmill.orchestrator.live_requests import LiveRequestBatches, SessionGrouper
 from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.stages import Stage
-from rollmill.orchestrator.traffic import SessionGrouper, TrafficBatches
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.endpoint.middleware import AccessRules
 from rollmill.rollout.endpoint.server import EndpointServer
@@ -307,14 +307,14 @@ def serve_training(
     if attempt is not None and attempt.run_dir is not None:
         source, is_run = attempt.run_dir, True
     loaded = load_run(source / CONFIG, out=source) if is_run else load_run(source, overrides, out)
-    if len(loaded.stages) > 1 or not isinstance(loaded.stages[0].workflow, TrafficWorkflow):
+    if len(loaded.stages) > 1 or not isinstance(loaded.stages[0].workflow, LiveRequestsWorkflow):
         raise ConfigError(f"{loaded.path}: --train needs one stage with `workflow: traffic`; other runs have a taskset")
 
     @asynccontextmanager
     async def serving(stage: Stage) -> AsyncIterator[None]:
         workflow, rollout = stage.config.workflow, stage.config.rollout
-        assert isinstance(workflow, TrafficWorkflow)
-        assert isinstance(stage.batches, TrafficBatches)
+        assert isinstance(workflow, LiveRequestsWorkflow)
+        assert isinstance(stage.batches, LiveRequestBatches)
         fitted = replace(place, switches={**rollout.chat_template_kwargs, **place.switches})
         groups = SessionGrouper(workflow, rollout.group_size, stage.batches)
         with closing(SessionJournal(stage.context.run_dir / SESSIONS_FILE)) as journal:

@@ -201,9 +201,9 @@ def test_damaged_ones_are_moved_aside_and_never_overwrite_each_other(tmp_path: P
         checkpoints.move_aside(4)
     made(tmp_path, 2)
     assert checkpoints.steps() == [2]
-    assert [path.name for path in checkpoints.set_aside()] == ["damaged-000004", "damaged-000004-2"]
+    assert [path.name for path in checkpoints.damaged()] == ["damaged-000004", "damaged-000004-2"]
     checkpoints.prune(1, [])
-    assert len(checkpoints.set_aside()) == 2
+    assert len(checkpoints.damaged()) == 2
 
 
 def test_settings_of_the_machine_come_from_the_newest_manifest_that_is_whole(tmp_path: Path) -> None:

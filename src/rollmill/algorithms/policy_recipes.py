@@ -63,7 +63,7 @@ def build_recipe(
     """
     if isinstance(options, SFT):
         terms = (
-            _expert_term(_imitation(options), 1.0, get_aggregation(options.aggregation, max_length=max_new_tokens)),
+            _imitation_term(_imitation(options), 1.0, get_aggregation(options.aggregation, max_length=max_new_tokens)),
         )
         return Recipe(options.name, terms)
     if isinstance(options, DPO | ORPO | KTO):
@@ -73,23 +73,23 @@ def build_recipe(
         return Recipe(options.name, (term,), distill=options, teacher_prompts=isinstance(options, SelfDistill))
     assert isinstance(options, PolicyGradientOptions)
     share: Weight = 1.0
-    expert: tuple[LossTerm, ...] = ()
+    imitation: tuple[LossTerm, ...] = ()
     token_mean = get_aggregation("token-mean", max_length=max_new_tokens)
     if isinstance(options, MIX):
         share = 1 - options.mu
-        expert = (_expert_term(negative_log_likelihood, options.mu, token_mean),)
+        imitation = (_imitation_term(negative_log_likelihood, options.mu, token_mean),)
     if isinstance(options, CHORD):
         mu = partial(
             supervised.chord_mu, warmup=options.warmup, decay=options.decay, peak=options.peak, valley=options.valley
         )
         share = lambda step: 1 - mu(step)  # noqa: E731
         fn = supervised.chord_sft if options.token_weights else negative_log_likelihood
-        expert = (_expert_term(fn, mu, token_mean),)
+        imitation = (_imitation_term(fn, mu, token_mean),)
     by_token = isinstance(options.advantage, BatchNormalised | OptimalTokenBaseline)
     per_token = by_token or isinstance(options.advantage, GAE)
     return Recipe(
         options.name,
-        (*_policy_terms(options, max_new_tokens, share), *expert),
+        (*_policy_terms(options, max_new_tokens, share), *imitation),
         advantage=None if per_token else _advantage(options, max_new_tokens, reward_weights),
         token_advantage=_token_advantage(options, max_new_tokens) if by_token else None,
         critic_advantage=partial(_gae, options.advantage) if isinstance(options.advantage, GAE) else None,
@@ -161,8 +161,8 @@ def _divergence(inputs: LossInputs) -> Tensor:
     return inputs.divergence
 
 
-def _expert_term(fn: Callable[[Tensor], Tensor], weight: Weight, aggregate: Callable[[Tensor], Tensor]) -> LossTerm:
-    """Builds an imitation term, with its own denominator over the expert experiences."""
+def _imitation_term(fn: Callable[[Tensor], Tensor], weight: Weight, aggregate: Callable[[Tensor], Tensor]) -> LossTerm:
+    """Builds an imitation term, with its own denominator over the demonstrations."""
     return LossTerm("sft", lambda inputs: fn(inputs.logprob), aggregate, source=ExperienceSource.EXPERT, weight=weight)
 
 

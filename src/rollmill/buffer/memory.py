@@ -155,9 +155,9 @@ class MemoryStore:
         with self._lock:
             before = self._last
             for group in validate_groups(groups):
-                _, shelf = self._ids.get(group.id, (0, group.kind))
-                if shelf is not group.kind:
-                    raise kind_conflict_error(group.id, shelf, group.kind)
+                _, kind = self._ids.get(group.id, (0, group.kind))
+                if kind is not group.kind:
+                    raise kind_conflict_error(group.id, kind, group.kind)
             for group in groups:
                 if group.id not in self._ids:
                     self._last += 1
@@ -240,9 +240,9 @@ class MemoryStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+    def read(self, kind: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         with self._lock:
-            numbers = [number for number, entry in self._entries.items() if entry.group.kind is shelf]
+            numbers = [number for number, entry in self._entries.items() if entry.group.kind is kind]
         for number in numbers:
             entry = self._entries.get(number)
             if number > after and entry is not None and entry.removed_by is None:
@@ -314,8 +314,8 @@ class MemoryStore:
         now = self._number(id)
         return now != number and now in self._entries and self._entries[now].group.writer == FEEDBACK
 
-    def _waiting(self, shelf: ExperienceKind) -> list[BufferEntry]:
-        return [entry for entry in self._entries.values() if entry.group.kind is shelf and entry.waits]
+    def _waiting(self, kind: ExperienceKind) -> list[BufferEntry]:
+        return [entry for entry in self._entries.values() if entry.group.kind is kind and entry.waits]
 
     def _taken(self, step: int, since: int = 0) -> list[tuple[int, BufferEntry]]:
         """Rollout groups that were first taken for steps before `step` and after `since`, by number."""
@@ -328,8 +328,8 @@ class MemoryStore:
             if entry.taken is not None and since < entry.taken < step and entry.removed_by is None
         ]
 
-    def _handed_out(self, step: int, shelf: ExperienceKind, *, first: bool) -> list[Group]:
-        mine = [entry for entry in self._entries.values() if entry.group.kind is shelf]
+    def _handed_out(self, step: int, kind: ExperienceKind, *, first: bool) -> list[Group]:
+        mine = [entry for entry in self._entries.values() if entry.group.kind is kind]
         found = [(use, entry) for entry in mine for use in entry.uses if use.step == step and use.first == first]
         return [entry.handed() for _, entry in sorted(found, key=lambda pair: pair[0].position)]
 

@@ -73,7 +73,7 @@ class SqlStore:
             packed.setdefault(group.id, (encode_group(group, inside) | {"created_at": group.created_at or now}, inside))
 
         def work(rows: RunTransaction, last: int) -> int:
-            known = rows.shelves(list(packed))
+            known = rows.kinds(list(packed))
             new: list[TableRow] = []
             experiences: list[TableRow] = []
             for id, (row, inside) in packed.items():
@@ -163,9 +163,9 @@ class SqlStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+    def read(self, kind: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """Holds at most about 32 MiB of rows."""
-        there = (_groups.run == self.run) & (_groups.shelf == str(shelf)) & schema.not_removed
+        there = (_groups.run == self.run) & (_groups.shelf == str(kind)) & schema.not_removed
         while numbers := self._page(there & (_groups.number > after)):
             yield from self._found(numbers).items()
             after = numbers[-1]

@@ -153,11 +153,11 @@ def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
 def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """Run `rollmill serve MODEL`, or `rollmill serve FILE --train` if applications make the rollouts."""
     from rollmill.cli import serve
-    from rollmill.config.workflows import TrafficWorkflow
+    from rollmill.config.workflows import LiveRequestsWorkflow
 
     if as_json:
         raise ConfigError("--json: mode `serve` prints no result; leave it out")
-    if any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
+    if any(isinstance(stage.workflow, LiveRequestsWorkflow) for stage in loaded.stages):
         serve.command(loaded.path, train=True, overrides=overrides, out=out)
         return
     if out is not None:

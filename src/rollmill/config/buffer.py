@@ -72,7 +72,7 @@ class BufferConfig(Section):
         return {"url": "not honoured by store `memory`; it is by `sql`"} if self.store == "memory" else {}
 
 
-class ExpertsConfig(Section):
+class OfflineDataConfig(Section):
     """Demonstrations and preferences for algorithms that learn from them."""
 
     sources: list[Annotated[str, Field(min_length=1)]] = Field(["taskset", "run"], min_length=1)

@@ -162,7 +162,7 @@ class AuxiliaryModelConfig(Section):
     try_s: float = Field(60.0, gt=0)
     """Timeout of one attempt."""
     deadline_s: float = Field(180.0, gt=0)
-    """Timeout of a request over all attempts. The time in which the endpoint is away is not counted."""
+    """Timeout of a request over all attempts. The time in which the endpoint is unreachable is not counted."""
     away_s: float = Field(1800.0, gt=0)
     """Longest outage of an endpoint that has answered before. Requests wait until it is back."""
 

@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from rollmill.config.algorithms import AlgorithmConfig
 from rollmill.config.algorithms.baselines import GRPO
-from rollmill.config.buffer import BufferConfig, ExpertsConfig
+from rollmill.config.buffer import BufferConfig, OfflineDataConfig
 from rollmill.config.changes import ChangeConfig
 from rollmill.config.domains import DomainConfig, MixingConfig
 from rollmill.config.engines import EngineConfig, NativeEngineConfig
@@ -98,7 +98,7 @@ class StageConfig(Section):
     pipeline: list[OperatorConfig] = []
     """Operators that verify, drop, change or create experiences before the trainer sees them, in order."""
     buffer: BufferConfig = BufferConfig()
-    experts: ExpertsConfig = ExpertsConfig()
+    experts: OfflineDataConfig = OfflineDataConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
     residency: OptionalOffloadConfig = None

@@ -31,7 +31,7 @@ class TensorBoardSection(TrackerSection):
 
 
 class ServiceTrackerSection(TrackerSection):
-    """A tracker of a service, which may be slow or away, so that it runs in a thread of its own."""
+    """A tracker of a service, which may be slow or unavailable, so that it runs in a thread of its own."""
 
     completions: int = Field(0, ge=0)
     """Number of sample completions to write as text at every step."""

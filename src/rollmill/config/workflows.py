@@ -316,7 +316,7 @@ class SingleTurnWorkflow(WorkflowSection):
     name: Literal["single_turn"] = "single_turn"
 
 
-class TrafficWorkflow(WorkflowSection):
+class LiveRequestsWorkflow(WorkflowSection):
     """Sessions of applications with the model that `rollmill serve RUN.yaml --train` serves, rewarded by feedback."""
 
     needs_extra = ("serve", "uvicorn")

@@ -39,7 +39,7 @@ from rollmill.types import Message, Task
 
 # Feedback records: a view of the run's store, undone ones included
 
-FEEDBACK_SHELVES = (ExperienceKind.RATED, ExperienceKind.EXPERT, ExperienceKind.PREFERENCE)
+FEEDBACK_KINDS = (ExperienceKind.RATED, ExperienceKind.EXPERT, ExperienceKind.PREFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class FeedbackLog:
         return state, {act.id: act for act in acts if act is not None}
 
     def _mine(self) -> ColumnElement[bool]:
-        here = (table.c.run == self._store.run) & table.c.shelf.in_([str(shelf) for shelf in FEEDBACK_SHELVES])
+        here = (table.c.run == self._store.run) & table.c.shelf.in_([str(kind) for kind in FEEDBACK_KINDS])
         return here & (table.c.writer == FEEDBACK)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from rollmill.buffer import ExperienceKind, ExperienceStore, Group
 from rollmill.buffer.base import EXPLORER, oldest_version, split_by_kind
-from rollmill.buffer.experts import RatingOverrides
+from rollmill.buffer.offline_data import RatingOverrides
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler
 from rollmill.errors import PipelineError
@@ -28,7 +28,7 @@ from rollmill.pipelines import Pipeline, PipelineContext
 from rollmill.pipelines.batch import copy_experience
 from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.trackers.trace import Trace
-from rollmill.types import Experience, Task, first_per_rollout, task_domain, telling_rewards
+from rollmill.types import Experience, Task, first_per_rollout, most_varied_rewards, task_domain
 
 
 class BatchSource(Protocol):
@@ -203,7 +203,7 @@ class RolloutBatches:
     def _observe(self, experiences: Sequence[Experience]) -> None:
         """Record the rewards of a group's rollouts; the sampler gets those of one role."""
         self._raw.append([each.reward for each in first_per_rollout(experiences) if each.reward is not None])
-        rewards = telling_rewards(experiences)
+        rewards = most_varied_rewards(experiences)
         self._sampler.observe_rewards(experiences[0].task_id, rewards)
         rates = any(section.name == "success_rate" for section in self._view(experiences[0].task_id).pipeline)
         if rewards and not rates:  # else that operator tells the sampler

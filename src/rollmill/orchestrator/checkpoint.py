@@ -49,7 +49,7 @@ class Checkpoints:
             return []
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
-    def set_aside(self) -> list[Path]:
+    def damaged(self) -> list[Path]:
         """Folders of damaged checkpoints that were moved aside, in order."""
         return sorted(path for path in self.folder.glob("damaged-*") if _ASIDE.fullmatch(path.name))
 

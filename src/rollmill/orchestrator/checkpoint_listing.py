@@ -37,7 +37,7 @@ def list_checkpoints(run_dir: Path, *, verify: bool = False, name: str | None = 
     """
     checkpoints = Checkpoints(run_dir)
     kept = [(checkpoints.path(step), step, False) for step in checkpoints.steps()]
-    aside = [(path, int(path.name.split("-")[1]), True) for path in checkpoints.set_aside()]
+    aside = [(path, int(path.name.split("-")[1]), True) for path in checkpoints.damaged()]
     chosen = [each for each in (*kept, *aside) if name in (None, each[0].name)]
     return [_listing(path, step, verify, aside=moved) for path, step, moved in chosen]
 

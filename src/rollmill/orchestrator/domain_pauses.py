@@ -58,7 +58,7 @@ async def unless_lost(
 
 
 def lost_service(stage: StageConfig, seconds: float) -> str:
-    """Describe a service of the stage's rewards or models that has been away for this long; empty if none is."""
+    """Describe a service of the stage's rewards or models that has been unavailable for this long; empty if none is."""
     endpoints = [each.endpoint for each in stage.rewards if isinstance(each, JudgeSection)]
     endpoints += [each.endpoint for each in stage.models.values()]
     for outage in OUTAGES.current():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.buffer import ExperienceKind, ExperienceStore, Group
-from rollmill.buffer.experts import RatingOverrides
+from rollmill.buffer.offline_data import RatingOverrides
 from rollmill.buffer.parquet import imported_group
 from rollmill.config.loader import LoadedRun
 from rollmill.config.run import StageConfig

@@ -78,8 +78,8 @@ class Learner:
         for each in (experiences, *upcoming):
             self._attach_pictures(each)
         shown = {} if self._privileged is None else self._privileged.give(experiences)
-        probes = self.trainer.probes(upcoming, experiences, version)
-        return self.trainer.step(experiences, version, probes) | shown
+        compared = self.trainer.to_compare(upcoming, experiences, version)
+        return self.trainer.step(experiences, version, compared) | shown
 
     def _attach_pictures(self, experiences: Sequence[Experience]) -> None:
         """Give experiences the pictures of their turns or tasks, which buffers and other processes do not store.

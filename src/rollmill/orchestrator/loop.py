@@ -140,7 +140,7 @@ class TrainingLoop:
         Raises StoreError where the batch would be empty.
         """
         stage = self.stage
-        if stage.experts is None or count == 0:
+        if stage.offline_data is None or count == 0:
             return []
         phase = (
             stage.trace.enter_phase("reward", "demonstrations to pass the pipeline")
@@ -148,7 +148,7 @@ class TrainingLoop:
             else nullcontext()
         )
         with phase:
-            drawn = await stage.experts.draw(count, step=stage.state.step, version=stage.version)
+            drawn = await stage.offline_data.draw(count, step=stage.state.step, version=stage.version)
         if not drawn and stage.batches is None:
             names, dropped = ", ".join(stage.config.experts.sources), stage.pipeline.describe_dropped()
             raise StoreError(

@@ -58,7 +58,7 @@ def load_start_point(loaded: LoadedRun, run_dir: Path, *, resumed: bool) -> Star
             messages.append(f"the run goes on from the checkpoint of step {step}, the newest one that is whole")
         messages += _lost_metrics(run_dir, step)
         return StartPoint(setup, step, start, [*messages, *check_models(loaded, run_dir)])
-    if resumed and (aside := checkpoints.set_aside()):
+    if resumed and (aside := checkpoints.damaged()):
         damage = messages or [f"{path} is damaged" for path in aside]
         raise CheckpointError(
             f"{run_dir} has no whole checkpoint left: {'; '.join(damage)}. Put the files of one back and rename its "

@@ -231,8 +231,8 @@ class RolloutScheduler:
         Rejected groups do not count: they leave nothing to train on, and end early on failures.
         """
         numbers = [each.number for each in started]
-        impatient = sorted((each for each in started if each.stopped >= MAX_STOPS), key=lambda each: -each.stopped)
-        needed = [each.number for each in impatient[:admitted]]
+        overdue = sorted((each for each in started if each.stopped >= MAX_STOPS), key=lambda each: -each.stopped)
+        needed = [each.number for each in overdue[:admitted]]
         chosen = await self.queue.wait_first_generated(numbers, admitted, needed=needed, counts=_is_useful)
         if self.queue.failed():
             return

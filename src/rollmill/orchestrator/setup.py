@@ -127,7 +127,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     device = choose_device(config.device)
     # errors in the last stage's rewards show before the first stage runs
     wanted = [(number, each) for number, stage in enumerate(loaded.stages) for each in _rewards(stage)]
-    judges = [build_reward_manager(rewards, judging, device=str(device)) for _, (rewards, judging) in wanted]
+    judges = [build_reward_manager(rewards, settings, device=str(device)) for _, (rewards, settings) in wanted]
     scores = joined or (config.mode == "both" and not isinstance(config.placement, RayPlacement))
     for (number, _), judge in zip(wanted, judges, strict=True):
         if scores and number == 0:

@@ -23,9 +23,9 @@ from rollmill.orchestrator.components import build_rollouts, build_stage_pipelin
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.evaluation import EvaluationResult, Evaluator
-from rollmill.orchestrator.experts import ProcessedExperts, build_expert_pool
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.learner import Learner
+from rollmill.orchestrator.offline_data import OfflineData, build_demonstration_pool
 from rollmill.orchestrator.offload import build_offload_plan, build_offloader
 from rollmill.orchestrator.phases import MOVE, PhaseTrace
 from rollmill.orchestrator.state import StageState
@@ -209,7 +209,7 @@ class Stage:
             context,
             tasks.training.tasks,
             seed=self.seed,
-            shown=() if tasks.experts is None else tasks.experts.tasks,
+            shown=() if tasks.examples is None else tasks.examples.tasks,
             kept_versions=config.max_staleness if late else 0,
         )
         self.offload_plan: OffloadPlan | None = None
@@ -225,12 +225,12 @@ class Stage:
         self.trace.offloader, self.trace.explorers = self.offloader, self.backend.residents
         self.store = context.buffers.of_stage(config)
         self.pipeline = build_stage_pipeline(config, policy, self.seed)
-        self.experts: ProcessedExperts | None = None
+        self.offline_data: OfflineData | None = None
         if config.algorithm.uses_examples:
-            pool = build_expert_pool(config, tasks.experts, policy, self.store, context.buffers, seed=self.seed)
-            shown = [*tasks.training.tasks, *([] if tasks.experts is None else tasks.experts.tasks)]
+            pool = build_demonstration_pool(config, tasks.examples, policy, self.store, context.buffers, seed=self.seed)
+            shown = [*tasks.training.tasks, *([] if tasks.examples is None else tasks.examples.tasks)]
             by_id = {task.id: task for task in shown}
-            self.experts = ProcessedExperts(pool, self.pipeline, self.store, config, policy, by_id)
+            self.offline_data = OfflineData(pool, self.pipeline, self.store, config, policy, by_id)
         self.drafts = None if config.rollout.reuse is None else DraftCache(config.rollout.reuse)
         self.batches, self.evaluator = self.backend.start(self)
 
@@ -253,7 +253,7 @@ class Stage:
     def describe(self) -> list[str]:
         """Messages for the start of the stage: its size, where rollouts are made, what moves when, tasks left out."""
         config = self.config
-        count = count_tasks(config, self.tasks.training, self.tasks.experts)
+        count = count_tasks(config, self.tasks.training, self.tasks.examples)
         first = (
             f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, {count.tasks} tasks loaded, "
             f"{count.describe_left_out()}{count.describe_examples()}"
@@ -277,8 +277,8 @@ class Stage:
         self.learner.start()
         self.state = state
         self._rewind()
-        if self.experts is not None and state.experts is not None:
-            self.experts.pool.load_state_dict(state.experts)
+        if self.offline_data is not None and state.experts is not None:
+            self.offline_data.pool.load_state_dict(state.experts)
         self.pipeline.load_state_dict(state.pipeline)
         if self.batches is not None:
             self.batches.restore(state)
@@ -317,7 +317,7 @@ class Stage:
     def sync_weights(self) -> None:
         """Publish the current weights unless engines have them: they are evaluated next."""
         if self._published != self.version:
-            self.trace.enter("train")  # the weights may be away
+            self.trace.enter("train")  # the weights may be offloaded
             self.publish()
 
     def _rewind(self) -> None:
@@ -326,7 +326,7 @@ class Stage:
 
     def _mark_boundary(self) -> None:
         """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun."""
-        self.state.experts = None if self.experts is None else self.experts.pool.state_dict()
+        self.state.experts = None if self.offline_data is None else self.offline_data.pool.state_dict()
         self.state.pipeline = self.pipeline.state_dict()
         if self.drafts is not None:
             self.drafts.mark()

@@ -47,7 +47,7 @@ class ExplorerWorker:
         self.dismissed = ""  #: why the trainer does not need this process any more; empty while it does
 
     async def ready(self) -> list[Outage]:
-        """Return the endpoints that are away for this process; answers while rollouts are running."""
+        """Return the endpoints that are unreachable for this process; answers while rollouts are running."""
         return self._outages.current()
 
     async def begin(self, use: str, setup: WorkerSetup) -> None:

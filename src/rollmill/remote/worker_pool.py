@@ -76,7 +76,7 @@ class PooledWorker:
     gone: asyncio.Event = field(default_factory=asyncio.Event)  #: set when it hung and was killed
     leaving: bool = False  #: it finishes its calls and gets no others
     idle: asyncio.Event = field(default_factory=asyncio.Event)  #: set when a call ends and it has no others
-    outages: set[str] = field(default_factory=set)  #: names of services that are away for it
+    outages: set[str] = field(default_factory=set)  #: names of services that are unavailable to it
 
     @property
     def ready(self) -> bool:
@@ -84,7 +84,7 @@ class PooledWorker:
         return self.begun is not None and self.begun.done() and not _failed(self.begun)
 
     def note_outages(self, found: Sequence[Outage]) -> None:
-        """Let this process's deadlines stand still, too, while a service is away for the worker."""
+        """Let this process's deadlines stand still, too, while a service is unavailable to the worker."""
         outages = {f"{each.name}, for {self.name}": each.reason for each in found}
         if outages:
             count_progress(Progress.PHASES)  # the worker bounds such a wait, so it is no stall

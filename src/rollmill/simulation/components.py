@@ -64,7 +64,7 @@ class SimulatedPolicy:
 
 
 class SimulatedJudges:
-    """Judges that all explorers ask. They can be away; then whoever asks says so and asks again.
+    """Judges that all explorers ask. They can be unavailable; then an explorer says so and asks again.
 
     Args:
         spread: standard deviation of the logarithm of their seconds.
@@ -140,10 +140,12 @@ class SimulatedTrainer:
         """No passes before rewards."""
         return iter(())
 
-    def probes(self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int) -> None:
+    def to_compare(
+        self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
+    ) -> None:
         """No comparison of log-probs."""
 
-    def step(self, experiences: Sequence[Experience], version: int, probes: None) -> dict[str, float]:
+    def step(self, experiences: Sequence[Experience], version: int, compared: None) -> dict[str, float]:
         """Learn a batch. Raises TrainerRankLostError if a rank dies."""
         self._process.require_alive()
         seconds = max(self._random.choice(self._costs.train_s) for _ in range(self._ranks))
@@ -184,7 +186,7 @@ class SimulatedLearner(Learner):
         return super().step(experiences, version, upcoming)
 
 
-class WeightShelf:
+class SimulatedWeights:
     """Published weights, where all processes of a run find them: digests by version of each use of the explorers."""
 
     def __init__(self) -> None:
@@ -195,14 +197,16 @@ class WeightShelf:
 class SimulatedSender:
     """The trainer's side; a WeightSender."""
 
-    def __init__(self, shelf: WeightShelf, place: str, policy: SimulatedPolicy, process: SimulatedProcess) -> None:
-        self._shelf, self._place, self._policy, self._process = shelf, place, policy, process
-        shelf.digests[place] = {}
+    def __init__(
+        self, weights: SimulatedWeights, place: str, policy: SimulatedPolicy, process: SimulatedProcess
+    ) -> None:
+        self._weights, self._place, self._policy, self._process = weights, place, policy, process
+        weights.digests[place] = {}
 
     def send(self, version: int, weights: Mapping[str, Any]) -> None:
         self._process.require_alive()
-        self._shelf.digests[self._place][version] = self._policy.digest
-        self._shelf.visible_at[self._place, version] = self._process.loop.time()
+        self._weights.digests[self._place][version] = self._policy.digest
+        self._weights.visible_at[self._place, version] = self._process.loop.time()
 
     def restore(self) -> None:
         """Nobody removes them."""
@@ -214,14 +218,14 @@ class SimulatedSender:
 class SimulatedReceiver(FolderReceiver):
     """An explorer's side, which sees new weights with a delay, as through a network file system."""
 
-    def __init__(self, shelf: WeightShelf, place: str, loop: VirtualLoop, delay_s: float) -> None:
-        self._shelf, self._place, self._loop, self._delay_s = shelf, place, loop, delay_s
+    def __init__(self, weights: SimulatedWeights, place: str, loop: VirtualLoop, delay_s: float) -> None:
+        self._weights, self._place, self._loop, self._delay_s = weights, place, loop, delay_s
         self.digests: dict[int, int] = {}  #: of the weights received, by version
 
     def newest(self) -> int | None:
-        known = self._shelf.digests.get(self._place, {})
+        known = self._weights.digests.get(self._place, {})
         seen = [
-            each for each in known if self._shelf.visible_at[self._place, each] + self._delay_s <= self._loop.time()
+            each for each in known if self._weights.visible_at[self._place, each] + self._delay_s <= self._loop.time()
         ]
         return max(seen, default=None)
 
@@ -231,7 +235,7 @@ class SimulatedReceiver(FolderReceiver):
     def receive(self, into: Mapping[str, Any], version: int | None = None) -> int:
         newest = self.newest()
         assert newest is not None
-        self.digests[newest] = self._shelf.digests[self._place][newest]
+        self.digests[newest] = self._weights.digests[self._place][newest]
         return newest
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from rollmill.simulation.components import (
     SimulatedPolicy,
     SimulatedReceiver,
     SimulatedRewards,
-    WeightShelf,
+    SimulatedWeights,
 )
 from rollmill.simulation.engine import SimulatedEngine, SimulationCosts
 from rollmill.simulation.history import EventHistory
@@ -46,7 +46,7 @@ class SimulatedSite:
     loop: VirtualLoop
     costs: SimulationCosts
     judges: SimulatedJudges
-    shelf: WeightShelf
+    weights: SimulatedWeights
     history: EventHistory
     max_sequences: int
     weights_delay_s: float = 0.0
@@ -70,7 +70,7 @@ class SimulatedStageWorker(StageWorker):
         self._life = len(site.history.events)  # identifies it among all
         self._policy: Any = SimulatedPolicy()
         self._reads_itself = False
-        self._receiver: Any = SimulatedReceiver(site.shelf, setup.weights_address, site.loop, site.weights_delay_s)
+        self._receiver: Any = SimulatedReceiver(site.weights, setup.weights_address, site.loop, site.weights_delay_s)
         self._engine: Any = SimulatedEngine(
             process, site.costs, self._receiver.digests, max_sequences=site.max_sequences, shares_loop=False
         )

@@ -102,9 +102,9 @@ class _RemoteBackend(RemoteRollouts):
 
     def _open(self, stage: Stage) -> Any:
         assert isinstance(stage, SimulatedStage)
-        self._name = f"use {derive_seed(stage.seed, len(stage.site.shelf.digests)):x}"
+        self._name = f"use {derive_seed(stage.seed, len(stage.site.weights.digests)):x}"
         engine = SimulatedEngine(stage.process, stage.site.costs, {}, max_sequences=1, shares_loop=True)
-        sender = SimulatedSender(stage.site.shelf, self._name, stage.simulated_policy, stage.process)
+        sender = SimulatedSender(stage.site.weights, self._name, stage.simulated_policy, stage.process)
         return engine, self._name, sender
 
 
@@ -137,7 +137,7 @@ class SimulatedStage(Stage):
         self.learner = SimulatedLearner(policy, self.trainer, site.history)
         self.backend = _LocalBackend(self) if fleet is None else _RemoteBackend(self, fleet)
         self.backend.publish(self.first_version)
-        self.offloader = self.experts = self.drafts = None
+        self.offloader = self.offline_data = self.drafts = None
         self.store = store
         self.pipeline = build_stage_pipeline(spec.config, policy, self.seed)
         self.batches, self.evaluator = self.backend.start(self)

@@ -9,7 +9,7 @@ from rollmill.buffer.memory import MemoryStore
 from rollmill.config.buffer import BufferConfig
 from rollmill.config.run import StageConfig
 from rollmill.simulation.clock import virtual_time
-from rollmill.simulation.components import SimulatedJudges, WeightShelf
+from rollmill.simulation.components import SimulatedJudges, SimulatedWeights
 from rollmill.simulation.engine import SimulationCosts
 from rollmill.simulation.explorers import SimulatedNode, SimulatedSite
 from rollmill.simulation.history import EventHistory
@@ -61,7 +61,7 @@ def simulate_steps(
             EventHistory(loop),
             SimulatedJudges(loop, costs.judge_s, spread=0.0, places=_JUDGES, seed=seed),
         )
-        site = SimulatedSite(loop, costs, judges, WeightShelf(), history, max_sequences)
+        site = SimulatedSite(loop, costs, judges, SimulatedWeights(), history, max_sequences)
         nodes = [
             SimulatedNode(f"explorer {number}", site, SimulatedLink(loop, DELAY_S, seed + number))
             for number in range(explorers)

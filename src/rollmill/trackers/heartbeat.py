@@ -43,7 +43,7 @@ class HeartbeatRecord:
     began: float
     beat: float
     doing: str  #: such as `train, step 12`
-    waits_for: str = ""  #: such as `4 groups of explorers`, or an endpoint that is away; empty while it computes
+    waits_for: str = ""  #: such as `4 groups of explorers`, or an endpoint that is unreachable; empty while it computes
     since: float = 0.0  #: start of the activity or of the wait
     version: int = -1  #: version of its weights
     started: int = 0  #: clock ticks from the host's boot to the process's start, which no set clock changes; 0: unknown

@@ -67,5 +67,5 @@ class PreparedBatch:
         """Returns the critic's metrics on the rollouts that count; nothing without a critic."""
         if self.scores.values is None or self.advantages.returns is None:
             return {}
-        rollouts = ~self.table.expert & self.advantages.counted[self.table.experience]
+        rollouts = ~self.table.imitated & self.advantages.counted[self.table.experience]
         return value_metrics(self.scores.values, self.advantages.returns, rollouts)

@@ -20,7 +20,7 @@ class AlgorithmOptions(Section):
     """Base of every algorithm's options. The class attributes declare which parts of a run the algorithm uses."""
 
     uses_rollouts: ClassVar[bool] = True
-    uses_experts: ClassVar[bool] = False
+    uses_demonstrations: ClassVar[bool] = False
     uses_pairs: ClassVar[bool] = False
     uses_labels: ClassVar[bool] = False  #: completions that are desirable or undesirable, each on its own
     needs_rewards: ClassVar[bool] = True  #: of algorithms with rollouts
@@ -33,12 +33,12 @@ class AlgorithmOptions(Section):
     @property
     def uses_examples(self) -> bool:
         """True if the algorithm learns from worked solutions, preference pairs or labelled completions."""
-        return self.uses_experts or self.uses_pairs or self.uses_labels
+        return self.uses_demonstrations or self.uses_pairs or self.uses_labels
 
     @property
     def sources(self) -> frozenset[ExperienceSource]:
         """Origins of the experiences that it learns from."""
-        made = {ExperienceSource.ROLLOUT: self.uses_rollouts, ExperienceSource.EXPERT: self.uses_experts}
+        made = {ExperienceSource.ROLLOUT: self.uses_rollouts, ExperienceSource.EXPERT: self.uses_demonstrations}
         made[ExperienceSource.PREFERENCE] = self.uses_pairs or self.uses_labels
         return frozenset(source for source, used in made.items() if used)
 

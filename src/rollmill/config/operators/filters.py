@@ -135,7 +135,7 @@ class DataJuicerFilter(SuccessOperatorSection):
     text: Literal["response", "prompt", "both"] = "response"
     """Text that the operators read."""
     mapped: Literal["refuse", "expert"] = "refuse"
-    """Handling of mappers, which change text: refuse them, or create expert experiences of the changed texts of
+    """Handling of mappers, which change text: refuse them, or create demonstrations of the changed texts of
     successes (`part`, `threshold`). The completion itself keeps its tokens."""
 
     @model_validator(mode="after")

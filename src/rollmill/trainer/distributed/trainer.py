@@ -158,20 +158,20 @@ class DistributedTrainer:
         with self._on_all_ranks("set_learning_rate", lr):
             own.set_learning_rate(lr)
 
-    def probes(
+    def to_compare(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
-        return self.own.probes(upcoming, experiences, version)
+        return self.own.to_compare(upcoming, experiences, version)
 
     def step(
-        self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
+        self, experiences: Sequence[Experience], version: int, compared: Sequence[Experience] = ()
     ) -> dict[str, float]:
         own = self.own
         with (
-            self._launcher.handed("batch", (list(experiences), list(probes))) as batch,
+            self._launcher.handed("batch", (list(experiences), list(compared))) as batch,
             self._on_all_ranks("step", batch, version),
         ):
-            metrics = own.step(experiences, version, probes)
+            metrics = own.step(experiences, version, compared)
             if self._sharded and isinstance(own, Trainer):
                 gather_weights(own.model, self._model)
         return metrics

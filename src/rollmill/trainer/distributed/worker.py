@@ -90,9 +90,9 @@ class RankWorker:
             pass
 
     def step(self, batch: tuple[list[Experience], list[Experience]], version: int) -> None:
-        """Learns from a batch, which comes with its probes, and sends rank 0 this rank's shards."""
-        experiences, probes = batch
-        self._trainer.step(experiences, version, probes)
+        """Learns from a batch, which comes with completions to compare, and sends rank 0 this rank's shards."""
+        experiences, compared = batch
+        self._trainer.step(experiences, version, compared)
         if isinstance(self._trainer, Trainer):
             gather_weights(self._trainer.model, None)
 

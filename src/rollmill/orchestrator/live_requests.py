@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollmill.buffer.base import FEEDBACK, ExperienceKind, Group
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 from rollmill.data import Sampler
 from rollmill.orchestrator.batches import RolloutBatches
 from rollmill.progress import Progress, count_progress
@@ -32,7 +32,7 @@ class SessionGrouper:
         size: sessions per group, if sessions with equal prompts are compared.
     """
 
-    def __init__(self, config: TrafficWorkflow, size: int, batches: TrafficBatches) -> None:
+    def __init__(self, config: LiveRequestsWorkflow, size: int, batches: LiveRequestBatches) -> None:
         self._config, self._size, self._batches = config, size, batches
         self._waiting: OrderedDict[str, list[list[Experience]]] = OrderedDict()  # by prompt, the oldest first
         for prompt, experiences in batches.kept():
@@ -64,7 +64,7 @@ class SessionGrouper:
         return len(oldest)
 
 
-class TrafficBatches(RolloutBatches):
+class LiveRequestBatches(RolloutBatches):
     """Batches of groups that applications send at any time; a BatchSource.
 
     Groups pass the pipeline and are stored at once, as they cannot be sent again. Those that become staler than

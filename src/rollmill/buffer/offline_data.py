@@ -29,12 +29,12 @@ class StoreReader:
     own: bool = False  #: of the run that reads
     _after: dict[ExperienceKind, int] = field(default_factory=dict)
 
-    def new(self, shelf: ExperienceKind) -> Iterator[Group]:
+    def new(self, kind: ExperienceKind) -> Iterator[Group]:
         """Groups that were added or restored since the last call."""
         self.store = self.store or self.open()
         if self.store is not None:
-            for number, group in self.store.read(shelf, after=self._after.get(shelf, 0)):
-                self._after[shelf] = number
+            for number, group in self.store.read(kind, after=self._after.get(kind, 0)):
+                self._after[kind] = number
                 yield group
 
     def get(self, ids: list[str]) -> list[Group]:
