@@ -97,10 +97,10 @@ class InvariantChecks:
             raise ViolationError(VERSIONS, f"version {version} is published after {len(self._digests) - 1}")
         self._digests.append(digest)
 
-    def _weights(self, by: str, version: int, life: int) -> None:
-        if version < self._explorers.get((by, life), 0):
+    def _weights(self, by: str, version: int, start_id: int) -> None:
+        if version < self._explorers.get((by, start_id), 0):
             raise ViolationError(VERSIONS, f"{by} goes back to version {version}")
-        self._explorers[by, life] = version
+        self._explorers[by, start_id] = version
 
     def _rolled_out(self, by: str, group: str, wanted: int, oldest: int) -> None:
         if oldest < wanted:

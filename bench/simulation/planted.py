@@ -250,14 +250,14 @@ BUGS: tuple[PlantedBug, ...] = (
         "a lost worker's call is not made again",
         _POOL,
         "WorkerPool.call",
-        "self._lose(worker, life, str(lost))",
+        "self._lose(worker, start_id, str(lost))",
         "raise",
     ),
     PlantedBug(
         "each failed call of a dead worker starts it again",
         _POOL,
         "WorkerPool._lose",
-        "worker.life != life or ",
+        "worker.start_id != start_id or ",
         "",
     ),
     PlantedBug(

@@ -67,7 +67,7 @@ class SimulatedStageWorker(StageWorker):
 
     def __init__(self, setup: WorkerSetup, site: SimulatedSite, process: SimulatedProcess) -> None:
         self._site, self._process, self._setup = site, process, setup
-        self._life = len(site.history.events)  # identifies it among all
+        self._start_id = len(site.history.events)  # identifies it among all
         self._policy: Any = SimulatedPolicy()
         self._reads_itself = False
         self._receiver: Any = SimulatedReceiver(site.weights, setup.weights_address, site.loop, site.weights_delay_s)
@@ -94,7 +94,7 @@ class SimulatedStageWorker(StageWorker):
 
     async def _update(self, version: int) -> None:
         await super()._update(version)
-        self._site.history.record("weights", by=self._process.name, version=self._version, life=self._life)
+        self._site.history.record("weights", by=self._process.name, version=self._version, start_id=self._start_id)
 
     def set_slowness(self, factor: float) -> None:
         """Change the factor of the seconds that its engine's passes take."""
