@@ -146,7 +146,7 @@ def enumerable() -> dict[str, AlgorithmOptions]:
     found: dict[str, AlgorithmOptions] = {}
     for name, section in known_algorithms().items():
         options = section.model_validate({"name": name, **(PAIRS if name == "pass_at_k" else {})})
-        if isinstance(options, PolicyGradientOptions) and not options.uses_experts:
+        if isinstance(options, PolicyGradientOptions) and not options.uses_demonstrations:
             found |= {} if options.advantage.uses_critic else {name: options}
     return found | {name: known_algorithms()[keys["name"]].model_validate(keys) for name, keys in OTHERS.items()}
 

@@ -18,12 +18,12 @@ from pydantic.fields import FieldInfo
 from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.environments import EnvironmentSection
 from rollmill.config.key_docs import describe_default, describe_meaning, describe_value, join_lines
-from rollmill.config.orders import OrderSection, SuccessRateOrder
 from rollmill.config.resolve import RUN_KEYS
 from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.judges import JudgeSection
 from rollmill.config.rewards.text import TextReward
 from rollmill.config.run import RunConfig
+from rollmill.config.samplers import SamplerSection, SuccessRateSamplerSection
 from rollmill.config.section import Section
 from rollmill.config.taskset import RowsSection, TasksetSection
 from rollmill.config.tools import ToolSection
@@ -116,8 +116,8 @@ FAMILIES = (
     Family(
         TasksetSection, "Keys of tasksets and entries of a mix", "Preparation and order of the tasks.", page="taskset"
     ),
-    Family(OrderSection, "Keys of all orders", "The sections below list further keys."),
-    Family(SuccessRateOrder, "Keys of {members}", "Success rates that these orders track."),
+    Family(SamplerSection, "Keys of all orders", "The sections below list further keys."),
+    Family(SuccessRateSamplerSection, "Keys of {members}", "Success rates that these orders track."),
     Family(EnvironmentSection, "Keys of all environments", "The sections below list further keys."),
     Family(ToolWorkflowSection, "Keys of {members}", "The form of tool calls."),
     Family(ToolSection, "Keys of all tools", "The sections below list further keys."),

@@ -1,4 +1,4 @@
-"""Tasks of four small domains for kimi.yaml, and a model that sees: arithmetic, code, school questions and pictures.
+"""Tasks of kimi.yaml's four domains (arithmetic, code, school questions, pictures), and its vision-language model.
 
     python examples/kimi.py       # writes the checkpoint folder models/kimi, of a model with random weights
 

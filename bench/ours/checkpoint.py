@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.models import model_dir
 from bench.worker import Channel, serve, versions
 from rollmill.orchestrator.checkpoint import Checkpoints
-from rollmill.orchestrator.manifest import MANIFEST, STATE, THREADS, find_damage, verifying
+from rollmill.orchestrator.manifest import THREADS, find_damage, verifying
 from rollmill.orchestrator.state import RunState
 
 STEP = 1
@@ -43,29 +43,16 @@ def write(checkpoints: Checkpoints, name: str, dtype: torch.dtype) -> float:
     return time.perf_counter() - began
 
 
-def load_all(checkpoints: Checkpoints) -> float:
-    """Load state, optimizer and policy as a resumed run does; returns the seconds."""
+def load_all(checkpoints: Checkpoints, *, verified: bool) -> float:
+    """Load state, optimizer and policy as a resumed run does, with or without verification; returns the seconds."""
     began = time.perf_counter()
-    with verifying(checkpoints.path(STEP)):
+    with verifying(checkpoints.path(STEP)) if verified else nullcontext():
         start = checkpoints.read(STEP)
         model = load(checkpoints.path(STEP))
     seconds = time.perf_counter() - began
     del start, model
     gc.collect()
     return seconds
-
-
-def load_unverified(checkpoints: Checkpoints) -> float:
-    """Load the checkpoint as one of format 0, which has no hashes; returns the seconds."""
-    state, manifest = checkpoints.path(STEP) / STATE, checkpoints.path(STEP) / MANIFEST
-    before = state.read_text(), manifest.read_text()
-    state.write_text(json.dumps({key: value for key, value in json.loads(before[0]).items() if key != "format"}))
-    manifest.unlink()
-    try:
-        return load_all(checkpoints)
-    finally:
-        state.write_text(before[0])
-        manifest.write_text(before[1])
 
 
 def hash_rates(files: list[Path]) -> dict[str, float]:
@@ -104,7 +91,10 @@ def main() -> None:
         hash_seconds = time.perf_counter() - began
         serve(
             channel,
-            lambda: {"unverified": load_unverified(checkpoints), "verified": load_all(checkpoints)},
+            lambda: {
+                "unverified": load_all(checkpoints, verified=False),
+                "verified": load_all(checkpoints, verified=True),
+            },
             versions=versions("torch", "transformers", "safetensors"),
             gigabytes=round(sum(path.stat().st_size for path in files) / 1e9, 3),
             write_seconds=round(write_seconds, 3),

@@ -79,7 +79,7 @@ def build_stage(
         algorithm=GRPO(),
         trainer=TrainerConfig(lr=lr),
     )
-    tasks = StageTasks(load_taskset(config.required_taskset), experts=None, held_out={}, notes=[])
+    tasks = StageTasks(load_taskset(config.required_taskset), examples=None, held_out={}, notes=[])
     buffers = Buffers(run_dir, "", read_only=True)
     context = RunContext(run_dir, uuid.uuid4().hex, 0, precision, 1, buffers, explorers=explorers)
     return TrainingLoop(Stage(config, policy, tasks, context, index=0, first_version=0)), precision

@@ -49,7 +49,7 @@ class InvariantChecks:
         self.learned: list[list[tuple[str, str, int]]] = []  #: batches by version: group, task, digest of its content
         self._digests: list[int] = []  # of the weights, by version
         self._explorers: dict[tuple[str, int], int] = {}  # version of the weights of each explorer's stage
-        self.lives = 0
+        self.starts = 0
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class InvariantChecks:
             raise ViolationError(PACING, f"{len(scheduler.queue)} groups under way at version {done}, not {admitted}")
 
     def _begin(self, version: int, digest: int) -> None:
-        self.lives += 1
+        self.starts += 1
         if version > len(self.learned):
             raise ViolationError(RESUME, f"resumed at version {version}, of which only {len(self.learned)} were made")
         if version < len(self._digests) and self._digests[version] != digest:
@@ -97,10 +97,10 @@ class InvariantChecks:
             raise ViolationError(VERSIONS, f"version {version} is published after {len(self._digests) - 1}")
         self._digests.append(digest)
 
-    def _weights(self, by: str, version: int, life: int) -> None:
-        if version < self._explorers.get((by, life), 0):
+    def _weights(self, by: str, version: int, start_id: int) -> None:
+        if version < self._explorers.get((by, start_id), 0):
             raise ViolationError(VERSIONS, f"{by} goes back to version {version}")
-        self._explorers[by, life] = version
+        self._explorers[by, start_id] = version
 
     def _rolled_out(self, by: str, group: str, wanted: int, oldest: int) -> None:
         if oldest < wanted:

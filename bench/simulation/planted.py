@@ -100,8 +100,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "the sampler's state is not restored",
         _SCHEDULER,
         "RolloutScheduler.restore",
-        "if state.tasks is not None",
-        "if state.tasks is None",
+        "self._sampler.load_state_dict(state.tasks)",
+        "pass",
     ),
     PlantedBug(
         "groups that were running at a checkpoint are not started again",
@@ -114,7 +114,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "finished groups of a checkpoint are not restored",
         _SCHEDULER,
         "RolloutScheduler.restore",
-        "dict(zip(numbers, groups, strict=True))",
+        "dict(zip(state.numbers, groups, strict=True))",
         "{}",
     ),
     PlantedBug(
@@ -250,14 +250,14 @@ BUGS: tuple[PlantedBug, ...] = (
         "a lost worker's call is not made again",
         _POOL,
         "WorkerPool.call",
-        "self._lose(worker, life, str(lost))",
+        "self._lose(worker, start_id, str(lost))",
         "raise",
     ),
     PlantedBug(
         "each failed call of a dead worker starts it again",
         _POOL,
         "WorkerPool._lose",
-        "worker.life != life or ",
+        "worker.start_id != start_id or ",
         "",
     ),
     PlantedBug(

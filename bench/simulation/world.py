@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from bench.simulation.invariants import IMPORT, PROGRESS, InvariantChecks, ViolationError
 from bench.simulation.scenario import CLUSTERS, LOCAL, Fault, Scenario
 from rollmill.apps.plan.simulation.clock import ProcessKilled, SimulationStuckError, VirtualLoop, virtual_time
-from rollmill.apps.plan.simulation.components import SimulatedJudges, WeightShelf
+from rollmill.apps.plan.simulation.components import SimulatedJudges, SimulatedWeights
 from rollmill.apps.plan.simulation.explorers import SimulatedNode, SimulatedSite
 from rollmill.apps.plan.simulation.history import EventHistory, SimulationEvent
 from rollmill.apps.plan.simulation.network import SimulatedLink
@@ -105,7 +105,7 @@ class World:
             loop,
             scenario.costs,
             self.judges,
-            WeightShelf(),
+            SimulatedWeights(),
             self.history,
             scenario.config.rollout.max_sequences,
             scenario.weights_delay_s,

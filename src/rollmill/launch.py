@@ -14,7 +14,7 @@ from typing import Any
 from rollmill.config.checks.extras import require_extras
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import RayPlacement
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 from rollmill.errors import CheckpointError, ConfigError, UserExitError
 from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
@@ -32,7 +32,7 @@ from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_u
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.summary import summarise
 from rollmill.progress import ends_for_restart, uncounted_work
-from rollmill.remote.joined_explorers import JoinedExplorers, adopt_former_state
+from rollmill.remote.joined_explorers import JoinedExplorers
 from rollmill.remote.rollout_backend import ExplorerFleet
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
 from rollmill.rewards.resources import close_warm_pools
@@ -212,8 +212,6 @@ def execute(
         with uncounted_work():
             point = load_start_point(loaded, run_dir, resumed=resumed)
         setup, start = point.setup, point.start
-        if start is not None:
-            adopt_former_state(run_dir, start[0].stage, start[0].current)
         plan = [(stage.name, stage.steps) for stage in loaded.stages]
         view = view or make_view(loaded.config.monitor.show_completions)
         monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
@@ -269,7 +267,7 @@ def execute(
 
 def _require_start(loaded: LoadedRun, source: Path, serving: Serving | None) -> None:
     """Raise ConfigError for a run that has to be served (`source`: by this command), or lacks a tracker's library."""
-    if serving is None and any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
+    if serving is None and any(isinstance(stage.workflow, LiveRequestsWorkflow) for stage in loaded.stages):
         raise ConfigError(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by `rollmill serve {source} --train`"
         )

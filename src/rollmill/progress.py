@@ -47,7 +47,6 @@ def count_progress(kind: Progress, count: int = 1) -> None:
 
 
 def progress_counters() -> tuple[int, ...]:
-    """The counters, by kind."""
     return tuple(_numbers[kind] for kind in Progress)
 
 

@@ -333,7 +333,7 @@ def split_by_role(experiences: Iterable[Experience]) -> list[list[Experience]]:
     return list(found.values())
 
 
-def telling_rewards(experiences: Iterable[Experience]) -> list[float]:
+def most_varied_rewards(experiences: Iterable[Experience]) -> list[float]:
     """The rewards of a group's rollouts, one each; of several roles those whose range is widest, first of equals.
 
     So a group teaches something if these differ. Missing rewards are left out.

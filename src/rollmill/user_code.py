@@ -15,7 +15,6 @@ from typing import Any
 
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write, describe_non_file
-from rollmill.former_names import find_former_names
 
 STORED = ".pkl"  #: suffix of the file of an object that no module defines under a name
 _stored: dict[str, Any] = {}
@@ -68,7 +67,6 @@ def _load_stored(path: Path, name: str) -> Any:
     if key not in _stored:
         if what := describe_non_file(path):
             raise ConfigError(f"{path}: {what}; correct the path")
-        find_former_names()
         try:
             _stored[key] = pickle.loads(path.read_bytes())
         except Exception as error:  # imports modules, and runs their code
@@ -99,7 +97,6 @@ def import_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    find_former_names()
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -111,7 +108,6 @@ def import_file(path: Path) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
-    find_former_names()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Waits with deadlines that are fair: to a process that was held up, and while a service of others is away."""
+"""Deadlines that allow for a process that was held up, and that stand still while an external service is down."""
 
 from __future__ import annotations
 
@@ -73,22 +73,22 @@ class Outage:
 
 
 class OutageLog:
-    """Services of others that this process needs and that are away at present; may be used from any thread.
+    """Services of others that this process needs and that are unavailable at present; may be used from any thread.
 
-    Whoever notices that one is away bounds how long. Until then the deadlines of waits that may depend on it stand
+    Whoever notices this bounds how long. Until then the deadlines of waits that may depend on it stand
     still: see `patient_timeout`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._outages: dict[str, Outage] = {}
-        self._ended_s = 0.0  # of earlier times when any was away
+        self._ended_s = 0.0  # of earlier times when any was unavailable
         self._began = 0.0  # start of the present one
         self._listeners: list[Callable[[str], None]] = []
         self._told: deque[str] = deque(maxlen=64)
 
     def begin(self, name: str, reason: str, text: str = "") -> None:
-        """Record that a service is away, unless that is known. `text` tells the user."""
+        """Record that a service is unavailable, unless that is known. `text` tells the user."""
         with self._lock:
             if name in self._outages:
                 return
@@ -107,17 +107,17 @@ class OutageLog:
         self._show(text)
 
     def seconds(self) -> float:
-        """Seconds so far in which at least one service was away."""
+        """Seconds so far in which at least one service was unavailable."""
         with self._lock:
             return self._ended_s + (self._clock() - self._began if self._outages else 0.0)
 
     def current(self) -> list[Outage]:
-        """The services that are away, in the order in which they left."""
+        """The unavailable services, in the order in which they failed."""
         with self._lock:
             return list(self._outages.values())
 
     def describe(self) -> str:
-        """Describe what is away, as in `waits for ...`; empty if nothing is."""
+        """Describe what is unavailable, as in `waits for ...`; empty if nothing is."""
         now = self._clock()
         return ", ".join(f"{each.name} ({each.reason}; for {now - each.since:.0f} s)" for each in self.current())
 
@@ -153,7 +153,7 @@ OUTAGES = OutageLog()
 
 @asynccontextmanager
 async def patient_timeout(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """asyncio.timeout, whose clock stands still while a service is away. Raises TimeoutError."""
+    """asyncio.timeout, whose clock stands still while a service is unavailable. Raises TimeoutError."""
     loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
     timers: list[asyncio.TimerHandle] = []  # the next one
 

@@ -21,8 +21,8 @@ from waiting import wait_until
 from rollmill.buffer import open_run_store, open_store
 from rollmill.buffer.base import FEEDBACK, PIPELINE, ExperienceKind
 from rollmill.buffer.database import Database, sqlite_url
-from rollmill.buffer.experts import StoreReader
 from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.offline_data import StoreReader
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import BufferConfig, ReplayConfig
 from rollmill.errors import ConfigError, StoreError

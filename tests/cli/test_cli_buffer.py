@@ -27,7 +27,8 @@ OK, FAILED, USAGE = 0, 1, 2
 
 
 def make_run(folder: Path, run_id: str = "feedc0de99", config: str = "name: x\n") -> Path:
-    folder.mkdir()
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer/run.json").write_text(json.dumps({"fingerprint": "f00d"}))
     (folder / "config.yaml").write_text(config)
     (folder / "machine.json").write_text(json.dumps({"run_id": run_id}))
     return folder
@@ -163,13 +164,14 @@ def test_export_and_import(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_import_says_what_to_start_first(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, later = tmp_path / "all.parquet", tmp_path / "later"
     call(capsys, "export", run, "--to", file)
-    for missing in ("config.yaml", "machine.json"):
+    for missing in ("config.yaml", "machine.json", "tokenizer/run.json"):
         said = call(capsys, "import", later, file, code=USAGE)
         assert f"later holds no run yet (no {missing}): start it first" in said
         assert "mode=train --out" in said
         assert "--wait SECONDS" in said
         later.mkdir(exist_ok=True)
-        (later / "config.yaml").write_text("mode: train\n")
+        if missing != "tokenizer/run.json":
+            (later / missing).write_text(json.dumps({"run_id": "00ff", "mode": "train"}))
 
 
 def test_import_waits_for_a_trainer_that_is_being_started(
@@ -203,7 +205,6 @@ def test_import_refuses_the_tokens_of_another_vocabulary(
     file, other = tmp_path / "all.parquet", make_run(tmp_path / "other", "00ff")
     opened(other).close()
     for folder, name in ((run, "aa"), (other, "bb")):
-        (folder / "tokenizer").mkdir()
         (folder / "tokenizer" / "run.json").write_text(json.dumps({"fingerprint": name}))
     call(capsys, "export", run, "--to", file)
     assert "another tokenizer (aa) than this run's (bb)" in call(capsys, "import", other, file, code=FAILED)

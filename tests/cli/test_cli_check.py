@@ -91,14 +91,14 @@ def test_check_yaml_is_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_run(Path("resolved.yaml")).stages == load_run(Path("run.yaml")).stages
 
 
-def doubts(capsys: pytest.CaptureFixture[str], *changes: str) -> list[str]:
+def warnings(capsys: pytest.CaptureFixture[str], *changes: str) -> list[str]:
     assert main(["check", "run.yaml", "--json", *(word for each in changes for word in ("--set", each))]) == 0
     return [str(each) for each in json.loads(capsys.readouterr().out)["warnings"]]
 
 
 def test_check_warns_of_what_can_hardly_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doubts(capsys) == []
-    [found] = doubts(capsys, "stages.1.trainer.lr=50")
+    assert warnings(capsys) == []
+    [found] = warnings(capsys, "stages.1.trainer.lr=50")
     assert found.startswith("stages.1.trainer.lr: 50 is far above what a model of this size stands")
     assert main(["check", "run.yaml", "--set", "stages.1.trainer.lr=50"]) == 0
     assert capsys.readouterr().err == f"warning: {found}\n"
@@ -106,8 +106,8 @@ def test_check_warns_of_what_can_hardly_work(capsys: pytest.CaptureFixture[str])
 
 def test_check_compares_completions_with_the_context(capsys: pytest.CaptureFixture[str]) -> None:
     fits = ("model.new.context=64", "rollout.max_new_tokens=60")  # prompts have 4 characters, which are as many tokens
-    assert doubts(capsys, *fits) == []
-    found = doubts(capsys, fits[0], "rollout.max_new_tokens=61")
+    assert warnings(capsys, *fits) == []
+    found = warnings(capsys, fits[0], "rollout.max_new_tokens=61")
     assert found[0].startswith(
         "stages.0.rollout.max_new_tokens: 61 tokens and the longest prompt (4 tokens) do not fit into the model's "
         "context of 64, where completions end"
@@ -121,8 +121,8 @@ def test_check_reads_the_context_of_a_checkpoint(capsys: pytest.CaptureFixture[s
     Path("run.yaml").write_text(
         RUN.replace("{new: {hidden_size: 32, layers: 2, tokenizer: {kind: char}}}", "{path: model}")
     )
-    assert doubts(capsys, "rollout.max_new_tokens=200") == []
-    long, lr = doubts(
+    assert warnings(capsys, "rollout.max_new_tokens=200") == []
+    long, lr = warnings(
         capsys, "rollout.max_new_tokens=200", "evaluation.sampling.max_new_tokens=4000", "stages.1.trainer.lr=0.01"
     )[1:]
     assert long.startswith("stages.1.evaluation.sampling.max_new_tokens: 4000 tokens and the longest prompt (about 1")

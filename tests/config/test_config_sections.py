@@ -14,8 +14,8 @@ from rollmill.config import (
     engines,
     environments,
     operators,
-    orders,
     rewards,
+    samplers,
     task_operators,
     tools,
     trackers,
@@ -32,7 +32,7 @@ HOMES: dict[str, tuple[Any, type[Any]]] = {
     "environments": (environments, environments.EnvironmentSection),
     "tools": (tools, tools.ToolSection),
     "task_operators": (task_operators, task_operators.TaskOperatorSection),
-    "orders": (orders, orders.OrderSection),
+    "samplers": (samplers, samplers.SamplerSection),
     "engines": (engines, engines.EngineSection),
     "trackers": (trackers, trackers.TrackerSection),
 }

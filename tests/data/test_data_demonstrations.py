@@ -17,9 +17,9 @@ from bench.chat_templates.corpus import template, templates
 from bench.chat_templates.tokenizers import stand_in
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import (
+    demonstration_experience,
     encode_demonstration,
     encode_prompt,
-    expert_experience,
     labelled_experience,
     load_taskset,
     preference_pair,
@@ -84,7 +84,7 @@ ENDS = [
 def test_what_is_learned_is_the_template_s_continuation_with_its_end(name: str, text: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(name)
     task = task_of(tmp_path, {"messages": [HI, FIVE]})
-    made = expert_experience(task, tokenizer, tokenizer.eos_token_id)
+    made = demonstration_experience(task, tokenizer, tokenizer.eos_token_id)
     assert learned(made, tokenizer) == text
     prompt = encode_prompt(task, tokenizer)
     assert made.token_ids[: len(prompt)].tolist() == prompt
@@ -114,19 +114,19 @@ def test_responses_with_the_text_of_an_end_are_refused(name: str, end: str, form
     answer = {"role": "assistant", "content": text}
     wanted = f"task rows:0: the response has {re.escape(repr(end))}, at which generation ends, before its end"
     with pytest.raises(TasksetError, match=wanted):
-        expert_experience(task_of(tmp_path, {"messages": [HI, answer]}), tokenizer, 0)
+        demonstration_experience(task_of(tmp_path, {"messages": [HI, answer]}), tokenizer, 0)
     longer = task_of(tmp_path, {"messages": [HI, answer, ASKED, FIVE]})
-    assert learned(expert_experience(longer, tokenizer, 0), tokenizer).count(FIVE["content"]) == 1
+    assert learned(demonstration_experience(longer, tokenizer, 0), tokenizer).count(FIVE["content"]) == 1
     if form == "one {} two":
         with pytest.raises(TasksetError, match=wanted):
-            expert_experience(longer, tokenizer, 0, "all")
+            demonstration_experience(longer, tokenizer, 0, "all")
 
 
 def test_reasoning_that_never_ends_is_not_imitated(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen3_5_think")
     cut = {"role": "assistant", "content": "<think>Two and"}
     with pytest.raises(TasksetError, match="task rows:0: the response opens reasoning and never closes it"):
-        expert_experience(task_of(tmp_path, {"messages": [HI, cut]}), tokenizer, 0)
+        demonstration_experience(task_of(tmp_path, {"messages": [HI, cut]}), tokenizer, 0)
     pair = task_of(tmp_path, {"prompt": [HI], "chosen": [FIVE], "rejected": [cut]})  # what to avoid may be cut off
     assert len(preference_pair(pair, tokenizer, 0, "g")) == 2
 
@@ -143,7 +143,7 @@ def test_check_finds_a_text_that_is_refused_among_others(text: str, tmp_path: Pa
 def test_an_end_in_the_history_at_which_generation_does_not_end_is_not_learned(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("gptoss")
     task = task_of(tmp_path, {"messages": [HI, FIVE, ASKED, {"role": "assistant", "content": "Six."}]})
-    made = expert_experience(task, tokenizer, 0, "all")
+    made = demonstration_experience(task, tokenizer, 0, "all")
     final = "<|channel|>final<|message|>"
     assert "It is 5.<|end|>" in tokenizer.decode(made.token_ids.tolist())
     assert learned(made, tokenizer) == f"{final}It is 5.{final}Six.<|return|>"
@@ -174,27 +174,27 @@ def test_reasoning_of_the_last_message_is_learned(name: str, text: str, form: st
     answer = {**FIVE, "reasoning_content": "Five."}
     if form == "tags":
         answer = {"role": "assistant", "content": "<think>\nFive.\n</think>\n\nIt is 5."}
-    made = expert_experience(task_of(tmp_path, {"messages": [HI, answer]}), tokenizer, 0)
+    made = demonstration_experience(task_of(tmp_path, {"messages": [HI, answer]}), tokenizer, 0)
     assert learned(made, tokenizer) == text
 
 
 def test_reasoning_that_a_template_drops_is_refused(tmp_path: Path) -> None:
     task = task_of(tmp_path, {"messages": [HI, {**FIVE, "reasoning_content": "Five."}]})
     with pytest.raises(TasksetError, match=r"task rows:0: .* does not show the reasoning of the last message"):
-        expert_experience(task, tokenizer_of("gemma3"), 0)
+        demonstration_experience(task, tokenizer_of("gemma3"), 0)
     off = task_of(
         tmp_path,
         {"messages": [HI, {**FIVE, "reasoning_content": "Five."}], "chat_template_kwargs": {"enable_thinking": False}},
     )
     with pytest.raises(TasksetError, match="thinking is switched off"):
-        expert_experience(off, tokenizer_of("qwen3"), 0)
+        demonstration_experience(off, tokenizer_of("qwen3"), 0)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5_think", "llama3_1", "glm4moe", "gptoss"])
 def test_calls_are_learned_in_the_model_s_own_form_with_one_end(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(name)
     task = task_of(tmp_path, {"messages": [HI, CALLING], "tools": [WEATHER]})
-    made = expert_experience(task, tokenizer, tokenizer.eos_token_id)
+    made = demonstration_experience(task, tokenizer, tokenizer.eos_token_id)
     renderer = load_renderer(tokenizer, stop_ids=tokenizer.stop_ids)
     text = learned(made, tokenizer)
     assert text.count(renderer.template.call_end) == 1
@@ -207,7 +207,7 @@ def test_calls_are_learned_in_the_model_s_own_form_with_one_end(name: str, tmp_p
 def test_a_response_of_several_messages_is_learned_in_all_of_its_turns(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("qwen2_5")
     row = {"prompt": [HI], "completion": [CALLING, RESULT, FIVE], "tools": [WEATHER]}
-    made = expert_experience(task_of(tmp_path, row), tokenizer, 0)
+    made = demonstration_experience(task_of(tmp_path, row), tokenizer, 0)
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
     assert learned(made, tokenizer) == f"{call}It is 5.<|im_end|>"
     assert [turn.role for turn in made.turns] == ["prompt", "assistant", "prompt", "assistant"]
@@ -231,8 +231,8 @@ def test_calls_before_the_last_turn_are_learned_though_templates_refuse_results_
 def test_earlier_turns_are_learned_if_that_is_asked_for(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("llama3")
     task = task_of(tmp_path, {"messages": [HI, FIVE, ASKED, {"role": "assistant", "content": "Six."}]})
-    assert learned(expert_experience(task, tokenizer, 0), tokenizer) == "Six.<|eot_id|>"
-    assert learned(expert_experience(task, tokenizer, 0, "all"), tokenizer) == "It is 5.<|eot_id|>Six.<|eot_id|>"
+    assert learned(demonstration_experience(task, tokenizer, 0), tokenizer) == "Six.<|eot_id|>"
+    assert learned(demonstration_experience(task, tokenizer, 0, "all"), tokenizer) == "It is 5.<|eot_id|>Six.<|eot_id|>"
 
 
 def test_reasoning_of_earlier_turns_that_is_not_learned_is_said_once(
@@ -242,7 +242,7 @@ def test_reasoning_of_earlier_turns_that_is_not_learned_is_said_once(
     tokenizer = tokenizer_of("qwen3")
     task = task_of(tmp_path, {"messages": [HI, thought, ASKED, thought]})
     for _ in range(2):
-        made = expert_experience(task, tokenizer, 0, "all")
+        made = demonstration_experience(task, tokenizer, 0, "all")
     assert learned(made, tokenizer).count("Two and three.") == 1
     assert [each.message for each in caplog.records if "reasoning of turns before" in each.message] == [
         "the chat template drops the reasoning of turns before the last one; these are learned without it"
@@ -254,7 +254,7 @@ def test_switches_of_rows_and_tasksets_reach_the_template(tmp_path: Path) -> Non
     row = {"messages": [HI, FIVE], "chat_template_kwargs": {"enable_thinking": False}}
     task = task_of(tmp_path, row)
     assert tokenizer.decode(encode_prompt(task, tokenizer)).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert learned(expert_experience(task, tokenizer, 0), tokenizer) == "It is 5.<|im_end|>"
+    assert learned(demonstration_experience(task, tokenizer, 0), tokenizer) == "It is 5.<|im_end|>"
     plain = task_of(tmp_path, {"messages": [HI, FIVE]}, chat_template_kwargs={"enable_thinking": False})
     assert encode_prompt(plain, tokenizer) == encode_prompt(task, tokenizer)
 
@@ -335,7 +335,7 @@ def test_a_response_that_ends_with_the_end_gets_no_second_one() -> None:
 def test_another_answer_to_a_rollout_s_prompt_is_written_as_the_template_does(name: str, tmp_path: Path) -> None:
     """As people edit it, or an operator of a pipeline writes it."""
     tokenizer = tokenizer_of(name)
-    made = expert_experience(task_of(tmp_path, {"messages": [HI, FIVE]}), tokenizer, 0)
+    made = demonstration_experience(task_of(tmp_path, {"messages": [HI, FIVE]}), tokenizer, 0)
     made.stop_reason = StopReason.EOS
     text = tokenizer.decode(encode_answer("Six.", made, tokenizer, 0))
     assert text == learned(made, tokenizer).replace(FIVE["content"], "Six.")

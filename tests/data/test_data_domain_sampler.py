@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.config.domains import DomainConfig, MixingConfig
-from rollmill.config.orders import ShuffledOrder
+from rollmill.config.samplers import ShuffledSamplerSection
 from rollmill.data.samplers import build_sampler
 from rollmill.data.samplers.domains import DomainSampler
 from rollmill.data.taskset import MixtureComponent, Taskset
@@ -30,10 +30,12 @@ class Clock:
 def sampler_of(weights: dict[str, Any], sizes: dict[str, int] | None = None, **mixing: Any) -> DomainSampler:
     sizes = sizes or dict.fromkeys(weights, 10)
     tasks = [Task(f"{name}/{n}", "?", taskset=name) for name in weights for n in range(sizes[name])]
-    mixed = tuple(MixtureComponent(name, 1.0, ShuffledOrder()) for name in weights)
+    mixed = tuple(MixtureComponent(name, 1.0, ShuffledSamplerSection()) for name in weights)
     domains = {name: DomainConfig(taskset={"path": "x.jsonl"}, weight=weight) for name, weight in weights.items()}
     taskset = Taskset("all", tasks, [], mixed=mixed)
-    sampler = build_sampler(taskset, ShuffledOrder(), 3, batch=8, domains=domains, mixing=MixingConfig(**mixing))
+    sampler = build_sampler(
+        taskset, ShuffledSamplerSection(), 3, batch=8, domains=domains, mixing=MixingConfig(**mixing)
+    )
     assert isinstance(sampler, DomainSampler)
     sampler._clock = Clock()
     return sampler

@@ -9,7 +9,7 @@ from tokenizers import processors
 from toys import toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from rollmill.data import encode_demonstration, encode_prompt, expert_experience, preference_pair, render_prompt
+from rollmill.data import demonstration_experience, encode_demonstration, encode_prompt, preference_pair, render_prompt
 from rollmill.errors import TasksetError
 from rollmill.types import ExperienceSource, Message, Task
 
@@ -87,13 +87,13 @@ def test_a_demonstration_is_the_rollouts_prompt_then_the_response_then_the_end(p
 
 def test_a_task_without_response_cannot_be_imitated() -> None:
     with pytest.raises(TasksetError, match="task t:3 has no worked solution to imitate; name its column"):
-        expert_experience(Task("t:3", "x"), TOKENIZER, 1)
+        demonstration_experience(Task("t:3", "x"), TOKENIZER, 1)
 
 
 @pytest.mark.parametrize("prompt", ["How many?", CHAT])
 def test_an_expert_experience_learns_response_and_end_only(prompt: str | list[Message]) -> None:
     task = Task("t:3", prompt, response="twelve")
-    experience = expert_experience(task, TOKENIZER, 1)
+    experience = demonstration_experience(task, TOKENIZER, 1)
     n_prompt = len(encode_prompt(task, TOKENIZER))
     learned = experience.token_ids[experience.action_mask].tolist()
     assert learned == [*TOKENIZER.encode("twelve"), 1]

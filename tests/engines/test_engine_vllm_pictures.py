@@ -1,4 +1,4 @@
-"""vLLM as the engine of a policy that sees: tokens and log-probs are those of the trainer's own weights and pictures.
+"""vLLM as the engine of a vision-language policy: tokens and log-probs are those of the trainer's weights and pictures.
 
 Idefics3 is the family whose implementation in vLLM needs no torchvision, which has no CPU build on PyPI.
 """
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.service, pytest.mark.timeout(900), needs_vllm]
 
 
 class Running(RunningEngine):
-    """An engine of a model that sees."""
+    """An engine of a vision-language model."""
 
     def __init__(self, folder: Path) -> None:
         config = ModelConfig(path=picture_checkpoint(folder / "model", "idefics3", head_dim=32))

@@ -1,4 +1,4 @@
-"""The example with a policy that sees: it learns from pictures, and without them it falls to chance."""
+"""The example with a vision-language policy: it learns from pictures, and without them it falls to chance."""
 
 from __future__ import annotations
 

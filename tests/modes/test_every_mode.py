@@ -1,7 +1,7 @@
 """Every feature in every mode: in one process, with explorers as processes or on Ray, with several ranks; with the
 native engine and with vLLM. `rollmill check --matrix` names these tests.
 
-Each column has one run with nearly everything in it, whose command is killed and resumed, and one with adapters.
+Each mode has one run with nearly everything in it, whose command is killed and resumed, and one with adapters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_service import PYTHON, needs_vllm
 
 from rollmill.buffer import ExperienceKind, Group, open_run_store
 from rollmill.buffer.base import FEEDBACK, version_segments
-from rollmill.config.checks.modes import COLUMNS, Column, Place
+from rollmill.config.checks.modes import RUN_MODES, Deployment, RunMode
 from rollmill.orchestrator.metrics import REPLAYED
 from rollmill.trackers import read_metrics
 from rollmill.trackers.rollout_log import load_experiences
@@ -115,27 +115,27 @@ ROLES: dict[str, Any] = {
 DRAFTS = {"rollout": {"ngram_draft": {"length": 1, "tokens": 3}, "top_p": 0.95}}
 
 
-def column_params(
-    *, only: Callable[[Column], bool] = lambda column: True, starts_vllm: bool = False, starts_ray: bool = False
+def mode_params(
+    *, only: Callable[[RunMode], bool] = lambda mode: True, starts_vllm: bool = False, starts_ray: bool = False
 ) -> list[Any]:
     """The columns as parameters; those that need long, as tests that start a vLLM or a Ray of their own, are left to
     `make test-thorough`."""
     found = []
-    for column in filter(only, COLUMNS):
+    for mode in filter(only, RUN_MODES):
         marks = [pytest.mark.slow, pytest.mark.net]
-        if column.engine == "vllm":
+        if mode.engine == "vllm":
             marks = [pytest.mark.service, needs_vllm]
-            marks += [pytest.mark.thorough] * (starts_vllm or column.place is not Place.ONE_PROCESS)
-        elif starts_ray and column.place is Place.RAY:
+            marks += [pytest.mark.thorough] * (starts_vllm or mode.deployment is not Deployment.ONE_PROCESS)
+        elif starts_ray and mode.deployment is Deployment.RAY:
             marks += [pytest.mark.thorough]
-        found.append(pytest.param(column, id=column.id, marks=marks))
+        found.append(pytest.param(mode, id=mode.id, marks=marks))
     return found
 
 
 pytestmark = pytest.mark.timeout(900)
-in_every_column = pytest.mark.parametrize("column", column_params())
-in_columns_of_its_own = pytest.mark.parametrize("column", column_params(starts_vllm=True))
-with_native = pytest.mark.parametrize("column", column_params(only=lambda column: column.engine == "native"))
+in_every_mode = pytest.mark.parametrize("mode", mode_params())
+in_modes_of_its_own = pytest.mark.parametrize("mode", mode_params(starts_vllm=True))
+with_native = pytest.mark.parametrize("mode", mode_params(only=lambda mode: mode.engine == "native"))
 
 
 def made_once(make: Callable[[Any], Path]) -> Callable[[Any], Path]:
@@ -156,25 +156,25 @@ def made_once(make: Callable[[Any], Path]) -> Callable[[Any], Path]:
     return made
 
 
-def publishes(column: Column) -> bool:
+def publishes(mode: RunMode) -> bool:
     """True if the engine has a copy of the weights."""
-    return column.engine == "vllm" or column.place in (Place.PROCESSES, Place.RAY)
+    return mode.engine == "vllm" or mode.deployment in (Deployment.PROCESSES, Deployment.RAY)
 
 
 class Runs:
-    """The runs of a column, each made when the first test asks for it."""
+    """The runs of a mode, each made when the first test asks for it."""
 
     def __init__(self, folder: Path, servers: list[Forks]) -> None:
         self._folder, self._trainer, self._explorer = folder, *servers
         self.everything, self.adapters = made_once(self._everything), made_once(self._adapters)
         self.reference = made_once(self._reference)
 
-    def _everything(self, column: Column) -> Path:
+    def _everything(self, mode: RunMode) -> Path:
         """A run that is killed after some steps, rated by a person, and resumed."""
-        folder = self._written(column, "everything", EVERYTHING)
+        folder = self._written(mode, "everything", EVERYTHING)
         out = folder / "out"
         hold(folder, after=KILLED_AFTER)
-        self._begin(column, folder)
+        self._begin(mode, folder)
         deadline = time.monotonic() + 600
         while not begun(folder, step=KILLED_AFTER + 3):  # which the step that is held has started
             assert not ended(self._trainer.pid), self._trainer.wait().err
@@ -191,105 +191,105 @@ class Runs:
         store.put([rating])
         store.close()
         self._trainer.start("resume", "out", folder=folder)
-        self._finish(column)
+        self._finish(mode)
         return out
 
-    def _adapters(self, column: Column) -> Path:
+    def _adapters(self, mode: RunMode) -> Path:
         """Adapters on the run's last checkpoint, with roles, over-sampling, and drafts where the engine has them."""
-        model = {"path": str(self.everything(column) / f"checkpoints/step-{STEPS:06d}"), "new": None}
-        changes = merged(ADAPTERS | ROLES, DRAFTS if column.engine == "native" else {})
-        if publishes(column):
+        model = {"path": str(self.everything(mode) / f"checkpoints/step-{STEPS:06d}"), "new": None}
+        changes = merged(ADAPTERS | ROLES, DRAFTS if mode.engine == "native" else {})
+        if publishes(mode):
             changes |= {"max_staleness": 1, "sync_interval": 2}
-        folder = self._written(column, "adapters", changes | {"model": model | {"lora": {"rank": 4}}})
-        self._begin(column, folder)
-        self._finish(column)
+        folder = self._written(mode, "adapters", changes | {"model": model | {"lora": {"rank": 4}}})
+        self._begin(mode, folder)
+        self._finish(mode)
         return folder / "out"
 
     def _reference(self, engine: str) -> Path:
         """One step in one process without a budget."""
-        column = Column(Place.ONE_PROCESS, engine)
+        mode = RunMode(Deployment.ONE_PROCESS, engine)
         more = {"max_staleness": 0, "steps": 1, "evaluation": None, "buffer": None, "rollout": {"token_budget": None}}
-        folder = self._written(column, "reference", merged(EVERYTHING, more))
-        self._begin(column, folder)
-        self._finish(column)
+        folder = self._written(mode, "reference", merged(EVERYTHING, more))
+        self._begin(mode, folder)
+        self._finish(mode)
         return folder / "out"
 
-    def offloaded(self, column: Column) -> Path:
+    def offloaded(self, mode: RunMode) -> Path:
         """A run with reference and critic, most of which leave the device in phases that do not need them."""
         algorithm = {"name": "ppo", "kl": 0.05, "critic": {"lr": 1e-3}}
         places = {"reference": "disk", "optimizer": "disk", "critic_optimizer": "disk"}
-        elsewhere = {"engine": "destroyed", "policy": "disk"} if publishes(column) else {}
+        elsewhere = {"engine": "destroyed", "policy": "disk"} if publishes(mode) else {}
         more = {"algorithm": algorithm, "steps": 2, "rollout": {"oversample": None}}
         changes = merged(ADAPTERS, more | {"residency": places | elsewhere, "monitor": {"timeline_every": 1}})
-        folder = self._written(column, "offloaded", merged(changes, {"model": {"new": {"hidden_size": 64}}}))
-        self._begin(column, folder)
-        self._finish(column)
+        folder = self._written(mode, "offloaded", merged(changes, {"model": {"new": {"hidden_size": 64}}}))
+        self._begin(mode, folder)
+        self._finish(mode)
         return folder / "out"
 
-    def duels(self, column: Column) -> Path:
+    def duels(self, mode: RunMode) -> Path:
         """A run against the policy and its past copies."""
         models = {"opponent": {"policy": "past", "every": 1, "keep": 2}}
         changes = merged(ADAPTERS, {"workflow": "duel", "models": models}) | {"rewards": None}
-        folder = self._written(column, "duels", changes)
-        self._begin(column, folder)
-        self._finish(column)
+        folder = self._written(mode, "duels", changes)
+        self._begin(mode, folder)
+        self._finish(mode)
         return folder / "out"
 
-    def refused(self, column: Column, settings: dict[str, Any]) -> str:
+    def refused(self, mode: RunMode, settings: dict[str, Any]) -> str:
         """The error of a run that cannot start."""
-        folder = self._written(column, "refused", merged(ADAPTERS, settings))
+        folder = self._written(mode, "refused", merged(ADAPTERS, settings))
         self._trainer.start("run", "run.yaml", "--out", "out", folder=folder)
         done = self._trainer.wait()
         assert done.code in (1, 2)
         return done.err
 
-    def reuse(self, column: Column) -> Path:
+    def reuse(self, mode: RunMode) -> Path:
         """A run that rolls out the same few tasks in each step."""
         rollout = {"reuse": {}, "oversample": None}
         changes = merged(ADAPTERS, {"rollout": rollout, "taskset": {"options": {"size": 4}}})
-        folder = self._written(column, "reuse", changes)
-        self._begin(column, folder)
-        self._finish(column)
+        folder = self._written(mode, "reuse", changes)
+        self._begin(mode, folder)
+        self._finish(mode)
         return folder / "out"
 
-    def sees(self, column: Column) -> Path:
+    def sees(self, mode: RunMode) -> Path:
         """A run of a vision-language model on pictures."""
-        folder = self._folder / column.id / "sees"
+        folder = self._folder / mode.id / "sees"
         more: dict[str, Any] = {"trainer": {"lr": 1e-3}, "stages": None, "algorithm": {"name": "grpo"}, "steps": 3}
-        more |= {"trainer_away_s": 120} if column.place is Place.PROCESSES else {}
-        place = column.settings()
-        if column.engine == "vllm":
+        more |= {"trainer_away_s": 120} if mode.deployment is Deployment.PROCESSES else {}
+        place = mode.settings()
+        if mode.engine == "vllm":
             place["engine"] |= {"python": str(PYTHON), "cache_gb": 0.1}
         # the family that vLLM has without torchvision; it has no kernel for smaller heads
         picture_run(folder, "idefics3", {"head_dim": 32}, **merged(more, place))
-        self._begin(column, folder)
-        self._finish(column)
+        self._begin(mode, folder)
+        self._finish(mode)
         return folder / "out"
 
-    def _written(self, column: Column, name: str, changes: dict[str, Any]) -> Path:
-        folder = self._folder / column.id / name
+    def _written(self, mode: RunMode, name: str, changes: dict[str, Any]) -> Path:
+        folder = self._folder / mode.id / name
         folder.mkdir(parents=True)
         (folder / "plugin.py").write_text(PLUGIN)
         write_paced(folder, steps=STEPS)
-        place = column.settings()
-        if column.engine == "vllm":
+        place = mode.settings()
+        if mode.engine == "vllm":
             place["engine"] |= {"python": str(PYTHON), "cache_gb": 0.1}
-        if column.place is Place.RAY:
+        if mode.deployment is Deployment.RAY:
             place["placement"] |= {"cpus": 0.5}
-            if column.engine == "vllm":  # a group may go on in another engine
+            if mode.engine == "vllm":  # a group may go on in another engine
                 place["placement"]["explorers"] = [{"engine": place.pop("engine")}, {}]
-        if column.place is not Place.PROCESSES:
+        if mode.deployment is not Deployment.PROCESSES:
             changes = merged(changes, {"trainer_away_s": None})
         tiny_run(folder, **merged(changes, place))
         return folder
 
-    def _begin(self, column: Column, folder: Path) -> None:
-        if column.place is Place.PROCESSES:
+    def _begin(self, mode: RunMode, folder: Path) -> None:
+        if mode.deployment is Deployment.PROCESSES:
             self._explorer.start("run", "run.yaml", "--set", "mode=explore", "--out", "out", folder=folder)
         self._trainer.start("run", "run.yaml", "--out", "out", folder=folder)
 
-    def _finish(self, column: Column) -> None:
-        for server in (self._trainer, self._explorer)[: 1 + (column.place is Place.PROCESSES)]:
+    def _finish(self, mode: RunMode) -> None:
+        for server in (self._trainer, self._explorer)[: 1 + (mode.deployment is Deployment.PROCESSES)]:
             done = server.wait()
             assert done.code == 0, done.err + done.out
 
@@ -311,159 +311,159 @@ def learned(out: Path) -> list[Experience]:
     return [each for each in experiences if not each.info.get(REPLAYED)]
 
 
-@in_every_column
-def test_a_killed_run_goes_on(runs: Runs, column: Column) -> None:
+@in_every_mode
+def test_a_killed_run_goes_on(runs: Runs, mode: RunMode) -> None:
     """Every group is learned from once, in the order in which it was started."""
-    out = runs.everything(column)
+    out = runs.everything(mode)
     assert [row["step"] for row in steps(out)] == list(range(1, STEPS + 1))
     assert [each.id for each in learned(out)] == IDS
 
 
-@in_every_column
-def test_a_budget_cuts_completions_and_they_go_on(runs: Runs, column: Column) -> None:
-    out = runs.everything(column)
+@in_every_mode
+def test_a_budget_cuts_completions_and_they_go_on(runs: Runs, mode: RunMode) -> None:
+    out = runs.everything(mode)
     assert sum(row["rollout/partial"] for row in steps(out)) > 0
     assert sum(row["rollout/continued"] for row in steps(out)) > 0
     assert all(each.stop_reason is not StopReason.ABORTED for each in learned(out))
     assert max(len(version_segments(each)) for each in learned(out)) > 1
 
 
-@in_every_column
-def test_every_token_has_the_log_prob_of_its_weights(runs: Runs, column: Column) -> None:
-    out = runs.everything(column)
+@in_every_mode
+def test_every_token_has_the_log_prob_of_its_weights(runs: Runs, mode: RunMode) -> None:
+    out = runs.everything(mode)
     compared = require_log_probs(out, learned(out))
     assert {1, 2, 3} < compared.keys()  # each has begun groups, and a later one has continued the last of them
     assert max(row["logprob_gap/max"] for row in steps(out)) < 1e-3
 
 
-@in_every_column
-def test_stale_tokens_stay_within_the_bound(runs: Runs, column: Column) -> None:
-    out = runs.everything(column)
+@in_every_mode
+def test_stale_tokens_stay_within_the_bound(runs: Runs, mode: RunMode) -> None:
+    out = runs.everything(mode)
     assert 0 < max(row["staleness/max"] for row in steps(out)) <= 2
 
 
-@in_every_column
-def test_repetition_ends_completions(runs: Runs, column: Column) -> None:
-    ended = [each.stop_reason is StopReason.REPETITION for each in learned(runs.everything(column))]
+@in_every_mode
+def test_repetition_ends_completions(runs: Runs, mode: RunMode) -> None:
+    ended = [each.stop_reason is StopReason.REPETITION for each in learned(runs.everything(mode))]
     assert 0 < sum(ended) < len(ended)
-    for each, repeated in zip(learned(runs.everything(column)), ended, strict=True):
+    for each, repeated in zip(learned(runs.everything(mode)), ended, strict=True):
         assert each.reward_parts["rollout/repetition"] == (-0.25 if repeated else 0.0)
 
 
-@in_every_column
-def test_completions_end_at_stop_strings(runs: Runs, column: Column) -> None:
-    experiences = learned(runs.everything(column))
+@in_every_mode
+def test_completions_end_at_stop_strings(runs: Runs, mode: RunMode) -> None:
+    experiences = learned(runs.everything(mode))
     assert any(each.stop_reason is StopReason.STOP for each in experiences)
     assert not any(STOP in each.response for each in experiences)
 
 
-@in_columns_of_its_own
-def test_a_policy_sees(runs: Runs, column: Column) -> None:
+@in_modes_of_its_own
+def test_a_policy_sees(runs: Runs, mode: RunMode) -> None:
     """Engine and trainer agree on every token; without its picture, log-probs of this model differ by whole nats."""
-    out = runs.sees(column)
+    out = runs.sees(mode)
     assert len(steps(out)) == 3
     assert max(row["logprob_gap/max"] for row in steps(out)) < 1e-4
     assert all(each.info["images"] for each in learned(out))
 
 
-@in_every_column
-def test_held_out_tasks_are_evaluated(runs: Runs, column: Column) -> None:
-    summary = json.loads((runs.everything(column) / "summary.json").read_text())
+@in_every_mode
+def test_held_out_tasks_are_evaluated(runs: Runs, mode: RunMode) -> None:
+    summary = json.loads((runs.everything(mode) / "summary.json").read_text())
     assert [each["step"] for each in summary["evaluations"]] == [0, 3, 6]
 
 
-@in_every_column
-def test_earlier_groups_are_replayed(runs: Runs, column: Column) -> None:
-    assert [row["replay/groups"] for row in steps(runs.everything(column))] == [0] + [1] * (STEPS - 1)
+@in_every_mode
+def test_earlier_groups_are_replayed(runs: Runs, mode: RunMode) -> None:
+    assert [row["replay/groups"] for row in steps(runs.everything(mode))] == [0] + [1] * (STEPS - 1)
 
 
-@in_every_column
-def test_groups_pass_the_pipeline(runs: Runs, column: Column) -> None:
-    assert all(each.info["marked"] for each in learned(runs.everything(column)))
+@in_every_mode
+def test_groups_pass_the_pipeline(runs: Runs, mode: RunMode) -> None:
+    assert all(each.info["marked"] for each in learned(runs.everything(mode)))
 
 
-@in_every_column
-def test_ratings_of_people_count(runs: Runs, column: Column) -> None:
+@in_every_mode
+def test_ratings_of_people_count(runs: Runs, mode: RunMode) -> None:
     """A person's rating replaces the reward of a group that is replayed."""
-    last = load_experiences(runs.everything(column), step=STEPS)
+    last = load_experiences(runs.everything(mode), step=STEPS)
     again = [each for each in last if each.info.get(REPLAYED)]
     assert [(each.reward, each.info["rated_by"]) for each in again] == [(7.5, "ann")] * 4
 
 
-@in_columns_of_its_own
-def test_a_completion_is_a_function_of_its_seed(runs: Runs, column: Column) -> None:
+@in_modes_of_its_own
+def test_a_completion_is_a_function_of_its_seed(runs: Runs, mode: RunMode) -> None:
     """The first step's groups are those of another run without a budget, in one process."""
-    mixed = column.place is Place.RAY and column.engine == "vllm"
+    mixed = mode.deployment is Deployment.RAY and mode.engine == "vllm"
     expected = {}
-    for engine in ("native", "vllm") if mixed else (column.engine,):
+    for engine in ("native", "vllm") if mixed else (mode.engine,):
         for each in learned(runs.reference(engine)):
             expected.setdefault(each.id, []).append(each.token_ids.tolist())
-    found = [each for each in learned(runs.everything(column)) if each.id in expected]
+    found = [each for each in learned(runs.everything(mode)) if each.id in expected]
     assert len(found) == GROUPS * 4
     assert all(each.token_ids.tolist() in expected[each.id] for each in found)
 
 
-@in_columns_of_its_own
-def test_the_slowest_groups_are_stopped(runs: Runs, column: Column) -> None:
-    rows = steps(runs.adapters(column))
+@in_modes_of_its_own
+def test_the_slowest_groups_are_stopped(runs: Runs, mode: RunMode) -> None:
+    rows = steps(runs.adapters(mode))
     assert [row["rollout/stopped"] for row in rows] == [2] * 3
     assert all(row["rollout/wasted_tokens"] >= 0 for row in rows)
 
 
-@in_every_column
-def test_adapters_reach_the_engine(runs: Runs, column: Column) -> None:
+@in_every_mode
+def test_adapters_reach_the_engine(runs: Runs, mode: RunMode) -> None:
     """The engine's log-probs are those of the trainer, after every change of the adapters."""
-    rows = steps(runs.adapters(column))
+    rows = steps(runs.adapters(mode))
     assert max(row["logprob_gap/max"] for row in rows) < 1e-3
     assert all(row["grad_norm"] > 0 for row in rows)
-    assert versions_of(runs.adapters(column)) == ({0, 2} if publishes(column) else {0, 1, 2})
+    assert versions_of(runs.adapters(mode)) == ({0, 2} if publishes(mode) else {0, 1, 2})
 
 
 def versions_of(out: Path) -> set[int]:
     return {version for each in learned(out) for version in each.versions[each.action_mask].tolist()}
 
 
-@pytest.mark.parametrize("column", column_params(starts_vllm=True, starts_ray=True))
-def test_components_leave_by_phase(runs: Runs, column: Column) -> None:
+@pytest.mark.parametrize("mode", mode_params(starts_vllm=True, starts_ray=True))
+def test_components_leave_by_phase(runs: Runs, mode: RunMode) -> None:
     """DeepSeek-R1's picture: the engine's memory is freed, then reference and critic come, then the optimizers."""
-    out = runs.offloaded(column)
+    out = runs.offloaded(mode)
     rows = steps(out)
     assert [row["step"] for row in rows] == [1, 2]
     for name in ("reference", "critic_optimizer"):
         assert all(row[f"residency/{name}/gb"] > 0 for row in rows[1:])
     assert max(row["logprob_gap/max"] for row in rows) < 1e-3
-    if column.engine == "vllm":
+    if mode.engine == "vllm":
         assert [row["engine/destroyed"] for row in rows] == [1, 1]
-    if publishes(column):
+    if publishes(mode):
         assert all(row["residency/policy/gb"] > 0 for row in rows)
         held = [kind for row in read_step_timelines(out).values() for kind in row["bytes"]]
-        named = "/explorer 0 " if column.place in (Place.PROCESSES, Place.RAY) else "/engine"
+        named = "/explorer 0 " if mode.deployment in (Deployment.PROCESSES, Deployment.RAY) else "/engine"
         assert {kind.split("/")[1] for kind in held if named in kind} == {"rollout"}
-    if column.place in (Place.PROCESSES, Place.RAY):
+    if mode.deployment in (Deployment.PROCESSES, Deployment.RAY):
         assert all(row["residency/explorers/gb"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("column", column_params(starts_ray=True))
-def test_a_memory_budget_counts_the_engine(runs: Runs, column: Column) -> None:
+@pytest.mark.parametrize("mode", mode_params(starts_ray=True))
+def test_a_memory_budget_counts_the_engine(runs: Runs, mode: RunMode) -> None:
     """vLLM with its cache, the copies of explorers, or the policy's own weights."""
-    error = runs.refused(column, {"residency": {"budget_gb": 1e-5}})
+    error = runs.refused(mode, {"residency": {"budget_gb": 1e-5}})
     part = "policy"
-    if publishes(column):
-        part = "engine 0.107" if column.engine == "vllm" else "engine"
+    if publishes(mode):
+        part = "engine 0.107" if mode.engine == "vllm" else "engine"
     assert "stage train: residency.budget_gb: the budget is 1e-05 GB, and the phase `rollout` needs" in error
     assert f"({part}" in error
 
 
-@pytest.mark.parametrize("column", column_params(only=publishes))
-def test_weights_are_published_every_other_step(runs: Runs, column: Column) -> None:
+@pytest.mark.parametrize("mode", mode_params(only=publishes))
+def test_weights_are_published_every_other_step(runs: Runs, mode: RunMode) -> None:
     """The second step's rollouts are by the weights of the first."""
-    assert versions_of(runs.adapters(column)) == {0, 2}
-    assert [row["staleness/max"] for row in steps(runs.adapters(column))] == [0, 1, 0]
+    assert versions_of(runs.adapters(mode)) == {0, 2}
+    assert [row["staleness/max"] for row in steps(runs.adapters(mode))] == [0, 1, 0]
 
 
-@in_columns_of_its_own
-def test_each_role_has_its_own_rewards(runs: Runs, column: Column) -> None:
-    out = runs.adapters(column)
+@in_modes_of_its_own
+def test_each_role_has_its_own_rewards(runs: Runs, mode: RunMode) -> None:
+    out = runs.adapters(mode)
     for row in steps(out):
         assert row["role/first/completions"] == row["role/second/completions"] == 16
     by_role: dict[str, list[Experience]] = {"first": [], "second": []}
@@ -474,34 +474,36 @@ def test_each_role_has_its_own_rewards(runs: Runs, column: Column) -> None:
             assert each.reward_parts == {name: float(sum(map(each.response.count, digits)))}
 
 
-@pytest.mark.parametrize("column", column_params(only=lambda column: column == Column(Place.ONE_PROCESS, "native")))
-def test_opponents_are_past_copies(runs: Runs, column: Column) -> None:
+@pytest.mark.parametrize("mode", mode_params(only=lambda mode: mode == RunMode(Deployment.ONE_PROCESS, "native")))
+def test_opponents_are_past_copies(runs: Runs, mode: RunMode) -> None:
     """Of the steps before; in the first step the policy is the only copy."""
-    out = runs.duels(column)
+    out = runs.duels(mode)
     assert {each.reward_parts["at"] for each in learned(out)} == {0.0, 1.0}
     last = out / "checkpoints/step-000003/trainer.pt"
     assert list(torch.load(last, weights_only=True)["frozen"]["past"]["opponent"]) == [2, 3]
 
 
 @with_native
-def test_truncated_tokens_have_exact_log_probs(runs: Runs, column: Column) -> None:
-    assert max(row["logprob_gap/max"] for row in steps(runs.adapters(column))) < 1e-3
+def test_truncated_tokens_have_exact_log_probs(runs: Runs, mode: RunMode) -> None:
+    assert max(row["logprob_gap/max"] for row in steps(runs.adapters(mode))) < 1e-3
 
 
 @with_native
-def test_n_grams_are_drafts(runs: Runs, column: Column) -> None:
+def test_n_grams_are_drafts(runs: Runs, mode: RunMode) -> None:
     """They change no log-prob. Explorers elsewhere do not report how many were accepted."""
-    rows = steps(runs.adapters(column))
+    rows = steps(runs.adapters(mode))
     assert max(row["logprob_gap/max"] for row in rows) < 1e-3
-    if column.place in (Place.ONE_PROCESS, Place.RANKS):
+    if mode.deployment in (Deployment.ONE_PROCESS, Deployment.RANKS):
         assert any("rollout/guess/accepted" in row for row in rows)
 
 
 @pytest.mark.parametrize(
-    "column",
-    column_params(only=lambda column: column.engine == "native" and column.place in (Place.ONE_PROCESS, Place.RANKS)),
+    "mode",
+    mode_params(
+        only=lambda mode: mode.engine == "native" and mode.deployment in (Deployment.ONE_PROCESS, Deployment.RANKS)
+    ),
 )
-def test_earlier_completions_are_drafts(runs: Runs, column: Column) -> None:
-    rows = steps(runs.reuse(column))
+def test_earlier_completions_are_drafts(runs: Runs, mode: RunMode) -> None:
+    rows = steps(runs.reuse(mode))
     assert all(row["rollout/reuse/accepted"] > 0 for row in rows[1:])
     assert max(row["logprob_gap/max"] for row in rows) < 1e-3

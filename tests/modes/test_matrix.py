@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from rollmill.cli import main
-from rollmill.config.checks.modes import COLUMNS, FEATURES, MatrixCell, Place, iter_cells, merge_settings
+from rollmill.config.checks.modes import FEATURES, RUN_MODES, Deployment, MatrixCell, iter_cells, merge_settings
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
 
@@ -47,7 +47,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(cell: MatrixCell) -> None:
-    """Check a run file that asks for the feature in the column's mode."""
+    """Check a run file that asks for the feature in the cell's mode."""
     settings = merge_settings(BASE, cell.settings)
     if settings["model"].get("new", 0) is None:
         del settings["model"]["new"]
@@ -63,7 +63,7 @@ def test_what_the_matrix_says_is_what_check_does(feature: object) -> None:
             continue
         with pytest.raises(ConfigError) as caught:
             check(cell)
-        assert cell.reason in str(caught.value), cell.column.id
+        assert cell.reason in str(caught.value), cell.mode.id
 
 
 @cache
@@ -73,19 +73,19 @@ def functions_of(path: Path) -> dict[str, ast.FunctionDef]:
 
 
 def test_every_named_test_exists() -> None:
-    """Its function does; those with a parameter get it from COLUMNS by `column_params`."""
+    """Its function does; those with a parameter get it from RUN_MODES by `mode_params`."""
     for cell in CELLS:
         if cell.test is None:
             continue
         path, _, name = cell.test.partition("::")
         function = functions_of(ROOT / path).get(name.partition("[")[0])
         assert function is not None, cell.test
-        assert "column" in {argument.arg for argument in function.args.args}, cell.test
+        assert "mode" in {argument.arg for argument in function.args.args}, cell.test
 
 
 def test_drafts_are_tested_where_they_work() -> None:
-    working = [cell.column for cell in CELLS if cell.feature.key == "rollout.reuse" and cell.test]
-    assert working == [column for column in COLUMNS if column.place in (Place.ONE_PROCESS, Place.RANKS)][:2]
+    working = [cell.mode for cell in CELLS if cell.feature.key == "rollout.reuse" and cell.test]
+    assert working == [mode for mode in RUN_MODES if mode.deployment in (Deployment.ONE_PROCESS, Deployment.RANKS)][:2]
 
 
 def test_the_page_is_current() -> None:
@@ -102,6 +102,6 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("a: drafts belong to checkpoints") for line in lines)
     assert main(["check", "--matrix", "--json"]) == 0
     cells = json.loads(capsys.readouterr().out)
-    assert len(cells) == len(FEATURES) * len(COLUMNS)
+    assert len(cells) == len(FEATURES) * len(RUN_MODES)
     assert all((each["test"] is None) != (each["refused"] is None) for each in cells)
     assert main(["check", "--matrix", "run.yaml"]) == 2

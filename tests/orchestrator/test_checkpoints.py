@@ -18,7 +18,8 @@ import rollmill
 from rollmill.errors import CheckpointError, DamagedCheckpointError
 from rollmill.files import atomic_write, sweep_temporary
 from rollmill.orchestrator import manifest
-from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.checkpoint import Checkpoints, read_state
+from rollmill.orchestrator.checkpoint_listing import list_checkpoints
 from rollmill.orchestrator.manifest import MANIFEST, find_damage, read_manifest, verifying, write_manifest
 from rollmill.orchestrator.setup import read_run_id
 from rollmill.remote.run_state import read_trainer_status
@@ -117,6 +118,37 @@ def test_a_later_format_is_refused_with_both_versions(tmp_path: Path) -> None:
         assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("content", [{}, {"format": 0}, {"format": "1"}])
+def test_a_checkpoint_without_a_format_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    folder = made(tmp_path, 1)
+    (folder / MANIFEST).unlink()
+    (folder / "state.json").write_text(json.dumps({"step": 1} | content))
+    (folder / "trainer.pt").touch()
+    if content != {"format": "1"}:  # else its manifest is lost
+        with pytest.raises(
+            CheckpointError, match=r"state\.json has (no )?format.* reads formats up to 1.* move "
+        ) as caught:
+            Checkpoints(tmp_path).read(1)
+        assert not isinstance(caught.value, DamagedCheckpointError)
+    with pytest.raises(CheckpointError, match=r"state\.json has (no )?format"):
+        read_state(folder)
+    [listed] = list_checkpoints(tmp_path)
+    assert listed.state == ("damaged" if content == {"format": "1"} else "unreadable")
+
+
+@pytest.mark.parametrize("state", ["", "[]"])
+def test_a_checkpoint_that_lost_its_manifest_and_its_state_is_damaged(tmp_path: Path, state: str) -> None:
+    folder = made(tmp_path, 1)
+    (folder / MANIFEST).unlink()
+    (folder / "state.json").write_text(state)
+    (folder / "trainer.pt").touch()
+    with pytest.raises(DamagedCheckpointError) as caught:
+        Checkpoints(tmp_path).read(1)
+    assert caught.value.damage == ["manifest.json is missing"]
+    [listed] = list_checkpoints(tmp_path)
+    assert (listed.state, listed.format, listed.damage) == ("damaged", None, ["manifest.json is missing"])
+
+
 def test_manifests_of_other_programs_are_left_alone(tmp_path: Path) -> None:
     for content in ("{}", "[1]", "no JSON"):
         (tmp_path / MANIFEST).write_text(content)
@@ -169,9 +201,9 @@ def test_damaged_ones_are_moved_aside_and_never_overwrite_each_other(tmp_path: P
         checkpoints.move_aside(4)
     made(tmp_path, 2)
     assert checkpoints.steps() == [2]
-    assert [path.name for path in checkpoints.set_aside()] == ["damaged-000004", "damaged-000004-2"]
+    assert [path.name for path in checkpoints.damaged()] == ["damaged-000004", "damaged-000004-2"]
     checkpoints.prune(1, [])
-    assert len(checkpoints.set_aside()) == 2
+    assert len(checkpoints.damaged()) == 2
 
 
 def test_settings_of_the_machine_come_from_the_newest_manifest_that_is_whole(tmp_path: Path) -> None:
@@ -191,16 +223,16 @@ def test_what_dead_processes_were_writing_is_swept(tmp_path: Path) -> None:
     folder = tmp_path / f".tokenizer.{ended.pid}@{host}.tmp"
     alive = tmp_path / f".metrics.jsonl.{os.getppid()}@{host}.tmp"
     elsewhere = tmp_path / f".metrics.jsonl.{ended.pid}@elsewhere.tmp"
-    former = tmp_path / f".metrics.jsonl.{ended.pid}.tmp"
+    foreign = tmp_path / f".metrics.jsonl.{ended.pid}.tmp"
     old = tmp_path / f".old.jsonl.{ended.pid}@elsewhere.tmp"
     folder.mkdir()
-    for path in (dead, inside, alive, elsewhere, former, old, tmp_path / ".mine.tmp", folder / "tokenizer.json"):
+    for path in (dead, inside, alive, elsewhere, foreign, old, tmp_path / ".mine.tmp", folder / "tokenizer.json"):
         path.write_text("half")
     os.utime(old, (0, 0))
     os.utime(tmp_path / ".mine.tmp", (0, 0))
     assert set(sweep_temporary(tmp_path)) == {dead, inside, folder, old}
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"rollouts", ".mine.tmp", *(each.name for each in (alive, elsewhere, former))}
+    assert left == {"rollouts", ".mine.tmp", *(each.name for each in (alive, elsewhere, foreign))}
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -248,7 +248,7 @@ def test_a_run_goes_on_though_the_reader_of_its_output_has_gone(tmp_path: Path) 
     run.stdout.close()
     said = run.stderr.read()
     assert run.wait() == 0, said
-    assert "the reader of the output has gone; the run goes on" in said
+    assert "the program that read the output has ended; the run goes on" in said
     assert "Traceback" not in said
     assert "Exception ignored" not in said
     assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "done"
@@ -383,6 +383,40 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_left_in_place(server: For
     assert newest.is_dir()
 
 
+def test_a_checkpoint_without_a_format_is_refused_and_left_in_place(server: Forks, copy: Path) -> None:
+    newest = checkpoints_of(copy)[-1]
+    (newest / "manifest.json").unlink()
+    state = json.loads((newest / "state.json").read_text())
+    del state["format"]
+    (newest / "state.json").write_text(json.dumps(state))
+    end = server.run("resume", "out", folder=copy)
+    clean(end, 1, f"{newest.name}/state.json has no format", "up to 1", "out of the run")
+    assert newest.is_dir()
+
+
+@pytest.mark.parametrize("name", ["trainer.pt", "state.json"])
+def test_one_that_cannot_be_read_though_it_is_whole_is_named_but_left_in_place(
+    server: Forks, copy: Path, name: str
+) -> None:
+    newest = checkpoints_of(copy)[-1]
+    (newest / name).write_bytes(b"no checkpoint")
+    record = {"bytes": 13, "sha256": sha256(b"no checkpoint").hexdigest()}
+    files = json.loads((newest / "manifest.json").read_text())["files"]
+    rewrite_manifest(newest, files=files | {name: record})
+    end = server.run("resume", "out", folder=copy)
+    clean(end, 1, "cannot read the checkpoint", newest.name, "Remove that folder")
+    assert newest.is_dir()
+
+
+@pytest.mark.parametrize("content", ["", '{"threads": 1, "precision": "fp32"}'], ids=["empty", "no id"])
+def test_damaged_settings_of_the_machine_that_no_checkpoint_has_are_an_error_that_says_what_to_do(
+    server: Forks, copy: Path, content: str
+) -> None:
+    shutil.rmtree(copy / "out/checkpoints")
+    (copy / "out/machine.json").write_text(content)
+    clean(server.run("resume", "out", folder=copy), 1, "machine.json is damaged", "put the file back, or start a new")
+
+
 @pytest.mark.parametrize("settings", ["kept", "lost"])
 def test_a_checkpoint_of_another_run_is_refused_with_both_ids(server: Forks, copy: Path, settings: str) -> None:
     newest = checkpoints_of(copy)[-1]
@@ -421,7 +455,11 @@ def test_a_model_that_changed_between_two_starts_is_named(
         assert says not in server.run("resume", "mine", folder=copy).out, "it is said once"
 
 
-@pytest.mark.parametrize("damage", [empty, Path.unlink])
+def without_id(path: Path) -> None:
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "run_id"}))
+
+
+@pytest.mark.parametrize("damage", [empty, Path.unlink, without_id])
 def test_lost_settings_of_the_machine_are_made_again_from_a_checkpoint(
     server: Forks, copy: Path, damage: Callable[[Path], object]
 ) -> None:

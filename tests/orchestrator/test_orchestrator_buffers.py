@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -149,16 +148,6 @@ def test_evaluating_a_run_opens_no_buffer(tmp_path: Path) -> None:
     (out / DATABASE_FILE).write_bytes(b"no database, either")
     assert evaluate(out)["step"] == 1
     assert (out / DATABASE_FILE).read_bytes() == b"no database, either"
-
-
-def test_a_run_of_a_version_without_ids_gets_one(tmp_path: Path) -> None:
-    out = started(tmp_path, steps=2, checkpoint={"every": 1})
-    machine = json.loads((out / "machine.json").read_text())
-    del machine["run_id"]
-    (out / "machine.json").write_text(json.dumps(machine))
-    cut(out, after=1, steps=2)
-    resume(out, view=PlainView(io.StringIO()))
-    assert len(json.loads((out / "machine.json").read_text()).pop("run_id")) == 32
 
 
 PAIRS: dict[str, Any] = {"algorithm": {"name": "dpo", "batch": 2}, "trainer": {"lr": 1e-3}, "steps": 3}

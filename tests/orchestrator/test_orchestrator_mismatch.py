@@ -13,7 +13,7 @@ from tiny import metrics, outcome, ran, tiny_run
 
 from rollmill.errors import TrainingError
 from rollmill.launch import resume
-from rollmill.trainer.mismatch import MismatchProbe
+from rollmill.trainer.mismatch import LogprobComparison
 
 RL: dict[str, Any] = {
     "stages": None,
@@ -130,7 +130,7 @@ def test_a_wrong_engine_ends_the_run_in_fp32_unless_the_user_goes_on(tmp_path: P
 @pytest.mark.slow
 def test_comparing_changes_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_it = outcome(ran(RL, tmp_path, "with"))
-    monkeypatch.setattr(MismatchProbe, "choose", lambda *args: [])
+    monkeypatch.setattr(LogprobComparison, "choose", lambda *args: [])
     without = outcome(ran(RL, tmp_path, "without"))
     for made in (with_it, without):
         made["metrics"] = [

@@ -37,7 +37,7 @@ from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError, CorruptFileError
 from rollmill.launch import resume, run
 from rollmill.orchestrator.batches import RolloutBatches
-from rollmill.orchestrator.traffic import TrafficBatches
+from rollmill.orchestrator.live_requests import LiveRequestBatches
 from rollmill.trackers.metrics_log import read_metrics
 from rollmill.trainer import Trainer
 
@@ -392,20 +392,20 @@ def test_a_session_is_written_down_before_its_commit_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that dies while the pipeline works has lost nothing."""
-    verify = TrafficBatches._process_group
+    verify = LiveRequestBatches._process_group
 
-    async def never(self: TrafficBatches, *args: Any) -> bool:
+    async def never(self: LiveRequestBatches, *args: Any) -> bool:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def stop(self: TrafficBatches) -> None:
+    async def stop(self: LiveRequestBatches) -> None:
         for each in self._coming:
             each.cancel()
         await asyncio.gather(*self._coming, return_exceptions=True)
         await RolloutBatches.close(self)
 
-    monkeypatch.setattr(TrafficBatches, "_process_group", never)
-    monkeypatch.setattr(TrafficBatches, "close", stop)
+    monkeypatch.setattr(LiveRequestBatches, "_process_group", never)
+    monkeypatch.setattr(LiveRequestBatches, "close", stop)
 
     def application(address: str) -> None:
         conversation_of(address, "a", 1.0)
@@ -415,7 +415,7 @@ def test_a_session_is_written_down_before_its_commit_is_answered(
     with pytest.raises(KeyboardInterrupt):
         train(run_file(tmp_path, steps=1, rollout={"batch": 2, "max_new_tokens": 4}), application, tmp_path / "out")
     monkeypatch.undo()
-    assert TrafficBatches._process_group is verify
+    assert LiveRequestBatches._process_group is verify
     train(tmp_path / "out", lambda address: None)
     assert sorted(one.info["session"] for one in load_experiences(tmp_path / "out")) == ["a", "b"]
 

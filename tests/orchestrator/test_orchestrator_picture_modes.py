@@ -1,4 +1,4 @@
-"""A policy that sees in every mode of a run: what it is trained on is what it was sampled from, pictures included."""
+"""A vision-language policy in every mode of a run: what is trained is what was sampled, pictures included."""
 
 from __future__ import annotations
 

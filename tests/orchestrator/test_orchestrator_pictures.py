@@ -1,4 +1,4 @@
-"""Runs of a policy that sees: SFT and GRPO on pictures, resume, evaluation, and what is refused."""
+"""Runs of a vision-language policy: SFT and GRPO on pictures, resume, evaluation, and what is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BASE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[PolicyModel, Path]:
-    """A policy that sees, and the folder with its checkpoint and rows of pictures."""
+    """A vision-language policy, and the folder with its checkpoint and rows of pictures."""
     folder = tmp_path_factory.mktemp("seeing")
     picture_rows(folder / "data")
     config = ModelConfig(path=picture_checkpoint(folder / "model", "llava"))

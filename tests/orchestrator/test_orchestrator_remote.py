@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.buffer.base import IMPORTED
-from rollmill.buffer.experts import RatingOverrides
 from rollmill.buffer.memory import MemoryStore
-from rollmill.config.orders import ShuffledOrder
+from rollmill.buffer.offline_data import RatingOverrides
 from rollmill.config.run import StageConfig
+from rollmill.config.samplers import ShuffledSamplerSection
 from rollmill.data import Taskset, build_sampler
 from rollmill.errors import DeadlineError
 from rollmill.orchestrator.batches import RolloutBatches, RolloutComponents
@@ -65,7 +65,7 @@ class Trainer:
 
     def __init__(self, config: StageConfig, store: MemoryStore, chance: random.Random) -> None:
         self.config, self.store, self.explorer = config, store, Scripted(chance)
-        sampler = build_sampler(TASKS, ShuffledOrder(), 0, batch=config.rollout.batch)
+        sampler = build_sampler(TASKS, ShuffledSamplerSection(), 0, batch=config.rollout.batch)
         rollouts = RolloutScheduler(
             config,
             sampler=sampler,

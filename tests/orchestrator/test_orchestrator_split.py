@@ -541,37 +541,6 @@ def test_a_run_goes_on_though_its_weights_and_its_address_are_removed(servers: l
     require_sound(tmp_path, 6, 1)
 
 
-def test_a_run_of_the_version_before_goes_on(servers: list[Forks], tmp_path: Path) -> None:
-    """Its checkpoints have no order of tasks: explorers had one each, in files of their own."""
-    paced_run(tmp_path, after=5, steps=8, checkpoint={"every": 1})
-    trainer, explorer, _ = servers
-    start(explorer, tmp_path, "explore")
-    start(trainer, tmp_path, "train")
-    wait_until(lambda: len(steps(tmp_path)) >= 3, trainer)
-    for server in (explorer, trainer):
-        assert send(server.pid)
-        server.wait()
-    newest = max((tmp_path / "out/checkpoints").iterdir()) / "state.json"
-    state = json.loads(newest.read_text())
-    del state["format"]
-    newest.with_name("manifest.json").unlink()
-    current = state["current"]
-    former = {key: current[key] for key in ("submitted", "tasks", "pipeline")} | {"unfinished": []}
-    folder = tmp_path / "out/explorers/stage-0"
-    folder.mkdir()
-    (folder / "0.json").write_text(json.dumps(former))
-    current |= {"submitted": 0, "tasks": None, "pipeline": {}}
-    del current["unfinished"]
-    newest.write_text(json.dumps(state))
-    (tmp_path / "out/trainer.json").write_text(json.dumps({"run_id": "x", "stage": 0, "first_version": 0}))
-    release(tmp_path)
-    trainer.start("resume", "out", folder=tmp_path)
-    start(explorer, tmp_path, "explore")
-    fine(trainer)
-    fine(explorer)
-    require_sound(tmp_path, 8, 0)
-
-
 def test_oversampling_and_a_buffer_in_memory(servers: list[Forks], tmp_path: Path) -> None:
     changes = {"steps": 3, "rollout": {"oversample": 0.5}, "buffer": {"store": "memory"}}
     tiny_run(tmp_path, **RL | changes)

@@ -430,9 +430,14 @@ def test_a_number_is_free_again_when_its_process_is_gone(tmp_path: Path) -> None
             assert again == 1
 
 
-def test_the_status_of_a_former_version_is_none(tmp_path: Path) -> None:
-    (tmp_path / "trainer.json").write_text(json.dumps({"run_id": "id", "stage": 0, "first_version": 0, "done": False}))
-    assert read_trainer_status(tmp_path) is None
+@pytest.mark.parametrize("more", [{"addresses": [], "later": 1}, {}])
+def test_the_status_of_another_version_is_refused(tmp_path: Path, more: dict[str, object]) -> None:
+    (tmp_path / "trainer.json").write_text(json.dumps({"run_id": "id", "done": False} | more))
+    with pytest.raises(ConfigError, match=r"trainer\.json was written by another version of rollmill; use the same"):
+        read_trainer_status(tmp_path)
+
+
+def test_the_status_is_read_as_written(tmp_path: Path) -> None:
     status = TrainerStatus("id", "here", ("192.0.2.7",), 5, "00")
     status.write(tmp_path)
     assert read_trainer_status(tmp_path) == status

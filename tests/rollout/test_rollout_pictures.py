@@ -1,4 +1,4 @@
-"""Conversations with pictures: a policy that sees them turn by turn, with exact tokens and log-probs."""
+"""Conversations with pictures: a vision-language policy sees them turn by turn, with exact tokens and log-probs."""
 
 from __future__ import annotations
 

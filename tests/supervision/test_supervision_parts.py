@@ -168,13 +168,6 @@ def test_supervision_is_read_without_the_rest(tmp_path: Path, changes: dict[str,
     assert (served is not None) == (supervised or changes.get("mode") == "serve")
 
 
-def test_the_former_key_of_ray_counts(tmp_path: Path) -> None:
-    loaded = load_run(tiny_run(tmp_path, placement={"name": "ray", "restarts": 7}))
-    assert loaded.config.supervision.restarts == 7
-    loaded = load_run(tiny_run(tmp_path, placement={"name": "ray"}, supervise={"restarts": 5}))
-    assert loaded.config.supervision.restarts == 5
-
-
 def test_only_finished_work_is_progress() -> None:
     reset_progress()
     watchdog = StallWatchdog(os.getpid(), 0.05, 1.0)

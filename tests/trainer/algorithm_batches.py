@@ -81,7 +81,7 @@ def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOpt
         for e in batch:
             e.group = e.id
         return batch
-    batch = make_batch(seed=seed, experts=3 if options.uses_experts else 0)
+    batch = make_batch(seed=seed, demonstrations=3 if options.uses_demonstrations else 0)
     for e in batch:
         index = int(e.id.rpartition("-")[2])
         e.info = {"greedy_reward": 0.25, "anchor": f"state {index // 2}"}
@@ -101,7 +101,7 @@ def uneven_batch_for(make_batch: Callable[..., list[Experience]], options: Algor
     if not options.uses_rollouts:
         return batch_for(make_batch, options)
     rng = np.random.default_rng(0)
-    batch = make_batch(groups=4, size=6, experts=3 if options.uses_experts else 0)
+    batch = make_batch(groups=4, size=6, demonstrations=3 if options.uses_demonstrations else 0)
     for e in (e for e in batch if e.source is ExperienceSource.ROLLOUT):
         index, level = int(e.id.rpartition("-")[2]), float(rng.choice([-0.5, 0.0, 0.3, 1.0]))
         e.reward = 0.3 if e.group == "g0" else {0: -0.5, 1: 1.0}.get(index, level)

@@ -75,7 +75,9 @@ def _experience(
     )
 
 
-def _batch(*, seed: int = 0, groups: int = 3, size: int = 4, experts: int = 0, version: int = 0) -> list[Experience]:
+def _batch(
+    *, seed: int = 0, groups: int = 3, size: int = 4, demonstrations: int = 0, version: int = 0
+) -> list[Experience]:
     rng = np.random.default_rng(seed)
     batch = []
     for g in range(groups):
@@ -93,7 +95,7 @@ def _batch(*, seed: int = 0, groups: int = 3, size: int = 4, experts: int = 0, v
                     hole=i == 2,
                 )
             )
-    for i in range(experts):
+    for i in range(demonstrations):
         prompt = rng.integers(2, VOCAB, 4)
         batch.append(
             _experience(rng, prompt, int(rng.integers(3, 15)), group=f"x{i}", index=i, reward=None, expert=True)
@@ -110,5 +112,5 @@ def toy() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., list[Experience]]:
-    """make_batch(seed=, groups=, size=, experts=, version=): ragged experiences in shuffled order, shared prompts."""
+    """make_batch(seed=, groups=, size=, demonstrations=, version=): ragged experiences, shuffled, shared prompts."""
     return _batch

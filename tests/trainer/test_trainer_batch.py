@@ -48,7 +48,7 @@ def test_the_table_has_every_action_token_that_something_comes_before() -> None:
     assert table.version.tolist() == [11, 12, 12, 14, 11]
     assert table.temperature.tolist() == [0.5, 0.5, 0.25, 0.25, 1.0]  # demonstrations are learned at 1
     assert table.experience.tolist() == [0, 0, 1, 1, 3]
-    assert table.expert.tolist() == [False, False, False, False, True]
+    assert table.imitated.tolist() == [False, False, False, False, True]
     assert table.offsets == [0, 2, 4, 4, 5]
     assert [each.tolist() for each in table.positions] == [[1, 2], [2, 4], [], [1]]
     assert table.lengths.tolist() == [2, 2, 0, 1]

@@ -60,9 +60,9 @@ def test_tokens_that_come_late_are_compared_with_the_weights_that_made_them(
 def test_completions_of_later_steps_are_compared_before_their_version_ends(toy: Any, make_batch: Any) -> None:
     trainer = of(toy)
     now, later, latest = (made(make_batch, trainer.model, 0, seed=seed, wrong=0.1 * seed) for seed in range(3))
-    first = trainer.step(now, 0, trainer.probes([later, latest], now, 0))
+    first = trainer.step(now, 0, trainer.to_compare([later, latest], now, 0))
     assert first["logprob_gap/max"] < EXACT
-    assert trainer.probes([latest], later, 1) == []  # known already
+    assert trainer.to_compare([latest], later, 1) == []  # known already
     second, third = trainer.step(later, 1), trainer.step(latest, 2)
     assert second["logprob_gap/mean"] == pytest.approx(0.1, abs=EXACT)
     assert third["logprob_gap/max"] == pytest.approx(0.2, abs=EXACT)
@@ -72,10 +72,10 @@ def test_completions_of_later_steps_are_compared_before_their_version_ends(toy: 
 def test_a_sample_is_small_and_of_different_groups(toy: Any, make_batch: Any) -> None:
     trainer = of(toy)
     later = made(make_batch, trainer.model, 0, seed=1, groups=9)
-    chosen = trainer.probes([later], later, 0)
+    chosen = trainer.to_compare([later], later, 0)
     assert len({each.group for each in chosen}) == len(chosen) == PROBED_COMPLETIONS
     long = [longer(each, 3000) for each in later]
-    cut = trainer.probes([long], later, 0)
+    cut = trainer.to_compare([long], later, 0)
     assert max(len(each.token_ids) for each in cut) <= 1024 / PROBED_COMPLETIONS
     assert all(len(each.token_ids) > 3000 for each in long)
 
@@ -150,7 +150,7 @@ def test_comparing_changes_no_number_of_the_training_nor_does_resuming(toy: Any,
     found = []
     for version, batch in enumerate(batches(model)):
         upcoming = [made(make_batch, model, version, seed=10 + version)]
-        found.append(with_it.step(batch, version, with_it.probes(upcoming, batch, version)))
+        found.append(with_it.step(batch, version, with_it.to_compare(upcoming, batch, version)))
         states.append((copy.deepcopy(with_it.state_dict()), copy.deepcopy(with_it.model)))
     plain = [without.step(batch, version) for version, batch in enumerate(batches(model))]
     assert [numbers(each) for each in found] == [numbers(each) for each in plain]
@@ -202,7 +202,7 @@ def test_ranks_compare_late_tokens_with_the_parts_they_hold(
         for version in range(3):
             batch = made(make_batch, first, 0, seed=version, wrong=0.25)
             alone.step(copy.deepcopy(batch), version)
-            metrics = trainer.step(batch, version, trainer.probes([], batch, version))
+            metrics = trainer.step(batch, version, trainer.to_compare([], batch, version))
             assert metrics["logprob_gap/mean"] == pytest.approx(0.25, abs=EXACT)
             assert metrics["logprob_gap/tokens"] > 0
         assert torch.allclose(flat(model), flat(alone.model), atol=1e-4)

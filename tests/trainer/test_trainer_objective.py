@@ -561,7 +561,7 @@ def test_what_is_chosen_holds_for_judged_tokens_and_the_rest_is_kept_and_not_sel
     kept = {n: n not in JUDGED or bool(draw[n] < 0.75 and entropy[n] < 0.75) for n in range(11)}
     assert [kept[n] for n in JUDGED] == [True, False, False]
     assert chosen(whole, batch) == (kept, {n: n in JUDGED and bool(draw[n] > 0.25) for n in range(11)})
-    assert table.expert.tolist() == [n in (0, 9, 10) for n in range(11)]
+    assert table.imitated.tolist() == [n in (0, 9, 10) for n in range(11)]
     plain = StepLoss(recipe_of("grpo"), table, judgement, PrecomputedScores(), PART)
     plain.choose(torch.zeros(11), entropy, None, draw)
     assert chosen(plain, batch) == ({}, {})

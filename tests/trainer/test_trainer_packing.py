@@ -70,7 +70,7 @@ def test_values_and_gradients_equal_plain_forward(
 ) -> None:
     monkeypatch.setattr(attention, "prefers_products", lambda q, k: kind == "products")  # as bf16 on a CPU, in fp32
     monkeypatch.setattr(attention_blocks, "LONG", 0 if kind == "no mask" else 1 << 60)
-    model, batch = toy(architecture, **changes), make_batch(experts=2)
+    model, batch = toy(architecture, **changes), make_batch(demonstrations=2)
     expected, got = _plain(model, batch), _packed(model, batch, budget, share)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -93,9 +93,11 @@ def test_schedules() -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(parts=st.integers(1, 6), experts=st.integers(0, 5), shuffled=st.booleans())
-def test_parts_keep_groups_whole_and_lose_nobody(make_batch: Any, parts: int, experts: int, shuffled: bool) -> None:
-    batch = make_batch(groups=4, size=3, experts=experts)
+@given(parts=st.integers(1, 6), demonstrations=st.integers(0, 5), shuffled=st.booleans())
+def test_parts_keep_groups_whole_and_lose_nobody(
+    make_batch: Any, parts: int, demonstrations: int, shuffled: bool
+) -> None:
+    batch = make_batch(groups=4, size=3, demonstrations=demonstrations)
     result = split_mini_batches(batch, parts, torch.Generator().manual_seed(1) if shuffled else None)
     assert sorted(i for part in result for i in part) == list(range(len(batch)))
     home = {batch[i].group: n for n, part in enumerate(result) for i in part}

@@ -62,7 +62,7 @@ def last_gradient(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def _step_with(toy: Any, make_batch: Any, architecture: str, algorithm: str, **config: Any) -> dict[str, float]:
-    batch = make_batch(experts=3 if algorithm in ("sft", "mix") else 0)
+    batch = make_batch(demonstrations=3 if algorithm in ("sft", "mix") else 0)
     if algorithm == "sft":
         batch = [e for e in batch if e.source is ExperienceSource.EXPERT]
     reference = toy(architecture, seed=5) if algorithm == "grpo" else None
@@ -105,7 +105,7 @@ def test_a_denominator_per_micro_batch_would_be_noticed(
 def test_gradient_equals_the_formula_written_out(
     toy: Any, make_batch: Any, last_gradient: list[torch.Tensor], algorithm: str
 ) -> None:
-    batch = make_batch(experts=3 if algorithm == "mix" else 0)
+    batch = make_batch(demonstrations=3 if algorithm == "mix" else 0)
     options = {
         "grpo": GRPO(),
         "dr_grpo": DrGRPO(name="dr_grpo"),
@@ -168,7 +168,7 @@ def test_equal_rewards_move_nothing_even_with_momentum(toy: Any, make_batch: Any
 @pytest.mark.parametrize("algorithm", ["grpo", "mix", "sft"])
 def test_token_details_are_those_of_the_model_before_the_step(toy: Any, make_batch: Any, algorithm: str) -> None:
     """Log-probs and entropies against the full softmax of the same weights; the batch is cut into small rows."""
-    batch = make_batch(experts=3 if algorithm != "grpo" else 0)
+    batch = make_batch(demonstrations=3 if algorithm != "grpo" else 0)
     if algorithm == "sft":
         batch = [one for one in batch if one.source is ExperienceSource.EXPERT]
     model, expected = toy("qwen3"), []
@@ -380,7 +380,7 @@ def test_bf16_is_close_to_fp32(toy: Any, make_batch: Any, last_gradient: list[to
 
 
 def test_sft_lowers_the_loss(toy: Any, make_batch: Any) -> None:
-    batch = [e for e in make_batch(experts=6) if e.source is ExperienceSource.EXPERT]
+    batch = [e for e in make_batch(demonstrations=6) if e.source is ExperienceSource.EXPERT]
     trainer = _trainer(toy("qwen3"), SFT(name="sft"))
     losses = [trainer.step(batch, n)["loss"] for n in range(8)]
     assert losses[-1] < 0.7 * losses[0]

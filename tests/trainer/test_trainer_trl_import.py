@@ -15,7 +15,7 @@ from rollmill.apps.importing.conversion import import_file, to_run_file
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.trainer import TrainerConfig
 from rollmill.data import load_taskset
-from rollmill.data.encoding import expert_experience, preference_pair
+from rollmill.data.encoding import demonstration_experience, preference_pair
 from rollmill.types import Experience, ExperienceSource, experience_from_demonstration
 
 pytestmark = [
@@ -182,7 +182,9 @@ def test_sft_and_dpo(
     tasks = load_taskset(run.stages[0].required_taskset).tasks
     end = tokenizer.eos_token_id
     pairs = [preference_pair(task, tokenizer, end, task.id) for task in tasks] if kind == "dpo" else []
-    batch = [each for pair in pairs for each in pair] or [expert_experience(task, tokenizer, end) for task in tasks]
+    batch = [each for pair in pairs for each in pair] or [
+        demonstration_experience(task, tokenizer, end) for task in tasks
+    ]
     reference = {"reference": moved(toy("qwen3"))} if kind == "dpo" else {}
     ours, got = compared(run, toy("qwen3"), batch, monkeypatch, **reference)
     assert run.stages[0].algorithm.batch == len(tasks) == len(rows)  # type: ignore[attr-defined]

@@ -150,5 +150,4 @@ class AdaptiveEntropy:
         return {"coefficient": self.coefficient, "active": float(self.active)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores what `state_dict` returned."""
         self.coefficient, self.active = state["coefficient"], bool(state["active"])

@@ -15,12 +15,12 @@ from rollmill.config.algorithms.distillation import DistillationOptions
 from rollmill.types import ExperienceSource
 
 TokenLoss = Callable[[Tensor], Tensor]
-"""A loss per token, [T], of the policy's log-probs of an expert's tokens."""
+"""A loss per token, [T], of the policy's log-probs of a demonstration's tokens."""
 
 
 def sft(options: SFT, settings: RecipeSettings, loss: TokenLoss = losses.negative_log_likelihood) -> Recipe:
     """Build supervised fine-tuning with a loss per token."""
-    return Recipe(options.name, (_expert_term(loss, 1.0, settings.aggregation(options.aggregation)),))
+    return Recipe(options.name, (_imitation_term(loss, 1.0, settings.aggregation(options.aggregation)),))
 
 
 def sft_importance(options: SFT, settings: RecipeSettings) -> Recipe:
@@ -35,16 +35,16 @@ def sft_phi(options: SFTPhi, settings: RecipeSettings) -> Recipe:
 
 def mix(options: MIX, settings: RecipeSettings) -> Recipe:
     """Build GRPO on rollouts and imitation of demonstrations in fixed shares (arXiv:2505.17826)."""
-    term = _expert_term(losses.negative_log_likelihood, options.mu, settings.aggregation("token-mean"))
-    return policy_gradient(options, settings, share=1 - options.mu, expert=[term])
+    term = _imitation_term(losses.negative_log_likelihood, options.mu, settings.aggregation("token-mean"))
+    return policy_gradient(options, settings, share=1 - options.mu, imitation=[term])
 
 
 def chord(options: CHORD, settings: RecipeSettings) -> Recipe:
     """Build GRPO on rollouts and imitation with a share that changes over the steps (arXiv:2508.11408)."""
     mu = partial(losses.chord_mu, warmup=options.warmup, decay=options.decay, peak=options.peak, valley=options.valley)
     loss = losses.chord_sft if options.token_weights else losses.negative_log_likelihood
-    term = _expert_term(loss, mu, settings.aggregation("token-mean"))
-    return policy_gradient(options, settings, share=lambda step: 1 - mu(step), expert=[term])
+    term = _imitation_term(loss, mu, settings.aggregation("token-mean"))
+    return policy_gradient(options, settings, share=lambda step: 1 - mu(step), imitation=[term])
 
 
 def distillation(options: DistillationOptions, settings: RecipeSettings, *, teacher_prompts: bool = False) -> Recipe:
@@ -67,8 +67,8 @@ def _divergence(inputs: LossInputs) -> Tensor:
     return inputs.divergence
 
 
-def _expert_term(loss: TokenLoss, weight: Weight, aggregate: Callable[[Tensor], Tensor]) -> LossTerm:
-    """Build an imitation term, with its own denominator over the expert experiences."""
+def _imitation_term(loss: TokenLoss, weight: Weight, aggregate: Callable[[Tensor], Tensor]) -> LossTerm:
+    """Build an imitation term, with its own denominator over the demonstrations."""
     return LossTerm(
         "sft", lambda inputs: loss(inputs.logprob), aggregate, source=ExperienceSource.EXPERT, weight=weight
     )

@@ -94,7 +94,6 @@ class AdaptiveKL:
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores what `state_dict` returned."""
         self.coefficient = state["coefficient"]
 
 

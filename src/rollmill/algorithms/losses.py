@@ -1,8 +1,8 @@
 """Losses: pure functions from log-probs to per-token terms [tokens], to be minimised.
 
-Policy losses, the value loss of a critic, and losses on expert tokens. `logprob` carries the gradient; `old_logprob` is
-the policy at the start of the update (proximal); both at the rollout temperature. Masks and denominators are applied
-elsewhere, see `aggregation`.
+Policy losses, the value loss of a critic, and losses on tokens of demonstrations. `logprob` carries the gradient;
+`old_logprob` is the policy at the start of the update (proximal); both at the rollout temperature. Masks and
+denominators are applied in `aggregation`.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def importance_sft(logprob: Tensor) -> Tensor:
     """-sg(p) log p: imitation weighted by the ratio of policy to expert, where the expert's is 1. [tokens].
 
     CHORD's SFT with importance sampling (arXiv:2508.11408, eq. 4); also known as DFT (arXiv:2508.05629). Its
-    gradient is that of -p. Published with token-mean over expert tokens.
+    gradient is that of -p. Published with token-mean over tokens of demonstrations.
     """
     return -logprob.detach().exp() * logprob
 
@@ -150,8 +150,8 @@ def importance_sft(logprob: Tensor) -> Tensor:
 def chord_sft(logprob: Tensor, *, cutoff: float = 1.0) -> Tensor:
     """-sg(p (1 - p)) min(log p, log cutoff): low weight for tokens with a probability near 0 or 1. [tokens].
 
-    CHORD-phi (arXiv:2508.11408), published with token-mean over expert tokens. A `cutoff` below 1 removes the gradient
-    where p is above it, as in Trinity-RFT's `sft_phi`.
+    CHORD-phi (arXiv:2508.11408), published with token-mean over tokens of demonstrations. A `cutoff` below 1 removes
+    the gradient where p is above it, as in Trinity-RFT's `sft_phi`.
     """
     p = logprob.detach().exp()
     capped = logprob if cutoff == 1 else torch.clamp(logprob, max=math.log(cutoff))

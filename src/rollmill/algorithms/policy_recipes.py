@@ -67,19 +67,19 @@ def build_recipe(
 
 
 def policy_gradient(
-    options: PolicyGradientOptions, settings: RecipeSettings, *, share: Weight = 1.0, expert: Sequence[LossTerm] = ()
+    options: PolicyGradientOptions, settings: RecipeSettings, *, share: Weight = 1.0, imitation: Sequence[LossTerm] = ()
 ) -> Recipe:
     """Build the recipe of a policy-gradient algorithm.
 
     Args:
         share: weight of the terms on rollouts.
-        expert: further terms.
+        imitation: terms on demonstrations.
     """
     advantage = options.advantage
     by_completion = not (advantage.per_token or advantage.uses_critic)
     return Recipe(
         options.name,
-        (*_policy_terms(options, settings, share), *expert),
+        (*_policy_terms(options, settings, share), *imitation),
         advantage=_advantage(options, settings) if by_completion else None,
         token_advantage=_token_advantage(options, settings) if advantage.per_token else None,
         critic_advantage=bind_options(advantage) if advantage.uses_critic else None,

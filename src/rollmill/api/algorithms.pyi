@@ -630,7 +630,7 @@ class MIXSettings(PolicyGradientSettings, total=False):
     """Weight of the SFT term."""
 
 class MIX(TrainingRun):
-    """Trinity-RFT's MIX: (1 - mu) L_grpo(rollouts) + mu L_sft(expert), each with its own denominator."""
+    """Trinity-RFT's MIX: (1 - mu) L_grpo(rollouts) + mu L_sft(demonstrations), each with its own denominator."""
 
     def __init__(
         self,
@@ -660,7 +660,7 @@ class CHORDSettings(PolicyGradientSettings, total=False):
     valley: float
     """The final share."""
     token_weights: bool
-    """Weight expert tokens by p (1 - p)."""
+    """Weight tokens of demonstrations by p (1 - p)."""
 
 class CHORD(TrainingRun):
     """CHORD: GRPO and imitation, the share of imitation rising and falling over the steps."""

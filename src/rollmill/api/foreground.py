@@ -98,27 +98,21 @@ class QueuedView:
         self._view, self._calls = view, calls
 
     def start(self, run_name: str, stages: Stages) -> None:
-        """See RunView."""
         self._calls.put(lambda: self._view.start(run_name, stages))
 
     def resume(self, history: Sequence[Metrics]) -> None:
-        """See RunView."""
         self._calls.put(lambda: self._view.resume(history))
 
     def message(self, text: str) -> None:
-        """See RunView."""
         self._calls.put(lambda: self._view.message(text))
 
     def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
-        """See RunView."""
         self._calls.put(lambda: self._view.step(metrics, experiences))
 
     def evaluation(self, metrics: Metrics) -> None:
-        """See RunView."""
         self._calls.put(lambda: self._view.evaluation(metrics))
 
     def close(self) -> None:
-        """See RunView."""
         self._calls.put(self._view.close)
 
 

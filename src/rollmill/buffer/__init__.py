@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.buffer.base import ExperienceKind, ExperienceStore, Group
-from rollmill.buffer.experts import DemonstrationPool
 from rollmill.buffer.group_queue import GroupQueue
 from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.offline_data import DemonstrationPool
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import BufferConfig, ReplayConfig
 from rollmill.config.yaml_file import read_plain_yaml

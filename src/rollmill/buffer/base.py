@@ -35,13 +35,11 @@ class ExperienceKind(StrEnum):
 
 EXPLORER, PIPELINE, FEEDBACK, IMPORTED = "explorer", "pipeline", "feedback", "imported"
 """Writers of groups. A run that resumes from a checkpoint regenerates what the first two wrote after it."""
-REMOTE_EXPLORER = "explorer of "
-"""Prefix of a writer of former versions: remote explorers; the stage follows. Their groups are not regenerated."""
 
 
 def made_by_run(writer: str) -> bool:
     """True if a group comes from a run itself, rather than from a person, an application or another run."""
-    return writer in (EXPLORER, PIPELINE) or writer.startswith(REMOTE_EXPLORER)
+    return writer in (EXPLORER, PIPELINE)
 
 
 @dataclass(slots=True)
@@ -80,22 +78,19 @@ def validate_groups(groups: Sequence[Group]) -> Sequence[Group]:
     Raises:
         StoreError: a priority is not a finite number of at least 0, or groups of two kinds have the same id.
     """
-    shelves: dict[str, ExperienceKind] = {}
+    kinds: dict[str, ExperienceKind] = {}
     for group in groups:
         if not (math.isfinite(group.priority) and group.priority >= 0):
             raise StoreError(
                 f"group {group.id} has priority {group.priority}; who sets it has to give a finite number of at least 0"
             )
-        if (shelf := shelves.setdefault(group.id, group.kind)) is not group.kind:
-            raise kind_conflict_error(group.id, shelf, group.kind)
+        if (kind := kinds.setdefault(group.id, group.kind)) is not group.kind:
+            raise kind_conflict_error(group.id, kind, group.kind)
     return groups
 
 
 class ExperienceStore(Protocol):
-    """Buffer of one run. Methods that wait raise DeadlineError; those of a database raise StoreError.
-
-    `shelf` is the kind of a group.
-    """
+    """Buffer of one run. Methods that wait raise DeadlineError; those of a database raise StoreError."""
 
     kind: str  #: identifies the store in its marks
 
@@ -135,7 +130,7 @@ class ExperienceStore(Protocol):
     def update_priorities(self, groups: Sequence[Group], *, step: int) -> None:
         """Record the priorities of groups after training step `step`."""
 
-    def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+    def read(self, kind: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """Groups of a kind in the order of arrival, after number `after`, each with its number; takes none."""
 
     def get(self, ids: Sequence[str]) -> list[Group]:
@@ -186,10 +181,10 @@ def split_by_kind(experiences: Sequence[Experience], group: str, tokenizer: str)
             paired = experience.source is ExperienceSource.PREFERENCE
             made.setdefault(experience.group if paired else experience.id, []).append(experience)
     found = [Group(group, rollouts, priority=_mean_priority(rollouts))] if rollouts else []
-    shelves = {ExperienceSource.EXPERT: ExperienceKind.EXPERT, ExperienceSource.PREFERENCE: ExperienceKind.PREFERENCE}
+    kinds = {ExperienceSource.EXPERT: ExperienceKind.EXPERT, ExperienceSource.PREFERENCE: ExperienceKind.PREFERENCE}
     info = {"tokenizer": tokenizer}
     made_groups = [
-        Group(name, each, shelves[each[0].source], writer=PIPELINE, info=dict(info)) for name, each in made.items()
+        Group(name, each, kinds[each[0].source], writer=PIPELINE, info=dict(info)) for name, each in made.items()
     ]
     return found + made_groups
 

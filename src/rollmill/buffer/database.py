@@ -81,7 +81,7 @@ def redact_url(url: URL) -> str:
 
 
 def database_error(url: URL, error: Exception, waited_s: float | None = None) -> StoreError:
-    """Build a StoreError with advice from an error of the database; a StoreLostError if it may pass."""
+    """Build the error for the user from one of the database, with advice: a StoreLostError if trying again may help."""
     cause = getattr(error, "orig", None) or error
     reason = " ".join(str(cause).split())
     state = getattr(cause, "sqlstate", None) or ""
@@ -94,7 +94,7 @@ def database_error(url: URL, error: Exception, waited_s: float | None = None) ->
             "made while nothing was running"
         )
     elif "readonly" in low or "read-only" in low or state == "25006" or state == "42501":
-        advice = "it can be read but not written; mend the permissions of the file and its folder, or of the user"
+        advice = "it can be read but not written; fix the permissions of the file and its folder, or of the user"
     elif "unable to open" in low:
         advice = "check that the folder exists and may be written"
     elif "locked" in low or "busy" in low:
@@ -216,7 +216,6 @@ class Database:
             raise database_error(self.url, error) from error
 
     def close(self) -> None:
-        """Close all connections."""
         if self._log is not None:
             self._log.close()
         if self._watch is not None:
@@ -299,7 +298,7 @@ def _engine(url: URL, read_only: bool, limit_s: float) -> Engine:
 
 
 def _configure(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # SQLAlchemy starts transactions, see `_begin`
+    connection.isolation_level = None  # SQLAlchemy starts transactions, by `_begin`
     cursor = connection.cursor()
     for pragma in (
         f"page_size={PAGE_BYTES}",

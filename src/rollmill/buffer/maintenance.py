@@ -107,17 +107,16 @@ _BINS = 10
 class GroupFilter:
     """Filter of groups; a field that is None does not filter. Rewards are means of a group."""
 
-    shelf: ExperienceKind | None = None
+    kind: ExperienceKind | None = None
     task: str | None = None
     author: str | None = None
     reward_at_least: float | None = None
     reward_at_most: float | None = None
 
     def condition(self, run: int) -> ColumnElement[bool]:
-        """The filter as SQL."""
         found: ColumnElement[bool] = _groups.run == run
-        if self.shelf is not None:
-            found &= _groups.shelf == str(self.shelf)
+        if self.kind is not None:
+            found &= _groups.shelf == str(self.kind)
         if self.task is not None:
             found &= _groups.task_id == escape_for_database(self.task)
         if self.author is not None:

@@ -151,14 +151,13 @@ class MemoryStore:
     # -- writing -----------------------------------------------------------------------------------------------
 
     def put(self, groups: Sequence[Group]) -> int:
-        """See ExperienceStore."""
         now = time.time()
         with self._lock:
             before = self._last
             for group in validate_groups(groups):
-                _, shelf = self._ids.get(group.id, (0, group.kind))
-                if shelf is not group.kind:
-                    raise kind_conflict_error(group.id, shelf, group.kind)
+                _, kind = self._ids.get(group.id, (0, group.kind))
+                if kind is not group.kind:
+                    raise kind_conflict_error(group.id, kind, group.kind)
             for group in groups:
                 if group.id not in self._ids:
                     self._last += 1
@@ -169,18 +168,18 @@ class MemoryStore:
             return self._last - before
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
-        """See ExperienceStore. Tasks are not part of checkpoints."""
+        """Tasks are not part of checkpoints."""
         with self._lock:
             self._tasks |= {task.id: copy.deepcopy(task) for task in tasks}
 
     def remove(self, ids: Sequence[str], *, by: str) -> None:
-        """See ExperienceStore. Raises StoreError if an id is unknown; then nothing is changed."""
+        """Raises StoreError if an id is unknown; then nothing is changed."""
         with self._lock:
             for entry in self._named(ids):
                 entry.removed_by = by if entry.removed_by is None else entry.removed_by
 
     def restore(self, ids: Sequence[str]) -> None:
-        """See ExperienceStore. Raises StoreError if an id is unknown; then nothing is changed."""
+        """Raises StoreError if an id is unknown; then nothing is changed."""
         with self._lock:
             for entry in self._named(list(dict.fromkeys(ids))):
                 if entry.removed_by is not None and entry.group.writer == FEEDBACK:
@@ -193,7 +192,7 @@ class MemoryStore:
     # -- handing out -------------------------------------------------------------------------------------------
 
     def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
-        """See ExperienceStore. Waits for other threads only."""
+        """Waits for other threads only."""
 
         def attempt() -> list[Group] | None:
             with self._lock:
@@ -212,7 +211,6 @@ class MemoryStore:
         return found
 
     def take_partial(self, count: int, *, step: int) -> list[Group]:
-        """See ExperienceStore."""
         with self._lock:
             before = self._handed_out(step, ExperienceKind.PARTIAL, first=True)
             return before or self._hand_out(self._waiting(ExperienceKind.PARTIAL)[:count], step, first=True)
@@ -220,7 +218,6 @@ class MemoryStore:
     def replay(
         self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0, shares: Shares | None = None
     ) -> list[Group]:
-        """See ExperienceStore."""
         with self._lock:
             if before := self._handed_out(step, ExperienceKind.ROLLOUT, first=False):
                 return before
@@ -233,7 +230,6 @@ class MemoryStore:
             return self._hand_out([self._entries[number] for number in numbers], step, first=False)
 
     def update_priorities(self, groups: Sequence[Group], *, step: int) -> None:
-        """See ExperienceStore."""
         with self._lock:
             for group in validate_groups(groups):
                 entry = self._entries.get(self._number(group.id))
@@ -244,47 +240,42 @@ class MemoryStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
-        """See ExperienceStore."""
+    def read(self, kind: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         with self._lock:
-            numbers = [number for number, entry in self._entries.items() if entry.group.kind is shelf]
+            numbers = [number for number, entry in self._entries.items() if entry.group.kind is kind]
         for number in numbers:
             entry = self._entries.get(number)
             if number > after and entry is not None and entry.removed_by is None:
                 yield number, entry.handed()
 
     def get(self, ids: Sequence[str]) -> list[Group]:
-        """See ExperienceStore."""
         with self._lock:
             found = [self._entries.get(self._ids[id][0]) for id in ids if id in self._ids]
             return [entry.handed() for entry in found if entry is not None and entry.removed_by is None]
 
     def tasks(self) -> Iterator[Task]:
-        """See ExperienceStore."""
         with self._lock:
             tasks = list(self._tasks.values())
         return (copy.deepcopy(task) for task in tasks)
 
     def waiting(self, *, min_version: int | None = None) -> int:
-        """See ExperienceStore."""
         with self._lock:
             return sum(not _older(entry.group, min_version) for entry in self._waiting(ExperienceKind.ROLLOUT))
 
     def expired(self) -> int:
-        """See ExperienceStore."""
         with self._lock:
             return self._forgotten + sum(entry.expired is not None for entry in self._entries.values())
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def mark(self) -> dict[str, Any]:
-        """See ExperienceStore. Holds all groups that were not deleted."""
+        """Holds all groups that were not deleted."""
         with self._lock:
             entries = [encode_entry(number, entry) for number, entry in self._entries.items()]
             return {"store": MEMORY, "last": self._last, "forgotten": self._forgotten, "groups": entries}
 
     def rewind(self, mark: dict[str, Any] | None, *, step: int) -> None:
-        """See ExperienceStore. Raises StoreError if the mark is of another kind of store."""
+        """Raises StoreError if the mark is of another kind of store."""
         if mark is not None and mark["store"] != MEMORY:
             raise StoreError(f"the checkpoint's buffer is in a database; set buffer.store: {mark['store']}, as before")
         state: dict[str, Any] = {"last": 0, "forgotten": 0, "groups": []} if mark is None else mark
@@ -305,7 +296,7 @@ class MemoryStore:
             self._last = max(self._last, last)
 
     def close(self) -> None:
-        """See ExperienceStore."""
+        """No-op: memory is freed with the store."""
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -323,8 +314,8 @@ class MemoryStore:
         now = self._number(id)
         return now != number and now in self._entries and self._entries[now].group.writer == FEEDBACK
 
-    def _waiting(self, shelf: ExperienceKind) -> list[BufferEntry]:
-        return [entry for entry in self._entries.values() if entry.group.kind is shelf and entry.waits]
+    def _waiting(self, kind: ExperienceKind) -> list[BufferEntry]:
+        return [entry for entry in self._entries.values() if entry.group.kind is kind and entry.waits]
 
     def _taken(self, step: int, since: int = 0) -> list[tuple[int, BufferEntry]]:
         """Rollout groups that were first taken for steps before `step` and after `since`, by number."""
@@ -337,8 +328,8 @@ class MemoryStore:
             if entry.taken is not None and since < entry.taken < step and entry.removed_by is None
         ]
 
-    def _handed_out(self, step: int, shelf: ExperienceKind, *, first: bool) -> list[Group]:
-        mine = [entry for entry in self._entries.values() if entry.group.kind is shelf]
+    def _handed_out(self, step: int, kind: ExperienceKind, *, first: bool) -> list[Group]:
+        mine = [entry for entry in self._entries.values() if entry.group.kind is kind]
         found = [(use, entry) for entry in mine for use in entry.uses if use.step == step and use.first == first]
         return [entry.handed() for _, entry in sorted(found, key=lambda pair: pair[0].position)]
 

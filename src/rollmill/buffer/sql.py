@@ -65,7 +65,7 @@ class SqlStore:
     # -- writing -----------------------------------------------------------------------------------------------
 
     def put(self, groups: Sequence[Group]) -> int:
-        """See ExperienceStore. A retry after a lost connection may count its own groups as known."""
+        """A retry after a lost connection may count its own groups as known."""
         now = time.time()
         packed: dict[str, tuple[TableRow, TableRow]] = {}
         for group in validate_groups(groups):
@@ -73,7 +73,7 @@ class SqlStore:
             packed.setdefault(group.id, (encode_group(group, inside) | {"created_at": group.created_at or now}, inside))
 
         def work(rows: RunTransaction, last: int) -> int:
-            known = rows.shelves(list(packed))
+            known = rows.kinds(list(packed))
             new: list[TableRow] = []
             experiences: list[TableRow] = []
             for id, (row, inside) in packed.items():
@@ -95,12 +95,11 @@ class SqlStore:
         self.change(lambda rows, _: rows.seen(kind, 0))
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
-        """See ExperienceStore."""
         bodies = {to_json(task.id): encode_task(task) for task in tasks}
         self.change(lambda rows, _: rows.put_tasks(bodies))
 
     def remove(self, ids: Sequence[str], *, by: str) -> None:
-        """See ExperienceStore. Raises StoreError if an id is unknown; then nothing is changed."""
+        """Raises StoreError if an id is unknown; then nothing is changed."""
 
         def work(rows: RunTransaction, _: int) -> None:
             for number in self._numbers(rows, ids):
@@ -110,7 +109,7 @@ class SqlStore:
         self.change(work)
 
     def restore(self, ids: Sequence[str]) -> None:
-        """See ExperienceStore. Raises StoreError if an id is unknown; then nothing is changed."""
+        """Raises StoreError if an id is unknown; then nothing is changed."""
 
         def work(rows: RunTransaction, last: int) -> None:
             for number in self._numbers(rows, ids):
@@ -125,8 +124,6 @@ class SqlStore:
     # -- handing out -------------------------------------------------------------------------------------------
 
     def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
-        """See ExperienceStore."""
-
         def work(rows: RunTransaction, _: int) -> list[int] | None:
             if before := rows.handed_out(step, ExperienceKind.ROLLOUT, first=True):
                 return before
@@ -141,8 +138,6 @@ class SqlStore:
         return self.groups(numbers)
 
     def take_partial(self, count: int, *, step: int) -> list[Group]:
-        """See ExperienceStore."""
-
         def work(rows: RunTransaction, _: int) -> list[int]:
             before = rows.handed_out(step, ExperienceKind.PARTIAL, first=True)
             return before or rows.hand_out(ExperienceKind.PARTIAL, count, step)
@@ -152,15 +147,12 @@ class SqlStore:
     def replay(
         self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0, shares: Shares | None = None
     ) -> list[Group]:
-        """See ExperienceStore."""
-
         def work(rows: RunTransaction, _: int) -> list[int]:
             return rows.replay(rule, step=step, version=version, seed=seed, since=since, shares=shares)
 
         return self.groups(self.change(work))
 
     def update_priorities(self, groups: Sequence[Group], *, step: int) -> None:
-        """See ExperienceStore."""
         priorities = {group.id: group.priority for group in validate_groups(groups)}
 
         def work(rows: RunTransaction, _: int) -> None:
@@ -171,15 +163,14 @@ class SqlStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
-        """See ExperienceStore. Holds at most about 32 MiB of rows."""
-        there = (_groups.run == self.run) & (_groups.shelf == str(shelf)) & schema.not_removed
+    def read(self, kind: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+        """Holds at most about 32 MiB of rows."""
+        there = (_groups.run == self.run) & (_groups.shelf == str(kind)) & schema.not_removed
         while numbers := self._page(there & (_groups.number > after)):
             yield from self._found(numbers).items()
             after = numbers[-1]
 
     def get(self, ids: Sequence[str]) -> list[Group]:
-        """See ExperienceStore."""
         known = self.database.read(lambda connection: RunTransaction(connection, self.run).numbers(ids, there=True))
         return self.groups([known[id] for id in ids if id in known])
 
@@ -201,7 +192,6 @@ class SqlStore:
         return {number: found[number] for number in numbers if number in found}
 
     def tasks(self) -> Iterator[Task]:
-        """See ExperienceStore."""
         table, last = schema.tasks.c, 0
         page = select(table.position, table.body).where(table.run == self.run).order_by(table.position).limit(CHUNK)
         while rows := self.select(page.where(table.position > last)):
@@ -209,13 +199,11 @@ class SqlStore:
             last = rows[-1].position
 
     def waiting(self, *, min_version: int | None = None) -> int:
-        """See ExperienceStore."""
         there = is_waiting(self.run, ExperienceKind.ROLLOUT)
         there = there if min_version is None else there & ~is_older_than(min_version)
         return int(self.select(_counted(there))[0][0])
 
     def expired(self) -> int:
-        """See ExperienceStore."""
         late = _counted((_groups.run == self.run) & _groups.expired.is_not(None)).scalar_subquery()
         return int(self.select(select(schema.runs.c.forgotten + late).where(schema.runs.c.run == self.run))[0][0])
 
@@ -228,7 +216,7 @@ class SqlStore:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def mark(self) -> dict[str, Any]:
-        """See ExperienceStore. All groups up to the mark survive a power failure."""
+        """All groups up to the mark survive a power failure."""
         runs = schema.runs
 
         def work(rows: RunTransaction, last: int) -> int:
@@ -238,7 +226,7 @@ class SqlStore:
         return {"store": SQL, "last": self.change(work, synced=True)}
 
     def rewind(self, mark: dict[str, Any] | None, *, step: int) -> None:
-        """See ExperienceStore. Raises StoreError if the mark is of another kind of store or newer than the database."""
+        """Raises StoreError if the mark is of another kind of store or newer than the database."""
         if mark is not None and mark["store"] != SQL:
             raise StoreError(f"the checkpoint holds the buffer itself; set buffer.store: {mark['store']}, as before")
         marked = 0 if mark is None else int(mark["last"])
@@ -255,7 +243,6 @@ class SqlStore:
         self.change(work)
 
     def close(self) -> None:
-        """See ExperienceStore."""
         self.database.close()
 
     # -- transactions ------------------------------------------------------------------------------------------

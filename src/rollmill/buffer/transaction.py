@@ -36,7 +36,7 @@ class RunTransaction:
         """Numbers of known groups by id; with `there` only of those that were not removed."""
         return {row.id: row.number for row in self._known(ids) if not (there and row.removed)}
 
-    def shelves(self, ids: Sequence[str]) -> dict[str, str]:
+    def kinds(self, ids: Sequence[str]) -> dict[str, str]:
         """Kinds of known groups by id."""
         return {row.id: row.shelf for row in self._known(ids)}
 
@@ -53,16 +53,16 @@ class RunTransaction:
             self._execute(insert(schema.experiences), experiences)
             self._execute(update(schema.runs).where(_runs.run == self.run).values(last=last))
 
-    def handed_out(self, step: int, shelf: ExperienceKind, *, first: bool) -> list[int]:
+    def handed_out(self, step: int, kind: ExperienceKind, *, first: bool) -> list[int]:
         """Numbers of the groups that a step took (`first`) or replayed, in order."""
         same = (_groups.run == _uses.run) & (_groups.number == _uses.number)
         wanted = select(_uses.number).join(schema.groups, same).where(_uses.run == self.run, _uses.step == step)
-        wanted = wanted.where(_uses.first == first, _groups.shelf == str(shelf))
+        wanted = wanted.where(_uses.first == first, _groups.shelf == str(kind))
         return list(self._execute(wanted.order_by(_uses.position)).scalars())
 
-    def hand_out(self, shelf: ExperienceKind, count: int, step: int) -> list[int]:
+    def hand_out(self, kind: ExperienceKind, count: int, step: int) -> list[int]:
         """Take the oldest `count` waiting groups, or fewer if there are not enough."""
-        oldest = select(_groups.number).where(is_waiting(self.run, shelf)).order_by(_groups.number).limit(count)
+        oldest = select(_groups.number).where(is_waiting(self.run, kind)).order_by(_groups.number).limit(count)
         numbers = list(self._execute(oldest).scalars())
         for first in range(0, len(numbers), CHUNK):
             some = (_groups.run == self.run) & _groups.number.in_(numbers[first : first + CHUNK])
@@ -176,9 +176,9 @@ class RunTransaction:
         return groups
 
 
-def is_waiting(run: int, shelf: ExperienceKind) -> ColumnElement[bool]:
+def is_waiting(run: int, kind: ExperienceKind) -> ColumnElement[bool]:
     """Condition: a group of this kind that may be handed out for the first time."""
-    return (_groups.run == run) & (_groups.shelf == str(shelf)) & schema.waiting
+    return (_groups.run == run) & (_groups.shelf == str(kind)) & schema.waiting
 
 
 def is_older_than(min_version: int) -> ColumnElement[bool]:

@@ -103,7 +103,7 @@ def _summary(section: type[AlgorithmOptions]) -> str:
 def _learns_from(section: type[AlgorithmOptions]) -> str:
     sources = {
         "rollouts": section.uses_rollouts,
-        "worked solutions": section.uses_experts,
+        "worked solutions": section.uses_demonstrations,
         "preference pairs": section.uses_pairs,
         "labelled completions": section.uses_labels,
     }

@@ -24,7 +24,7 @@ HELP = "Inspect, export, import and clean up the buffer of a run."
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ShelfOption = Annotated[str | None, typer.Option("--shelf", help="usual, expert, preference, rated or partial.")]
+KindOption = Annotated[str | None, typer.Option("--shelf", help="usual, expert, preference, rated or partial.")]
 
 _START_S, _LOOK_S = 600.0, 0.2
 """Timeout for a process that starts a run, and polling interval."""
@@ -33,7 +33,7 @@ _COLUMNS = ("number", "id", "shelf", "state", "task", "experiences", "reward", "
 
 def ls(
     run: Run,
-    shelf: ShelfOption = None,
+    kind: KindOption = None,
     task: Annotated[str | None, typer.Option(help="Only this task id.")] = None,
     author: Annotated[str | None, typer.Option(help="Only feedback of this person or application.")] = None,
     reward_at_least: Annotated[float | None, typer.Option(help="Minimum mean reward of the group.")] = None,
@@ -44,7 +44,7 @@ def ls(
     """List groups of experiences, the newest first."""
     from rollmill.buffer.maintenance import GroupFilter, list_newest
 
-    which = GroupFilter(_shelf(shelf), task, author, reward_at_least, reward_at_most)
+    which = GroupFilter(_kind(kind), task, author, reward_at_least, reward_at_most)
     with _opened(run) as store:
         rows = list_newest(store, which, limit)
     if as_json:
@@ -89,7 +89,7 @@ def show(
 
 
 def stats(run: Run, as_json: Json = False) -> None:
-    """Count groups by shelf, state, writer and version; show size in bytes and a histogram of rewards."""
+    """Count groups by kind, state, writer and version; show size in bytes and a histogram of rewards."""
     from rollmill.buffer.maintenance import buffer_statistics
 
     with _opened(run) as store:
@@ -113,7 +113,7 @@ def stats(run: Run, as_json: Json = False) -> None:
 def export(
     run: Run,
     to: Annotated[Path, typer.Option("--to", metavar="FILE.parquet", help="Output file; an existing one is replaced.")],
-    shelf: ShelfOption = None,
+    kind: KindOption = None,
     as_json: Json = False,
 ) -> None:
     """Write groups to a Parquet file, one row per experience."""
@@ -123,9 +123,9 @@ def export(
     import_pyarrow()
     if to.is_dir():
         raise ConfigError(f"--to {to} is a folder; give the name of a file in it, such as {to / 'mine.parquet'}")
-    shelves = [found] if (found := _shelf(shelf)) is not None else list(ExperienceKind)
+    kinds = [found] if (found := _kind(kind)) is not None else list(ExperienceKind)
     with _opened(run) as store:
-        groups = (group for each in shelves for _, group in store.read(each))
+        groups = (group for each in kinds for _, group in store.read(each))
         count = write_parquet(groups, to, run_id=store.run_id, tokenizer=_fingerprint(run))
     _report({"groups": count, "file": str(to)}, f"{count} groups written to {to}", as_json)
 
@@ -202,16 +202,15 @@ def _await_start(run: Path, wait_s: float) -> None:
     """
     from rollmill.models.run_tokenizer import TOKENIZER_FOLDER, TOKENIZER_INFO_FILE
 
-    known, began, announced = [run / "config.yaml", run / "machine.json"], time.monotonic(), False
-    while not all(file.is_file() for file in (*known, run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE)):
+    known = [run / "config.yaml", run / "machine.json", run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE]
+    began, announced = time.monotonic(), False
+    while not all(file.is_file() for file in known):
         from rollmill.orchestrator.run_lock import is_run_locked
 
         starting = run.is_dir() and is_run_locked(run)
         waited = time.monotonic() - began
         if not starting and waited >= wait_s:
-            if all(file.is_file() for file in known):  # an older version keeps no tokenizer
-                return
-            missing = next(file.name for file in known if not file.is_file())
+            missing = next(file for file in known if not file.is_file()).relative_to(run)
             raise ConfigError(
                 f"{run} holds no run yet (no {missing}): start it first, for example "
                 f"by `rollmill run FILE --set mode=train --out {run}`, and import while it waits; or let this command "
@@ -241,7 +240,7 @@ def _fingerprint(run: Path) -> str:
     return load_run_fingerprint(run) if (run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE).is_file() else ""
 
 
-def _shelf(name: str | None) -> ExperienceKind | None:
+def _kind(name: str | None) -> ExperienceKind | None:
     from rollmill.buffer.base import ExperienceKind
 
     try:

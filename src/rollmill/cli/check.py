@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
-from rollmill.config.checks.doubts import find_doubts
 from rollmill.config.checks.engine import uses_engine
 from rollmill.config.checks.extras import find_missing_extras
-from rollmill.config.checks.modes import COLUMNS, iter_cells, refusal_reasons
+from rollmill.config.checks.modes import RUN_MODES, iter_cells, refusal_reasons
 from rollmill.config.checks.pictures import both_ways, vision_model_name, vision_model_type
+from rollmill.config.checks.warnings import find_warnings
 from rollmill.config.describe import TaskCount, describe_run, estimate_parameters, evaluation_key
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.loader import LoadedRun, load_run
@@ -71,13 +71,13 @@ def command(
     if data:
         _check_chats(run, tasksets)
         _check_adapters(run)
-    doubts = [*missing, *find_doubts(run, {key: _longest_prompt(each) for key, each in tasksets.items()})]
+    warnings = [*missing, *find_warnings(run, {key: _longest_prompt(each) for key, each in tasksets.items()})]
     if as_json:
-        print(json.dumps(_answer(run, counts) | {"warnings": doubts}, indent=2, ensure_ascii=False))
+        print(json.dumps(_answer(run, counts) | {"warnings": warnings}, indent=2, ensure_ascii=False))
         return
     print(run.to_yaml() if as_yaml else describe_run(run, counts), end="" if as_yaml else "\n")
-    for doubt in doubts:
-        print(f"warning: {doubt}", file=sys.stderr)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _check_engines(run: LoadedRun) -> None:
@@ -107,17 +107,17 @@ def _print_matrix(as_json: bool) -> None:
     if as_json:
         print_json(
             [
-                {"feature": each.feature.title, "key": each.feature.key or None, "place": each.column.place}
-                | {"engine": each.column.engine, "test": each.test, "refused": each.reason}
+                {"feature": each.feature.title, "key": each.feature.key or None, "place": each.mode.deployment}
+                | {"engine": each.mode.engine, "test": each.test, "refused": each.reason}
                 for each in cells
             ]
         )
         return
     reasons = refusal_reasons()
-    header = ("feature", *(f"{column.place}, {column.engine}" for column in COLUMNS))
+    header = ("feature", *(f"{mode.deployment}, {mode.engine}" for mode in RUN_MODES))
     rows = []
-    for start in range(0, len(cells), len(COLUMNS)):
-        row = cells[start : start + len(COLUMNS)]
+    for start in range(0, len(cells), len(RUN_MODES)):
+        row = cells[start : start + len(RUN_MODES)]
         rows.append([row[0].feature.title, *(reasons[each.reason] if each.reason else "works" for each in row)])
     print_table("features in every mode", header, rows)
     for reason, letter in reasons.items():

@@ -152,7 +152,7 @@ def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
 
 def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """Run `rollmill serve MODEL`, or `rollmill serve FILE --train` if applications make the rollouts."""
-    from rollmill.config.workflows import TrafficWorkflow
+    from rollmill.config.workflows import LiveRequestsWorkflow
     from rollmill.plugins import find_application
 
     if as_json:
@@ -160,7 +160,7 @@ def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
     serve = find_application("COMMANDS", "serve")
     if serve is None:
         raise ConfigError("mode `serve`: this installation of rollmill has no `rollmill serve` (rollmill.apps.serve)")
-    if any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
+    if any(isinstance(stage.workflow, LiveRequestsWorkflow) for stage in loaded.stages):
         serve(loaded.path, train=True, overrides=overrides, out=out)
         return
     if out is not None:

@@ -37,7 +37,7 @@ def command(
     if status.domains:
         print_table("", DOMAIN_HEADER, [_domain_row(each) for each in status.domains])
     if not status.processes:
-        print_line("no process has reported yet: none has started, or an older version made the run")
+        print_line("no process has reported yet: none has started")
         return
     print_table("", HEADER, [_row(heartbeat, state, status.now) for heartbeat, state in status.processes])
 

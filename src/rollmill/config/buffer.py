@@ -35,12 +35,10 @@ class ReplayConfig(Section):
     """Number of most recently used groups to choose from."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         text = f"not honoured by order `{self.order}`; it is by `priority`"
         return {key: text for key in ("priority", "exponent", "decay") if self.order != "priority"}
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         if self.max_uses is None or self.max_age is None:
             return {}
         steps = self.cooldown * (self.max_uses - 1)
@@ -63,7 +61,6 @@ class BufferConfig(Section):
     replay: ReplayConfig | None = None
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         postgres = (self.url or "").startswith("postgresql")
         return {"url": ("postgres", "psycopg")} if postgres else {}
 
@@ -72,11 +69,10 @@ class BufferConfig(Section):
         return self.store == "sql" or (self.store == "auto" and (persistent or self.url is not None))
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         return {"url": "not honoured by store `memory`; it is by `sql`"} if self.store == "memory" else {}
 
 
-class ExpertsConfig(Section):
+class OfflineDataConfig(Section):
     """Demonstrations and preferences for algorithms that learn from them."""
 
     sources: list[Annotated[str, Field(min_length=1)]] = Field(["taskset", "run"], min_length=1)

@@ -13,10 +13,10 @@ from rollmill.config.engines import EngineConfig
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.operators.base import OperatorSection
-from rollmill.config.orders import ShuffledOrder
 from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards.base import RewardSection, attainable_maximum, reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
+from rollmill.config.samplers import ShuffledSamplerSection
 from rollmill.config.section import NamedSection, Section
 from rollmill.config.taskset import TasksetConfig, TasksetSection
 from rollmill.config.workflows import RoleConfig
@@ -111,7 +111,7 @@ def describe_run(run: LoadedRun, counts: TaskCounts) -> str:
         _wrapped("", "model", _model(config.model)),
         _wrapped("", "machine", f"device {config.device}, threads {config.threads}, seed {config.seed}{_mode(config)}"),
         _wrapped("", "checkpoint", _options(config.checkpoint)),
-        _wrapped("", "supervise", _options(config.supervision) + _former_restarts(config)),
+        _wrapped("", "supervise", _options(config.supervise)),
     ]
     lines += (
         [_wrapped("", "placement", _on_ray(config.placement))] if isinstance(config.placement, RayPlacement) else []
@@ -121,11 +121,6 @@ def describe_run(run: LoadedRun, counts: TaskCounts) -> str:
         lines += ["", f"stage {number} of {len(run.stages)}: {stage.name}"]
         lines += [_wrapped("  ", label, text) for label, text in _stage(stage, counts)]
     return "\n".join(lines)
-
-
-def _former_restarts(config: RunConfig) -> str:
-    named = isinstance(config.placement, RayPlacement) and config.placement.restarts is not None
-    return " (placement.restarts is the former name of supervise.restarts)" if named else ""
 
 
 def _mode(config: RunConfig) -> str:
@@ -200,8 +195,8 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
         yield "engine", _engine(stage.engine)
     for index, reward in enumerate([] if stage.domains else stage.rewards):
         yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
-    if judging := _options(stage.judging, changed=True):
-        yield "judging", judging
+    if settings := _options(stage.judging, changed=True):
+        yield "judging", settings
     for index, operator in enumerate(stage.pipeline):
         yield "pipeline" if index == 0 else "", f"{operator.name}{_operator(operator)}"
     for label, section in (("buffer", stage.buffer), ("experts", stage.experts)):
@@ -326,7 +321,7 @@ def _source(taskset: TasksetSection) -> str:
         details.append(f"fields {fields}")
     if taskset.pipeline:
         details.append(f"pipeline {', '.join(each.name for each in taskset.pipeline)}")
-    if taskset.order != ShuffledOrder():
+    if taskset.order != ShuffledSamplerSection():
         options = _options(taskset.order, skip={"name"}, changed=True)
         details.append(f"order {taskset.order.name}" + (f" ({options})" if options else ""))
     extra = ", ".join(part for part in details if part)
@@ -341,8 +336,8 @@ def _bracketed(reward: RewardSection) -> str:
 
 def _operator(operator: OperatorSection) -> str:
     inside = {key[0] for key, _ in operator.reward_lists}
-    judging = [reward for _, rewards in operator.reward_lists for reward in rewards]
-    rewards = [f"{name}{_bracketed(each)}" for name, each in zip(reward_part_names(judging), judging, strict=True)]
+    own = [reward for _, rewards in operator.reward_lists for reward in rewards]
+    rewards = [f"{name}{_bracketed(each)}" for name, each in zip(reward_part_names(own), own, strict=True)]
     options = _options(operator, skip={"name", *map(str, inside)}, changed=True)
     words = ", ".join([*([f"by {' and '.join(rewards)}"] if rewards else []), *([options] if options else [])])
     return f" ({words})" if words else ""

@@ -133,7 +133,6 @@ class MixingConfig(Section):
     """Pauses of a domain in a row before its failure ends the run; 0: the first one does."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         found = {}
         if self.by != "need":
             found = dict.fromkeys(("least", "most", "memory"), f"not honoured by `{self.by}`; it is by `need`")

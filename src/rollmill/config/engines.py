@@ -54,7 +54,7 @@ class NativeEngineConfig(EngineSection):
     conversation starts from them. 0 computes every turn from its beginning."""
 
     def computes_like_trainer(self) -> bool:
-        """See EngineSection.computes_like_trainer: neither rounded weights nor entries of old ones."""
+        """False with rounded weights, or keys and values of older ones."""
         return self.weights is None and self.after_update == "recompute"
 
 
@@ -108,7 +108,7 @@ class VLLMEngineConfig(EngineSection):
     """Maximum restarts of a crashed process per stage. Its requests start over, with the same seeds."""
 
     def computes_like_trainer(self) -> bool:
-        """See EngineSection.computes_like_trainer: neither rounded weights nor rounded keys and values."""
+        """False with rounded weights, or rounded keys and values."""
         return not self.options.keys() & {"quantization", "kv_cache_dtype"}
 
     @field_validator("options")

@@ -29,7 +29,6 @@ class EnvironmentSection(NamedSection):
         return {key: value for key, value in super().arguments().items() if key not in common}
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         text = "not honoured with processes 0: it is about worker processes; give processes"
         return {key: text for key in ("restart_after", "memory_gb") if self.processes == 0}
 

@@ -137,7 +137,6 @@ class LoadedRun:
         return references
 
     def to_yaml(self) -> str:
-        """Returns `resolved()` as YAML."""
         return write_yaml(self.resolved())
 
 

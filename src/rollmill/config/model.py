@@ -19,7 +19,6 @@ class TokenizerConfig(Section):
     """Maximum size of the BPE vocabulary (256 bytes and the special tokens included). Only for kind: bpe."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         text = "not honoured by kind `char`, whose vocabulary is the characters seen; it is by `bpe`"
         return {"vocab_size": text} if self.kind == "char" else {}
 
@@ -86,12 +85,10 @@ class ModelConfig(Section):
     Checkpoints have the adapters, and the original weights with adapters merged."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         needed = {} if self.lora is None else {"lora": ("lora", "peft")}
         return needed | ({"quantization": ("quantization", "bitsandbytes")} if self.quantization == "nf4" else {})
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         if self.path != "new":
             return {}
         return {
@@ -101,7 +98,6 @@ class ModelConfig(Section):
         }
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         if self.quantization is not None and self.lora is None:
             return {"quantization": "quantised weights are not trained; add `lora`, whose adapters are, or remove this"}
         if isinstance(self.path, Path):
@@ -166,12 +162,11 @@ class AuxiliaryModelConfig(Section):
     try_s: float = Field(60.0, gt=0)
     """Timeout of one attempt."""
     deadline_s: float = Field(180.0, gt=0)
-    """Timeout of a request over all attempts. The time in which the endpoint is away is not counted."""
+    """Timeout of a request over all attempts. The time in which the endpoint is unreachable is not counted."""
     away_s: float = Field(1800.0, gt=0)
     """Longest outage of an endpoint that has answered before. Requests wait until it is back."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         return {} if self.endpoint is None else {"endpoint": ("judge", "openai")}
 
     @model_validator(mode="after")

@@ -77,8 +77,6 @@ class RayPlacement(Section):
     may take a second to respond."""
     replacements: int = Field(3, ge=0)
     """Maximum explorers replaced between two steps before the run ends with an error."""
-    restarts: int | None = Field(None, ge=0)
-    """Former name of `supervise.restarts`."""
 
     @property
     def every_explorer(self) -> list[ExplorerSpec]:
@@ -86,7 +84,6 @@ class RayPlacement(Section):
         return [kind for kind in self.explorers for _ in range(kind.count)]
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         keys = {}
         for key, other in (("weights_folder", "folder"), ("nccl", "broadcast")):
             if self.weights != other:
@@ -97,7 +94,6 @@ class RayPlacement(Section):
         return keys
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         found = {}
         with_gpus = all((self.gpus if kind.gpus is None else kind.gpus) >= 1 for kind in self.explorers)
         if self.nccl and not (self.trainer_gpus >= 1 and with_gpus):

@@ -115,13 +115,11 @@ class RolloutConfig(SamplingConfig):
     and of a row's column `chat_template_kwargs`, win. `serve` uses them, too."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         if self.token_budget is not None:
             return {}
         return {"partial": "not honoured without rollout.token_budget, which makes segments; give one"}
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         found = {}
         if self.repetition is not None and max(self.repetition.tokens, self.repetition.times) > self.max_new_tokens:
             key = "tokens" if self.repetition.tokens > self.max_new_tokens else "times"

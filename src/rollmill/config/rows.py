@@ -58,7 +58,6 @@ class FieldsConfig(Section):
     Parquet; images of `datasets`; data URLs. Default: `images` or `image`, if it holds these; empty: none."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         return {"images": ("vision", "PIL")} if self.images else {}
 
 
@@ -107,7 +106,6 @@ class RowsSection(Section):
     """Use only the first N tasks, before the pipeline."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         if self.path is None:
             return {}
         remote = parse_reference(str(self.path)) is not None or reference_of(self.path) is not None

@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from rollmill.config.algorithms import AlgorithmConfig
 from rollmill.config.algorithms.baselines import GRPO
-from rollmill.config.buffer import BufferConfig, ExpertsConfig
+from rollmill.config.buffer import BufferConfig, OfflineDataConfig
 from rollmill.config.changes import ChangeConfig
 from rollmill.config.domains import DomainConfig, MixingConfig
 from rollmill.config.engines import EngineConfig, NativeEngineConfig
@@ -18,7 +18,7 @@ from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.offload import OptionalOffloadConfig
 from rollmill.config.operators import OperatorConfig
-from rollmill.config.placement import InlinePlacement, PlacementConfig, RayPlacement
+from rollmill.config.placement import InlinePlacement, PlacementConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig, reward_part_names
 from rollmill.config.rewards.judges import JudgeSection
@@ -98,7 +98,7 @@ class StageConfig(Section):
     pipeline: list[OperatorConfig] = []
     """Operators that verify, drop, change or create experiences before the trainer sees them, in order."""
     buffer: BufferConfig = BufferConfig()
-    experts: ExpertsConfig = ExpertsConfig()
+    experts: OfflineDataConfig = OfflineDataConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
     residency: OptionalOffloadConfig = None
@@ -325,12 +325,6 @@ class RunConfig(StageConfig):
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []
     """Stages to run one after the other; each starts from the previous stage's weights, with a fresh optimizer."""
-
-    @property
-    def supervision(self) -> SupervisionConfig:
-        """`supervise`, with the former key placement.restarts."""
-        former = self.placement.restarts if isinstance(self.placement, RayPlacement) else None
-        return self.supervise if former is None else self.supervise.model_copy(update={"restarts": former})
 
     @property
     def is_split(self) -> bool:

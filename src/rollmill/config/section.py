@@ -117,7 +117,6 @@ class NamedSection(Section):
     name: str
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
 
 

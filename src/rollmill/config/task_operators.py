@@ -95,7 +95,6 @@ class DeduplicateTasks(TaskOperatorSection):
     """Same prompt with different answers: keep the `first`, or `drop` all, because the right answer is unknown."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         return {"by": ("dedup", "datasketch")} if self.by == "near" else {}
 
     @model_validator(mode="after")

@@ -7,8 +7,8 @@ from typing import Any, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmill.config.orders import OrderConfig, ShuffledOrder
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
+from rollmill.config.samplers import SamplerConfig, ShuffledSamplerSection
 from rollmill.config.section import PlainName, merge_with_default
 from rollmill.config.task_operators import DecontaminateTasks, TaskOperatorConfig
 
@@ -23,7 +23,7 @@ class TasksetSection(RowsSection):
 
     pipeline: list[TaskOperatorConfig] = []
     """Operators that clean, drop, rate or sort the tasks when they are loaded, in order."""
-    order: OrderConfig = ShuffledOrder()
+    order: SamplerConfig = ShuffledSamplerSection()
     """Order in which tasks are rolled out: a name, or a section with `name` and options."""
 
     @field_validator("order", mode="before")
@@ -64,7 +64,6 @@ class TasksetConfig(TasksetSection):
         return any(part.fields.workflow is not None for part in self.parts())
 
     def sources(self) -> list[str]:
-        """See RowsSection.sources."""
         return [*super().sources(), *(["mix"] if self.mix else [])]
 
     def _choices(self) -> str:

@@ -44,7 +44,6 @@ class CalculatorTool(ToolSection):
     name: Literal["calculator"] = "calculator"
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         return {"time_limit_s": "not honoured by `calculator`, whose numbers are bounded; remove it"}
 
 
@@ -67,7 +66,6 @@ class PythonTool(ToolSection):
     """Isolation of programs; `auto` is the first backend that works on this machine. `plain` isolates nothing."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         text = "not honoured with state `call`, which keeps none; it is with `rollout`"
         return {"sessions": text} if self.state == "call" else {}
 
@@ -111,7 +109,6 @@ class MCPTool(ToolSection):
     """Timeout for the server to start and list its tools."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         found = {"description": "not honoured by `mcp`: its server describes the tools; remove it"}
         if self.url is not None:
             text = "not honoured with url, whose server runs already; remove it"
@@ -119,7 +116,6 @@ class MCPTool(ToolSection):
         return found
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         if (self.url is None) == (not self.command):
             return {"command": "tool `mcp` needs either the command of a server or the url of one"}
         return {}

@@ -31,7 +31,7 @@ class TensorBoardSection(TrackerSection):
 
 
 class ServiceTrackerSection(TrackerSection):
-    """A tracker of a service, which may be slow or away, so that it runs in a thread of its own."""
+    """A tracker of a service, which may be slow or unavailable, so that it runs in a thread of its own."""
 
     completions: int = Field(0, ge=0)
     """Number of sample completions to write as text at every step."""
@@ -134,14 +134,14 @@ class MonitorConfig(Section):
     report: bool = True
     """Write RUN/report.html at the end."""
     stuck_after: int = Field(20, ge=1)
-    """Say loudly, once, when a stage shows zero reward, zero gradient or collapsed entropy in so many steps in a row:
-    in the terminal, in RUN/events.jsonl and in the report. Not while the reward is nearly at its maximum."""
+    """Warn once when a stage shows zero reward, zero gradient or collapsed entropy in this many steps in a row: in the
+    terminal, in RUN/events.jsonl and in the report. Not while the reward is nearly at its maximum."""
     stop_when_stuck: bool = False
     """Also end the stage then, like early stopping, with a checkpoint."""
     stop_on_mismatch: bool = True
     """End the run with an error if engine and trainer disagree in fp32 by more than .1 nats per token on average
-    (`logprob_gap/mean`), with the same weights, in three steps in a row: that is no rounding, and what is trained is
-    not what was rolled out. `false` only says so."""
+    (`logprob_gap/mean`), with the same weights, in three steps in a row: that is more than rounding, so the model that
+    is trained is not the one that was sampled from. With `false` the run only warns."""
 
     def all_trackers(self) -> list[TrackerSection]:
         """Returns the sections of all trackers, that of `tensorboard` included."""
@@ -151,5 +151,4 @@ class MonitorConfig(Section):
         return sections
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         return {"tensorboard": ("tensorboard", "tensorboard")} if self.tensorboard else {}

@@ -88,7 +88,6 @@ class TrainerConfig(Section):
         return self.param_dtype == "bf16" or self.optimizer == "adamw_8bit"
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         keys = {"sharding", "rank_deadline_s"} if self.ranks == 1 else set()
         unused = dict.fromkeys(sorted(keys), "not honoured with one rank; give trainer.ranks or remove it")
         if self.schedule == "constant":
@@ -96,7 +95,6 @@ class TrainerConfig(Section):
         return unused
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         found = {}
         if not all(0 <= beta < 1 for beta in self.betas):
             found["betas"] = "both must be at least 0 and below 1, for example [0.9, 0.99]"

@@ -127,7 +127,6 @@ class EnvironmentWorkflow(WorkflowSection):
     """Make each turn a separate step with its own reward, with `history: full`, too."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         if self.history == "full":
             return {}
         return {"steps": "not honoured with history as a number, where each turn is a step; remove it"}
@@ -173,7 +172,6 @@ class ProgramWorkflow(WorkflowSection):
 
     @property
     def forces_sampling(self) -> bool:
-        """See WorkflowSection.forces_sampling."""
         return not self.own_sampling
 
 
@@ -209,11 +207,9 @@ class FewShotWorkflow(WorkflowSection):
         return self
 
     def takes(self, part: str) -> bool:
-        """See WorkflowSection.takes."""
         return part == "examples" and not self.examples
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         return {"seed": "not honoured with choose `first`; it is with `random`"} if self.choose == "first" else {}
 
 
@@ -239,16 +235,13 @@ class ReflectionWorkflow(WorkflowSection):
 
     @property
     def needs_rewards(self) -> bool:
-        """See WorkflowSection.needs_rewards."""
         return self.critic == "rewards"
 
     @property
     def early_rewards(self) -> str | None:
-        """See WorkflowSection.early_rewards."""
         return "critic: rewards" if self.critic == "rewards" else "discount" if self.discount < 1 else None
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         unused, other = ("check", "self") if self.critic == "rewards" else ("threshold", "rewards")
         return {unused: f"not honoured with critic `{self.critic}`; it is with `{other}`"}
 
@@ -274,7 +267,6 @@ class VoteWorkflow(WorkflowSection):
 
     @property
     def scored_by_rewards(self) -> bool:
-        """See WorkflowSection.scored_by_rewards."""
         return self.reward == "winner"
 
     @model_validator(mode="after")
@@ -307,7 +299,6 @@ class JudgedWorkflow(WorkflowSection):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """See WorkflowSection.models."""
         return (self.by,)
 
     @model_validator(mode="after")
@@ -325,7 +316,7 @@ class SingleTurnWorkflow(WorkflowSection):
     name: Literal["single_turn"] = "single_turn"
 
 
-class TrafficWorkflow(WorkflowSection):
+class LiveRequestsWorkflow(WorkflowSection):
     """Sessions of applications with the model that `rollmill serve RUN.yaml --train` serves, rewarded by feedback."""
 
     needs_extra = ("serve", "uvicorn")
@@ -343,7 +334,6 @@ class TrafficWorkflow(WorkflowSection):
     """Maximum sessions that wait for others with the same prompt; beyond that the oldest are dropped."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         return {"pending": "not honoured with group `session`; it is with `prompt`"} if self.group == "session" else {}
 
 

@@ -1,11 +1,11 @@
 """Tasksets: read rows, build and prepare tasks, sample them, and encode prompts."""
 
 from rollmill.data.encoding import (
+    demonstration_experience,
     encode_demonstration,
     encode_pictures,
     encode_privileged_prompt,
     encode_prompt,
-    expert_experience,
     labelled_experience,
     parse_completion,
     preference_pair,
@@ -19,11 +19,11 @@ __all__ = [
     "Sampler",
     "Taskset",
     "build_sampler",
+    "demonstration_experience",
     "encode_demonstration",
     "encode_pictures",
     "encode_privileged_prompt",
     "encode_prompt",
-    "expert_experience",
     "labelled_experience",
     "load_taskset",
     "parse_completion",

@@ -45,7 +45,7 @@ LearnedTurns = Literal["last", "all"]
 def render_prompt(task: Task, tokenizer: Any) -> str:
     """Render the prompt as text: plain text unchanged, chat messages with the tokenizer's chat template.
 
-    For a policy that sees, the text has a place for each picture.
+    For a vision-language policy, the text has a place for each picture.
 
     Raises:
         TasksetError: the tokenizer has no chat template, or the template refuses or does not show the messages.
@@ -129,7 +129,7 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
 
 
 def encode_pictures(task: Task, tokenizer: Any) -> PicturePrompt | None:
-    """Prompt of a task with pictures, for a policy that sees; None for other tasks, and for text models.
+    """Prompt of a task with pictures, for a vision-language policy; None for other tasks, and for text models.
 
     Raises:
         TasksetError: the prompt is not a chat, a picture has changed or cannot be decoded; see `render_prompt`.
@@ -160,8 +160,8 @@ def _pictures(task: Task, tokenizer: Any) -> list[ImageRef]:
 def encode_privileged_prompt(
     task: Task, tokenizer: Any, template: PromptTemplate, context: str
 ) -> tuple[list[int], PicturePrompt | None]:
-    """Token ids of the prompt with additional context, and its pictures for a policy that sees: `template` filled with
-    `prompt` and `context`.
+    """Token ids of the prompt with additional context, and its pictures for a vision-language policy: `template`
+    filled with `prompt` and `context`.
 
     In a chat, the filled template replaces the last message, whose pictures stay where they are in the text. Raises
     TasksetError, see `render_prompt`.
@@ -264,7 +264,7 @@ def encode_answer(text: str, experience: Experience, tokenizer: Any, end_id: int
     return [*tokenizer.encode(text, add_special_tokens=False), end_of_answer(experience, tokenizer, end_id)]
 
 
-def expert_experience(task: Task, tokenizer: Any, eos_id: int, learn: LearnedTurns = "last") -> Experience:
+def demonstration_experience(task: Task, tokenizer: Any, eos_id: int, learn: LearnedTurns = "last") -> Experience:
     """The demonstration as an experience: its response and end count in the loss, log-probs 0 and versions -1."""
     return _demonstrated(
         task, tokenizer, eos_id, name="expert", group=task.id, source=ExperienceSource.EXPERT, learn=learn

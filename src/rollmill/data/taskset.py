@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollmill.config.hub import reference_of
-from rollmill.config.orders import OrderSection
 from rollmill.config.rows import RowsSection
+from rollmill.config.samplers import SamplerSection
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.data.generators import call_row_function, generate_rows
 from rollmill.data.images import image_refs_of
@@ -47,7 +47,7 @@ class MixtureComponent:
 
     name: str
     weight: float
-    order: OrderSection
+    order: SamplerSection
 
 
 @dataclass(frozen=True, slots=True)

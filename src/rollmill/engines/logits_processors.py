@@ -29,7 +29,6 @@ class PenaltyProcessor:
         self._repeated = dict.fromkeys(prompt_ids)  # in order, and each once
 
     def __call__(self, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
-        """See LogitsProcessor."""
         penalties, found_V = self._penalties, logits_V.float().clone()
         new, self._seen = tokens[self._seen :], len(tokens)
         self._counts.update(new)
@@ -60,7 +59,6 @@ class GrammarProcessor:
         self._end[list(eos_ids)] = True
 
     def __call__(self, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
-        """See LogitsProcessor."""
         new, self._seen = tokens[self._seen :], len(tokens)
         allowed = self._allowed(list(new))
         excluded_V = torch.ones(len(logits_V), dtype=torch.bool)  # also ids that no token has
@@ -124,7 +122,6 @@ class ProcessorList:
         self._processors = processors
 
     def __call__(self, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
-        """See LogitsProcessor."""
         for processor in self._processors:
             logits_V = processor(tokens, logits_V)
         return logits_V

@@ -126,7 +126,7 @@ def wrap_policy(model: Any, tokenizer: Any, device: torch.device, where: str) ->
 def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     """Loads a frozen model whose next-token distributions can be compared with the policy's.
 
-    A policy that sees has a teacher that sees, too, and both are shown what the policy's processor makes of a picture.
+    A vision-language policy has a vision-language teacher, which sees what the policy's processor makes of pictures.
 
     Raises:
         ModelError: the folder is not a model of the policy's kind, its vocabulary is not the policy's, or its processor

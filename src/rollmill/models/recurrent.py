@@ -182,7 +182,7 @@ class _LayerCall:
 
     @property
     def continues(self) -> bool:
-        """See RecurrentCall; measured once per class, on random input."""
+        """Measured once per class, on random input."""
         kind = type(self._layer)
         if kind not in _continues:
             with torch.no_grad():

@@ -140,13 +140,11 @@ class _Recording(_Selection):
         self._parts: list[tuple[Tensor, int]] = []
 
     def select(self, call: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See _Selection."""
         values, indices = call()
         self._parts.append((indices.detach().flatten(0, -2), scores.shape[-1]))
         return values, indices
 
     def end(self) -> None:
-        """See _Selection."""
         self._recorded._record(self._number, self._parts)
 
 
@@ -155,7 +153,6 @@ class _Replaying(_Selection):
         self._given_Tk, self._own, self._at = given_Tk, own, 0
 
     def select(self, call: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See _Selection."""
         indices = self._given_Tk[:, self._at : self._at + k].view(*scores.shape[:-1], k)
         self._at += k
         if self._own:

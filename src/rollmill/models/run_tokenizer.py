@@ -43,8 +43,8 @@ def use_run_date(run_dir: Path, tokenizer: Any) -> None:
     about: dict[str, Any] = {}
     with suppress(OSError, CorruptFileError):
         about = read_json_object(run_dir / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE)
-    tokenizer.template_day = date.fromisoformat(str(about.get("date") or date.today()))
-    tokenizer.stop_ids = frozenset(about.get("stop_ids") or getattr(tokenizer, "stop_ids", None) or ())
+    tokenizer.template_day = date.fromisoformat(about["date"]) if about else date.today()
+    tokenizer.stop_ids = frozenset(about["stop_ids"] if about else getattr(tokenizer, "stop_ids", None) or ())
     tokenizer.renderer = None  # it is made again, with the date
 
 
@@ -133,8 +133,8 @@ def _about(run_dir: Path) -> dict[str, Any]:
         return read_json_object(path)
     except FileNotFoundError as error:
         raise ModelError(
-            f"{run_dir} holds no {TOKENIZER_FOLDER}/{TOKENIZER_INFO_FILE}: it has not started yet, or an older version "
-            "made it; `rollmill resume` writes the folder"
+            f"{run_dir} holds no {TOKENIZER_FOLDER}/{TOKENIZER_INFO_FILE}: it has not started yet, or the folder was "
+            "removed; `rollmill resume` writes it"
         ) from error
     except CorruptFileError as error:
         raise ModelError(f"{path} is not a JSON object ({error}); remove {path.parent} and resume the run") from error

@@ -64,25 +64,22 @@ class OffloadableTensors:
         self._stamps: dict[StorageTier, tuple[tuple[int, int], ...]] = {}
 
     def bytes(self) -> int:
-        """See Offloadable."""
         return sum(storage.nbytes() for storage in collect_storages(self._tensors()))
 
     def move(self, place: StorageTier) -> int:
-        """See Offloadable. Raises OffloadError if there is no room; then the component stays."""
+        """Raises OffloadError if there is no room; then the component stays."""
         if place == self._place:
             return 0
         moved = self._come()
         return moved if place == "device" else moved + self._leave(place)
 
     def copies(self) -> Mapping[int, UntypedStorage]:
-        """See Offloadable."""
         if self._place == "device":
             return {}
         held = self._copies[self._place].read()
         return {storage._cdata: copy for storage, copy in zip(self._away, held, strict=True)}
 
     def close(self) -> None:
-        """See Offloadable."""
         for each in self._copies.values():
             each.close()
 
@@ -140,7 +137,6 @@ class RebuildableComponent:
         self._destroy, self._make = destroy, make
 
     def move(self, place: StorageTier) -> int:
-        """See Offloadable."""
         if place == "device":
             if self._make is not None:
                 self._make()
@@ -151,11 +147,10 @@ class RebuildableComponent:
         return freed
 
     def copies(self) -> Mapping[int, UntypedStorage]:
-        """See Offloadable."""
         return {}
 
     def close(self) -> None:
-        """See Offloadable."""
+        """No-op: nothing is kept elsewhere."""
 
 
 class ThreadBoundComponent:
@@ -165,17 +160,13 @@ class ThreadBoundComponent:
         self.name, self._inner, self._thread = inner.name, inner, thread
 
     def bytes(self) -> int:
-        """See Offloadable."""
         return self._inner.bytes()
 
     def move(self, place: StorageTier) -> int:
-        """See Offloadable."""
         return self._thread.submit(self._inner.move, place).result()
 
     def copies(self) -> Mapping[int, UntypedStorage]:
-        """See Offloadable."""
         return self._inner.copies()
 
     def close(self) -> None:
-        """See Offloadable."""
         self._inner.close()

@@ -29,7 +29,6 @@ class PhasePeakMemory:
         self._peaks: dict[str, int] = {}
 
     def begin(self, phase: str) -> None:
-        """Begins a phase."""
         self._record()
         self._phase = phase
 

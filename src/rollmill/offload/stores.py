@@ -46,7 +46,6 @@ class PinnedMemoryStore:
         self._held: list[Tensor] = []
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """See OffloadStore."""
         if [len(each) for each in self._held] != [storage.nbytes() for storage in storages]:
             pinned = torch.cuda.is_available()
             self._held = [torch.empty(each.nbytes(), dtype=torch.uint8, pin_memory=pinned) for each in storages]
@@ -55,17 +54,14 @@ class PinnedMemoryStore:
         _synchronise(storages)
 
     def get(self, storages: Sequence[UntypedStorage]) -> None:
-        """See OffloadStore."""
         for host, storage in zip(self._held, storages, strict=True):
             storage_bytes(storage).copy_(host, non_blocking=True)
         _synchronise(storages)
 
     def read(self) -> list[UntypedStorage]:
-        """See OffloadStore."""
         return [host.untyped_storage() for host in self._held]
 
     def close(self) -> None:
-        """See OffloadStore."""
         self._held = []
 
 
@@ -78,7 +74,6 @@ class TempFileStore:
         self._sizes: list[int] = []
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """See OffloadStore."""
         self._sizes = [storage.nbytes() for storage in storages]
         try:
             if self._file is None:
@@ -99,7 +94,6 @@ class TempFileStore:
             ) from error
 
     def get(self, storages: Sequence[UntypedStorage]) -> None:
-        """See OffloadStore."""
         assert self._file is not None
         for start, storage in zip(self._starts(), storages, strict=True):
             inside = storage_bytes(storage)
@@ -111,7 +105,7 @@ class TempFileStore:
                 inside.copy_(host)
 
     def read(self) -> list[UntypedStorage]:
-        """See OffloadStore. Maps the file into memory."""
+        """Maps the file into memory."""
         assert self._file is not None
         mapped = mmap.mmap(self._file.fileno(), self._ends()[-1], access=mmap.ACCESS_COPY)
         return [
@@ -120,7 +114,6 @@ class TempFileStore:
         ]
 
     def close(self) -> None:
-        """See OffloadStore."""
         if self._file is not None:
             self._file.close()
         self._file = None

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from rollmill.buffer import ExperienceStore, Group
-from rollmill.buffer.experts import RatingOverrides
+from rollmill.buffer.offline_data import RatingOverrides
 from rollmill.buffer.replay import mean_abs_advantage
 from rollmill.config.run import StageConfig
 from rollmill.orchestrator.metrics import REPLAYED

@@ -17,7 +17,7 @@ import numpy as np
 
 from rollmill.buffer import ExperienceKind, ExperienceStore, Group
 from rollmill.buffer.base import EXPLORER, oldest_version, split_by_kind
-from rollmill.buffer.experts import RatingOverrides
+from rollmill.buffer.offline_data import RatingOverrides
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler
 from rollmill.errors import PipelineError
@@ -28,7 +28,7 @@ from rollmill.pipelines import Pipeline, PipelineContext
 from rollmill.pipelines.batch import copy_experience
 from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.trackers.trace import Trace
-from rollmill.types import Experience, Task, first_per_rollout, task_domain, telling_rewards
+from rollmill.types import Experience, Task, first_per_rollout, most_varied_rewards, task_domain
 
 
 class BatchSource(Protocol):
@@ -42,7 +42,7 @@ class BatchSource(Protocol):
         """
 
     def replay(self, version: int) -> list[Experience]:
-        """See BatchReader."""
+        """Return replayed experiences for the step after `version`; none without `buffer.replay`."""
 
     def peek(self) -> list[Experience] | None:
         """The experiences that `collect` will return, perhaps without rewards; None while completions are missing."""
@@ -61,7 +61,7 @@ class BatchSource(Protocol):
         ...
 
     def mark_trained(self, version: int) -> None:
-        """See BatchReader."""
+        """Report that the batch has been trained on, in the step that made `version`."""
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call."""
@@ -128,15 +128,12 @@ class RolloutBatches:
         self._late = 0
 
     async def roll_out(self, version: int, deadlines: int = 1) -> None:
-        """See BatchSource."""
         await self._scheduler.run(version, lambda: self._waiting(version), deadlines)
 
     def replay(self, version: int) -> list[Experience]:
-        """See BatchReader."""
         return self._reader.replay(version)
 
     def peek(self) -> list[Experience] | None:
-        """See BatchSource."""
         if len(self._pipeline) or self._store.waiting():
             return None
         groups = self._queue.peek(self._config.rollout.batch)
@@ -146,7 +143,6 @@ class RolloutBatches:
         return [each for group in left for each in group] if all(left) else None
 
     async def collect(self, version: int) -> list[Experience]:
-        """See BatchSource."""
         before = self._store.expired() if self._shared else 0
         await self._fill(version)
         experiences = self._reader.take(version, self._oldest(version))
@@ -168,7 +164,7 @@ class RolloutBatches:
                 raise PipelineError(self._nothing_left(wasted))
 
     def upcoming(self) -> list[list[Experience]]:
-        """See BatchSource. Includes groups that the pipeline may still drop."""
+        """Includes groups that the pipeline may still drop."""
         groups = [accepted(group.experiences) for group in self._queue.all() if group.experiences]
         size = self._config.rollout.batch
         return [[each for group in groups[i : i + size] for each in group] for i in range(0, len(groups), size)]
@@ -183,7 +179,6 @@ class RolloutBatches:
         return None if age is None else version - age
 
     def mark_trained(self, version: int) -> None:
-        """See BatchReader."""
         self._reader.mark_trained(version)
 
     async def _process_oldest(self, count: int, version: int) -> int:
@@ -208,7 +203,7 @@ class RolloutBatches:
     def _observe(self, experiences: Sequence[Experience]) -> None:
         """Record the rewards of a group's rollouts; the sampler gets those of one role."""
         self._raw.append([each.reward for each in first_per_rollout(experiences) if each.reward is not None])
-        rewards = telling_rewards(experiences)
+        rewards = most_varied_rewards(experiences)
         self._sampler.observe_rewards(experiences[0].task_id, rewards)
         rates = any(section.name == "success_rate" for section in self._view(experiences[0].task_id).pipeline)
         if rewards and not rates:  # else that operator tells the sampler
@@ -285,9 +280,7 @@ class RolloutBatches:
         await self._scheduler.snapshot(state)
 
     def restore(self, state: StageState) -> None:
-        """Resume from a checkpoint."""
         self._scheduler.restore(state)
 
     async def close(self) -> None:
-        """Stop all running work."""
         await self._scheduler.close()

@@ -45,7 +45,6 @@ class Results:
 
     @property
     def sets(self) -> list[str]:
-        """Names of the sets."""
         return list(dict.fromkeys(cell.result.name for cell in self.cells))
 
     def rows(self) -> Iterator[tuple[Cell, str, IntervalEstimate]]:
@@ -66,7 +65,6 @@ class Results:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """All results as JSON."""
         return {
             "results": [_row(*each) for each in self.rows()],
             "comparisons": [

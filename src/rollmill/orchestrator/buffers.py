@@ -15,8 +15,8 @@ from rollmill.buffer import (
     open_run_store,
     open_store,
 )
-from rollmill.buffer.experts import StoreReader
 from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.offline_data import StoreReader
 from rollmill.buffer.parquet import read_parquet
 from rollmill.config.run import StageConfig
 

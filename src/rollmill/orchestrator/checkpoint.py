@@ -19,8 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.errors import CheckpointError, DamagedCheckpointError, describe_read_error
-from rollmill.files import make_durable_folder, sync
-from rollmill.orchestrator.manifest import FORMAT, STATE, TRAINER, read_manifest, write_manifest
+from rollmill.files import make_durable_folder, read_json_object, sync
+from rollmill.orchestrator.manifest import (
+    FORMAT,
+    STATE,
+    TRAINER,
+    read_manifest,
+    require_format,
+    require_manifest,
+    write_manifest,
+)
 from rollmill.orchestrator.state import RunState
 
 FOLDER = "checkpoints"
@@ -41,7 +49,7 @@ class Checkpoints:
             return []
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
-    def set_aside(self) -> list[Path]:
+    def damaged(self) -> list[Path]:
         """Folders of damaged checkpoints that were moved aside, in order."""
         return sorted(path for path in self.folder.glob("damaged-*") if _ASIDE.fullmatch(path.name))
 
@@ -93,7 +101,7 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"cannot write the checkpoint {final}: {_reason(error)}. Earlier checkpoints are whole; free some "
-                f"space or mend the permissions, then `rollmill resume {self.folder.parent}`."
+                f"space or fix the permissions, then `rollmill resume {self.folder.parent}`."
             ) from error
         return final
 
@@ -102,18 +110,19 @@ class Checkpoints:
 
         Raises:
             DamagedCheckpointError: a file is missing.
-            CheckpointError: they cannot be read.
+            CheckpointError: they cannot be read, or are of another format.
         """
         import torch
 
         path = self.path(step)
         if missing := [f"{name} is missing" for name in (STATE, TRAINER) if not (path / name).is_file()]:
-            raise DamagedCheckpointError(path, missing)  # also without a manifest
+            raise DamagedCheckpointError(path, missing)
+        require_manifest(path)
         try:
-            content = json.loads((path / STATE).read_text())
-            content.pop("format", None)
-            state = RunState.from_json(content)
+            state = read_state(path)
             trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
+        except CheckpointError:
+            raise
         except Exception as error:
             raise unreadable(path, error) from error
         return state, trainer
@@ -168,6 +177,18 @@ class Checkpoints:
                 old.rename(self.path(step))
         for left in [*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")]:
             shutil.rmtree(left, ignore_errors=True)
+
+
+def read_state(folder: Path) -> RunState:
+    """Read the state of the run from a checkpoint.
+
+    Raises:
+        CheckpointError: it is of another format.
+        OSError, ValueError, TypeError, KeyError: it is missing or damaged.
+    """
+    content = read_json_object(folder / STATE)
+    require_format(folder / STATE, content.pop("format", None))
+    return RunState.from_json(content)
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollmill.errors import CheckpointError, DamagedCheckpointError
 from rollmill.orchestrator.checkpoint import Checkpoints
-from rollmill.orchestrator.manifest import find_damage, read_manifest
+from rollmill.orchestrator.manifest import find_damage, require_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class CheckpointListing:
     """A checkpoint of a run, and what is known of its files.
 
     `state` is `whole`, `damaged`, `complete` (no file is missing or has another size; contents were not verified),
-    `not verifiable` (format 0), `unreadable` (of a later format, for example) or `set aside`.
+    `unreadable` (of another format, for example) or `set aside`.
     """
 
     name: str
@@ -23,8 +23,8 @@ class CheckpointListing:
     state: str
     bytes: int
     written_at: float  #: seconds since the epoch
-    format: int | None = None  #: None: of a later version, or unreadable
-    rollmill: str = ""  #: version that wrote it; empty before format 1
+    format: int | None = None  #: None: unreadable, or the manifest is lost
+    rollmill: str = ""  #: version that wrote it
     damage: list[str] = field(default_factory=list)
 
 
@@ -37,7 +37,7 @@ def list_checkpoints(run_dir: Path, *, verify: bool = False, name: str | None = 
     """
     checkpoints = Checkpoints(run_dir)
     kept = [(checkpoints.path(step), step, False) for step in checkpoints.steps()]
-    aside = [(path, int(path.name.split("-")[1]), True) for path in checkpoints.set_aside()]
+    aside = [(path, int(path.name.split("-")[1]), True) for path in checkpoints.damaged()]
     chosen = [each for each in (*kept, *aside) if name in (None, each[0].name)]
     return [_listing(path, step, verify, aside=moved) for path, step, moved in chosen]
 
@@ -45,10 +45,11 @@ def list_checkpoints(run_dir: Path, *, verify: bool = False, name: str | None = 
 def _listing(path: Path, step: int, verify: bool, *, aside: bool = False) -> CheckpointListing:
     size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
     try:
-        manifest = read_manifest(path)
+        manifest = require_manifest(path)
         damage = find_damage(path, content=verify)
     except DamagedCheckpointError as error:  # the manifest itself
-        manifest, damage = None, error.damage
+        state, when = "set aside" if aside else "damaged", path.stat().st_mtime
+        return CheckpointListing(path.name, step, state, size, when, damage=error.damage)
     except CheckpointError as error:
         state = "set aside" if aside else "unreadable"
         return CheckpointListing(path.name, step, state, size, path.stat().st_mtime, damage=[str(error)])
@@ -56,12 +57,7 @@ def _listing(path: Path, step: int, verify: bool, *, aside: bool = False) -> Che
         state = "set aside"
     elif damage:
         state = "damaged"
-    elif manifest is None:
-        state = "not verifiable"
     else:
         state = "whole" if verify else "complete"
-    if manifest is None:
-        number = None if damage else 0
-        return CheckpointListing(path.name, step, state, size, path.stat().st_mtime, number, damage=damage)
     version, when = manifest.rollmill, manifest.written_at
     return CheckpointListing(path.name, step, state, size, when, manifest.format, version, damage)

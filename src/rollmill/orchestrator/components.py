@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from rollmill.buffer import ExperienceStore
-from rollmill.buffer.experts import RatingOverrides
+from rollmill.buffer.offline_data import RatingOverrides
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler, build_sampler
@@ -16,8 +16,8 @@ from rollmill.models.run_tokenizer import compute_fingerprint
 from rollmill.orchestrator.batches import BatchSource, RolloutBatches, RolloutComponents
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import Evaluator
+from rollmill.orchestrator.live_requests import LiveRequestBatches, NoTasksSampler
 from rollmill.orchestrator.scheduler import InterruptibleEngine, RolloutScheduler
-from rollmill.orchestrator.traffic import NoTasksSampler, TrafficBatches
 from rollmill.pipelines import Pipeline
 from rollmill.pipelines.pipeline import PipelineResources, build_domain_pipelines, build_pipeline
 from rollmill.rewards import RewardManager, build_reward_manager
@@ -92,8 +92,8 @@ def build_trainer(
         teacher = load_teacher(algorithm.teacher_folder, policy)
         require_parity(teacher, algorithm.teacher_folder)
     if config.trainer.ranks > 1:
-        crew = RayRankLauncher(context.ranks) if context.ranks else None
-        return DistributedTrainer(plan, policy.model, teacher, policy.device, context.run_dir, crew)
+        launcher = RayRankLauncher(context.ranks) if context.ranks else None
+        return DistributedTrainer(plan, policy.model, teacher, policy.device, context.run_dir, launcher)
     return plan.trainer(policy.model, teacher, policy.device, RankGroup.current())
 
 
@@ -116,7 +116,7 @@ def build_rollouts(
         components = build_rollout_components(stage, explorers.explorer(stage.trace, stage.drafts), counter)
         sampler = components.sampler if config.domains else None
         ratings = RatingOverrides(stage.context.buffers.of_run(stage.store))
-        kind = RolloutBatches if config.workflow.uses_tasks else TrafficBatches
+        kind = RolloutBatches if config.workflow.uses_tasks else LiveRequestBatches
         first, shared = stage.first_version, stage.context.buffers.shared
         batches = kind(config, components, ratings, first_version=first, seed=stage.seed, shared=shared)
     if config.evaluation is not None:

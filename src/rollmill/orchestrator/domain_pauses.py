@@ -20,7 +20,7 @@ _POLL_S = 0.25
 async def pause_on_loss(
     domain: str, work: Coroutine[Any, Any, list[Experience]], stage: StageConfig, sampler: Sampler, patience_s: float
 ) -> list[Experience]:
-    """Return a group's experiences; none if its domain has lost a service and is paused, see `unless_lost`.
+    """Return a group's experiences; none if its domain has lost a service and is paused.
 
     The scheduler then rolls out another task in its place.
     """
@@ -58,7 +58,7 @@ async def unless_lost(
 
 
 def lost_service(stage: StageConfig, seconds: float) -> str:
-    """Describe a service of the stage's rewards or models that has been away for this long; empty if none is."""
+    """Describe a service of the stage's rewards or models that has been unavailable for this long; empty if none is."""
     endpoints = [each.endpoint for each in stage.rewards if isinstance(each, JudgeSection)]
     endpoints += [each.endpoint for each in stage.models.values()]
     for outage in OUTAGES.current():

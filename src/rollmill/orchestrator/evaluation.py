@@ -53,7 +53,7 @@ class DomainGuard:
 
     Args:
         stage: the stage as the set sees it.
-        patience_s: see `unless_lost`.
+        patience_s: seconds without an answer after which an endpoint counts as lost.
     """
 
     def __init__(self, domain: str, stage: StageConfig, sampler: Sampler, patience_s: float) -> None:
@@ -117,7 +117,6 @@ class Evaluation:
         return EvaluationResult(results, shown)
 
     async def cancel(self) -> None:
-        """Cancel the evaluation."""
         await self._queue.cancel()
 
     async def _in_time(self, work: Awaitable[Any]) -> Any:

@@ -105,7 +105,6 @@ class SetResult:
 
     @classmethod
     def from_json(cls, section: EvaluationSet, data: Mapping[str, Any]) -> SetResult:
-        """Inverse of `to_json`."""
         return cls(
             data["name"],
             section,
@@ -233,7 +232,6 @@ class SetEvaluator:
 
 
 def merged_metrics(results: Sequence[SetResult]) -> dict[str, float]:
-    """Metrics of all sets."""
     return {key: value for each in results for key, value in each.metrics().items()}
 
 

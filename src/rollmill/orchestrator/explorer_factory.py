@@ -71,11 +71,11 @@ class ExplorerFactory:
         made = {name: each._runner(trace, each._config) for name, each in (self._domains or {"": self}).items()}
         runners = {name: runner for name, runner in made.items() if runner is not None}
 
-        def row_runner(task: Task) -> WorkflowRunner | None:
+        def task_runner(task: Task) -> WorkflowRunner | None:
             of = self._domains.get(task.taskset, self)
             return of._runner(trace, of._config if task.workflow is None else of._config.of_row(task.workflow))
 
-        return Explorer(self._engine, self._rewards, self._policy.tokenizer, trace, runners, drafts, row_runner)
+        return Explorer(self._engine, self._rewards, self._policy.tokenizer, trace, runners, drafts, task_runner)
 
     def _runner(self, trace: Trace | None, config: StageConfig) -> WorkflowRunner | None:
         workflow = build_workflow(config.workflow, self._resources)

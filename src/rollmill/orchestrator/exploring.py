@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.buffer import ExperienceKind, ExperienceStore, Group
-from rollmill.buffer.experts import RatingOverrides
+from rollmill.buffer.offline_data import RatingOverrides
 from rollmill.buffer.parquet import imported_group
 from rollmill.config.loader import LoadedRun
 from rollmill.config.run import StageConfig
@@ -53,7 +53,7 @@ def count_explored(run_dir: Path) -> int:
     try:
         return int(read_json_object(path)["groups"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged: {error}; remove it, and explore anew") from error
+        raise ConfigError(f"{path} is damaged: {error}; remove it, and explore again") from error
 
 
 def explore_alone(loaded: LoadedRun, run_dir: Path, report: Callable[[str], None] = print) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def explore_alone(loaded: LoadedRun, run_dir: Path, report: Callable[[str], None
 
 @dataclass(frozen=True)
 class _ExploredStage:
-    """See RolloutStage."""
+    """A stage that rolls out and does not train."""
 
     config: StageConfig
     policy: PolicyModel

@@ -15,7 +15,7 @@ from rollmill.config.run import StageConfig
 from rollmill.config.yaml_file import write_yaml
 from rollmill.errors import CheckpointError, ConfigError
 from rollmill.files import atomic_write
-from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.checkpoint import Checkpoints, read_state
 from rollmill.orchestrator.manifest import STATE
 from rollmill.orchestrator.run_lock import hold_run_lock
 from rollmill.orchestrator.state import RunState, StageState
@@ -72,7 +72,7 @@ def change_settings(run_dir: Path, overrides: Sequence[str]) -> list[str]:
             if _STAGE.sub("", key, count=1) == _LR and state is not None:
                 _change_rate_from(state, before, key, was, value, whole)
         atomic_write(path, write_yaml(whole).encode(), durable=True)
-        words = [f"{key} {_shown(was)} -> {_shown(value)}" for key, (was, value) in changed.items()]
+        words = [f"{key} {json.dumps(was)} -> {json.dumps(value)}" for key, (was, value) in changed.items()]
         record_event(run_dir, CHANGED, step=0 if state is None else state.step, changes=words)
     return words
 
@@ -86,10 +86,8 @@ def reopened_stage(trainer: dict[str, Any], stages: Sequence[StageConfig]) -> St
     """Returns the last stage's state if it has more steps to do than when it ended; None if the run is done.
 
     Args:
-        trainer: the trainer state of a run's last checkpoint; empty in those of earlier versions of rollmill.
+        trainer: the trainer state of a run's last checkpoint.
     """
-    if FINISHED not in trainer:
-        return None
     finished = json.loads(trainer[FINISHED])
     if finished["steps"] >= stages[-1].steps:
         return None
@@ -118,9 +116,7 @@ def _newest_state(run_dir: Path) -> RunState | None:
         return None
     path = checkpoints.path(steps[-1]) / STATE
     try:
-        content = json.loads(path.read_text())
-        content.pop("format", None)
-        return RunState.from_json(content)
+        return read_state(checkpoints.path(steps[-1]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         text = (
             f"cannot read {path}: {error}; `rollmill resume {run_dir}` without --set moves a damaged checkpoint aside"
@@ -163,7 +159,3 @@ def _inconsistent(run_dir: Path, key: str) -> ConfigError:
         f"of one run; what may change is {_SAFE_TEXT}. Start a new run from its weights instead: `rollmill run "
         f"{run_dir / _CONFIG} --set model.path={run_dir}/checkpoints/step-N --set {key}=...`"
     )
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)

@@ -31,7 +31,7 @@ class Learner:
     Args:
         tasks: the training tasks.
         shown: tasks whose solutions are imitated or compared, where these are others.
-        kept_versions: see MismatchProbe.
+        kept_versions: number of earlier versions whose weights are kept to compare log-probs.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Learner:
         self.trainer.start()
 
     def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
-        """See Trainer.precompute."""
+        """Runs the trainer's forward passes that need no rewards, one per iteration, with the pictures attached."""
         self._attach_pictures(experiences)
         return self.trainer.precompute(experiences, version)
 
     def step(
         self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
     ) -> dict[str, float]:
-        """Make the optimizer steps of one batch; see Trainer.step.
+        """Make the optimizer steps of one batch.
 
         Args:
             upcoming: completions of later steps, batch by batch.
@@ -78,8 +78,8 @@ class Learner:
         for each in (experiences, *upcoming):
             self._attach_pictures(each)
         shown = {} if self._privileged is None else self._privileged.give(experiences)
-        probes = self.trainer.probes(upcoming, experiences, version)
-        return self.trainer.step(experiences, version, probes) | shown
+        compared = self.trainer.to_compare(upcoming, experiences, version)
+        return self.trainer.step(experiences, version, compared) | shown
 
     def _attach_pictures(self, experiences: Sequence[Experience]) -> None:
         """Give experiences the pictures of their turns or tasks, which buffers and other processes do not store.

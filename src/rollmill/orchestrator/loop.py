@@ -93,7 +93,7 @@ class TrainingLoop:
             await self._precompute(batch)  # in its own phase, before reward models and the engine are offloaded
         await stage.offload_other_processes("train")
         await stage.engine.sleep()  # frees its memory, if `engine.sleep` is set; its next request wakes it
-        with stage.phase("train"):
+        with stage.trace.enter_phase("train"):
             if stage.backend.trains_in_thread:
                 trained = await self._learn_in_thread(batch)
             else:
@@ -123,7 +123,7 @@ class TrainingLoop:
         algorithm = stage.config.algorithm
         if batches is None:
             return await self._demonstrations(algorithm.demonstrations_per_step(0))
-        with stage.phase("rollout", f"{stage.backend.display_name} to finish its completions"):
+        with stage.trace.enter_phase("rollout", f"{stage.backend.display_name} to finish its completions"):
             await batches.roll_out(stage.version, deadlines=2 if shares_engine else 1)
         completions = stage.config.rollout.batch * stage.config.rollout.group_size
         replayed = batches.replay(stage.version)
@@ -140,11 +140,15 @@ class TrainingLoop:
         Raises StoreError where the batch would be empty.
         """
         stage = self.stage
-        if stage.experts is None or count == 0:
+        if stage.offline_data is None or count == 0:
             return []
-        phase = stage.phase("reward", "demonstrations to pass the pipeline") if len(stage.pipeline) else nullcontext()
+        phase = (
+            stage.trace.enter_phase("reward", "demonstrations to pass the pipeline")
+            if len(stage.pipeline)
+            else nullcontext()
+        )
         with phase:
-            drawn = await stage.experts.draw(count, step=stage.state.step, version=stage.version)
+            drawn = await stage.offline_data.draw(count, step=stage.state.step, version=stage.version)
         if not drawn and stage.batches is None:
             names, dropped = ", ".join(stage.config.experts.sources), stage.pipeline.describe_dropped()
             raise StoreError(
@@ -168,7 +172,7 @@ class TrainingLoop:
     async def _precompute(self, batch: list[Experience]) -> None:
         """Make the trainer's passes that need no rewards: reference and old log-probs, values."""
         await self.stage.offload_other_processes("inference")
-        with self.stage.phase("inference"):
+        with self.stage.trace.enter_phase("inference"):
             for _ in self.stage.learner.precompute(batch, self.stage.version):
                 await asyncio.sleep(0)  # rewards and requests go on in between
 

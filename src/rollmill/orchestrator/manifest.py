@@ -1,7 +1,7 @@
 """Manifests of checkpoints: format version, origin, and the size and SHA-256 of every file.
 
 `manifest.json` is written last, so a checkpoint that has one was written whole, and every change since shows. Folders
-without one (of another program, or of format 0) cannot be verified. No torch: commands that list checkpoints need none.
+without one, as other programs write them, cannot be verified. No torch: commands that list checkpoints need none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollmill.errors import CheckpointError, CorruptFileError, DamagedCheckpoint
 from rollmill.files import read_json_object, sync
 
 FORMAT = 1
-"""Format of the checkpoints that this version writes. Those of format 0 have no manifest."""
+"""Format of the checkpoints that this version writes. It reads all from 1 to this one."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TRAINER = "trainer.pt"
@@ -101,8 +101,38 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None  # another program's folder
     if content.pop("sha256", "") != _digest(content):
         raise DamagedCheckpointError(folder, [f"{MANIFEST} {how}"])
-    _require_format(folder, content)
+    require_format(folder / MANIFEST, content.get("format"), content["rollmill"])
     return Manifest(**content | {"files": {name: FileRecord(**record) for name, record in content["files"].items()}})
+
+
+def require_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a run's checkpoint, which always has one. Raises like `read_manifest`, and for a folder
+    without one: DamagedCheckpointError, or CheckpointError if its state has no format."""
+    if (found := read_manifest(folder)) is not None:
+        return found
+    with _explained(folder / STATE):
+        try:
+            state = read_json_object(folder / STATE)
+        except (FileNotFoundError, NotADirectoryError, CorruptFileError):
+            raise DamagedCheckpointError(folder, [f"{MANIFEST} is missing"]) from None
+    require_format(folder / STATE, state.get("format"))
+    raise AssertionError("a state with a format has a manifest, or is damaged")
+
+
+def require_format(path: Path, found: Any, version: str = "") -> None:
+    """Raise CheckpointError if this version of rollmill does not read the format of a checkpoint's file.
+
+    Args:
+        found: the file's key `format`.
+        version: of rollmill that wrote it, if that is known.
+    """
+    if found not in range(1, FORMAT + 1):
+        what = "no format" if found is None else f"format {found}"
+        by = f", written by rollmill {version}" if version else ""
+        raise CheckpointError(
+            f"{path} has {what}{by}; this is rollmill {rollmill.__version__}, which reads formats up to {FORMAT}. Use "
+            f"the version of rollmill that wrote it, or move {path.parent} out of the run."
+        )
 
 
 def require_whole(folder: Path) -> None:
@@ -158,7 +188,7 @@ def verifying(folder: Path, which: Named | None = None, *, content: bool = True)
                 raise DamagedCheckpointError(folder, text) from cause
 
         try:
-            if not damage:  # else the body's work would be in vain
+            if not damage:  # else the body's work would be wasted
                 try:
                     yield
                 except Exception as error:
@@ -195,7 +225,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; mend its permissions or its disk") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; fix its permissions or its disk") from error
 
 
 def _flushed_record(path: Path) -> FileRecord:
@@ -225,12 +255,3 @@ def _has_format(folder: Path) -> bool:
     with suppress(OSError, CorruptFileError):
         return bool(read_json_object(folder / STATE).get("format"))
     return False
-
-
-def _require_format(folder: Path, content: dict[str, Any]) -> None:
-    if content["format"] > FORMAT:
-        its, mine = content["rollmill"], rollmill.__version__
-        raise CheckpointError(
-            f"{folder} is a checkpoint of format {content['format']}, written by rollmill {its}; this is rollmill "
-            f"{mine}, which reads formats up to {FORMAT}. Use that version of rollmill."
-        )

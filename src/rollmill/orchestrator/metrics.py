@@ -16,8 +16,8 @@ from rollmill.types import (
     ExperienceSource,
     StopReason,
     first_per_rollout,
+    most_varied_rewards,
     task_domain,
-    telling_rewards,
 )
 
 REPLAYED = "replayed"  #: key of `info` of replayed completions
@@ -111,7 +111,7 @@ def domain_metrics(experiences: list[Experience], version: int) -> dict[str, flo
         found: dict[str, float] = {
             "groups": len(groups),
             "completions": len(rollouts),
-            "informative": float(np.mean([len(set(telling_rewards(group))) > 1 for group in groups.values()])),
+            "informative": float(np.mean([len(set(most_varied_rewards(group))) > 1 for group in groups.values()])),
             "failed": float(np.mean([each.reward is None for each in rollouts])),
             "length": float(np.mean([each.action_tokens for each in learned] or [0])),
             "staleness": float(np.mean([each.staleness(version) for each in learned] or [0])),

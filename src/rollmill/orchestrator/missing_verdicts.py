@@ -28,7 +28,7 @@ class MissingVerdicts:
             if self._steps[key] == stage.judging.missing_steps:
                 raise RewardError(
                     f"stage {stage.name}: {reason}; it was so in {self._steps[key]} steps in a row, which "
-                    "judging.missing_limit and judging.missing_steps do not allow. Mend it, then resume the run from "
+                    "judging.missing_limit and judging.missing_steps do not allow. Fix it, then resume the run from "
                     "its last checkpoint"
                 )
         warnings = [f"warning: {reason}" for key, reason in found.items() if key not in self._warned]

@@ -68,12 +68,12 @@ class Monitor:
         self._view.message(text)
 
     def incident(self, text: str) -> None:
-        """Show the user a failure that the run gets over, and record it for the report."""
+        """Show the user a failure that does not end the run, and record it for the report."""
         self.message(text)
         self._record(INCIDENT, text=text)
 
     def stuck(self, text: str, step: int) -> None:
-        """Tell the user loudly that the run learns nothing, and record it for the report."""
+        """Warn the user that the run learns nothing, in lines that stand out, and record it for the report."""
         self.message(f"{'=' * 20} WARNING at step {step} {'=' * 20}\n{text}\n{'=' * 60}")
         self._record(STUCK, step=step, text=text)
 
@@ -88,7 +88,7 @@ class Monitor:
             self.message(f"this is not recorded: {error}")
 
     def showing_outages(self) -> AbstractContextManager[None]:
-        """Inside, show and record when a service is away or back, or a process is lost; called in the event loop."""
+        """Inside, show and record outages of services and their ends, and lost processes; called in the event loop."""
         loop = asyncio.get_running_loop()
 
         def show(text: str) -> None:
@@ -134,7 +134,7 @@ class Monitor:
         """Open the trackers, unless they are open; the first record opens them at the latest.
 
         Raises what a tracker raises. When a run resumes, one that cannot be opened is only reported, so that a service
-        that is away does not keep the run from going on.
+        that is unavailable does not keep the run from going on.
         """
         if self._trackers is not None:
             return
@@ -170,7 +170,7 @@ class Monitor:
         """Call a tracker. One that fails is not called again, and the run goes on: metrics.jsonl has everything."""
         try:
             call()
-        except (Exception, SystemExit) as error:  # a service may be away, and a user's code may raise anything
+        except (Exception, SystemExit) as error:  # a service may be unavailable, and a user's code may raise anything
             assert self._trackers is not None
             del self._trackers[name]
             self._report_failure(name, error)

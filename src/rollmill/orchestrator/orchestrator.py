@@ -206,7 +206,7 @@ class Orchestrator:
 
         async def note() -> None:
             nonlocal noted
-            with stage.phase("eval", "rewards of the evaluation"):
+            with stage.trace.enter_phase("eval", "rewards of the evaluation"):
                 found = await evaluation.result()
             self._note(config, stage, found)
             self._monitor.evaluation({"step": self.state.step, **found.metrics})
@@ -215,7 +215,7 @@ class Orchestrator:
                 await self._timed_checkpoint(stage)
 
         async def before_update() -> None:
-            with stage.phase("eval", "completions of the evaluation"):
+            with stage.trace.enter_phase("eval", "completions of the evaluation"):
                 await evaluation.generated()
             if self._config.checkpoint.keep_best or stage.offloader is not None:
                 await note()
@@ -304,7 +304,9 @@ class Orchestrator:
         self._monitor.sync()  # a checkpoint that survives a power failure needs the records of its steps
         self._evaluations.sync()
         model, tokenizer, machine = self._policy.model, self._policy.tokenizer, self._context.machine
-        self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, machine, stage.export)
+        self._checkpoints.write(
+            self.state.step, model, tokenizer, self.state.to_json(), trainer, machine, stage.learner.export
+        )
         self._prune()
         self._control.checkpointed(self._checkpoints.path(self.state.step))
 

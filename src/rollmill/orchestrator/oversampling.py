@@ -39,7 +39,6 @@ class StoppedTasks:
         return [(task.id, times) for task, times in self._tasks]
 
     def restore(self, tasks: list[tuple[Task, int]]) -> None:
-        """Inverse of `state`."""
         self._tasks = deque(tasks)
 
 

@@ -37,15 +37,14 @@ def load_start_point(loaded: LoadedRun, run_dir: Path, *, resumed: bool) -> Star
         resumed: False for a new run, which has no checkpoints.
 
     Raises:
-        CheckpointError: all checkpoints are damaged, or one is of a later format, or of another run.
+        CheckpointError: all checkpoints are damaged, or one is of another format, or of another run.
         RollmillError: the run cannot be set up; see `set_up_run`.
     """
     checkpoints = Checkpoints(run_dir)
     checkpoints.sweep()
     sweep_temporary(run_dir)
     messages: list[str] = []
-    unreadable = dict[int, CheckpointError]()  # of format 0
-    while resumed and (steps := [each for each in checkpoints.steps() if each not in unreadable]):
+    while resumed and (steps := checkpoints.steps()):
         step = steps[-1]
         _require_own(checkpoints, run_dir)
         try:
@@ -55,23 +54,11 @@ def load_start_point(loaded: LoadedRun, run_dir: Path, *, resumed: bool) -> Star
         except DamagedCheckpointError as error:
             messages.append(_set_aside(checkpoints, step, error.damage))
             continue
-        except CheckpointError as error:
-            if isinstance(error.__cause__, OSError | MemoryError) or read_manifest(checkpoints.path(step)) is not None:
-                raise
-            unreadable[step] = error  # without hashes, another checkpoint has to show that this one is the cause
-            continue
-        messages += [
-            _set_aside(checkpoints, each, [str(error.__cause__ or error)]) for each, error in unreadable.items()
-        ]
         if messages:
             messages.append(f"the run goes on from the checkpoint of step {step}, the newest one that is whole")
-        if read_manifest(checkpoints.path(step)) is None:
-            messages.append(f"the checkpoint of step {step} has format 0, without hashes; it could not be verified")
         messages += _lost_metrics(run_dir, step)
         return StartPoint(setup, step, start, [*messages, *check_models(loaded, run_dir)])
-    if unreadable:
-        raise next(iter(unreadable.values()))
-    if resumed and (aside := checkpoints.set_aside()):
+    if resumed and (aside := checkpoints.damaged()):
         damage = messages or [f"{path} is damaged" for path in aside]
         raise CheckpointError(
             f"{run_dir} has no whole checkpoint left: {'; '.join(damage)}. Put the files of one back and rename its "

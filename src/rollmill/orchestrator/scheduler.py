@@ -50,14 +50,14 @@ class InterruptibleEngine(Protocol):
 
     @property
     def tokens_generated(self) -> int:
-        """See RolloutEngine."""
+        """Tokens generated so far."""
         ...
 
     def interrupt(self) -> None:
-        """See RolloutEngine."""
+        """Stop all requests: unfinished completions are returned as they are."""
 
     async def wait_for_tokens(self) -> None:
-        """See RolloutEngine."""
+        """Wait until more tokens may have been sampled."""
 
 
 class RolloutScheduler:
@@ -231,8 +231,8 @@ class RolloutScheduler:
         Rejected groups do not count: they leave nothing to train on, and end early on failures.
         """
         numbers = [each.number for each in started]
-        impatient = sorted((each for each in started if each.stopped >= MAX_STOPS), key=lambda each: -each.stopped)
-        needed = [each.number for each in impatient[:admitted]]
+        overdue = sorted((each for each in started if each.stopped >= MAX_STOPS), key=lambda each: -each.stopped)
+        needed = [each.number for each in overdue[:admitted]]
         chosen = await self.queue.wait_first_generated(numbers, admitted, needed=needed, counts=_is_useful)
         if self.queue.failed():
             return
@@ -296,18 +296,15 @@ class RolloutScheduler:
         state.numbers = [group.number for group in waiting]
 
     def restore(self, state: StageState) -> None:
-        """Resume from a checkpoint."""
         self._submitted = state.submitted
         self._stopped.restore([(self._task(id), times) for id, times in state.again])
         self._unfinished = [(number, task) for number, task in state.unfinished]
-        if state.tasks is not None:  # None: an older version, whose explorers had the order of tasks
-            self._sampler.load_state_dict(state.tasks)
-        numbers = state.numbers or range(len(state.groups))  # older versions stored none
+        assert state.tasks is not None, "a stage with rollouts stores its sampler"
+        self._sampler.load_state_dict(state.tasks)
         groups = [[decode_experience(row) for row in group] for group in state.groups]
-        self.queue.restore(dict(zip(numbers, groups, strict=True)))
+        self.queue.restore(dict(zip(state.numbers, groups, strict=True)))
 
     async def close(self) -> None:
-        """Cancel running rollouts."""
         await self.queue.cancel()
 
 

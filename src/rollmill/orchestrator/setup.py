@@ -126,7 +126,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     device = choose_device(config.device)
     # errors in the last stage's rewards show before the first stage runs
     wanted = [(number, each) for number, stage in enumerate(loaded.stages) for each in _rewards(stage)]
-    judges = [build_reward_manager(rewards, judging, device=str(device)) for _, (rewards, judging) in wanted]
+    judges = [build_reward_manager(rewards, settings, device=str(device)) for _, (rewards, settings) in wanted]
     scores = joined or (config.mode == "both" and not isinstance(config.placement, RayPlacement))
     for (number, _), judge in zip(wanted, judges, strict=True):
         if scores and number == 0:
@@ -240,11 +240,7 @@ def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> 
 
     A file that is lost or damaged is made again from the newest checkpoint that has a manifest.
     """
-    stored = _stored_settings(run_dir)
-    if stored is not None:
-        if "run_id" not in stored:  # made by an older version
-            stored["run_id"] = uuid.uuid4().hex
-            store_machine(run_dir, stored)
+    if (stored := _stored_settings(run_dir)) is not None:
         return stored
     wanted = {stage.trainer.precision for stage in loaded.stages}
     if len(wanted) > 1:
@@ -280,7 +276,7 @@ def _stored_settings(run_dir: Path) -> dict[str, Any] | None:
     if path.is_file():
         try:
             stored = read_json_object(path)
-            missing = [key for key in ("threads", "precision") if key not in stored]
+            missing = [key for key in ("threads", "precision", "run_id") if key not in stored]
             if not missing:
                 return stored
             damage = f"damaged (it has no {missing[0]})"
@@ -298,7 +294,6 @@ def _stored_settings(run_dir: Path) -> dict[str, Any] | None:
 
 
 def store_machine(run_dir: Path, machine: dict[str, Any]) -> None:
-    """Write machine.json."""
     atomic_write(run_dir / MACHINE, (json.dumps(machine) + "\n").encode(), durable=True)
 
 

@@ -7,8 +7,6 @@ processes (`remote/rollout_backend.py`).
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol
 
 from rollmill.buffer.sql import SQL
@@ -25,9 +23,9 @@ from rollmill.orchestrator.components import build_rollouts, build_stage_pipelin
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.evaluation import EvaluationResult, Evaluator
-from rollmill.orchestrator.experts import ProcessedExperts, build_expert_pool
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.learner import Learner
+from rollmill.orchestrator.offline_data import OfflineData, build_demonstration_pool
 from rollmill.orchestrator.offload import build_offload_plan, build_offloader
 from rollmill.orchestrator.phases import MOVE, PhaseTrace
 from rollmill.orchestrator.state import StageState
@@ -127,28 +125,24 @@ class LocalRollouts:
 
     @property
     def tokens_generated(self) -> int:
-        """See RolloutBackend."""
         return self.engine.tokens_generated
 
     async def offload(self) -> None:
-        """See RolloutBackend: ends vLLM's process."""
+        """Ends vLLM's process; the native engine's memory is moved by the offload plan."""
         await self.engine.sleep(destroy=True)
 
     def residents(self) -> dict[str, int]:
-        """See RolloutBackend: there are no such explorers."""
+        """Empty: there are no explorers in other processes."""
         return {}
 
     def publish(self, version: int) -> None:
-        """See RolloutBackend."""
         self._publisher.publish(version)
 
     def finish_step(self, step: int) -> None:
-        """See RolloutBackend."""
         if self._explorers is not None:
             self._explorers.finish_step(step)
 
     def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
-        """See RolloutBackend."""
         if stage.rewards is None:
             return None, None
         precision, tasks = stage.context.precision, stage.tasks.training.tasks
@@ -158,28 +152,22 @@ class LocalRollouts:
         return build_rollouts(stage, self._explorers, self.engine)
 
     def explain(self, error: DeadlineError) -> DeadlineError:
-        """See RolloutBackend."""
         return error
 
     def metrics(self) -> dict[str, float]:
-        """See RolloutBackend."""
         return {} if self._explorers is None else self._explorers.metrics()
 
     def reward_counters(self) -> dict[str, float]:
-        """See RolloutBackend."""
         return {} if self._rewards is None else self._rewards.counters()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """See RolloutBackend."""
         return None if self._explorers is None else self._explorers.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """See RolloutBackend."""
         if self._explorers is not None:
             self._explorers.load_state_dict(state)
 
     async def close(self) -> None:
-        """See RolloutBackend."""
         if self._explorers is not None:
             await self._explorers.close()
         await self.engine.close()
@@ -221,7 +209,7 @@ class Stage:
             context,
             tasks.training.tasks,
             seed=self.seed,
-            shown=() if tasks.experts is None else tasks.experts.tasks,
+            shown=() if tasks.examples is None else tasks.examples.tasks,
             kept_versions=config.max_staleness if late else 0,
         )
         self.offload_plan: OffloadPlan | None = None
@@ -237,12 +225,12 @@ class Stage:
         self.trace.offloader, self.trace.explorers = self.offloader, self.backend.residents
         self.store = context.buffers.of_stage(config)
         self.pipeline = build_stage_pipeline(config, policy, self.seed)
-        self.experts: ProcessedExperts | None = None
+        self.offline_data: OfflineData | None = None
         if config.algorithm.uses_examples:
-            pool = build_expert_pool(config, tasks.experts, policy, self.store, context.buffers, seed=self.seed)
-            shown = [*tasks.training.tasks, *([] if tasks.experts is None else tasks.experts.tasks)]
+            pool = build_demonstration_pool(config, tasks.examples, policy, self.store, context.buffers, seed=self.seed)
+            shown = [*tasks.training.tasks, *([] if tasks.examples is None else tasks.examples.tasks)]
             by_id = {task.id: task for task in shown}
-            self.experts = ProcessedExperts(pool, self.pipeline, self.store, config, policy, by_id)
+            self.offline_data = OfflineData(pool, self.pipeline, self.store, config, policy, by_id)
         self.drafts = None if config.rollout.reuse is None else DraftCache(config.rollout.reuse)
         self.batches, self.evaluator = self.backend.start(self)
 
@@ -265,7 +253,7 @@ class Stage:
     def describe(self) -> list[str]:
         """Messages for the start of the stage: its size, where rollouts are made, what moves when, tasks left out."""
         config = self.config
-        count = count_tasks(config, self.tasks.training, self.tasks.experts)
+        count = count_tasks(config, self.tasks.training, self.tasks.examples)
         first = (
             f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, {count.tasks} tasks loaded, "
             f"{count.describe_left_out()}{count.describe_examples()}"
@@ -289,8 +277,8 @@ class Stage:
         self.learner.start()
         self.state = state
         self._rewind()
-        if self.experts is not None and state.experts is not None:
-            self.experts.pool.load_state_dict(state.experts)
+        if self.offline_data is not None and state.experts is not None:
+            self.offline_data.pool.load_state_dict(state.experts)
         self.pipeline.load_state_dict(state.pipeline)
         if self.batches is not None:
             self.batches.restore(state)
@@ -329,7 +317,7 @@ class Stage:
     def sync_weights(self) -> None:
         """Publish the current weights unless engines have them: they are evaluated next."""
         if self._published != self.version:
-            self.trace.enter("train")  # the weights may be away
+            self.trace.enter("train")  # the weights may be offloaded
             self.publish()
 
     def _rewind(self) -> None:
@@ -338,7 +326,7 @@ class Stage:
 
     def _mark_boundary(self) -> None:
         """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun."""
-        self.state.experts = None if self.experts is None else self.experts.pool.state_dict()
+        self.state.experts = None if self.offline_data is None else self.offline_data.pool.state_dict()
         self.state.pipeline = self.pipeline.state_dict()
         if self.drafts is not None:
             self.drafts.mark()
@@ -366,10 +354,6 @@ class Stage:
         """Bring the policy, and what is trained, to where they can be written."""
         self.trace.enter("train")
 
-    def export(self, folder: Path) -> None:
-        """Write into a checkpoint's folder what the stage makes besides the policy."""
-        self.learner.export(folder)
-
     # -- beside the steps --------------------------------------------------------------------------------------
 
     async def evaluate(self, *, is_complete: bool = False) -> EvaluationResult:
@@ -380,11 +364,6 @@ class Stage:
         self._report("eval", "completions of held-out tasks, and their rewards")
         return await self.evaluator.evaluate(is_complete=is_complete)
 
-    def phase(self, name: str, waits_for: str = "") -> AbstractContextManager[None]:
-        """Enter a phase of the step: move the components that it needs to the device (section `residency`), and count
-        what happens inside as its seconds."""
-        return self.trace.enter_phase(name, waits_for)
-
     def _report(self, kind: str, waits_for: str) -> None:
         """Tell `rollmill status` what goes on."""
         step = f"step {self.state.step + 1} of {self.config.steps}"
@@ -393,7 +372,6 @@ class Stage:
         self.context.set_activity(activity, waits_for, version=self.version)
 
     async def close(self) -> None:
-        """Stop what is running."""
         self.learner.close()
         if self.batches is not None:
             await self.batches.close()

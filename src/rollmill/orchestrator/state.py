@@ -51,10 +51,8 @@ class RunState:
     generation_seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunState:
-        """Inverse of `to_json`."""
         return cls(**(data | {"current": StageState(**data["current"])}))

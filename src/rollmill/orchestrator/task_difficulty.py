@@ -30,7 +30,7 @@ from rollmill.rewards.resources import RewardResources
 from rollmill.seeds import derive_seed
 from rollmill.trainer import StepSize, choose_precision
 from rollmill.trainer.parity import load_verified_policy
-from rollmill.types import Task, telling_rewards
+from rollmill.types import Task, most_varied_rewards
 from rollmill.waiting import patient_timeout
 
 SCORING_STREAM = 0x5C04
@@ -216,7 +216,7 @@ async def _roll_out(
         stream = derive_seed(seed, SCORING_STREAM, number)
         sampling = stage.view_of(task.taskset).rollout
         group = await explorer.rollout(task, sampling, n=samples, seed=stream, group=f"score/{task.id}")
-        values = telling_rewards(group)
+        values = most_varied_rewards(group)
         if not values:
             return None
         rate = sum(reward >= threshold for reward in values) / len(values)

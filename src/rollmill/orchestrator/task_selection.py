@@ -28,7 +28,7 @@ class StageTasks:
     """Tasks of one stage; every prompt and demonstration fits the model's context."""
 
     training: Taskset  #: training tasks; `rejected` has the rows and tasks left out
-    experts: Taskset | None  #: demonstrations, if the algorithm imitates; `rejected` has the tasks without one, too
+    examples: Taskset | None  #: demonstrations, if the algorithm imitates; `rejected` has the tasks without one, too
     held_out: dict[str, list[Task]]  #: evaluated tasks, by the name of their set
     notes: list[str]  #: messages on the pipeline and on tasks left out
 
@@ -51,18 +51,18 @@ def select_tasks(
         training = training.with_tasks(with_switches(training.tasks, switches, key, training.name), [])
     if config.taskset is not None:
         _require_seen(config.taskset, training, policy, f"stage {config.name}: taskset")
-    experts = select_examples(config, training)
-    require_examples(config, training, experts)
-    if experts is not None and experts.tasks:
+    examples = select_examples(config, training)
+    require_examples(config, training, examples)
+    if examples is not None and examples.tasks:
         measure = _pair if algorithm.uses_pairs or algorithm.uses_labels else _demonstration
-        experts = _keep_fitting(experts, config.required_taskset, policy, measure, notes)
+        examples = _keep_fitting(examples, config.required_taskset, policy, measure, notes)
         if isinstance(algorithm, KTO):
-            notes += _imbalance(experts, algorithm)
+            notes += _imbalance(examples, algorithm)
     if isinstance(algorithm, SelfDistill):
         training = select_context(training, algorithm, config.required_taskset, notes)
     if algorithm.uses_rollouts and config.workflow.uses_tasks:
         training = _keep_fitting(training, config.required_taskset, policy, _prompt, notes)
-    return StageTasks(training, experts, select_held_out(config, policy, held_out, notes), notes)
+    return StageTasks(training, examples, select_held_out(config, policy, held_out, notes), notes)
 
 
 def select_held_out(

@@ -83,7 +83,6 @@ class DuplicateFilter:
         return {"seen": list(self._memory)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self._memory = LRUCache(self._options.memory)
         for key in state["seen"]:
             self._memory.put(key, True)
@@ -129,7 +128,6 @@ class NearDuplicateFilter:
         return {"seen": [[space, _packed(minhash)] for space, minhash in self._known.entries()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self._known = self._index(self._options.memory)
         for space, packed in state["seen"]:
             self._known.add(self._made(_unpacked(packed)), space)
@@ -162,7 +160,6 @@ class _Index:
         return any(where == space and minhash.jaccard(other) >= threshold for where, other in near)
 
     def add(self, minhash: Any, space: str) -> None:
-        """Add a signature."""
         key = str(self._count)
         self._count += 1
         self._lsh.insert(key, minhash)

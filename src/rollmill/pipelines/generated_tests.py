@@ -104,7 +104,6 @@ class TestGenerator:
         return {"tasks": [[task, known.programs, known.tests] for task, known in self._memory.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self._memory = LRUCache(self._options.memory)
         for task, programs, tests in state["tasks"]:
             self._memory.put(task, _TaskTests(list(programs), tests))

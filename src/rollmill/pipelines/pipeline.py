@@ -124,7 +124,6 @@ class Pipeline:
         return {name: _copied(name, each) for name, each in self._operators.items() if hasattr(each, "state_dict")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         for name, each in state.items():
             self._operators[name].load_state_dict(each)  # type: ignore[attr-defined]
 
@@ -226,32 +225,27 @@ class DomainPipelines(Pipeline):
         return sum(len(each) for each in self._pipelines.values())
 
     async def process(self, experiences: Sequence[Experience], context: PipelineContext) -> list[Experience]:
-        """See Pipeline; all experiences are of the first one's domain. Those of none, such as an answer that somebody
-        posted to a prompt of their own, stay as they are."""
+        """Process experiences of one domain, that of the first. Those of none, such as an answer that somebody posted
+        to a prompt of their own, stay as they are."""
         own = self._pipelines.get(task_domain(experiences[0].task_id))
         return list(experiences) if own is None else await own.process(experiences, context)
 
     def reports(self) -> dict[str, OperatorReport]:
-        """See Pipeline."""
         return {f"{name}/{key}": each for name, one in self._pipelines.items() for key, each in one.reports().items()}
 
     def take_reports(self) -> dict[str, OperatorReport]:
-        """See Pipeline."""
         return {
             f"{name}/{key}": each for name, one in self._pipelines.items() for key, each in one.take_reports().items()
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """See Pipeline."""
         return {name: each.state_dict() for name, each in self._pipelines.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Pipeline."""
         for name, each in state.items():
             self._pipelines[name].load_state_dict(each)
 
     def close(self) -> None:
-        """See Pipeline."""
         with ExitStack() as stack:
             for each in self._pipelines.values():
                 stack.callback(each.close)

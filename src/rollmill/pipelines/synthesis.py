@@ -57,7 +57,6 @@ class DemonstrationMaker:
         return {"made": [list(each) for each in self._made.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self._made = LRUCache(self._options.memory)
         for task, made in state["made"]:
             self._made.put(task, made)

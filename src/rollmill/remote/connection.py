@@ -55,7 +55,6 @@ def _prove(key: bytes, side: bytes, trainers: bytes, workers: bytes) -> bytes:
 
 
 def write_message(writer: StreamWriter, message: Any) -> None:
-    """Send a message."""
     writer.write(_encode(message))
 
 
@@ -81,7 +80,6 @@ class ConnectedWorker:
         self._reading = asyncio.ensure_future(self._read(reader))
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """See WorkerHandle."""
         if self._reading.done():
             raise WorkerLostError("its connection has ended")
         number, result = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -97,7 +95,6 @@ class ConnectedWorker:
             del self._results[number]
 
     def notify(self, method: str, *arguments: Any) -> None:
-        """See WorkerHandle."""
         if not self._reading.done():
             write_message(self._writer, (None, method, arguments))
 

@@ -64,7 +64,7 @@ async def _join(loaded: LoadedRun, run_dir: Path, watch: TrainerWatch, report: R
 
 
 def _tell(run_dir: Path, process: str, report: Report, text: str) -> None:
-    """Report a failure that the run gets over, and record it."""
+    """Report a failure that does not end the run, and record it."""
     report(f"{process}: {text}")
     try:
         record_event(run_dir, INCIDENT, process=process, text=text)

@@ -47,7 +47,7 @@ class ExplorerWorker:
         self.dismissed = ""  #: why the trainer does not need this process any more; empty while it does
 
     async def ready(self) -> list[Outage]:
-        """Return the endpoints that are away for this process; answers while rollouts are running."""
+        """Return the endpoints that are unreachable for this process; answers while rollouts are running."""
         return self._outages.current()
 
     async def begin(self, use: str, setup: WorkerSetup) -> None:
@@ -72,7 +72,7 @@ class ExplorerWorker:
             self._report(version)
 
     async def rollout(self, use: str, request: RolloutRequest) -> RolloutReply:
-        """See StageWorker. Raises WorkerNotReadyError if it serves nobody, or another trainer, or begins again."""
+        """Raises WorkerNotReadyError if it serves nobody, or another trainer, or begins again."""
         if use != self._use or self._stage is None:
             raise WorkerNotReadyError(use)
         task = asyncio.ensure_future(self._stage.rollout(request))
@@ -109,7 +109,6 @@ class ExplorerWorker:
         return self._stage.tokens_generated
 
     async def interrupt(self, use: str, through: int) -> None:
-        """See StageWorker."""
         if use == self._use and self._stage is not None:
             self._stage.interrupt(through)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import secrets
 import socket
@@ -14,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollmill.errors import RollmillError
-from rollmill.orchestrator.state import StageState
 from rollmill.remote.connection import LOST, ConnectedWorker, accept_worker
 from rollmill.remote.rollout_backend import WeightTransport
-from rollmill.remote.run_state import EXPLORER, EXPLORERS, TRAINER_STATUS, TrainerStatus, describe_explorers
+from rollmill.remote.run_state import EXPLORER, TRAINER_STATUS, TrainerStatus, describe_explorers
 from rollmill.remote.scaling import (
     LEAVE_S,
     ScaleAnswer,
@@ -52,16 +50,15 @@ class JoinedExplorers:
         self._limit = None if answer is None else answer.explorers  # None: any number may join
 
     def share(self, setup: WorkerSetup) -> WorkerSetup:
-        """See ExplorerFleet. Explorers load the model themselves, on their own devices."""
+        """Explorers load the model themselves, on their own devices."""
         return replace(setup, policy=None)
 
     def describe(self) -> str:
-        """See ExplorerFleet."""
         return describe_explorers(self._run_dir)
 
     @asynccontextmanager
     async def serving(self, message: Callable[[str], None] = print) -> AsyncIterator[None]:
-        """See ExplorerFleet. Afterwards explorers know that the run is done, unless it has failed."""
+        """Afterwards explorers know that the run is done, unless it has failed."""
         listening = socket.create_server(("", 0), family=_family(), dualstack_ipv6=_family() == socket.AF_INET6)
         server = await asyncio.start_server(self.welcome, sock=listening)
         host, port = socket.gethostname(), listening.getsockname()[1]
@@ -147,17 +144,3 @@ def _own_addresses(host: str) -> list[str]:
     with suppress(OSError):
         found += [str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     return list(dict.fromkeys(found))
-
-
-def adopt_former_state(run_dir: Path, stage: int, state: StageState) -> None:
-    """Continue a run of a version whose explorers had their own schedulers: take over that of explorer 0, which had the
-    order of tasks and the group names of a single process. The groups of all are in the buffer.
-
-    Without such a file, the stage starts its order of tasks anew.
-    """
-    path = run_dir / EXPLORERS / f"stage-{stage}" / "0.json"
-    if state.tasks is not None or not path.is_file():
-        return
-    former = json.loads(path.read_text())
-    state.submitted, state.tasks, state.pipeline = former["submitted"], former["tasks"], former["pipeline"]
-    state.unfinished = [(number, task) for number, task in former["unfinished"]]

@@ -96,7 +96,7 @@ class PlacementGroup:
 
 
 def _require(bundles: Sequence[dict[str, float]]) -> None:
-    """Raise ConfigError if Ray has fewer resources than all bundles together: waiting would be in vain."""
+    """Raise ConfigError if Ray has fewer resources than all bundles together, so that waiting would not help."""
     have = ray_module().cluster_resources()
     for name, what in (("CPU", "cores"), ("GPU", "GPUs")):
         wanted, found = sum(each.get(name, 0.0) for each in bundles), have.get(name, 0.0)

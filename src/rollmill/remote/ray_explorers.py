@@ -1,4 +1,4 @@
-"""Explorers that are Ray actors, which Ray restartable when their process ends."""
+"""Explorers as Ray actors: Ray starts them again when their process ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class RayWorkerHandle:
         self._actor = actor
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """See WorkerHandle."""
         ray = ray_module()
         reference = getattr(self._actor, method).remote(*arguments)
         try:
@@ -51,11 +50,9 @@ class RayWorkerHandle:
             raise
 
     def notify(self, method: str, *arguments: Any) -> None:
-        """See WorkerHandle."""
         getattr(self._actor, method).remote(*arguments)
 
     def kill(self) -> None:
-        """See WorkerHandle."""
         ray_module().kill(self._actor, no_restart=False)
 
 
@@ -63,8 +60,8 @@ class RayExplorers:
     """The actors of a run, as an ExplorerFleet. They outlive the trainer's process that uses them.
 
     Args:
-        actors: by name; see `start_explorers`.
-        silent_s: see WorkerPool.
+        actors: those that `start_explorers` returned, by name.
+        silent_s: seconds without an answer or a heartbeat after which an explorer counts as dead.
     """
 
     def __init__(self, placement: RayPlacement, run_dir: Path, actors: dict[str, Any], silent_s: float) -> None:
@@ -80,27 +77,25 @@ class RayExplorers:
         self.transport = WeightTransport(placement.weights, folder, host_address(), placement.nccl, engines)
 
     def share(self, setup: WorkerSetup) -> Any:
-        """See ExplorerFleet. All explorers of a host read one copy."""
+        """All explorers of a host read one copy."""
         return ray_module().put(setup)
 
     def describe(self) -> str:
-        """Empty: Ray restartable explorers."""
+        """Empty: Ray starts explorers again by itself."""
         return ""
 
     @property
     def location(self) -> str:
-        """See ExplorerFleet."""
         staying = [each for each in self.pool.workers if not each.leaving]
         return f"{count_explorers(len(staying))} on Ray at {self._address}"
 
     @property
     def display_name(self) -> str:
-        """See ExplorerFleet."""
         return self.location
 
     @asynccontextmanager
     async def serving(self, message: Callable[[str], None]) -> AsyncIterator[None]:
-        """See ExplorerFleet: Ray can always reach them, and `rollmill run` tells of them."""
+        """Accepts `use` during the body; Ray can always reach the explorers, and `rollmill run` tells of them."""
         self._loop = asyncio.get_running_loop()
         try:
             yield

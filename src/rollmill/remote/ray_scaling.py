@@ -181,7 +181,7 @@ async def _until_free(needs: Sequence[ResourceRequest]) -> None:
             return
         have = await asyncio.to_thread(ray_module().cluster_resources)
         if any(wanted[name] > have.get(name, 0.0) for name in lacking):
-            break  # waiting would be in vain
+            break  # waiting would not help
         await asyncio.sleep(LOOK_S)
     texts = [f"{wanted[name]:g} {name}s, of which Ray has {free.get(name, 0.0):g} left" for name in lacking]
     raise _RefusedError(f"they need {' and '.join(texts)}; lower placement.cpus or placement.gpus, or free some")

@@ -129,7 +129,7 @@ class RemoteRollouts:
 
     @property
     def display_name(self) -> str:
-        """See RolloutBackend; the number of explorers may change."""
+        """Names the explorers with their number, which may change."""
         return self._fleet.display_name
 
     @property
@@ -168,7 +168,7 @@ class RemoteRollouts:
         return engine, *open_transport(self._fleet.transport, config, context, policy, self._name)
 
     def publish(self, version: int) -> None:
-        """See InPlacePublisher: the trainer's parameters are now those of `version`."""
+        """Send the trainer's parameters, which are now those of `version`, to the explorers."""
         self._sender.send(version, trainable_parameters(self._policy))
         self.version = version
         self._pool.reset_restart_budget()
@@ -176,10 +176,9 @@ class RemoteRollouts:
             self._pool.notify("update", self._name, version)
 
     def finish_step(self, step: int) -> None:
-        """See RolloutBackend: models with `policy: past` are refused with explorers in other processes."""
+        """No-op: models with `policy: past` are refused with explorers in other processes."""
 
     def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
-        """See RolloutBackend."""
         return build_rollouts(stage, self, self)
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
@@ -208,8 +207,8 @@ class RemoteRollouts:
         return reply
 
     async def offload(self) -> None:
-        """See RolloutBackend: every explorer frees its device until its next rollout. One that is lost meanwhile
-        begins again without holding anything."""
+        """Free every explorer's device until its next rollout. One that is lost meanwhile begins again without holding
+        anything."""
         advice = "Is its disk very slow, or is it stopped? residency.engine: device leaves explorers as they are."
         found = await self._pool.order("offload", self._name, timeout_s=_OFFLOAD_S, advice=advice)
         for name, reply in found.items():
@@ -217,7 +216,6 @@ class RemoteRollouts:
             self._metrics.append(reply.metrics)
 
     def residents(self) -> dict[str, int]:
-        """See RolloutBackend."""
         names = [each.name for each in self._pool.workers]
         held = {name: self._residents.get(name, {}) for name in names}
         return {f"{name} {component}": size for name, sizes in held.items() for component, size in sizes.items()}
@@ -230,7 +228,6 @@ class RemoteRollouts:
                 self._sender.restore()
 
     def explain(self, error: DeadlineError) -> DeadlineError:
-        """See RolloutBackend."""
         advice = " ".join(filter(None, [self._fleet.describe(), error.advice]))
         return DeadlineError(error.waiter, error.owner, error.seconds, advice)
 
@@ -241,7 +238,6 @@ class RemoteRollouts:
         return sum_metrics(happened) | ({"explorer/replaced": float(replaced)} if replaced else {})
 
     def reward_counters(self) -> dict[str, float]:
-        """See RolloutBackend."""
         return sum_metrics(list(self._counters.values()))
 
     def state_dict(self) -> None:
@@ -271,7 +267,6 @@ class RemoteRolloutsVariant:
         return RemoteExplorer(self._explorers, self._stage, trace)
 
     def variant(self, config: StageConfig, rewards: RewardManager) -> RemoteRolloutsVariant:
-        """See ExplorerSource."""
         return RemoteRolloutsVariant(self._explorers, config.model_dump_json())
 
     def metrics(self) -> dict[str, float]:
@@ -283,7 +278,7 @@ class RemoteRolloutsVariant:
 
 
 class RemoteExplorer:
-    """Has groups rolled out remotely; see Explorer. Their rewards arrive with their tokens."""
+    """Has groups rolled out by explorers in other processes. Their rewards arrive with their tokens."""
 
     is_remote = True
 
@@ -302,7 +297,6 @@ class RemoteExplorer:
         generated: OnGenerated | None = None,
         with_greedy: bool = False,
     ) -> list[Experience]:
-        """See Explorer."""
         version = self._explorers.version
         request = RolloutRequest(task, sampling, n, seed, group, version, with_greedy, self._stage)
         experiences = await self._roll_out(request)
@@ -320,13 +314,13 @@ class RemoteExplorer:
         group: str,
         begun: Sequence[Experience] = (),
     ) -> PartialRollout:
-        """See ExplorerProtocol. Raises like `rollout`, for rewards are computed there, too."""
+        """Raises like `rollout`, since rewards are computed there, too."""
         version, part = self._explorers.version, self._explorers.next_part()
         request = RolloutRequest(task, sampling, n, seed, group, version, stage=self._stage, part=part, begun=[*begun])
         return PartialRollout(await self._roll_out(request))
 
     async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
-        """See ExplorerProtocol: rewards have arrived with the tokens."""
+        """No-op: rewards have arrived with the tokens."""
 
     async def _roll_out(self, request: RolloutRequest) -> list[Experience]:
         reply = await self._explorers.roll_out(request)
@@ -337,7 +331,6 @@ class RemoteExplorer:
         return reply.experiences
 
     def take_counts(self) -> dict[str, float]:
-        """See Explorer."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 

@@ -42,9 +42,9 @@ class TrainerStatus:
 
 
 def read_trainer_status(run_dir: Path) -> TrainerStatus | None:
-    """Read the trainer's status; None before the first, or if it is of a version of rollmill without connections.
+    """Read the trainer's status; None before the first.
 
-    Raises ConfigError if it belongs to another user.
+    Raises ConfigError if it belongs to another user, or to another version of rollmill.
     """
     path = run_dir / TRAINER_STATUS
     try:
@@ -55,9 +55,11 @@ def read_trainer_status(run_dir: Path) -> TrainerStatus | None:
         return None
     except PermissionError:
         raise ConfigError(f"{path} belongs to another user; start explorers as the user of the trainer") from None
-    if "addresses" not in found:
-        return None
-    return TrainerStatus(**found | {"addresses": tuple(found["addresses"])})
+    try:
+        return TrainerStatus(**found | {"addresses": tuple(found["addresses"])})
+    except (TypeError, KeyError) as error:
+        advice = "use the same version for trainer and explorers, and start the trainer first"
+        raise ConfigError(f"{path} was written by another version of rollmill; {advice}") from error
 
 
 @contextmanager

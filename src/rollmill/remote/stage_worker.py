@@ -205,7 +205,7 @@ class StageWorker:
         if request.part is None:
             return await explorer.rollout(task, sampling, **group, with_greedy=request.with_greedy)
         if request.part <= self._interrupted:
-            return request.begun or explorer.unbegun(task, sampling, **group)
+            return request.begun or explorer.prompt_only(task, sampling, **group)
         self._parts.add(request.part)
         try:
             part = await explorer.part(task, sampling, **group, begun=request.begun)

@@ -88,7 +88,7 @@ class Supervisor:
         self._trainer: Any = None
         self._started = False  # the trainer's process
         self._killed_before = 0
-        self._budget, self._reduction = RestartBudget(loaded.config.supervision), MemoryReduction()
+        self._budget, self._reduction = RestartBudget(loaded.config.supervise), MemoryReduction()
         self._interrupts = Interrupts()
 
     async def run(self, resumed: bool) -> dict[str, Any]:

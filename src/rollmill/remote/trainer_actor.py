@@ -120,7 +120,8 @@ class TrainerActor:
         return self._interrupts.request()
 
     async def use_explorers(self, explorers: dict[str, Any]) -> str | None:
-        """See RayExplorers.use; None while the run still loads, too."""
+        """Use these explorers from now on, in place of others. Returns like RayExplorers.use, and None while the run
+        still loads."""
         return None if self._fleet is None else await self._fleet.use(explorers)
 
     def _describe_stall(self, quiet_s: float) -> str:
@@ -142,7 +143,7 @@ class TrainerActor:
             explorers = self._fleet = RayExplorers(
                 loaded.config.placement, self._run_dir, self._explorers, loaded.config.explorer_silent_s
             )
-            limit_s = loaded.config.supervision.stall_limit(loaded.stages)
+            limit_s = loaded.config.supervise.stall_limit(loaded.stages)
             loaded, changes = self._reduction.apply(loaded)
             if changes:
                 record_event(self._run_dir, REDUCED, changes=changes)

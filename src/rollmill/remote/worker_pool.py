@@ -71,12 +71,12 @@ class PooledWorker:
     name: str
     handle: WorkerHandle
     busy: int = 0
-    life: int = 0  #: identifies its start among those of all workers
+    start_id: int = 0  #: identifies its start among those of all workers
     begun: asyncio.Task[None] | None = None  #: its call of `begin`
     gone: asyncio.Event = field(default_factory=asyncio.Event)  #: set when it hung and was killed
     leaving: bool = False  #: it finishes its calls and gets no others
     idle: asyncio.Event = field(default_factory=asyncio.Event)  #: set when a call ends and it has no others
-    outages: set[str] = field(default_factory=set)  #: names of services that are away for it
+    outages: set[str] = field(default_factory=set)  #: names of services that are unavailable to it
 
     @property
     def ready(self) -> bool:
@@ -84,7 +84,7 @@ class PooledWorker:
         return self.begun is not None and self.begun.done() and not _failed(self.begun)
 
     def note_outages(self, found: Sequence[Outage]) -> None:
-        """Let this process's deadlines stand still, too, while a service is away for the worker."""
+        """Let this process's deadlines stand still, too, while a service is unavailable to the worker."""
         outages = {f"{each.name}, for {self.name}": each.reason for each in found}
         if outages:
             count_progress(Progress.PHASES)  # the worker bounds such a wait, so it is no stall
@@ -120,7 +120,7 @@ class WorkerPool:
         self._what, self._health_s, self._silent_s, self._run_dir = what, health_s, silent_s, run_dir
         self._allowed, self._left = replacements, replacements
         self._arguments: Sequence[Any] | None = None  # of `begin`; None while the pool is not in use
-        self._lives, self._joined = itertools.count(1), asyncio.Event()
+        self._start_ids, self._joined = itertools.count(1), asyncio.Event()
         self.replaced = 0
         self.workers = [PooledWorker(name, handle) for name, handle in workers.items()]
         self._watch: asyncio.Task[None] | None = None
@@ -128,7 +128,7 @@ class WorkerPool:
     def add(self, name: str, handle: WorkerHandle) -> None:
         """Add a worker, in place of one with the same name, whose process is gone."""
         for worker in [each for each in self.workers if each.name == name]:
-            self._lose(worker, worker.life, "it has joined again")
+            self._lose(worker, worker.start_id, "it has joined again")
         worker = PooledWorker(name, handle)
         self.workers.append(worker)
         if self._arguments is not None:
@@ -180,8 +180,8 @@ class WorkerPool:
         self._left = self._allowed
 
     async def call(self, method: str, *arguments: Any) -> tuple[tuple[str, int], Any]:
-        """Call `method` on the least busy worker; returns the worker's name and life, and the result. If the worker is
-        lost, another one is called; if there is none, this waits for one to join.
+        """Call `method` on the least busy worker; returns its name and start, and the result. If the worker is lost,
+        another one is called; if there is none, this waits for one to join.
 
         Raises what the method raised, and:
             EngineError: too many have died.
@@ -194,25 +194,25 @@ class WorkerPool:
                 await self._joined.wait()
                 continue
             worker = min(workers, key=lambda each: (not each.ready, each.busy))
-            life = worker.life
+            start_id = worker.start_id
             worker.busy += 1
             try:
                 if not worker.ready and worker.begun is not None:
                     await asyncio.wait([worker.begun])
                     continue
-                return (worker.name, life), await _call(worker, method, *arguments)
+                return (worker.name, start_id), await _call(worker, method, *arguments)
             except WorkerLostError as lost:
-                self._lose(worker, life, str(lost))
+                self._lose(worker, start_id, str(lost))
             finally:
                 worker.busy -= 1
                 if not worker.busy:
                     worker.idle.set()
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float) -> dict[tuple[str, int], Any]:
-        """Call a method on all workers that have begun; returns the results by name and life, without those of workers
+        """Call a method on all workers that have begun; returns the results by name and start, without those of workers
         that are lost or late. Raises what the method raised."""
         workers = [each for each in self.workers if each.ready]
-        calls = {(each.name, each.life): asyncio.ensure_future(_call(each, method, *arguments)) for each in workers}
+        calls = {(each.name, each.start_id): asyncio.ensure_future(_call(each, method, *arguments)) for each in workers}
         if calls:
             await asyncio.wait(calls.values(), timeout=timeout_s)
         found = {key: call.result() for key, call in calls.items() if call.done() and not _is_lost(call)}
@@ -224,17 +224,17 @@ class WorkerPool:
         """Call a method on all workers that have begun, and wait for them; returns the results by name, without those
         of workers that are lost. Raises what the method raised, and DeadlineError if one takes too long."""
 
-        async def one(worker: PooledWorker, life: int) -> Any:
+        async def one(worker: PooledWorker, start_id: int) -> Any:
             try:
                 async with asyncio.timeout(timeout_s):
                     return await _call(worker, method, *arguments)
             except TimeoutError:
                 raise DeadlineError("the trainer", f"{worker.name} ({method})", timeout_s, advice) from None
             except WorkerLostError as lost:
-                self._lose(worker, life, str(lost))
+                self._lose(worker, start_id, str(lost))
 
         workers = [each for each in self.workers if each.ready]
-        results = await asyncio.gather(*(one(each, each.life) for each in workers))
+        results = await asyncio.gather(*(one(each, each.start_id) for each in workers))
         return {each.name: result for each, result in zip(workers, results, strict=True) if result is not None}
 
     def notify(self, method: str, *arguments: Any) -> None:
@@ -259,9 +259,9 @@ class WorkerPool:
             async with asyncio.timeout(SHUTDOWN_S):
                 await asyncio.gather(*calls, return_exceptions=True)
 
-    def _lose(self, worker: PooledWorker, life: int, why: str) -> None:
-        """Begin again with a worker that is restarted, or let it leave. Later failures of the same life are ignored."""
-        if worker.life != life or worker not in self.workers:
+    def _lose(self, worker: PooledWorker, start_id: int, why: str) -> None:
+        """Begin again with a worker that is restarted, or let it leave. Later failures after that start are ignored."""
+        if worker.start_id != start_id or worker not in self.workers:
             return
         worker.note_outages([])
         if worker.ready:
@@ -289,7 +289,7 @@ class WorkerPool:
             worker.begun.cancel()
 
     def _renew(self, worker: PooledWorker, arguments: Sequence[Any]) -> None:
-        worker.life = next(self._lives)
+        worker.start_id = next(self._start_ids)
         worker.gone = asyncio.Event()
         worker.begun = asyncio.ensure_future(self._begin(worker, arguments))
 
@@ -320,7 +320,7 @@ class WorkerPool:
             if worker.begun is not None and (error := _failed(worker.begun)) is not None:
                 if worker.handle.restartable and not isinstance(error, WorkerLostError):
                     raise error
-                self._lose(worker, worker.life, str(error))
+                self._lose(worker, worker.start_id, str(error))
 
     async def _keep_watch(self) -> None:
         """Kill workers that do not answer."""
@@ -329,19 +329,19 @@ class WorkerPool:
             await asyncio.gather(*(self._check(each) for each in self.workers if each.ready))
 
     async def _check(self, worker: PooledWorker) -> None:
-        life, answer = worker.life, asyncio.ensure_future(_call(worker, "ready"))
+        start_id, answer = worker.start_id, asyncio.ensure_future(_call(worker, "ready"))
         try:
             await _require_sign(worker.name, answer, self._health_s, self._silent_s, self._run_dir)
             worker.note_outages(await wait_with_grace(answer, max(0.0, self._health_s - self._silent_s)))
         except TimeoutError:
-            if worker.life == life and worker.handle.restartable:
+            if worker.start_id == start_id and worker.handle.restartable:
                 worker.handle.kill()
                 worker.gone.set()
             else:
-                self._lose(worker, life, "it did not answer")
+                self._lose(worker, start_id, "it did not answer")
         except WorkerLostError as lost:
             with suppress(EngineError):  # the next call raises it
-                self._lose(worker, life, str(lost))
+                self._lose(worker, start_id, str(lost))
         finally:
             answer.cancel()
 

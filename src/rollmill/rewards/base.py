@@ -223,7 +223,7 @@ def _require_schemas(rewards: Sequence[RewardConfig], tasks: Sequence[Task], whe
 
 
 def require_verdicts(
-    rewards: Sequence[RewardConfig], judging: RewardManagerConfig, tasks: Sequence[Task], where: str
+    rewards: Sequence[RewardConfig], settings: RewardManagerConfig, tasks: Sequence[Task], where: str
 ) -> None:
     """Raise ConfigError if a task names rewards that there are not, or two rewards decide whether its answer is right.
 
@@ -245,7 +245,7 @@ def require_verdicts(
                 f"{where}: task `{task.id}` names the reward `{unknown[0]}` (taskset.fields.rewards), and there are "
                 f"{', '.join(names) or 'none'}; correct the row, or add that reward"
             )
-        if judging.verdicts == "several" or len(deciding) < 2:
+        if settings.verdicts == "several" or len(deciding) < 2:
             continue
         scoring = [(name, each) for name, each in deciding if _applies(each, task) and name in (task.rewards or names)]
         by_role = [[name for name, each in scoring if each.role in (None, role)] for role in roles]

@@ -25,23 +25,21 @@ class DomainRewards(RewardManager):
 
     @property
     def roles(self) -> set[str]:
-        """See RewardManager."""
         return {role for each in self.domains.values() for role in each.roles}
 
     @property
     def groupwise(self) -> bool:
-        """See RewardManager."""
         return any(each.groupwise for each in self.domains.values())
 
     def counters(self) -> dict[str, float]:
-        """See RewardManager; rewards of one name in several domains are counted together."""
+        """Counts rewards of one name in several domains together."""
         total: Counter[str] = Counter()
         for manager in self.domains.values():
             total.update(manager.counters())
         return dict(total)
 
     def set_weight(self, name: str, weight: float, from_version: int) -> None:
-        """See RewardManager: in every domain that has the reward. Raises ConfigError if none has it."""
+        """Change the weight in every domain that has the reward. Raises ConfigError if none has it."""
         found = [manager for manager in self.domains.values() if name in manager.weights]
         for manager in found or self.domains.values():
             manager.set_weight(name, weight, from_version)
@@ -49,21 +47,18 @@ class DomainRewards(RewardManager):
     async def score(
         self, task: Task, completion: Completion, *, group_follows: bool = False, role: str | None = None
     ) -> RewardResult:
-        """See RewardManager. Raises RewardError also if the task belongs to no domain."""
+        """Raises RewardError also if the task belongs to no domain."""
         return await self._of(task).score(task, completion, group_follows=group_follows, role=role)
 
     async def add_group_rewards(
         self, task: Task, completions: Sequence[Completion], results: Sequence[RewardResult]
     ) -> list[RewardResult]:
-        """See RewardManager."""
         return await self._of(task).add_group_rewards(task, completions, results)
 
     async def score_group(self, task: Task, completions: Sequence[Completion]) -> list[RewardResult]:
-        """See RewardManager."""
         return await self._of(task).score_group(task, completions)
 
     def close(self) -> None:
-        """See RewardManager."""
         for manager in self.domains.values():
             manager.close()
 

@@ -139,7 +139,6 @@ class FunctionThreads:
         )
 
     def close(self) -> None:
-        """Stop idle threads."""
         with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)

@@ -35,8 +35,8 @@ def build_graders(stage: StageConfig, workers: int | None = None) -> RewardManag
     """
 
     def build(view: StageConfig) -> RewardManager:
-        judging = view.judging if workers is None else view.judging.model_copy(update={"workers": workers})
-        return build_reward_manager(view.rewards, judging)
+        settings = view.judging if workers is None else view.judging.model_copy(update={"workers": workers})
+        return build_reward_manager(view.rewards, settings)
 
     return build_domain_rewards(stage, build)
 
@@ -70,11 +70,11 @@ async def judge_rows(
             role = rows[members[0]].get("role")
             return [await manager.score(tasks[members[0]], completions[0], role=role)]
 
-    judging = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
+    running = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
     failure: Exception | None = None
     found: dict[int, RewardResult] = {}
     try:
-        for members, work in zip(groups.values(), judging, strict=True):
+        for members, work in zip(groups.values(), running, strict=True):
             if failure is not None:
                 work.cancel()
             try:
@@ -85,9 +85,9 @@ async def judge_rows(
             except Exception as error:
                 failure = failure or error
     finally:
-        for work in judging:
+        for work in running:
             work.cancel()
-        await asyncio.gather(*judging, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
     return {number: found[number] for number in sorted(found)}, failure
 
 

@@ -106,7 +106,7 @@ class _Alarm:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[_Alarm | None]:
-    """Raise _CutOffError in the block after so many seconds. None if another program's handler cannot be put back.
+    """Raise _CutOffError in the block after `seconds`. None if another program's handler cannot be put back.
 
     A timer and a handler that are there already go on afterwards.
     """

@@ -68,7 +68,7 @@ class RewardManager:
     """Those of a stage's domains, by name, in place of rewards of its own (`DomainRewards`)."""
 
     def __init__(
-        self, parts: Sequence[WeightedReward], judging: RewardManagerConfig, resources: RewardResources
+        self, parts: Sequence[WeightedReward], settings: RewardManagerConfig, resources: RewardResources
     ) -> None:
         single = [part for part in parts if not part.groupwise]
         self._parts = {part.name: part for part in parts}
@@ -76,7 +76,7 @@ class RewardManager:
         self._single = [part for part in single if part.config.gate is None]
         self._groupwise = [part for part in parts if part.groupwise]
         self._quick = {part.name: part.reward for part in single if isinstance(part.reward, SupportsBegin)}
-        self._judging, self._resources = judging, resources
+        self._settings, self._resources = settings, resources
         self._changes: list[tuple[int, str, float]] = []  # version, reward, weight
 
     @property
@@ -216,7 +216,7 @@ class RewardManager:
         pending.add_done_callback(retrieve_error)
         try:
             with suppress(TimeoutError):
-                async with patient_timeout(self._judging.deadline_s):
+                async with patient_timeout(self._settings.deadline_s):
                     await asyncio.wait({pending})
             if not pending.done():
                 await asyncio.wait({pending}, timeout=_GRACE_S)
@@ -287,7 +287,7 @@ class RewardManager:
         )
 
     def _clip_sum(self, reward: float | None) -> float | None:
-        return None if reward is None else _clip(reward, self._judging.clip)
+        return None if reward is None else _clip(reward, self._settings.clip)
 
     def _named_values(self, name: str, score: Score) -> dict[str, float | None]:
         clip = self._parts[name].config.clip
@@ -384,7 +384,7 @@ async def _gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list
 
 def build_reward_manager(
     configs: Sequence[RewardConfig],
-    judging: RewardManagerConfig | None = None,
+    settings: RewardManagerConfig | None = None,
     *,
     tokenizer: Any = None,
     device: str | None = None,
@@ -404,8 +404,8 @@ def build_reward_manager(
         ModelError: a reward model or a judge cannot be loaded.
         SandboxError: a package that code may use is not installed.
     """
-    judging = judging or RewardManagerConfig()
-    resources = RewardResources(judging.workers, tokenizer, device)
+    settings = settings or RewardManagerConfig()
+    resources = RewardResources(settings.workers, tokenizer, device)
     parts = []
     try:
         for name, config in zip(reward_part_names(configs), configs, strict=True):
@@ -416,4 +416,4 @@ def build_reward_manager(
     except BaseException:
         resources.close()
         raise
-    return RewardManager(parts, judging, resources)
+    return RewardManager(parts, settings, resources)

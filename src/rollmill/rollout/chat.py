@@ -4,8 +4,8 @@ A conversation continues from the tokens that the policy has produced: the text 
 appended. If a template rewrites the history (it drops earlier reasoning, or formats past turns differently), the
 history is rendered again: the sample forks there.
 
-For a model that sees, a picture in a message is a reference in its text (`rollmill.data.picture_turns`), and a piece of
-a conversation with pictures is encoded by the model's processor.
+For a vision-language model, a picture in a message is a reference in its text (`rollmill.data.picture_turns`), and a
+piece of a conversation with pictures is encoded by the model's processor.
 """
 
 from __future__ import annotations

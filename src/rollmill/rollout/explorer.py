@@ -59,7 +59,7 @@ class Explorer:
         runners: run the workflow of a rollout, by domain ("" without domains); a rollout of a task without one is one
             completion of its prompt.
         drafts: cache of completions, used as drafts when their task is rolled out again.
-        row_runner: builds the runner of a task that names its workflow; called once per domain and workflow.
+        task_runner: builds the runner of a task that names its workflow; called once per domain and workflow.
     """
 
     is_remote = False
@@ -72,10 +72,10 @@ class Explorer:
         trace: Trace | None = None,
         runners: Mapping[str, WorkflowRunner] | None = None,
         drafts: DraftCache | None = None,
-        row_runner: Callable[[Task], WorkflowRunner | None] | None = None,
+        task_runner: Callable[[Task], WorkflowRunner | None] | None = None,
     ) -> None:
-        self._row_runner = row_runner
-        self._row_runners: dict[tuple[str, str], WorkflowRunner | None] = {}
+        self._task_runner = task_runner
+        self._task_runners: dict[tuple[str, str], WorkflowRunner | None] = {}
         self._engine = engine
         self._rewards = rewards
         self._tokenizer = tokenizer
@@ -174,12 +174,12 @@ class Explorer:
 
     def _runner(self, task: Task) -> WorkflowRunner | None:
         """Return the runner of a task's workflow; None if a rollout is one completion."""
-        if task.workflow is None or self._row_runner is None:
+        if task.workflow is None or self._task_runner is None:
             return self._runners.get("") or self._runners.get(task.taskset)
         key = task.taskset, task.workflow
-        if key not in self._row_runners:
-            self._row_runners[key] = self._row_runner(task)
-        return self._row_runners[key]
+        if key not in self._task_runners:
+            self._task_runners[key] = self._task_runner(task)
+        return self._task_runners[key]
 
     async def part(
         self,
@@ -191,7 +191,7 @@ class Explorer:
         group: str,
         begun: Sequence[Experience] = (),
     ) -> PartialRollout:
-        """See ExplorerProtocol. Rewards are not computed. Raises EngineError if the prompt does not fit."""
+        """Rewards are not computed. Raises EngineError if the prompt does not fit."""
         prefixes = [completion_prefix(each) for each in begun]
         request = self._request(task, sampling, n=n, seed=seed, prefixes=prefixes, counted=True)
         completions = await self._engine.generate(request)
@@ -201,7 +201,7 @@ class Explorer:
         experiences = self._experiences(task, completions, sampling, group)
         return PartialRollout(add_earlier_timings(experiences, begun) if begun else experiences, completions)
 
-    def unbegun(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
+    def prompt_only(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
         """Build the experiences of a group that was interrupted before it began: the prompt alone."""
         prompt = np.asarray(encode_prompt(task, self._tokenizer), np.int32)
         ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -212,13 +212,13 @@ class Explorer:
         return self._experiences(task, completions, sampling, group)
 
     async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
-        """See ExplorerProtocol. Raises RewardError: see `rollout`."""
+        """Raises RewardError, as `rollout` does."""
         self._add(part.experiences, await self._rewards.score_group(task, part.completions), sampling)
 
     def take_counts(self) -> dict[str, float]:
         """Counts of workflow rollouts since the last call, see RetryingWorkflow. Empty without a workflow."""
         total: Counter[str] = Counter()
-        for runner in (*self._runners.values(), *self._row_runners.values()):
+        for runner in (*self._runners.values(), *self._task_runners.values()):
             total.update({} if runner is None else runner.take_counts())
         return dict(total)
 

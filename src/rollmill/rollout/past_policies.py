@@ -1,4 +1,4 @@
-"""Past copies of the policy as a model of workflows: an opponent that is drawn anew for every rollout."""
+"""Past copies of the policy as a model of workflows: an opponent drawn for each rollout."""
 
 from __future__ import annotations
 

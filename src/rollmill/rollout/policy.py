@@ -160,9 +160,9 @@ class Policy:
         history is another branch.
 
         Args:
-            messages: OpenAI's format: `{"role": "user", "content": "..."}`. For a model that sees, contents may be
-                lists of parts: `{"type": "image", "image": ...}` is the path of a file, an image of Pillow, or pixels
-                (uint8 [H, W, 3]); `{"type": "video", "video": [...]}` is a list of them.
+            messages: OpenAI's format: `{"role": "user", "content": "..."}`. For a vision-language model, contents may
+                be lists of parts: `{"type": "image", "image": ...}` is the path of a file, an image of Pillow, or
+                pixels (uint8 [H, W, 3]); `{"type": "video", "video": [...]}` is a list of them.
             tools: their descriptions in OpenAI's format. Templates without tools get them in the system message.
             tool_format: format of calls: auto (the model's own), hermes or json. Calls are parsed if this or tools is
                 given.

@@ -77,7 +77,6 @@ class Recorder:
         role: str | None = None,
         turns: tuple[PictureTurn, ...] | None = None,
     ) -> RecordedCall:
-        """Record a completion."""
         count_progress(Progress.TOKENS)
         call = RecordedCall(completion, prompt, temperature or 1.0, learned, len(self.steps), role, turns=turns)
         self.calls.append(call)

@@ -44,7 +44,6 @@ class RetryingWorkflow:
 
     @property
     def name(self) -> str:
-        """Name of the workflow."""
         return self._workflow.name
 
     async def run(self, begin: Callable[[int], Rollout]) -> tuple[Rollout, RolloutResult]:
@@ -127,7 +126,7 @@ class _RolloutTimeoutError(Exception):
     """A rollout took longer than its time limit."""
 
 
-_ADVICE = ". Mend it, or set rollout.attempts or rollout.failures: reject"
+_ADVICE = ". Fix it, or set rollout.attempts or rollout.failures: reject"
 
 
 def _kind(error: BaseException) -> str:

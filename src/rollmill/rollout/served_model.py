@@ -72,12 +72,11 @@ class ServedModel:
         return made, reply.completion_tokens
 
     def close(self) -> None:
-        """Close the connection."""
         self._endpoint.close()
 
 
 class ServedExplorer:
-    """Rolls out with a served model instead of the policy; see Explorer."""
+    """Rolls out with a served model instead of the policy."""
 
     def __init__(self, model: ServedModel, rewards: RewardManager) -> None:
         self._model, self._rewards = model, rewards
@@ -92,7 +91,7 @@ class ServedExplorer:
         group: str,
         generated: OnGenerated | None = None,
     ) -> list[Experience]:
-        """See Explorer; missing completions are left out. Raises RewardError."""
+        """Missing completions are left out. Raises RewardError."""
         calls = [self._model.completion(task, sampling, seed, index) for index in range(n)]
         found = [each for each in await asyncio.gather(*calls) if each is not None]
         prompt = task.prompt if isinstance(task.prompt, str) else _shown(task.prompt)
@@ -132,7 +131,6 @@ class ServedExplorers:
         self._model, self._rewards = model, rewards
 
     def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> ServedExplorer:
-        """Build an explorer."""
         return ServedExplorer(self._model, self._rewards)
 
     def variant(self, config: StageConfig, rewards: RewardManager) -> ServedExplorers:

@@ -68,7 +68,7 @@ class RunAttempt:
             try:
                 _die_with(self.supervisor)
                 faulthandler.register(DUMP_SIGNAL, self.stacks, chain=False)
-                faulthandler.enable(self.stacks)  # a crash is told with its place, too
+                faulthandler.enable(self.stacks)  # a crash, too, shows where it happened
                 begin_uncounted_work()
                 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                     signal.signal(signal.SIGINT, _interrupt)

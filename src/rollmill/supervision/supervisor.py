@@ -46,7 +46,7 @@ _GRACE_S, _LEAVING_S = 60.0, 60.0
 """For a stalled process to end by itself, with a checkpoint; for one that has reported its end, to exit."""
 _LOCK_S = 10.0
 _ENDS_AT_ONCE = 3
-"""Ctrl-C so many times kills: the second one ends a process that Python still controls."""
+"""Number of times Ctrl-C that kill: the second one ends a process that Python still controls."""
 
 
 def can_supervise(config: SupervisionConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Finds a process that trains and gets nothing done, from outside, and what its threads were doing.
+"""Notices from another process that training makes no progress, and shows what its threads are doing.
 
 The watchdog looks at counters of finished work (`progress.py`), which the process shares: a blocked event loop, a lock
 that nobody gives back and a server that never answers look the same, and a heartbeat does not count.

@@ -142,13 +142,13 @@ def make_view(show_completions: int, stream: TextIO | None = None) -> RunView:
 def print_or_drop(text: str, stream: TextIO) -> str:
     """Print a line of a run, which does not depend on its output; returns why it could not, or an empty text.
 
-    What cannot be written to a full disk is dropped; after the reader of a pipe has gone, everything is.
+    What does not fit on a full disk is dropped, and everything once the program that read a pipe has ended.
     """
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:  # such as `rollmill run ... | head -3`
         drop_output(stream)
-        return "the reader of the output has gone"
+        return "the program that read the output has ended"
     except OSError as error:
         return f"the output cannot be written: {error.strerror}"
     return ""
@@ -196,7 +196,6 @@ class PlainView:
         self._progress, self._domains = RunProgress([]), DomainProgress()
 
     def start(self, run_name: str, stages: Stages) -> None:
-        """Print the plan."""
         self._progress = RunProgress(stages)
         plan = ", ".join(f"{name} ({steps} steps)" for name, steps in stages)
         self.message(f"run {run_name}: {plan}")
@@ -209,7 +208,6 @@ class PlainView:
         self.message(f"resumed after step {self._progress.step}")
 
     def message(self, text: str) -> None:
-        """Print `text`."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         line = printable(text).encode(encoding, "backslashreplace").decode(encoding)
         if (why := print_or_drop(line, self._stream)) and not self._failed:

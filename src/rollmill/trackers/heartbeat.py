@@ -43,7 +43,7 @@ class HeartbeatRecord:
     began: float
     beat: float
     doing: str  #: such as `train, step 12`
-    waits_for: str = ""  #: such as `4 groups of explorers`, or an endpoint that is away; empty while it computes
+    waits_for: str = ""  #: such as `4 groups of explorers`, or an endpoint that is unreachable; empty while it computes
     since: float = 0.0  #: start of the activity or of the wait
     version: int = -1  #: version of its weights
     started: int = 0  #: clock ticks from the host's boot to the process's start, which no set clock changes; 0: unknown
@@ -188,9 +188,9 @@ class RunStatus:
     position: RunPosition
     processes: list[tuple[HeartbeatRecord, ProcessState]]
     now: float  #: seconds since the epoch, when this was read
-    restarts: list[dict[str, Any]] = field(default_factory=list)  #: events, see RESTART
+    restarts: list[dict[str, Any]] = field(default_factory=list)  #: events of restarts
     domains: list[DomainState] = field(default_factory=list)  #: those of the stage
-    scalings: list[dict[str, Any]] = field(default_factory=list)  #: events, see SCALE
+    scalings: list[dict[str, Any]] = field(default_factory=list)  #: events of `rollmill scale`
 
     @property
     def seconds_left(self) -> float | None:

@@ -116,7 +116,6 @@ class LiveView:
             self._live.update(self.render(), refresh=True)
 
     def render(self) -> RenderableType:
-        """The current panel."""
         parts: list[RenderableType] = [self._header(), self._curves(), *self._domain_lines()]
         if self._metrics:
             parts += [self._numbers(), self._phases()]

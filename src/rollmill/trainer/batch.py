@@ -83,9 +83,9 @@ class TokenTable:
     target: Tensor  #: int64, the token's id
     rollout_logprob: Tensor  #: float32
     version: Tensor  #: int64
-    temperature: Tensor  #: float32, of the rollout; 1 for experts
+    temperature: Tensor  #: float32, of the rollout; 1 for demonstrations
     experience: Tensor  #: int64, index into the batch
-    expert: Tensor  #: bool
+    imitated: Tensor  #: bool
     offsets: list[int]  #: [N + 1], start of each experience's tokens
     positions: list[npt.NDArray[Any]]  #: N arrays: index of each action token within its experience
 
@@ -169,7 +169,7 @@ def build_token_table(experiences: Sequence[Experience], device: torch.device) -
             [1.0 if e.source is ExperienceSource.EXPERT else e.temperature for e in experiences], torch.float32
         ),
         experience=spread([float(i) for i in range(len(experiences))], torch.int64),
-        expert=spread([float(e.source is ExperienceSource.EXPERT) for e in experiences], torch.bool),
+        imitated=spread([float(e.source is ExperienceSource.EXPERT) for e in experiences], torch.bool),
         offsets=np.cumsum([0, *counts]).tolist(),
         positions=positions,
     )

@@ -60,7 +60,6 @@ class LossCoefficients:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
         if self._kl is not None:
             self._kl.load_state_dict(state["kl"])
         if self._entropy is not None:

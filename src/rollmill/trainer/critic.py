@@ -116,7 +116,7 @@ class Critic:
         return build_optimizer(self.model, self._config)
 
     def offloadable_tensors(self) -> dict[str, TensorGetter]:
-        """Returns the tensors of components; see `Trainer.offloadable`."""
+        """Returns what can leave the device: weights and optimizer state."""
         return {"critic": self.model.parameters, "critic_optimizer": partial(optimizer_tensors, self._optimizer)}
 
     @torch.no_grad()
@@ -198,7 +198,6 @@ class Critic:
         return {"model": self.model.state_dict(), "optimizer": optimizer_state_dict(self._optimizer, self.model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
         load_full_weights(self.model, state["model"])
         load_optimizer_state_dict(self._optimizer, self.model, state["optimizer"])
 

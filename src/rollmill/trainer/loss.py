@@ -41,7 +41,7 @@ class PrecomputedScores:
 class BatchAdvantages:
     """Advantages of a batch, computed from its rewards."""
 
-    advantage: Tensor  #: float32 [A]; 0 for experts and pairs
+    advantage: Tensor  #: float32 [A]; 0 for demonstrations and pairs
     reward: Tensor  #: float32 [N], NaN where missing
     counted: Tensor  #: bool [N]: counts in the denominators
     sources: list[ExperienceSource]  #: [N]
@@ -217,8 +217,8 @@ class StepLoss:
         self.kl_baseline: Tensor | None = None  #: set before the step's first pass, if the recipe needs it
         lengths = torch.zeros_like(table.lengths)
         lengths[part] = table.lengths[part]
-        self._kept = torch.ones_like(table.expert) if recipe.masks else None
-        self._selected = None if recipe.selection is None else torch.zeros_like(table.expert)
+        self._kept = torch.ones_like(table.imitated) if recipe.masks else None
+        self._selected = None if recipe.selection is None else torch.zeros_like(table.imitated)
         moment = {(True, False): kl_coefficient, (False, True): entropy_coefficient}
         self._terms = [
             WeightedTerm(
@@ -276,9 +276,9 @@ class StepLoss:
             inputs = inputs._replace(dropped=recipe.dropped(inputs))
         if recipe.masks:
             kept = torch.stack([mask(inputs) for mask in recipe.masks]).all(0)
-            self._kept = torch.ones_like(table.expert).index_copy_(0, tokens, kept)
+            self._kept = torch.ones_like(table.imitated).index_copy_(0, tokens, kept)
         if recipe.selection is not None:
-            self._selected = torch.zeros_like(table.expert).index_copy_(0, tokens, recipe.selection(inputs))
+            self._selected = torch.zeros_like(table.imitated).index_copy_(0, tokens, recipe.selection(inputs))
 
     def inputs(
         self,

@@ -58,7 +58,7 @@ class LogprobMismatch:
         return LogprobMismatch(self.tokens + other.tokens, self.total + other.total, greatest)
 
 
-class MismatchProbe:
+class LogprobComparison:
     """Compares a sample of each batch's stale tokens with the log-probs under the weights of their version.
 
     Args:

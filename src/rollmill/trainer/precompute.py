@@ -69,7 +69,7 @@ class Precomputer:
         return table, _finished(self._scores(experiences, table, version))
 
     def logprobs(self, experiences: Sequence[Experience], table: TokenTable) -> Tensor:
-        """The policy's log-probs of all action tokens except experts': float32 [A]. Every rank calls this."""
+        """The policy's log-probs of all action tokens except demonstrations': float32 [A]. Every rank calls this."""
         return _finished(self._evaluated(self._model, experiences, table))
 
     def _scores(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> PrecomputeSteps:
@@ -112,7 +112,7 @@ class Precomputer:
         table: TokenTable,
         collision: Tensor | None = None,
     ) -> Generator[None, None, Tensor]:
-        """Log-probs under a model (None: the reference) of all action tokens, 0 for experts': float32 [A].
+        """Log-probs under a model (None: the reference) of all action tokens, 0 for demonstrations': float32 [A].
 
         Fills in `collision` [A], if given, with sums of the model's squared probabilities.
         """

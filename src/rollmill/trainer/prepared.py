@@ -31,13 +31,12 @@ class PreparedBatch:
 
     @property
     def tokens(self) -> int:
-        """Number of action tokens."""
         return len(self.table.target)
 
     def mini_batch(
         self, part: list[int], recipe: Recipe, coefficients: LossCoefficients, step: int, draws: torch.Generator
     ) -> MiniBatch:
-        """Builds an update on the experiences `part`; see MiniBatch for `step` and `draws`."""
+        """Builds the update of training step `step` on the experiences `part`."""
         objective = StepLoss(
             recipe,
             self.table,
@@ -68,5 +67,5 @@ class PreparedBatch:
         """Returns the critic's metrics on the rollouts that count; nothing without a critic."""
         if self.scores.values is None or self.advantages.returns is None:
             return {}
-        rollouts = ~self.table.expert & self.advantages.counted[self.table.experience]
+        rollouts = ~self.table.imitated & self.advantages.counted[self.table.experience]
         return value_metrics(self.scores.values, self.advantages.returns, rollouts)

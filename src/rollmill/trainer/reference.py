@@ -75,7 +75,6 @@ class ReferenceModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restores what `state_dict` returned."""
         if state is None or self._given:
             return
         if self.model is not None:

@@ -108,16 +108,16 @@ class RewardTrainer:
         """Changes the peak learning rate from the next step on; its schedule goes on. A checkpoint does not hold it."""
         self.config = self.config.model_copy(update={"lr": lr})
 
-    def probes(
+    def to_compare(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
         """Returns nothing to compare: no engine samples from a reward model."""
         return []
 
     def step(
-        self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
+        self, experiences: Sequence[Experience], version: int, compared: Sequence[Experience] = ()
     ) -> dict[str, float]:
-        """Learns from one batch of pairs; `version` and `probes` are ignored.
+        """Learns from one batch of pairs; `version` and `compared` are ignored.
 
         Returns the metrics: loss and grad_norm (means over the updates), lr, tokens (of the completions), updates, and
         of the pairs, each before it is learned from in this step: pairs/accuracy (share whose chosen completion has the
@@ -161,7 +161,6 @@ class RewardTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps, self.precision = state["steps"], state["precision"]

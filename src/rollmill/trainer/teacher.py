@@ -107,7 +107,6 @@ class Teacher:
         return None if self._weights is None else self._weights.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restores what `state_dict` returned."""
         if self._weights is not None:
             self._weights.load_state_dict(state)
 

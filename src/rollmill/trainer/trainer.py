@@ -28,7 +28,7 @@ from rollmill.trainer.distributed.tensor_parallel import parallelize_network, te
 from rollmill.trainer.logprobs import ForwardPasses
 from rollmill.trainer.loss import compute_advantages
 from rollmill.trainer.metrics import TokenMetrics
-from rollmill.trainer.mismatch import MismatchProbe
+from rollmill.trainer.mismatch import LogprobComparison
 from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpointing, to_master_weights
 from rollmill.trainer.optimizer import (
     TensorGetter,
@@ -66,7 +66,7 @@ class Trainer:
         reference: frozen policy for the KL term; by default the policy as it is now, if the recipe needs one.
         teacher: frozen model with the policy's vocabulary, for a recipe that distils from another model.
         ranks: data-parallel ranks; every rank calls `step` with the same batch. Default: those of torch.distributed.
-        kept_versions: see MismatchProbe.
+        kept_versions: number of earlier versions whose weights are kept to compare log-probs.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Trainer:
             self.model, self._passes, reference=self._reference, critic=self._critic, ready=self._ready
         )
         self._updates = PolicyUpdater(self.model, self._optimizer, self._passes, self._teacher)
-        self._mismatch = MismatchProbe(
+        self._mismatch = LogprobComparison(
             self.model, self._inference.logprobs, self._ranks, self.device, kept_versions=kept_versions
         )
         self._refreshed: int | None = None
@@ -146,14 +146,14 @@ class Trainer:
         """Changes the peak learning rate from the next step on; its schedule goes on. A checkpoint does not hold it."""
         self.config = self.config.model_copy(update={"lr": lr})
 
-    def probes(
+    def to_compare(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
-        """Selects completions of later steps for `step` on `experiences` to compare; see MismatchProbe.choose."""
+        """Selects completions of later steps to compare in `step` on `experiences`: a sample of each upcoming batch."""
         return self._mismatch.choose(upcoming, experiences, version)
 
     def step(
-        self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
+        self, experiences: Sequence[Experience], version: int, compared: Sequence[Experience] = ()
     ) -> dict[str, float]:
         """Learns from one batch; `version` is the version of the current weights.
 
@@ -161,13 +161,13 @@ class Trainer:
 
         Returns the metrics: lr (of the last update), loss, loss/<term> and grad_norm (means over the updates), entropy,
         kl (k3 from rollout policy to current), kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean, /max and
-        /tokens (|trainer - engine| with the weights that sampled the token, see MismatchProbe), policy_drift/mean, /max
-        and /k1 (of the log-prob ratio of the policy to the rollout over all rollout tokens), tokens (action tokens),
-        updates and skipped; weight/<term> if it follows a schedule, kl_coefficient and entropy_coefficient if they
-        adapt, ratio/masked_fraction if there are masks, value/... if there is a critic.
+        /tokens (|trainer - engine| with the weights that sampled the token), policy_drift/mean, /max and /k1 (of the
+        log-prob ratio of the policy to the rollout over all rollout tokens), tokens (action tokens), updates and
+        skipped; weight/<term> if it follows a schedule, kl_coefficient and entropy_coefficient if they adapt,
+        ratio/masked_fraction if there are masks, value/... if there is a critic.
 
         Args:
-            probes: result of `probes`.
+            compared: result of `to_compare`.
 
         Raises:
             TrainingError: a loss or gradient is not finite; the weights are as before the failing update.
@@ -177,7 +177,7 @@ class Trainer:
             trim_heap()  # what rollouts have freed would be in the way of what a step keeps
         if self.recipe.reset_optimizer:
             self._optimizer.state.clear()
-        learned = self._prepare(experiences, version, probes)
+        learned = self._prepare(experiences, version, compared)
         lr = self._set_learning_rate()
         metrics, totals, updates = TokenMetrics(self.recipe, self._ranks), _Totals(), 0
         extra = self.coefficients.metrics(self.steps)
@@ -207,13 +207,13 @@ class Trainer:
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
 
     def _prepare(
-        self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] | None
+        self, experiences: Sequence[Experience], version: int, compared: Sequence[Experience] | None
     ) -> PreparedBatch:
-        """Computes what does not change with the updates on a batch; None for `probes` compares nothing."""
+        """Computes what does not change with the updates on a batch; None for `compared` compares nothing."""
         self._refresh_reference()
         table, scores = self._inference.take(experiences, version, self.device)
-        if probes is not None:
-            self._mismatch.compare(experiences, probes, version, fresh_as_well=self._critic_only)
+        if compared is not None:
+            self._mismatch.compare(experiences, compared, version, fresh_as_well=self._critic_only)
         own = torch.tensor([IMPORTED_FROM not in each.info for each in experiences], device=self.device)
         fresh = (table.version == version) & own[table.experience]
         advantages = compute_advantages(experiences, table, self.recipe, scores, kl_coefficient=self.coefficients.kl)
@@ -262,19 +262,17 @@ class Trainer:
         return dict(gather_state_dict(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
         load_optimizer_state_dict(self._optimizer, self.model, state["optimizer"])
         self.steps, self._passes.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])
         if self._reference is not None:
             self._reference.load_state_dict(state["reference"])
         if self._teacher is not None:
-            self._teacher.load_state_dict(state.get("teacher"))
+            self._teacher.load_state_dict(state["teacher"])
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
         self.coefficients.load_state_dict(state)
-        if "mismatch" in state:  # absent in checkpoints of older versions
-            self._mismatch.load_state_dict(state["mismatch"])
+        self._mismatch.load_state_dict(state["mismatch"])
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

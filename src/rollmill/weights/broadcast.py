@@ -86,7 +86,6 @@ class BroadcastSender:
         self._thread.start()
 
     def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """See WeightSender."""
         if self._failure is not None:
             raise self._failure
         self.layout.require(weights, "the trainer's model")
@@ -199,7 +198,7 @@ class BroadcastReceiver:
     """Receives what the BroadcastSender at `address` sends. Call `fetch` and `receive` from one thread at a time.
 
     Args:
-        device: final device of the weights; see `device` of BroadcastSender.
+        device: final device of the weights, to use NCCL if it is a GPU of its own, as the sender's and all others' are.
         deadline_s: timeout for the sender to begin.
         transfer_s: timeout for a member to join a group, and for a bucket to arrive.
     """
@@ -223,7 +222,6 @@ class BroadcastReceiver:
         self._closed = False
 
     def newest(self) -> int | None:
-        """See WeightReceiver."""
         return self._connect().newest()
 
     def fetch(self) -> None:
@@ -250,7 +248,7 @@ class BroadcastReceiver:
         raise WeightSyncError(f"{text}. {self._describe_failure()}")
 
     def receive(self, into: Mapping[str, Tensor]) -> int:
-        """See WeightReceiver; takes the fetched version, or else the newest one."""
+        """Takes the fetched version, or else the newest one."""
         if self._fetched is None:
             self.fetch()
         self._require_open()

@@ -99,7 +99,6 @@ class FolderSender:
         self._began = False
 
     def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """See WeightSender."""
         self.layout.require(weights, "the trainer's model")
         self._block, self._old = self._old, self._block
         metadata = {"checksum": str(pack_block(weights, self.layout, self._block)), "layout": self.layout.to_json()}
@@ -117,7 +116,7 @@ class FolderSender:
         self._remove_old()
 
     def restore(self) -> None:
-        """See WeightSender. The version is written whole, since files that a delta is relative to are gone, too."""
+        """The version is written whole, since files that a delta is relative to are gone, too."""
         if self._last is not None and not self._is_there():
             tensors, self._since_whole = self.layout.tensors(self._block), 0
             metadata = {"checksum": str(compute_checksum(self.layout, self._block)), "layout": self.layout.to_json()}
@@ -174,7 +173,6 @@ class FolderReceiver:
         self._fetched: int | None = None  # version in the block, until it is received
 
     def newest(self) -> int | None:
-        """See WeightReceiver."""
         return max((each.version for each in list_versions(self._folder)), default=None)
 
     def has_newer(self) -> bool:
@@ -187,7 +185,7 @@ class FolderReceiver:
         return False  # removed meanwhile; the next call finds its successor
 
     def fetch(self, version: int | None = None) -> None:
-        """See WeightReceiver. With `version`, fetches that one, which may be older than the current one."""
+        """With `version`, fetches that one, which may be older than the current one."""
         ends = time.monotonic() + self._deadline_s
         while (newest := self.newest() if version is None else version) is None or not self._catch_up(newest):
             if time.monotonic() > ends:
@@ -197,7 +195,7 @@ class FolderReceiver:
         self._fetched = newest
 
     def receive(self, into: Mapping[str, Tensor], version: int | None = None) -> int:
-        """See WeightReceiver; takes the fetched version, or else fetches like `fetch`."""
+        """Takes the fetched version, or else fetches like `fetch`."""
         if self._fetched is None:
             self.fetch(version)
         newest, self._fetched = self._fetched, None

@@ -35,12 +35,10 @@ class TensorSlot:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
         return prod(self.shape) * self.type.itemsize
 
     @property
     def type(self) -> torch.dtype:
-        """The torch dtype."""
         found = getattr(torch, self.dtype)
         assert isinstance(found, torch.dtype)
         return found

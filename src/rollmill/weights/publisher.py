@@ -88,7 +88,6 @@ class TransferPublisher:
             engine.weights_updated(version)
 
     def close(self) -> None:
-        """Closes the sender."""
         self._sender.close()
 
 
@@ -99,7 +98,6 @@ class InPlacePublisher:
         self._engines = engines
 
     def publish(self, version: int) -> None:
-        """See WeightPublisher."""
         for engine in self._engines:
             engine.weights_updated(version)
 

@@ -29,7 +29,7 @@ class TransferRequest:
 
     member: str  #: unique name of the receiver
     group: int  #: number of its current group; -1: none
-    gpu: str  #: see `gpu_uuid`
+    gpu: str  #: identifier of the GPU, the same in all processes; "" without one
 
 
 @dataclass(frozen=True, slots=True)

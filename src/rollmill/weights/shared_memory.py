@@ -77,7 +77,7 @@ class SharedMemorySender:
             raise
 
     def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """See WeightSender. Waits for a receiver that reads what is to be overwritten, for `deadline_s` at most."""
+        """Waits for a receiver that reads what is to be overwritten, for `deadline_s` at most."""
         self.layout.require(weights, "the trainer's model")
         slot = self._slots[self._next]
         if not slot.lock(fcntl.LOCK_EX, self._deadline_s):
@@ -130,7 +130,6 @@ class SharedMemoryReceiver:
         self._held: _Slot | None = None
 
     def newest(self) -> int | None:
-        """See WeightReceiver."""
         if not self._open():
             return None
         return max((found for slot in self._slots if (found := slot.version()[0]) != _EMPTY), default=None)
@@ -154,11 +153,10 @@ class SharedMemoryReceiver:
             time.sleep(_POLL_S)
 
     def fetch(self) -> None:
-        """See WeightReceiver. Raises like `hold`."""
+        """Raises like `hold`."""
         self.hold()
 
     def receive(self, into: Mapping[str, Tensor]) -> int:
-        """See WeightReceiver."""
         version, views = self.hold()
         assert self._held is not None
         self._held.layout.require(into, "the engine's model")
@@ -175,7 +173,6 @@ class SharedMemoryReceiver:
             self._held = None
 
     def close(self) -> None:
-        """Closes the files."""
         self.release()
         for slot in self._slots:
             slot.close()

@@ -87,7 +87,6 @@ class EnvironmentAudit:
         self._episodes: list[AuditEpisode] = []
 
     async def run(self) -> list[Finding]:
-        """Run all checks."""
         first = await self._run_all(_random_act, 1)
         again = await self._run_all(_random_act, 1)
         silent = await self._run_all(lambda task, observation, turn: "", 1)

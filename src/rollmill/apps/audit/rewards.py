@@ -98,7 +98,6 @@ class RewardAudit:
         return found | {hack.name: hack.texts(task, others) for hack in REWARD_HACKS}
 
     async def run(self) -> list[Finding]:
-        """Run all checks."""
         await asyncio.gather(*(self._score(each) for each in self._probes))
         await asyncio.gather(*(self._score_truncated(each) for each in self._probes))
         findings = [

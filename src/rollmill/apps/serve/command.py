@@ -131,10 +131,12 @@ def command(
         _train(model, place, overrides or [], out)
         return
     with quick_imports():
-        from rollmill.apps.serve.serving import serve_checkpoint, set_threads
+        import torch
+
+        from rollmill.apps.serve.serving import serve_checkpoint
         from rollmill.trackers.console import print_or_drop
 
-    set_threads(threads or 1)
+    torch.set_num_threads(threads or 1)
     with interrupted_by_signals():
         serve_checkpoint(model, place(), step=step, record=record, device=device or "auto")
     print_or_drop("ended", sys.stderr)  # SIGHUP comes because the terminal is gone

@@ -26,7 +26,7 @@ from rollmill.apps.serve.web import open_listener, server_url
 from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 from rollmill.data.images import PICTURES_FOLDER
 from rollmill.data.renderer import Switches
 from rollmill.engines.base import RolloutEngine
@@ -36,10 +36,10 @@ from rollmill.models.load import PolicyModel
 from rollmill.models.vision import picture_processor
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.engine import build_native_engine
+from rollmill.orchestrator.live_requests import LiveRequestBatches
 from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.stages import Stage
-from rollmill.orchestrator.traffic import TrafficBatches
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.startup import ending_signals
 from rollmill.supervision.attempt import RunAttempt
@@ -74,10 +74,10 @@ class SessionFileSink:
         self._last = max(before, default=0)
 
     def check(self, session: EndpointSession) -> None:
-        """See SessionSink: rewards may come later."""
+        """No-op: rewards may come later."""
 
     def take(self, finished: FinishedSession) -> int:
-        """See SessionSink. Raises RollmillError if the file cannot be written."""
+        """Raises RollmillError if the file cannot be written."""
         self._last += 1
         self._store.write(self._last, finished.experiences)
         return 0
@@ -308,14 +308,14 @@ def serve_training(
     if attempt is not None and attempt.run_dir is not None:
         source, is_run = attempt.run_dir, True
     loaded = load_run(source / CONFIG, out=source) if is_run else load_run(source, overrides, out)
-    if len(loaded.stages) > 1 or not isinstance(loaded.stages[0].workflow, TrafficWorkflow):
+    if len(loaded.stages) > 1 or not isinstance(loaded.stages[0].workflow, LiveRequestsWorkflow):
         raise ConfigError(f"{loaded.path}: --train needs one stage with `workflow: traffic`; other runs have a taskset")
 
     @asynccontextmanager
     async def serving(stage: Stage) -> AsyncIterator[None]:
         workflow, rollout = stage.config.workflow, stage.config.rollout
-        assert isinstance(workflow, TrafficWorkflow)
-        assert isinstance(stage.batches, TrafficBatches)
+        assert isinstance(workflow, LiveRequestsWorkflow)
+        assert isinstance(stage.batches, LiveRequestBatches)
         fitted = replace(place, switches={**rollout.chat_template_kwargs, **place.switches})
         groups = SessionGrouper(workflow, rollout.group_size, stage.batches)
         with closing(SessionJournal(stage.context.run_dir / SESSIONS_FILE)) as journal:
@@ -325,8 +325,3 @@ def serve_training(
     if is_run:
         return resume(source, view, serving, attempt)
     return start(loaded, out, view, serving, attempt)
-
-
-def set_threads(count: int) -> None:
-    """Set the number of CPU threads of this process."""
-    torch.set_num_threads(count)

@@ -9,8 +9,8 @@ from collections import OrderedDict
 
 from rollmill.apps.serve.endpoint.protocol import ApiError
 from rollmill.apps.serve.endpoint.session import EndpointSession, FinishedSession
-from rollmill.config.workflows import TrafficWorkflow
-from rollmill.orchestrator.traffic import TrafficBatches
+from rollmill.config.workflows import LiveRequestsWorkflow
+from rollmill.orchestrator.live_requests import LiveRequestBatches
 from rollmill.types import Experience
 
 
@@ -23,7 +23,7 @@ class SessionGrouper:
         size: sessions per group, if sessions with equal prompts are compared.
     """
 
-    def __init__(self, config: TrafficWorkflow, size: int, batches: TrafficBatches) -> None:
+    def __init__(self, config: LiveRequestsWorkflow, size: int, batches: LiveRequestBatches) -> None:
         self._config, self._size, self._batches = config, size, batches
         self._waiting: OrderedDict[str, list[list[Experience]]] = OrderedDict()  # by prompt, the oldest first
         for prompt, experiences in batches.kept():

@@ -44,36 +44,30 @@ class NotebookView:
         self._name, self._ended = "", False
 
     def start(self, run_name: str, stages: Stages) -> None:
-        """See RunView."""
         from IPython.display import HTML, display
 
         self._progress, self._name = RunProgress(stages), run_name
         self._display = display(HTML(self.html()), display_id=True)
 
     def resume(self, history: Sequence[Metrics]) -> None:
-        """See RunView."""
         for metrics in history:
             self._take(metrics)
         self._show()
 
     def message(self, text: str) -> None:
-        """See RunView."""
         self._messages.append(printable(text))
         self._show()
 
     def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
-        """See RunView."""
         self._take(metrics)
         self._experiences = experiences
         self._show(at_once=self._progress.step == self._progress.total)
 
     def evaluation(self, metrics: Metrics) -> None:
-        """See RunView."""
         self._take(metrics)
         self._show()
 
     def close(self) -> None:
-        """See RunView."""
         self._ended = True
         self._show(at_once=True)
 
@@ -92,7 +86,6 @@ class NotebookView:
         self._shown_at = time.monotonic()
 
     def html(self) -> str:
-        """Return the whole view."""
         rows = [self._rows[step] for step in sorted(self._rows)]
         drawn = [draw_line_chart(title, "", lines, rows, low) for title, lines, low in _CURVES]
         curves = "".join(_svg(chart) for chart in drawn if chart is not None)

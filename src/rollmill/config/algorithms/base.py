@@ -21,7 +21,7 @@ class AlgorithmOptions(Section):
     """Base of every algorithm's options. The class attributes declare which parts of a run the algorithm uses."""
 
     uses_rollouts: ClassVar[bool] = True
-    uses_experts: ClassVar[bool] = False
+    uses_demonstrations: ClassVar[bool] = False
     uses_pairs: ClassVar[bool] = False
     uses_labels: ClassVar[bool] = False  #: completions that are desirable or undesirable, each on its own
     needs_rewards: ClassVar[bool] = True  #: of algorithms with rollouts
@@ -37,7 +37,7 @@ class AlgorithmOptions(Section):
     @property
     def uses_examples(self) -> bool:
         """True if the algorithm learns from worked solutions, preference pairs or labelled completions."""
-        return self.uses_experts or self.uses_pairs or self.uses_labels
+        return self.uses_demonstrations or self.uses_pairs or self.uses_labels
 
     @property
     def teacher_folder(self) -> Path | None:
@@ -47,7 +47,7 @@ class AlgorithmOptions(Section):
     @property
     def sources(self) -> frozenset[ExperienceSource]:
         """Origins of the experiences that it learns from."""
-        made = {ExperienceSource.ROLLOUT: self.uses_rollouts, ExperienceSource.EXPERT: self.uses_experts}
+        made = {ExperienceSource.ROLLOUT: self.uses_rollouts, ExperienceSource.EXPERT: self.uses_demonstrations}
         made[ExperienceSource.PREFERENCE] = self.uses_pairs or self.uses_labels
         return frozenset(source for source, used in made.items() if used)
 
@@ -73,7 +73,6 @@ class OfflineAlgorithmOptions(AlgorithmOptions):
     """Demonstrations, pairs or labelled completions per step."""
 
     def demonstrations_per_step(self, rollouts: int) -> int:
-        """See AlgorithmOptions.demonstrations_per_step."""
         return self.batch
 
 
@@ -95,7 +94,6 @@ class KLOptions(Section):
     """Replace the reference model by the current policy every N steps. Default: keep the initial policy."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         if self.coefficient == 0:
             keys = ("estimator", "where", "target", "horizon", "refresh_every")
             return dict.fromkeys(keys, "not honoured with coefficient 0; give kl.coefficient or remove it")
@@ -151,7 +149,6 @@ class GroupNormalised(AdvantageSection):
     """0: population, 1: sample standard deviation."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         return (
             {"ddof": "not honoured with scale `none`; it is with `group` and `batch`"} if self.scale == "none" else {}
         )
@@ -255,7 +252,6 @@ class PolicyGradientOptions(AlgorithmOptions):
         )
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         keys, advantage = {}, self.advantage
         if not advantage.uses_critic:
             keys["critic"] = f"advantage `{advantage.name}` needs no critic; `gae` (algorithm ppo) does"
@@ -269,7 +265,6 @@ class PolicyGradientOptions(AlgorithmOptions):
         return keys
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         found = {}
         if self.advantage.uses_parts and self.kl.coefficient and self.kl.where == "reward":
             text = (

@@ -14,10 +14,10 @@ from rollmill.config.algorithms.baselines import GRPO
 class SFT(OfflineAlgorithmOptions):
     """Supervised fine-tuning on the tasks' worked solutions."""
 
-    uses_experts = True
+    uses_demonstrations = True
     recipe = "rollmill.algorithms.imitation_recipes:sft"
     formula = """
-    Supervised fine-tuning: -log p of the expert's tokens.
+    Supervised fine-tuning: -log p of the demonstrations' tokens.
 
     L = 1/sum_i T_i sum_i sum_t -log pi over the demonstrations of the step
     """
@@ -63,7 +63,7 @@ class SFTPhi(SFT):
 class MixedOptions(GRPO):
     """Base of algorithms that learn from rollouts and demonstrations in one update."""
 
-    uses_experts = True
+    uses_demonstrations = True
 
     aggregation: Aggregation = "sequence-mean"
     """Reduction of the rollouts' per-token terms to the loss, with one denominator for the whole optimizer step. The
@@ -72,19 +72,18 @@ class MixedOptions(GRPO):
     """Demonstrations per completion: ceil(expert_ratio x rollout.batch x rollout.group_size) join each step."""
 
     def demonstrations_per_step(self, rollouts: int) -> int:
-        """See AlgorithmOptions."""
         return math.ceil(self.expert_ratio * rollouts)
 
 
 class MIX(MixedOptions):
-    """Trinity-RFT's MIX: (1 - mu) L_grpo(rollouts) + mu L_sft(expert), each with its own denominator."""
+    """Trinity-RFT's MIX: (1 - mu) L_grpo(rollouts) + mu L_sft(demonstrations), each with its own denominator."""
 
     recipe = "rollmill.algorithms.imitation_recipes:mix"
     source = "arXiv:2505.17826"
     formula = """
-    MIX (Trinity-RFT): reinforcement on rollouts and imitation of experts in one update.
+    MIX (Trinity-RFT): reinforcement on rollouts and imitation of demonstrations in one update.
 
-    L = (1 - mu) L_grpo(rollouts) + mu L_sft(expert), each with its own denominator
+    L = (1 - mu) L_grpo(rollouts) + mu L_sft(demonstrations), each with its own denominator
 
     The publication has L_grpo + mu L_sft, the published code (1 - mu) and mu; this is the convex form. L_grpo is
     the whole GRPO loss (surrogate, KL penalty, entropy bonus); L_sft is a token mean.
@@ -103,7 +102,7 @@ class CHORD(MixedOptions):
     formula = """
     CHORD: MIX with a scheduled share of imitation, and lower weight for tokens with a probability near 0 or 1.
 
-    L = (1 - mu_s) L_grpo(rollouts) + mu_s L_sft(expert) at step s
+    L = (1 - mu_s) L_grpo(rollouts) + mu_s L_sft(demonstrations) at step s
     mu_s: linearly from 0 to `peak` over `warmup` steps, then along half a cosine to `valley` over `decay` steps
     L_sft = 1/sum_i T_i sum_i sum_t -sg(p (1 - p)) log p, or plain -log p
     """
@@ -118,4 +117,4 @@ class CHORD(MixedOptions):
     valley: float = Field(0.05, ge=0, le=1)
     """The final share."""
     token_weights: bool = True
-    """Weight expert tokens by p (1 - p)."""
+    """Weight tokens of demonstrations by p (1 - p)."""

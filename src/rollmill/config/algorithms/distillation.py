@@ -28,7 +28,6 @@ class DistillationOptions(AlgorithmOptions):
     """Aggregation of per-token terms; each has one denominator for the whole optimizer step."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         keys = {}
         if self.divergence not in ("jsd", "sampled_jsd"):
             keys["beta"] = f"not honoured by divergence `{self.divergence}`; it is by `jsd` and `sampled_jsd`"
@@ -37,7 +36,6 @@ class DistillationOptions(AlgorithmOptions):
         return keys
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         if self.divergence != "sampled_jsd" or self.beta not in (0, 1):
             return {}
         text = "`sampled_jsd` needs a beta above 0 and below 1"
@@ -70,7 +68,6 @@ class Distill(DistillationOptions):
         return self.teacher
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         text = "which teacher? Give the folder of a checkpoint with the same vocabulary"
         return super().conflicts() | ({"teacher": text} if self.teacher is None else {})
 
@@ -144,7 +141,6 @@ class SelfDistill(DistillationOptions):
         return value
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         keys = super().unused_keys()
         if self.weights != "ema":
             keys["rate"] = f"not honoured with weights `{self.weights}`; it is with `ema`"

@@ -76,7 +76,6 @@ class MirrorBaseline(AdvantageSection):
     """Temperature of `logavgexp`; a small value moves the baseline towards the best reward."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         return {"tau": "not honoured with baseline `mean`; it is with `logavgexp`"} if self.baseline == "mean" else {}
 
 

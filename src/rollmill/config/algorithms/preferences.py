@@ -35,7 +35,6 @@ class DPO(OfflineAlgorithmOptions):
     """Weight of an additional SFT term on the chosen completion."""
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         text = "not honoured by loss `ipo`; it is by `sigmoid`"
         return {"label_smoothing": text} if self.loss == "ipo" else {}
 
@@ -86,7 +85,6 @@ class KTO(OfflineAlgorithmOptions):
     """Weight of undesirable completions."""
 
     def conflicts(self) -> dict[str, str]:
-        """See Section.conflicts."""
         text = "kto compares each completion with those of other prompts, and 1 has no other; give at least 2"
         return {"batch": text} if self.batch < 2 else {}
 

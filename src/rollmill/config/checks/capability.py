@@ -24,7 +24,7 @@ from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.section import Section
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import ConfigProblem, KeyPath, Node, find, format_key_path, iter_leaves, locate_key
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _SAMPLING = (
@@ -122,13 +122,12 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
         )
         keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
     for at, section in stage.walk():
-        if "evaluation" not in at[:1]:  # its sections had no such check when earlier versions stored their run files
-            keys |= {(*at, key): text for key, text in section.unused_keys().items()}
-    keys |= _unused_expert_keys(stage)
+        keys |= {(*at, key): text for key, text in section.unused_keys().items()}
+    keys |= _unused_offline_data_keys(stage)
     keys |= unused_workflow_keys(stage)
     keys |= unused_offload_keys(stage)
     keys |= unused_engine_keys(stage)
-    if not stage.needs_taskset and isinstance(stage.workflow, TrafficWorkflow):
+    if not stage.needs_taskset and isinstance(stage.workflow, LiveRequestsWorkflow):
         keys["taskset",] = "not honoured by workflow `traffic`, whose prompts come from an application; remove it"
     elif not stage.needs_taskset:
         keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among experts.sources; add it there"
@@ -149,7 +148,7 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
     return keys
 
 
-def _unused_expert_keys(stage: StageConfig) -> dict[KeyPath, str]:
+def _unused_offline_data_keys(stage: StageConfig) -> dict[KeyPath, str]:
     """Returns keys of `experts` without effect."""
     keys: dict[KeyPath, str] = {}
     algorithm = stage.algorithm

@@ -9,7 +9,7 @@ from rollmill.config.checks.evaluation import evaluation_conflicts
 from rollmill.config.domains import OVERRIDES
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 
 _SHARED_OPTIONS = ("masks", "corrections", "proximal", "entropy_control", "reset_optimizer")
 """Options of an algorithm that hold for a whole optimizer step, so that all domains have the same."""
@@ -88,7 +88,7 @@ def domain_conflicts(
 
 
 def _own(stage: StageConfig, name: str, view: StageConfig) -> Iterator[tuple[KeyPath, str]]:
-    if isinstance(view.workflow, TrafficWorkflow):
+    if isinstance(view.workflow, LiveRequestsWorkflow):
         yield ("workflow",), "workflow `traffic` has no tasks, and domains are kinds of tasks; use a run of its own"
     if stage.domains[name].algorithm is not None and stage.algorithm.uses_rollouts:
         yield from _algorithm(stage, view)

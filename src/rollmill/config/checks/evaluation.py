@@ -8,7 +8,7 @@ from rollmill.config.evaluation import EvaluationSet
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
 from rollmill.config.validation_errors import suggest_match
-from rollmill.config.workflows import JudgedWorkflow, TrafficWorkflow, WorkflowConfig
+from rollmill.config.workflows import JudgedWorkflow, LiveRequestsWorkflow, WorkflowConfig
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _OF_ALL = {"every", "at_start", "sets", "taskset"}
@@ -101,7 +101,7 @@ def _of_set(stage: StageConfig, name: str, each: EvaluationSet) -> Iterator[tupl
 
 def _of_workflow(stage: StageConfig, workflow: WorkflowConfig) -> Iterator[tuple[KeyPath, str]]:
     """Checks what a workflow of an evaluation set needs of the stage."""
-    if isinstance(workflow, TrafficWorkflow):
+    if isinstance(workflow, LiveRequestsWorkflow):
         yield ("workflow",), "workflow `traffic` waits for an application, and nothing asks it about held-out tasks"
     if workflow.uses_tools and not stage.tools:
         yield ("workflow",), f"workflow `{workflow.name}` calls tools; add some, for example tools: [calculator]"

@@ -1,7 +1,7 @@
 """Features in every mode: the one table that the checks take their refusals from, and `rollmill check --matrix` prints.
 
-A cell belongs to a feature, a place (which processes roll out and train) and an engine. It works, and names the test
-that shows it, or it is refused with the reason that `rollmill check` gives.
+A cell belongs to a feature, a deployment (which processes roll out and train) and an engine. It works, and names the
+test that shows it, or it is refused with the reason that `rollmill check` gives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rollmill.config.engines import VLLMEngineConfig
 
 
-class Place(StrEnum):
+class Deployment(StrEnum):
     """The processes of a run."""
 
     ONE_PROCESS = "one process"
@@ -33,8 +33,8 @@ NEEDS_ONE_PROCESS = {
 }
 """Reasons for keys that need explorers in the trainer's process."""
 
-RESIDENCY_ENGINE = "it cannot say what memory it has; use `native` or `vllm`, or remove it"
-RESIDENCY_SHARDS = "shards are a rank's own and stay with it; use sharding: none, or remove it"
+OFFLOAD_ENGINE = "it cannot say what memory it has; use `native` or `vllm`, or remove it"
+OFFLOAD_SHARDS = "shards are a rank's own and stay with it; use sharding: none, or remove it"
 """Reasons for `residency` with another engine, and with shards."""
 PAST_ENGINE = (
     "the copies are decoded by rollmill's own engine, beside the policy's; use engine `native`, or policy: initial"
@@ -45,28 +45,28 @@ SHARED_WEIGHTS = "the native engine in the trainer's process decodes with the tr
 """Reason against `sync_interval` where nothing is published."""
 
 
-class Column(NamedTuple):
-    """A place and an engine."""
+class RunMode(NamedTuple):
+    """A deployment and an engine."""
 
-    place: Place
+    deployment: Deployment
     engine: str
 
     @property
     def id(self) -> str:
-        """Parameter of the column's tests."""
-        return f"{self.place.replace(' ', '_').lower()}-{self.engine}"
+        """Parameter of the mode's tests."""
+        return f"{self.deployment.replace(' ', '_').lower()}-{self.engine}"
 
     def settings(self) -> dict[str, Any]:
-        """Sections of a run file that choose this column."""
-        place: dict[Place, dict[str, Any]] = {
-            Place.PROCESSES: {"mode": "train"},
-            Place.RAY: {"placement": {"name": "ray", "explorers": 2}},
-            Place.RANKS: {"trainer": {"ranks": 2}},
+        """Sections of a run file that choose this mode."""
+        chosen: dict[Deployment, dict[str, Any]] = {
+            Deployment.PROCESSES: {"mode": "train"},
+            Deployment.RAY: {"placement": {"name": "ray", "explorers": 2}},
+            Deployment.RANKS: {"trainer": {"ranks": 2}},
         }
-        return place.get(self.place, {}) | ({} if self.engine == "native" else {"engine": {"name": self.engine}})
+        return chosen.get(self.deployment, {}) | ({} if self.engine == "native" else {"engine": {"name": self.engine}})
 
 
-COLUMNS = tuple(Column(place, engine) for engine in ENGINES for place in Place)
+RUN_MODES = tuple(RunMode(deployment, engine) for engine in ENGINES for deployment in Deployment)
 _TESTS = "tests/modes/test_every_mode.py::test_"
 
 
@@ -77,7 +77,7 @@ class ModeFeature:
     Args:
         key: of the run file.
         settings: sections of a run file that ask for the feature.
-        test: node id of the test, without the column's parameter.
+        test: node id of the test, without the mode's parameter.
         elsewhere: reason against explorers in other processes.
         ranks: reason against several ranks.
         vllm: reason against engine `vllm`.
@@ -93,27 +93,27 @@ class ModeFeature:
     vllm: str | None = None
     shared: str | None = None
 
-    def refusal(self, column: Column) -> str | None:
-        """Return the reason why `rollmill check` refuses the feature in this column; None: it works."""
-        if column.place in (Place.PROCESSES, Place.RAY) and self.elsewhere:
+    def refusal(self, mode: RunMode) -> str | None:
+        """Return the reason why `rollmill check` refuses the feature in this mode; None: it works."""
+        if mode.deployment in (Deployment.PROCESSES, Deployment.RAY) and self.elsewhere:
             return self.elsewhere
-        if column.engine == "vllm" and self.vllm:
+        if mode.engine == "vllm" and self.vllm:
             return self.vllm
-        if column.engine == "native" and column.place in (Place.ONE_PROCESS, Place.RANKS) and self.shared:
+        if mode.engine == "native" and mode.deployment in (Deployment.ONE_PROCESS, Deployment.RANKS) and self.shared:
             return self.shared
-        return self.ranks if column.place is Place.RANKS else None
+        return self.ranks if mode.deployment is Deployment.RANKS else None
 
-    def test_id(self, column: Column) -> str:
-        """Node id of the test that shows the feature in this column."""
-        return f"{self.test}[{column.id}]"
+    def test_id(self, mode: RunMode) -> str:
+        """Node id of the test that shows the feature in this mode."""
+        return f"{self.test}[{mode.id}]"
 
 
 @dataclass(frozen=True)
 class MatrixCell:
-    """One feature in one column: `reason` why it is refused, or `test`, which shows that it works."""
+    """One feature in one mode: `reason` why it is refused, or `test`, which shows that it works."""
 
     feature: ModeFeature
-    column: Column
+    mode: RunMode
     reason: str | None = None
     test: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)  #: of a run file that asks for it here
@@ -241,10 +241,10 @@ FEATURES = (
 def iter_cells() -> Iterator[MatrixCell]:
     """Yield the cells, row by row."""
     for feature in FEATURES:
-        for column in COLUMNS:
-            reason = feature.refusal(column)
-            test = None if reason else feature.test_id(column)
-            yield MatrixCell(feature, column, reason, test, merge_settings(column.settings(), feature.settings))
+        for mode in RUN_MODES:
+            reason = feature.refusal(mode)
+            test = None if reason else feature.test_id(mode)
+            yield MatrixCell(feature, mode, reason, test, merge_settings(mode.settings(), feature.settings))
 
 
 def merge_settings(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.algorithms.distillation import Distill, SelfDistill
 from rollmill.config.algorithms.preferences import DPO, KTO
 from rollmill.config.checks.engine import uses_engine
-from rollmill.config.checks.modes import RESIDENCY_ENGINE, RESIDENCY_SHARDS
+from rollmill.config.checks.modes import OFFLOAD_ENGINE, OFFLOAD_SHARDS
 from rollmill.config.engines import EngineConfig, VLLMEngineConfig
 from rollmill.config.offload import PHASES, OffloadConfig, Phase
 from rollmill.config.placement import RayPlacement
@@ -16,7 +16,7 @@ from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.judges import ModelReward
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 
 OFFLOAD_COMPONENTS = tuple(key for key in OffloadConfig.model_fields if key not in ("budget_gb", "folder", "shared_by"))
 REBUILT_COMPONENTS = ("cast", "cache", "engine")
@@ -106,13 +106,13 @@ def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
     if not algorithm.trains_policy:
         text = f"not honoured by algorithm `{algorithm.name}`, which needs all that it has in every phase; remove it"
         return {("residency",): text}
-    if isinstance(stage.workflow, TrafficWorkflow):
+    if isinstance(stage.workflow, LiveRequestsWorkflow):
         text = "not honoured by workflow `traffic`, whose requests need the policy at any time; remove it"
         return {("residency",): text}
     if uses_engine(stage) and stage.engine.name != "native" and not engine_has_process(stage):
-        return {("residency",): f"not honoured with engine `{stage.engine.name}`: {RESIDENCY_ENGINE}"}
+        return {("residency",): f"not honoured with engine `{stage.engine.name}`: {OFFLOAD_ENGINE}"}
     if stage.trainer.shards_weights:
-        return {("residency",): f"not honoured with trainer.sharding `{stage.trainer.sharding}`: {RESIDENCY_SHARDS}"}
+        return {("residency",): f"not honoured with trainer.sharding `{stage.trainer.sharding}`: {OFFLOAD_SHARDS}"}
     if all(needed == frozenset(stage_phases(stage)) for name, needed in needs.items() if name != "optimizer") and (
         "rollout" not in stage_phases(stage)
     ):

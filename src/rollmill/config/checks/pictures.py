@@ -65,7 +65,7 @@ def _facts(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def require_picture_support(model: ModelConfig, stages: Sequence[StageConfig]) -> None:
-    """Raise ConfigError for what does not work with a model that sees, and for what needs one without it."""
+    """Raise ConfigError for what does not work with a vision-language model, and for what needs one without it."""
     if _facts(model) is None:
         return
     name = vision_model_name(model)

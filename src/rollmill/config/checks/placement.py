@@ -10,7 +10,7 @@ from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.placement import RayPlacement
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, format_key_path
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 
 
 def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
@@ -45,7 +45,7 @@ def sync_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator
         interval = stage.sync_interval
         if interval == 1 or not stage.algorithm.uses_rollouts:
             continue
-        here = one_process or isinstance(stage.workflow, TrafficWorkflow)
+        here = one_process or isinstance(stage.workflow, LiveRequestsWorkflow)
         if here and stage.engine.name == "native":
             yield at, f"{SHARED_WEIGHTS}; remove it, or use another engine or placement"
         elif interval - 1 > stage.max_staleness:
@@ -128,7 +128,7 @@ def _alone(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[K
 
 def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yields what needs explorers in the trainer's process, each with the reason."""
-    if isinstance(stage.workflow, TrafficWorkflow):
+    if isinstance(stage.workflow, LiveRequestsWorkflow):
         yield ("workflow",), NEEDS_ONE_PROCESS["workflow"]
     if stage.rollout.reuse is not None:
         yield ("rollout", "reuse"), NEEDS_ONE_PROCESS["rollout.reuse"]
@@ -140,7 +140,7 @@ def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _of_a_model(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    trains = config.mode == "serve" and any(isinstance(stage.workflow, TrafficWorkflow) for stage in stages)
+    trains = config.mode == "serve" and any(isinstance(stage.workflow, LiveRequestsWorkflow) for stage in stages)
     if trains and len(stages) > 1:
         yield ("stages",), "mode `serve` trains on traffic in one stage; keep that one alone"
     if config.model.path == "new":

@@ -8,7 +8,13 @@ from rollmill.config.checks.modes import PAST_ENGINE, PAST_RANKS
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import EnvironmentWorkflow, JudgedWorkflow, ToolWorkflow, TrafficWorkflow, WorkflowConfig
+from rollmill.config.workflows import (
+    EnvironmentWorkflow,
+    JudgedWorkflow,
+    LiveRequestsWorkflow,
+    ToolWorkflow,
+    WorkflowConfig,
+)
 
 WorkflowConflict = tuple[KeyPath, str]
 
@@ -32,8 +38,8 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
         keys["rollout", "reuse"] = f"not honoured by workflow `{name}`; it is by `single_turn`"
     if not any(each.uses_environment or each.takes("environment") for each in _in_the_stages_environment(stage)):
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
-    if isinstance(stage.workflow, TrafficWorkflow):
-        keys |= _unused_traffic_keys(stage, stage.workflow)
+    if isinstance(stage.workflow, LiveRequestsWorkflow):
+        keys |= _unused_live_request_keys(stage, stage.workflow)
     if not stage.workflow.scored_by_rewards:
         for key in ("rewards", "judging"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
@@ -69,7 +75,7 @@ def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowConfig]:
     return [stage.workflow, *(stage.for_evaluation(each).workflow for each in sets if each.environment is None)]
 
 
-def _unused_traffic_keys(stage: StageConfig, workflow: TrafficWorkflow) -> dict[KeyPath, str]:
+def _unused_live_request_keys(stage: StageConfig, workflow: LiveRequestsWorkflow) -> dict[KeyPath, str]:
     """Returns keys without effect when an application makes the rollouts."""
     text = "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
     keys: dict[KeyPath, str] = {("evaluation",): text}
@@ -97,8 +103,8 @@ def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
     if stage.workflow.multi_step and getattr(stage.algorithm, "overlong_buffer", None):
         text = f"max_new_tokens limits a completion, and a rollout of workflow `{stage.workflow.name}` may have several"
         yield ("algorithm", "overlong_buffer"), f"{text}; remove it, or penalise length in `pipeline`"
-    if isinstance(stage.workflow, TrafficWorkflow) and stage.algorithm.uses_rollouts:
-        yield from _traffic(stage, stage.workflow)
+    if isinstance(stage.workflow, LiveRequestsWorkflow) and stage.algorithm.uses_rollouts:
+        yield from _live_requests(stage, stage.workflow)
     if stage.workflow.uses_tools and not stage.tools:
         yield ("tools",), f"workflow `{stage.workflow.name}` calls tools; add some, for example tools: [calculator]"
     names = [None if tool.many else tool.policy_name for tool in stage.tools]
@@ -130,7 +136,7 @@ def _past_policies(stage: StageConfig, at: KeyPath) -> Iterator[WorkflowConflict
         yield at, "`past` is not supported with `residency`, which would not move the copies; remove residency"
 
 
-def _traffic(stage: StageConfig, workflow: TrafficWorkflow) -> Iterator[WorkflowConflict]:
+def _live_requests(stage: StageConfig, workflow: LiveRequestsWorkflow) -> Iterator[WorkflowConflict]:
     """Yields what prevents learning from the sessions of an application."""
     if stage.max_staleness == 0:
         text = "conversations go on while weights change, and 0 would drop them; give at least 1, for example 4"

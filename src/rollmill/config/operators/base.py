@@ -37,7 +37,7 @@ class OperatorSection(NamedSection):
         return self
 
     def arguments(self) -> dict[str, Any]:
-        """See NamedSection.arguments: those of the project's own function or class."""
+        """Returns the options of the project's own function or class: `sources` is for its caller."""
         return {key: value for key, value in super().arguments().items() if key != "sources"}
 
     @property

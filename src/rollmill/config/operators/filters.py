@@ -105,7 +105,6 @@ class TruncationOperator(OperatorSection):
 
     @property
     def drops_completions(self) -> bool:
-        """See OperatorSection.drops_completions."""
         return self.then == "drop"
 
 
@@ -136,7 +135,7 @@ class DataJuicerFilter(SuccessOperatorSection):
     text: Literal["response", "prompt", "both"] = "response"
     """Text that the operators read."""
     mapped: Literal["refuse", "expert"] = "refuse"
-    """Handling of mappers, which change text: refuse them, or create expert experiences of the changed texts of
+    """Handling of mappers, which change text: refuse them, or create demonstrations of the changed texts of
     successes (`part`, `threshold`). The completion itself keeps its tokens."""
 
     @model_validator(mode="after")
@@ -173,7 +172,6 @@ class DuplicatesOperator(OperatorSection):
 
     @property
     def compares_completions(self) -> bool:
-        """See OperatorSection.compares_completions."""
         return self.within == "group"
 
 
@@ -204,7 +202,6 @@ class NearDuplicatesOperator(OperatorSection):
 
     @property
     def compares_completions(self) -> bool:
-        """See OperatorSection.compares_completions."""
         return self.within == "group"
 
 
@@ -253,7 +250,6 @@ class VerifyOperator(RewardOperatorSection):
 
     @property
     def drops_completions(self) -> bool:
-        """See OperatorSection.drops_completions."""
         return self.otherwise == "drop"
 
 
@@ -275,7 +271,6 @@ class CheckOperator(OperatorSection):
 
     @property
     def taken(self) -> frozenset[ExperienceSource]:
-        """See OperatorSection.taken."""
         return super().taken if self.otherwise == "drop" else frozenset({ExperienceSource.ROLLOUT})
 
     @property
@@ -292,5 +287,4 @@ class CheckOperator(OperatorSection):
 
     @property
     def drops_completions(self) -> bool:
-        """See OperatorSection.drops_completions."""
         return self.otherwise == "drop"

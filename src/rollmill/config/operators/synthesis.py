@@ -12,7 +12,7 @@ from rollmill.config.rewards.code import CodeReward
 
 
 class DemonstrationOperator(SuccessOperatorSection):
-    """Turns successes into expert experiences, which `mix`, `chord` and `sft` imitate."""
+    """Turns successes into demonstrations, which `mix`, `chord` and `sft` imitate."""
 
     creates_experiences: ClassVar[bool] = True
 
@@ -59,7 +59,7 @@ class PreferencePairOperator(SuccessOperatorSection):
 
 
 class ReflectionOperator(SuccessOperatorSection):
-    """Creates an expert experience from a failed attempt, a cue and a correct solution; the attempt is masked."""
+    """Creates a demonstration from a failed attempt, a cue and a correct solution; the attempt is masked."""
 
     creates_experiences: ClassVar[bool] = True
 
@@ -77,7 +77,6 @@ class ReflectionOperator(SuccessOperatorSection):
 
     @property
     def compares_completions(self) -> bool:
-        """See OperatorSection.compares_completions."""
         return self.solution == "group"
 
 

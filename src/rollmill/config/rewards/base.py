@@ -57,7 +57,7 @@ class RewardSection(Section):
 
 
 def attainable_maximum(
-    rewards: Sequence[RewardSection], judging: RewardManagerConfig, named: Collection[str] | None = None
+    rewards: Sequence[RewardSection], settings: RewardManagerConfig, named: Collection[str] | None = None
 ) -> float | None:
     """Returns the largest sum that a completion can earn; None if it is not known.
 
@@ -74,9 +74,9 @@ def attainable_maximum(
         if reward.clip is not None:
             largest = reward.clip[1] if largest is None else min(max(largest, reward.clip[0]), reward.clip[1])
         if largest is None:
-            return None if judging.clip is None else judging.clip[1]
+            return None if settings.clip is None else settings.clip[1]
         total += reward.weight * largest
-    return total if judging.clip is None else min(max(total, judging.clip[0]), judging.clip[1])
+    return total if settings.clip is None else min(max(total, settings.clip[0]), settings.clip[1])
 
 
 class RewardManagerConfig(Section):

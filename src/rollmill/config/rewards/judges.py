@@ -82,7 +82,7 @@ class JudgeSection(RewardSection):
     """Timeout of one attempt."""
     deadline_s: float = Field(180.0, gt=0)
     """Timeout of a request over all attempts and pauses. Waiting for a free slot is not counted, nor is the time in
-    which the endpoint is away."""
+    which the endpoint is unreachable."""
     away_s: float = Field(1800.0, gt=0)
     """Longest outage of an endpoint that has answered before: it answers nothing, not even a one-word request. Judging
     pauses until it is back, and so do the deadlines of what waits for it. After that the run ends."""
@@ -94,7 +94,6 @@ class JudgeSection(RewardSection):
     """Price of a million completion tokens."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         return {} if self.endpoint is None else {"endpoint": ("judge", "openai")}
 
     @model_validator(mode="after")

@@ -73,7 +73,6 @@ class FormatReward(RewardSection):
     """Minimum number of words inside each tag and section. Only with `tags` and `sections`."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         keys = [key for key in ("json_schema", "schema_column") if getattr(self, key) is not None]
         return dict.fromkeys(keys[:1], ("schema", "jsonschema"))
 
@@ -143,7 +142,6 @@ class LanguageReward(TextReward):
     `identify` also detects the language of every 16 words of one alphabet (extra `language`)."""
 
     def extras(self) -> dict[str, tuple[str, str]]:
-        """See Section.extras."""
         return {"method": ("language", "py3langid")} if self.method == "identify" else {}
 
 

@@ -26,7 +26,6 @@ class TaskOperatorReport:
 
     @property
     def kept(self) -> int:
-        """Number of remaining tasks."""
         return self.seen - len(self.dropped)
 
     def __str__(self) -> str:

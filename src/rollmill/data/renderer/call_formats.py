@@ -110,7 +110,6 @@ class MarkedCalls:
     python: bool = False
 
     def parse(self, text: str, stopped: bool) -> tuple[str, list[Call]]:
-        """See `Parser`."""
         mark = self.start.strip() or self.section.strip()
         around, found, at = list[str](), list[Call](), 0
         while (begin := self._next(text, mark, at)) is not None:

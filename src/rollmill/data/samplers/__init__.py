@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollmill.config.domains import DomainConfig, MixingConfig
-from rollmill.config.orders import CustomOrder, OrderSection, ShuffledOrder
+from rollmill.config.samplers import CustomSamplerSection, SamplerSection, ShuffledSamplerSection
 from rollmill.data.samplers.base import Sampler
 from rollmill.data.samplers.custom import CustomSampler, TaskView, order
 from rollmill.data.samplers.domains import DomainSampler
@@ -18,7 +18,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # gives the tasksets of a mixture different r
 
 def build_sampler(
     taskset: Taskset,
-    order: OrderSection,
+    order: SamplerSection,
     seed: int,
     *,
     batch: int,
@@ -48,16 +48,16 @@ def build_sampler(
             return DomainSampler(taskset, seed, of_set, domains=domains, mixing=mixing or MixingConfig())
         return MixtureSampler(taskset, seed, of_set)
     order = order if observed else _unobserved(order)
-    if isinstance(order, CustomOrder):
+    if isinstance(order, CustomSamplerSection):
         return CustomSampler(order, taskset, seed, batch)
     sampler: Sampler = build_component(order, taskset, seed, batch)
     return sampler
 
 
-def _unobserved(order: OrderSection) -> OrderSection:
+def _unobserved(order: SamplerSection) -> SamplerSection:
     """Replace an order that depends on success by one that does not."""
     plain = order.model_copy(update={"skip_uniform": 0})
-    return ShuffledOrder() if plain.uses_success else plain
+    return ShuffledSamplerSection() if plain.uses_success else plain
 
 
 __all__ = ["Sampler", "TaskView", "build_sampler", "order"]

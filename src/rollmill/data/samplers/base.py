@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollmill.config.orders import OrderSection, SequentialOrder, ShuffledOrder
+from rollmill.config.samplers import SamplerSection, SequentialSamplerSection, ShuffledSamplerSection
 from rollmill.data.readers import to_finite_number
 from rollmill.data.taskset import Taskset
 from rollmill.errors import TasksetError
@@ -32,7 +32,7 @@ class Sampler(ABC):
         seed: seed of all randomness.
     """
 
-    def __init__(self, order: OrderSection, taskset: Taskset, seed: int) -> None:
+    def __init__(self, order: SamplerSection, taskset: Taskset, seed: int) -> None:
         assert taskset.tasks
         self._taskset, self._seed = taskset, seed
         self.uses_success = order.uses_success  #: True if `observe` changes anything
@@ -119,9 +119,9 @@ class Sampler(ABC):
         return found
 
 
-def _identity(order: OrderSection) -> Any:
+def _identity(order: SamplerSection) -> Any:
     """Identify an order in a state: by its name if it has no options, else by all of them."""
-    if isinstance(order, ShuffledOrder | SequentialOrder) and not order.skip_uniform:
+    if isinstance(order, ShuffledSamplerSection | SequentialSamplerSection) and not order.skip_uniform:
         return order.name
     return order.model_dump(mode="json")
 

@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.orders import CurriculumOrder, PosteriorOrder, PrioritisedOrder, SuccessRateOrder
+from rollmill.config.samplers import (
+    CurriculumSamplerSection,
+    PosteriorSamplerSection,
+    PrioritisedSamplerSection,
+    SuccessRateSamplerSection,
+)
 from rollmill.data.samplers.base import Bools, Floats, Ints, Sampler, counter_rng, decode_array, encode_array
 from rollmill.data.samplers.success_rates import UniformGroupSkipper, build_success_tracker
 from rollmill.data.taskset import Taskset
@@ -22,7 +27,7 @@ class BatchSampler(Sampler):
     number of the draw.
     """
 
-    def __init__(self, order: SuccessRateOrder, taskset: Taskset, seed: int, batch: int) -> None:
+    def __init__(self, order: SuccessRateSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
         super().__init__(order, taskset, seed)
         size = len(taskset.tasks)
         self._size, self._batch = size, batch
@@ -129,7 +134,7 @@ class WeightedSampler(BatchSampler):
 class PrioritisedSampler(WeightedSampler):
     """P(task) proportional to max(1 - success rate, `order.floor`) (Kimi k1.5, arXiv:2501.12599)."""
 
-    def __init__(self, order: PrioritisedOrder, taskset: Taskset, seed: int, batch: int) -> None:
+    def __init__(self, order: PrioritisedSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
         super().__init__(order, taskset, seed, batch)
         self._floor = order.floor
 
@@ -145,7 +150,7 @@ class PosteriorSampler(BatchSampler):
     Tasks that were seldom rolled out have wide posteriors, so that they are explored.
     """
 
-    def __init__(self, order: PosteriorOrder, taskset: Taskset, seed: int, batch: int) -> None:
+    def __init__(self, order: PosteriorSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
         super().__init__(order, taskset, seed, batch)
         self._target = order.target
 
@@ -163,7 +168,7 @@ class CurriculumSampler(BatchSampler):
     within a batch if there are too few.
     """
 
-    def __init__(self, order: CurriculumOrder, taskset: Taskset, seed: int, batch: int) -> None:
+    def __init__(self, order: CurriculumSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
         super().__init__(order, taskset, seed, batch)
         self._warmup, self._bound = order.warmup, order.bound
         by_column = order.by == "difficulty"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollmill.config.orders import CustomOrder
+from rollmill.config.samplers import CustomSamplerSection
 from rollmill.config.section import register_section, section_from_signature
 from rollmill.data.samplers.base import Floats, Ints
 from rollmill.data.samplers.batch_sampler import WeightedSampler
@@ -38,14 +38,14 @@ def order(function: Function) -> Function:
 
     Raises ConfigError naming the parameter that lacks a type or a default.
     """
-    register_section("order", function.__name__, section_from_signature(function, CustomOrder))
+    register_section("order", function.__name__, section_from_signature(function, CustomSamplerSection))
     return function
 
 
 class CustomSampler(WeightedSampler):
     """P(task) proportional to the weights of a user's function."""
 
-    def __init__(self, order: CustomOrder, taskset: Taskset, seed: int, batch: int) -> None:
+    def __init__(self, order: CustomSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
         super().__init__(order, taskset, seed, batch)
         self._order, self._step = order, 0
 
@@ -56,7 +56,7 @@ class CustomSampler(WeightedSampler):
     def _weights(self) -> Floats:
         function, arguments = type(self._order).function, self._order.arguments()
         assert function is not None
-        known = CustomOrder.model_fields.keys()
+        known = CustomSamplerSection.model_fields.keys()
         options = {key: value for key, value in arguments.items() if key not in known}
         view = TaskView(self._taskset.tasks, self._success.rates(), self._success.groups.copy(), self._step)
         name = f"taskset.order `{self._order.name}`"

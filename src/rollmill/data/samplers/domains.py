@@ -26,9 +26,9 @@ class DomainSampler(MixtureSampler):
     of every domain in any window of draws is met within one task (for two domains; within a few for more).
 
     Args:
-        taskset: has `mixed`, one component per domain; see MixtureSampler.
+        taskset: has `mixed`, one component per domain.
         domains: the sections, by name.
-        build: see MixtureSampler.
+        build: builds the sampler of a component from its taskset, its entry, its index and its share.
         clock: seconds, for pauses.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.orders import EasyToHardOrder, OrderSection, ShuffledOrder
+from rollmill.config.samplers import EasyToHardSamplerSection, SamplerSection, ShuffledSamplerSection
 from rollmill.data.samplers.base import Floats, Ints, Sampler, counter_rng, decode_array, encode_array
 from rollmill.data.samplers.success_rates import SuccessTracker, UniformGroupSkipper, build_success_tracker
 from rollmill.data.taskset import MixtureComponent, Taskset
@@ -21,9 +21,9 @@ class EpochSampler(Sampler):
     Skipped tasks are determined when an epoch starts. If that is every task, the next epoch with a task starts instead.
     """
 
-    def __init__(self, order: OrderSection, taskset: Taskset, seed: int) -> None:
+    def __init__(self, order: SamplerSection, taskset: Taskset, seed: int) -> None:
         super().__init__(order, taskset, seed)
-        self._shuffled = isinstance(order, ShuffledOrder)
+        self._shuffled = isinstance(order, ShuffledSamplerSection)
         self._skipping = UniformGroupSkipper(len(taskset.tasks), order.skip_uniform)
         self._epoch, self._cursor = 0, 0
         self._line: Sequence[int] | Ints = self._permuted()
@@ -76,7 +76,7 @@ class EpochSampler(Sampler):
 class EasyToHardSampler(EpochSampler):
     """Easy tasks of each epoch first, by a column or by the tracked success rate at the start of the epoch."""
 
-    def __init__(self, order: EasyToHardOrder, taskset: Taskset, seed: int) -> None:
+    def __init__(self, order: EasyToHardSamplerSection, taskset: Taskset, seed: int) -> None:
         self._success: SuccessTracker | None = None
         self._difficulty: Floats = np.zeros(len(taskset.tasks))
         super().__init__(order, taskset, seed)
@@ -124,7 +124,7 @@ class MixtureSampler(Sampler):
     def __init__(
         self, taskset: Taskset, seed: int, build: Callable[[Taskset, MixtureComponent, int, float], Sampler]
     ) -> None:
-        super().__init__(ShuffledOrder(), taskset, seed)
+        super().__init__(ShuffledSamplerSection(), taskset, seed)
         tasks: dict[str, list[Task]] = {each.name: [] for each in taskset.mixed}
         for task in taskset.tasks:
             tasks[task.taskset].append(task)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.orders import SuccessRateOrder
+from rollmill.config.samplers import SuccessRateSamplerSection
 from rollmill.data.samplers.base import Bools, Floats, Ints, decode_array, encode_array
 from rollmill.errors import TasksetError
 
@@ -15,7 +15,9 @@ _LEAST = 0.01
 """Smallest prior, because observations could not change a prior of 0 or 1."""
 
 
-def build_success_tracker(order: SuccessRateOrder, size: int, column: Callable[[str, str], Floats]) -> SuccessTracker:
+def build_success_tracker(
+    order: SuccessRateSamplerSection, size: int, column: Callable[[str, str], Floats]
+) -> SuccessTracker:
     """Build the tracker of an order; `column` returns the numbers of a column, for a key of the run file.
 
     Raises TasksetError if `prior_column` has numbers outside [0, 1].
@@ -81,7 +83,6 @@ class SuccessTracker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
         self.successes = decode_array(state["successes"], np.float64)
         self.failures = decode_array(state["failures"], np.float64)
         self.groups = decode_array(state["groups"], np.int64)
@@ -127,6 +128,5 @@ class UniformGroupSkipper:
         return {"until": encode_array(self._until)} if self.epochs else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
         if self.epochs:
             self._until = decode_array(state["until"], np.int64)

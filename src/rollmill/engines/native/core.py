@@ -57,7 +57,7 @@ def _tops(
 
 
 class EngineCore:
-    """Continuous batching of sequence groups, step by step; see NativeEngine for the arguments."""
+    """Continuous batching of sequence groups, step by step, with the arguments of NativeEngine."""
 
     def __init__(
         self,

@@ -113,7 +113,6 @@ class DecodeContext:
         self._masks.clear()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
         layer, self._layers = self._layers, self._layers + 1
         kv_heads = key.shape[1]
         q_BKRD = (query[0].transpose(0, 1) * options.scaling).reshape(query.shape[2], kv_heads, -1, query.shape[3])
@@ -124,7 +123,7 @@ class DecodeContext:
         return output.flatten(1, 2)[None].to(query.dtype)
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
-        """See AttentionContext. Every row continues from its own state."""
+        """Every row continues from its own state."""
         layer, self._layers = self._layers, self._layers + 1
         rows = len(self._entries)
         if layer not in self._states:

@@ -54,7 +54,6 @@ class DraftBatch(NamedTuple):
     probs_BK: Tensor  #: their old probabilities
 
     def part(self, rows: slice | Tensor) -> DraftBatch:
-        """Select rows."""
         return DraftBatch(self.token_B[rows], self.known_BK[rows], self.probs_BK[rows])
 
 

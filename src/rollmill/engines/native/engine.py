@@ -78,24 +78,21 @@ class NativeEngine:
 
     @property
     def version(self) -> int:
-        """See RolloutEngine."""
         return self.core.version
 
     @property
     def tokens_generated(self) -> int:
-        """See RolloutEngine."""
         return self.core.tokens_generated
 
     async def wait_for_tokens(self) -> None:
-        """See RolloutEngine. Lets the driver make one step."""
+        """Lets the driver make one step."""
         await asyncio.sleep(0)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See RolloutEngine."""
         return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
-        """See RolloutEngine. Raises EngineError for requests that cannot be served."""
+        """Raises EngineError for requests that cannot be served."""
         group = self.submit(request)
         try:
             for _ in range(request.n):
@@ -107,38 +104,33 @@ class NativeEngine:
             self.core.abort(group)
 
     def interrupt(self) -> None:
-        """See RolloutEngine."""
         self.core.interrupt()
 
     def pause(self) -> None:
-        """See RolloutEngine."""
         self._paused = True
 
     def resume(self) -> None:
-        """See RolloutEngine."""
         self._paused = False
         self._ensure_driver()
 
     def weights_updated(self, version: int) -> None:
-        """See RolloutEngine. Running completions keep their tokens; cached keys and values are recomputed or kept."""
+        """Running completions keep their tokens; cached keys and values are recomputed or kept."""
         self.core.weights_updated(version)
 
     async def drain(self) -> None:
-        """See RolloutEngine."""
         while self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver])
 
     async def sleep(self, *, destroy: bool = False) -> None:
-        """See RolloutEngine. Does nothing: the stage's offload plan moves this engine's memory."""
+        """No-op: the stage's offload plan moves this engine's memory."""
 
     def counters(self) -> dict[str, float]:
-        """See RolloutEngine. Counts of drafts and guesses, and of prompt tokens that the prefix cache was asked for."""
+        """Counts of drafts and guesses, and of prompt tokens that the prefix cache was asked for."""
         prefixes = self.core.prefixes
         counts = {"prefix_cache_hits": float(prefixes.hits), "prefix_cache_queries": float(prefixes.queries)}
         return asdict(self.core.drafting.counts) | counts
 
     async def close(self) -> None:
-        """See RolloutEngine."""
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)

@@ -54,7 +54,6 @@ class FusedLayers:
             layer.refresh()
 
     def destroy(self) -> None:
-        """Free the copies."""
         for layer in self._layers:
             layer.destroy()
 
@@ -105,7 +104,6 @@ class _Layer:
             self._qk_weight = torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
 
     def destroy(self) -> None:
-        """Free the copies."""
         self._qkv.destroy()
         self._gate_up.destroy()
 
@@ -178,14 +176,12 @@ class _Recorder:
         self.options: list[AttentionOptions] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
         self.options.append(options)
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=options.scaling, enable_gqa=True
         ).transpose(1, 2)
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
-        """See AttentionContext."""
         raise ModelError("a recurrent layer in a model without any")
 
 

@@ -49,7 +49,6 @@ class CacheBucket:
         self._reserved = 0
 
     def add(self, parent: CacheEntry | None) -> CacheEntry:
-        """Add an empty entry."""
         entry = CacheEntry(self, len(self.entries), parent)
         self.entries.append(entry)
         if len(self.entries) > self._reserved:
@@ -165,7 +164,6 @@ class KVCache:
         return sum(bucket.moves for bucket in (*self._prompts.values(), *self._completions.values()))
 
     def entries(self) -> int:
-        """Number of entries."""
         return sum(len(bucket.entries) for bucket in (*self._prompts.values(), *self._completions.values()))
 
     @staticmethod

@@ -321,7 +321,7 @@ class ModelRunner:
         return DecodeContext(entries, self._device, self._last_position, exact=not self._graphs)
 
     def sample(self, rows: list[SequenceState], logits_BV: Tensor, top: int = 0) -> SamplerOutput:
-        """See `sample_tokens`; each row draws at (its seed, its number of tokens so far)."""
+        """Sample a token for each row, which draws at (its seed, its number of tokens so far)."""
         seeds = np.fromiter((row.seed for row in rows), np.uint64, len(rows))
         counters = np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows))
         uniform_B = torch.from_numpy(counter_uniforms(seeds, counters)).to(self._device)

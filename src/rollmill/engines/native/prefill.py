@@ -140,7 +140,6 @@ class PrefillContext:
         return rows
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext."""
         layer, self._layers = self._layers, self._layers + 1
         lengths = [len(segment.tokens) for segment in self.segments]
         keys, values, queries = (x.split(lengths, dim=2) for x in (key, value, query))
@@ -186,7 +185,7 @@ class PrefillContext:
         return self._by_bucket
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
-        """See AttentionContext. Segments of equal length share a call; entries keep the states."""
+        """Segments of equal length share a call; entries keep the states."""
         layer, self._layers = self._layers, self._layers + 1
         calls: dict[tuple[int, bool], list[tuple[int, PrefillChunk]]] = {}
         start = 0

@@ -56,7 +56,6 @@ class SamplingTensors:
         )
 
     def part(self, rows: slice) -> SamplingTensors:
-        """Select rows."""
         return SamplingTensors(
             self.temperature_B[rows], self.top_p_B[rows], self.top_k_B[rows], self.min_p_B[rows],
             self.plain, self.truncated, self.greedy,

@@ -20,7 +20,7 @@ class EngineWeights:
     shared. With adapters that are not merged the copy has adapters of its own, since the trainer puts others in their
     place while it computes a reference.
 
-    With `int8` the copy's linear layers multiply in 8 bits, and are rounded anew after each update.
+    With `int8` the copy's linear layers multiply in 8 bits, and are rounded again after each update.
 
     Raises:
         ModelError: `int8` without exact products in 8 bits on this device, or without a layer for it.

@@ -70,15 +70,14 @@ class VLLMEngine:
     # -- the RolloutEngine protocol ------------------------------------------------------------------------------
 
     async def wait_for_tokens(self) -> None:
-        """See RolloutEngine. Waits a moment, since tokens come from another process."""
+        """Waits a moment, since tokens come from another process."""
         await asyncio.sleep(_MOMENT_S)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See RolloutEngine."""
         return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
-        """See RolloutEngine. Raises EngineError for requests that cannot be served, and if the process dies."""
+        """Raises EngineError for requests that cannot be served, and if the process dies."""
         group = build_vllm_sequence_group(request, self._tokenizer, self._eos_ids, self._context)
         samples = group.sequences(self._numbers)
         self._submit(samples)
@@ -94,7 +93,7 @@ class VLLMEngine:
                     self._process.send("abort", sample.number)
 
     def interrupt(self) -> None:
-        """See RolloutEngine. Completions are returned once vLLM has confirmed the abort."""
+        """Completions are returned once vLLM has confirmed the abort."""
         if self._process is None:
             for sample in list(self._running.values()):
                 self._hand_out(sample, sample.completion(NOTHING_MORE))
@@ -103,26 +102,24 @@ class VLLMEngine:
             self._process.send("abort", number)
 
     def pause(self) -> None:
-        """See RolloutEngine."""
         self._paused = True
         if self._process is not None:
             self._begin(self._answer(self._process, self._process.request("pause")))
 
     def resume(self) -> None:
-        """See RolloutEngine."""
         self._paused = False
         if self._process is not None:
             self._begin(self._answer(self._process, self._process.request("resume")))
 
     def weights_updated(self, version: int) -> None:
-        """See RolloutEngine. Later requests are sampled with the new weights; running ones are kept."""
+        """Later requests are sampled with the new weights; running ones are kept."""
         self.version = version
         if self._process is not None:
             self._counts["updates"] += 1
             self._begin(self._update(self._process, self._process.request("load"), version))
 
     async def sleep(self, *, destroy: bool = False) -> None:
-        """See RolloutEngine. Uses vLLM's sleep mode, if it was started with it."""
+        """Uses vLLM's sleep mode, if it was started with it."""
         if destroy:
             await asyncio.gather(*self._tasks, *filter(None, [self._starting]))
             process, self._process = self._process, None
@@ -134,18 +131,16 @@ class VLLMEngine:
             await self._answer(self._process, self._process.request("sleep"))
 
     async def drain(self) -> None:
-        """See RolloutEngine."""
         while self._tasks:
             await asyncio.wait(self._tasks)
         while self._running and not self._paused and self._failure is None:
             await asyncio.sleep(0.01)
 
     def counters(self) -> dict[str, float]:
-        """See RolloutEngine. Weight updates and their seconds, sleeps, and restarts of the process."""
+        """Weight updates and their seconds, sleeps, and restarts of the process."""
         return dict(self._counts)
 
     async def close(self) -> None:
-        """See RolloutEngine."""
         self._failure = self._failure or EngineError("the engine was closed")
         for task in (*self._tasks, *([] if self._starting is None else [self._starting])):
             task.cancel()

@@ -46,7 +46,7 @@ class VLLMLaunchConfig:
     """Launch settings of a vLLM process.
 
     Args:
-        python: a Python that has vLLM; see `probe_python`.
+        python: a Python that has vLLM, which `probe_python` has checked.
         folder: the process's own folder, for the log, vLLM's sockets and the model's configuration.
         settings: the first message to `worker`.
         threads: CPU threads to compute with.
@@ -62,7 +62,6 @@ class VLLMLaunchConfig:
 
     @property
     def log(self) -> Path:
-        """The process's log."""
         return self.folder / _LOG
 
 

@@ -85,7 +85,7 @@ class VLLMSequence:
     def seed(self) -> int:
         """Seed derived as in the native engine, cut to the range that vLLM accepts.
 
-        vLLM's random numbers begin anew with each request, so a completion that continues gets others: with those of
+        vLLM's random numbers start again with each request, so a completion that continues gets others: with those of
         its first tokens the later ones would depend on them.
         """
         begun = () if not self._begun else (self._begun,)

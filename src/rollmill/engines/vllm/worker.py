@@ -44,7 +44,6 @@ class VLLMServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, **message: Any) -> None:
-        """Send one message."""
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def handle(self, message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Circuit breakers: while an endpoint is away, its requests wait, and one probe at a time finds out when it is back."""
+"""Circuit breakers: requests to an unreachable endpoint wait, and one probe at a time finds out when it is back."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CircuitBreaker:
         return self.claim_probe()
 
     def claim_probe(self) -> bool:
-        """True if the caller sends a probe now; False if another one does, or the endpoint is known to be away."""
+        """True if the caller sends a probe now; False if another one does, or the endpoint is known to be down."""
         with self._lock:
             if self.is_open or self.probing:
                 return False
@@ -84,7 +84,7 @@ class CircuitBreaker:
             OUTAGES.end(self.name, f"{self.name} answers again after {seconds:.0f} s; the run goes on")
 
     def probed(self, reason: str, wait_s: float, patience_s: float) -> None:
-        """Note a probe without a reply: an endpoint that has answered before is away.
+        """Note a probe without a reply: an endpoint that has answered before is unreachable.
 
         Args:
             wait_s: seconds until the next probe.
@@ -101,7 +101,7 @@ class CircuitBreaker:
             OUTAGES.begin(self.name, f"does not answer: {reason}", text)
 
     def away_s(self) -> float:
-        """Seconds since its first failure; 0 while it is not known to be away."""
+        """Seconds since its first failure; 0 while it is not known to be unreachable."""
         with self._lock:
             return self._clock() - self._first_failure if self.is_open else 0.0
 

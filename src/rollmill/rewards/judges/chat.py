@@ -149,7 +149,6 @@ class CachedChatModel:
     async def chat(
         self, messages: Sequence[ChatMessage], sampling: ChatSamplingParams, indices: Sequence[int]
     ) -> list[ChatModelReply]:
-        """See ChatModel."""
         keys = {index: self._key(messages, sampling, index) for index in indices}
         found = {index: reply for index, key in keys.items() if (reply := self._store.get(key)) is not None}
         missing = [index for index in indices if index not in found]

@@ -44,7 +44,6 @@ class JudgeUsage:
     )
 
     def add(self, key: str, count: int = 1) -> None:
-        """Increase a counter."""
         self.counts[key] += count
 
     def reply(self, reply: ChatModelReply) -> None:

@@ -89,7 +89,7 @@ class RateLimiter:
 
 MIN_BACKOFF_S, MAX_BACKOFF_S, MAX_PROBE_PAUSE_S = 0.5, 30.0, 10.0
 _LOOK_S = 0.1
-"""Seconds between two looks of a request whether an endpoint that was away is back."""
+"""Seconds between two looks of a request whether an unreachable endpoint is back."""
 _MAX_OUTAGES = 3
 """Outages after which a request is given up: it may cause them."""
 _IMAGE_TOKENS = 1000
@@ -111,9 +111,9 @@ class EndpointChatModel:
     """Sends requests within rate limits and retries those that may succeed. Every reply is a separate request.
 
     A request that finally fails while others succeed gets no reply (outcome `timeout`), and so does one that is refused
-    (`refused`). An endpoint that has answered before and does not even answer a minimal request is away: all requests
-    wait for it, for up to `away_s`. One that has never answered, or is away for longer, ends the run, as does a refused
-    key.
+    (`refused`). An endpoint that has answered before and does not even answer a minimal request is unreachable: all
+    requests wait for it, for up to `away_s`. One that has never answered, or is unreachable for longer, ends the run,
+    as does a refused key.
 
     Args:
         called: the name of the model in errors.
@@ -138,7 +138,7 @@ class EndpointChatModel:
     async def chat(
         self, messages: PromptOrMessages, sampling: ChatSamplingParams, indices: Sequence[int]
     ) -> list[ChatModelReply]:
-        """See ChatModel; a text in place of messages is completed."""
+        """A text in place of messages is completed."""
         return await gather_or_cancel(self.ask(messages, self._body(sampling, index)) for index in indices)
 
     async def ask(self, prompt: PromptOrMessages, body: Mapping[str, Any]) -> ChatModelReply:
@@ -163,7 +163,7 @@ class EndpointChatModel:
             release_breaker(self._breaker)
 
     async def _send(self, request: _Request) -> ChatModelReply:
-        """Retry a request until `deadline_s` has passed; time in which the endpoint is away does not count."""
+        """Retry a request until `deadline_s` has passed; time in which the endpoint is unreachable does not count."""
         config, breaker, outages, retries = self._config, self._breaker, 0, 0
         time_left, tries, first_failure = config.deadline_s, 0, math.inf
         while True:
@@ -227,10 +227,10 @@ class EndpointChatModel:
         """Return the exponential backoff, with jitter between half and full."""
         return min(MIN_BACKOFF_S * 2.0 ** min(tries - 1, 30), longest) * self._jitter.uniform(0.5, 1.0)
 
-    # -- an endpoint that is away ------------------------------------------------------------------------------
+    # -- an endpoint that is unreachable ------------------------------------------------------------------------------
 
     async def _until_there(self, request: _Request) -> bool:
-        """Wait while the endpoint is away, and send the probes whose turn it is; True if it was away."""
+        """Wait while the endpoint is unreachable, and send the probes whose turn it is; True if it was unreachable."""
         was_away = False
         while True:
             self._require_patience()
@@ -269,7 +269,7 @@ class EndpointChatModel:
             self._breaker.end_probe()
 
     def _require_patience(self) -> None:
-        """Raise EndpointLostError if the endpoint is away for too long; and earlier errors that end the run."""
+        """Raise EndpointLostError if the endpoint is unreachable for too long; and earlier errors that end the run."""
         if self._fatal_error is not None:
             raise self._fatal_error
         if (away_s := self._breaker.away_s()) > self._config.away_s:

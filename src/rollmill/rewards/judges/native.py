@@ -65,7 +65,7 @@ class NativeChatModel:
     async def chat(
         self, messages: Sequence[ChatMessage], sampling: ChatSamplingParams, indices: Sequence[int]
     ) -> list[ChatModelReply]:
-        """See ChatModel; messages begin with `system` and `user`. Prompt tokens are counted in the first reply."""
+        """Messages begin with `system` and `user`. Prompt tokens are counted in the first reply."""
         ids = self._encoded(messages)
         if len(ids) + sampling.max_tokens > self._context:
             message = (

@@ -22,7 +22,7 @@ _RED = "41"
 
 
 class GymnasiumEnvironment:
-    """A gymnasium environment; see `GymnasiumSection` for its options.
+    """One episode of a gymnasium environment.
 
     `reset` raises ConfigError if gymnasium is not installed, does not know the environment, or the environment has no
     discrete actions.
@@ -55,7 +55,6 @@ class GymnasiumEnvironment:
         return StepResult(self._joined(self._seen), float(reward), ended or cut or late, {"invalid": 0.0, **info})
 
     def close(self) -> None:
-        """Free the environment."""
         if self._env is not None:
             self._env.close()
             self._env = None

@@ -267,20 +267,16 @@ class WorkerEnvironment:
         self._pool, self._worker, self._number = pool, worker, number
 
     async def make(self) -> None:
-        """See _EnvironmentBackend."""
         await self._call("make", self._pool.recipe)
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        """See _EnvironmentBackend."""
         found: Observation = await self._call("reset", task, seed)
         return found
 
     async def step(self, action: str) -> StepResult:
-        """See _EnvironmentBackend."""
         return StepResult(*await self._call("step", action))
 
     async def close(self) -> None:
-        """See _EnvironmentBackend."""
         left = self._worker.leave(self._number)
         if left is not None:
             left.add_done_callback(self._log_close_error)

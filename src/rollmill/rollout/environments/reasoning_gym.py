@@ -14,7 +14,8 @@ from rollmill.types import Task
 
 
 class ReasoningGymEnvironment:
-    """See `ReasoningGymSection` for its options. The task's prompt asks the question, so `reset` returns no text."""
+    """Several attempts at a task of reasoning-gym, which scores them. The task's prompt asks the question, so `reset`
+    returns no text."""
 
     def __init__(self, config: ReasoningGymSection) -> None:
         self._config = config

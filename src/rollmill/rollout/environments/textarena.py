@@ -20,7 +20,7 @@ _GLOBAL = threading.Lock()
 
 
 class TextArenaEnvironment:
-    """See `TextArenaSection` for its options. The policy sees the game's texts, without its own actions.
+    """One episode of a TextArena game. The policy sees the game's texts, without its own actions.
 
     `reset` raises ConfigError if TextArena is not installed or does not know the game, or the game lacks data (word
     lists that nltk downloads) or needs several players.

@@ -73,7 +73,6 @@ class EnvironmentWorker:
         return not self._thread.is_alive()
 
     def enter(self, number: int) -> None:
-        """Add an episode."""
         self.episodes.add(number)
         self.begun += 1
         self.full = self.full or self.begun >= self._section.restart_after

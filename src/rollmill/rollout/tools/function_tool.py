@@ -105,7 +105,6 @@ class FunctionTool:
             raise ToolError(f"wrong arguments: {'; '.join(wrong)}") from None
 
     def tool(self, name: str, description: str | None, call: ToolCallable) -> Tool:
-        """Build the Tool."""
         return Tool(name, description or self.description, self.schema, call)
 
 

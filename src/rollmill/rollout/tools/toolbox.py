@@ -49,7 +49,7 @@ MALFORMED_CALLS, UNKNOWN_CALLS = "malformed", "unknown"
 class ToolResult:
     """Result of a call, or its error if not `ok`."""
 
-    content: str | list[dict[str, Any]]  #: a text; with pictures content parts, for a policy that sees
+    content: str | list[dict[str, Any]]  #: a text; with pictures content parts, for a vision-language policy
     ok: bool
 
     @property

@@ -96,7 +96,8 @@ class ContextParallelAttention:
         self._whole, self._share = whole, share
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-        """See AttentionContext: query [1, H, n, D], key [1, K, n, D], value [1, K, n, V] -> [1, n, H, V].
+        """Exchange shares of the tokens for shares of the heads, attend, and exchange back: query [1, H, n, D], key
+        [1, K, n, D], value [1, K, n, V] -> [1, n, H, V].
 
         Raises:
             ModelError: the ranks do not divide H.
@@ -125,7 +126,7 @@ class ContextParallelAttention:
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
-        """See AttentionContext; `check_context_parallel` refuses models with recurrent layers."""
+        """Never called: `check_context_parallel` refuses models with recurrent layers."""
         raise AssertionError("a recurrent layer under context parallelism")
 
 

@@ -183,7 +183,6 @@ class ProcessRankHandle(RankHandle):
 
     @property
     def label(self) -> str:
-        """See RankHandle."""
         return f"rank {self.rank} (process {self.pid})"
 
     @property
@@ -195,14 +194,12 @@ class ProcessRankHandle(RankHandle):
         return f"The end of {self._log}:\n{text}" if text else f"It printed nothing to {self._log}."
 
     def send(self, command: str, *details: Any) -> None:
-        """See RankHandle."""
         try:
             self._connection.send((command, *details))
         except OSError:
             raise self.error(command, self._ended(), 0) from None
 
     def outcome(self, command: str, deadline_s: float) -> CommandResult:
-        """See RankHandle."""
         if not self._connection.poll(deadline_s):
             return CommandResult("late")
         try:
@@ -212,13 +209,11 @@ class ProcessRankHandle(RankHandle):
             return self._ended()
 
     def end(self) -> None:
-        """See RankHandle."""
         self._connection.close()
         self._popen.kill()
         self._popen.wait()
 
     def finish(self) -> None:
-        """See RankHandle."""
         try:
             self.send("close")
             self._popen.wait(_END_S)
@@ -252,26 +247,22 @@ class ProcessRankLauncher:
 
     @property
     def folder(self) -> Path:
-        """The shared folder."""
         return Path(self._folder.name)
 
     def open(self) -> FileRendezvous:
-        """See RankLauncher."""
         self._folder = tempfile.TemporaryDirectory(prefix="rollmill-ranks-")
         return FileRendezvous(self.folder)
 
     def start(self, rank: int, threads: int) -> ProcessRankHandle:
-        """See RankLauncher."""
         return ProcessRankHandle(rank, self.folder, self._logs / f"rank-{rank}.log", threads)
 
     @contextmanager
     def handed(self, name: str, value: Any) -> Iterator[Path]:
-        """See RankLauncher. Yields a file, which is removed at the end; ranks that mapped it keep its contents."""
+        """Yields a file, which is removed at the end; ranks that mapped it keep its contents."""
         file = self.folder / name
         torch.save(value, file)
         yield file
         file.unlink()
 
     def close(self) -> None:
-        """See RankLauncher."""
         self._folder.cleanup()

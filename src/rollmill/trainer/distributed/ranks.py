@@ -38,7 +38,8 @@ class RankGroup:
     rank: int = 0
     size: int = 1
     sharding: Sharding = "none"
-    """See the modules of these names; none: models are whole, and rows are dealt out."""
+    """What ranks share: parameters, matrices, experts or the tokens of a row. none: models are whole, and rows are
+    dealt out."""
 
     @staticmethod
     def current() -> RankGroup:

@@ -39,17 +39,14 @@ class RayRankHandle(RankHandle):
 
     @property
     def label(self) -> str:
-        """See RankHandle."""
         started = self._where.done() and self._where.exception() is None
         where = self._where.result() if started else "an actor that has not started"
         return f"rank {self.rank} ({where})"
 
     def send(self, command: str, *details: Any) -> None:
-        """See RankHandle."""
         self._pending.append(self._actor.run_command.remote(command, *details).future())
 
     def outcome(self, command: str, deadline_s: float) -> CommandResult:
-        """See RankHandle."""
         errors = ray_module().exceptions
         try:
             found = self._pending[0].result(deadline_s)
@@ -66,13 +63,12 @@ class RayRankHandle(RankHandle):
         return found
 
     def end(self) -> None:
-        """See RankHandle; the process may take a moment longer."""
+        """Kill the process, which may take a moment longer."""
         ray_module().kill(self._actor)
         with suppress(TimeoutError):
             self._actor.where.remote().future().exception(_END_S)
 
     def finish(self) -> None:
-        """See RankHandle."""
         with suppress(TimeoutError):
             self._actor.ended.remote("done").future().exception(_END_S)
         self.end()
@@ -91,23 +87,19 @@ class RayRankLauncher:
 
     @property
     def own_gpus(self) -> bool:
-        """See RankLauncher."""
         return all(each["num_gpus"] > 0 for each in self._options)
 
     def open(self) -> TCPRendezvous:
-        """See RankLauncher."""
         rendezvous, self._store = open_rendezvous_port(ray_module().util.get_node_ip_address())
         return rendezvous
 
     def start(self, rank: int, threads: int) -> RayRankHandle:
-        """See RankLauncher."""
         return RayRankHandle(rank, self._options[rank - 1])
 
     @contextmanager
     def handed(self, name: str, value: Any) -> Iterator[Any]:
-        """See RankLauncher. Yields a Ray object reference, which arrives as the value."""
+        """Yields a Ray object reference, which arrives as the value."""
         yield ray_module().put(value)
 
     def close(self) -> None:
-        """See RankLauncher."""
         self._store = None

@@ -35,7 +35,6 @@ class DomainSpec:
     reward_weights: dict[str, float] | None = None
 
     def recipe(self) -> Recipe:
-        """Builds the recipe."""
         return build_recipe(self.algorithm, max_new_tokens=self.max_new_tokens, reward_weights=self.reward_weights)
 
 

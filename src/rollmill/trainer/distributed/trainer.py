@@ -53,11 +53,11 @@ class RankedComponent:
         self._place: StorageTier = "device"
 
     def bytes(self) -> int:
-        """See Offloadable. Counts this rank's copy."""
+        """Bytes of this rank's copy."""
         return self._own.bytes()
 
     def move(self, place: StorageTier) -> int:
-        """See Offloadable and DistributedTrainer.move."""
+        """Move the copies of all ranks. Raises OffloadError if there is no room on one."""
         if place == self._place:
             return 0
         moved = self._trainer.move(self._own, place, self._folder)
@@ -65,11 +65,10 @@ class RankedComponent:
         return moved
 
     def copies(self) -> Mapping[int, UntypedStorage]:
-        """See Offloadable."""
         return self._own.copies()
 
     def close(self) -> None:
-        """See Offloadable. Those of other ranks vanish with their processes."""
+        """Free this rank's copy; those of other ranks vanish with their processes."""
         self._own.close()
 
 
@@ -137,7 +136,7 @@ class DistributedTrainer:
             self._own = self._join()
 
     def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
-        """See Trainer. Once started, all passes run even if the caller stops early, since every rank makes them."""
+        """Once started, all passes run even if the caller stops early, since every rank makes them."""
         own = self.own
         if not isinstance(own, Trainer) or not own.needs_precompute:
             return
@@ -155,33 +154,30 @@ class DistributedTrainer:
                 pass
 
     def set_learning_rate(self, lr: float) -> None:
-        """See Trainer."""
         own = self.own
         with self._on_all_ranks("set_learning_rate", lr):
             own.set_learning_rate(lr)
 
-    def probes(
+    def to_compare(
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
-        """See Trainer and RewardTrainer."""
-        return self.own.probes(upcoming, experiences, version)
+        return self.own.to_compare(upcoming, experiences, version)
 
     def step(
-        self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
+        self, experiences: Sequence[Experience], version: int, compared: Sequence[Experience] = ()
     ) -> dict[str, float]:
-        """See Trainer."""
         own = self.own
         with (
-            self._launcher.handed("batch", (list(experiences), list(probes))) as batch,
+            self._launcher.handed("batch", (list(experiences), list(compared))) as batch,
             self._on_all_ranks("step", batch, version),
         ):
-            metrics = own.step(experiences, version, probes)
+            metrics = own.step(experiences, version, compared)
             if self._sharded and isinstance(own, Trainer):
                 gather_weights(own.model, self._model)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """See Trainer: the same for any number of ranks."""
+        """State for a checkpoint, the same for any number of ranks."""
         own = self.own
         if not self._sharded:
             return own.state_dict()
@@ -189,13 +185,12 @@ class DistributedTrainer:
             return own.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Trainer."""
         own = self.own
         with self._launcher.handed("state", state) as handed, self._on_all_ranks("load_state_dict", handed):
             own.load_state_dict(state)
 
     def offloadable(self, folder: Path) -> list[Offloadable]:
-        """See Trainer: every rank moves its copy of a component when this one does."""
+        """Every rank moves its copy of a component when this one does."""
         own = self.own
         assert isinstance(own, Trainer), "`residency` is refused with other trainers"
         return [RankedComponent(each, self, folder) for each in own.offloadable(folder)]
@@ -209,7 +204,6 @@ class DistributedTrainer:
             return component.move(place)
 
     def export(self, folder: Path, policy: PolicyModel) -> None:
-        """See RewardTrainer."""
         self.own.export(folder, policy)
 
     def close(self) -> None:

@@ -90,9 +90,9 @@ class RankWorker:
             pass
 
     def step(self, batch: tuple[list[Experience], list[Experience]], version: int) -> None:
-        """Learns from a batch, which comes with its probes, and sends rank 0 this rank's shards."""
-        experiences, probes = batch
-        self._trainer.step(experiences, version, probes)
+        """Learns from a batch, which comes with completions to compare, and sends rank 0 this rank's shards."""
+        experiences, compared = batch
+        self._trainer.step(experiences, version, compared)
         if isinstance(self._trainer, Trainer):
             gather_weights(self._trainer.model, None)
 
@@ -104,7 +104,6 @@ class RankWorker:
         self._components[name].move(place)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Changes the learning rate."""
         self._trainer.set_learning_rate(lr)
 
     def state_dict(self) -> None:
@@ -112,7 +111,6 @@ class RankWorker:
         self._trainer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state."""
         self._trainer.load_state_dict(state)
 
     def ended(self, how: str) -> None:

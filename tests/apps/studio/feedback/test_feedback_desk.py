@@ -21,10 +21,10 @@ from rollmill.apps.studio.feedback.pages import find_neighbours
 from rollmill.apps.studio.feedback.rendering import MAX_SHOWN_CHARS, escape_text
 from rollmill.buffer import ExperienceKind
 from rollmill.buffer.base import FEEDBACK
-from rollmill.buffer.experts import RatingOverrides
 from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.offline_data import RatingOverrides
 from rollmill.config.model import TokenizerConfig
-from rollmill.data import expert_experience, preference_pair
+from rollmill.data import demonstration_experience, preference_pair
 from rollmill.errors import ConfigError, ModelError, RollmillError, StoreError
 from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.run_tokenizer import compute_fingerprint, save_run_tokenizer
@@ -110,7 +110,7 @@ def test_texts_are_encoded_as_those_of_a_taskset(desk: FeedbackService) -> None:
     say(desk, prompt="What is 2 and 2?\n", response="5", rating=0.25)
     [expert], [pair], [rated] = everything(desk)["expert"], everything(desk)["preference"], everything(desk)["rated"]
     task = Task("sum", chat, response="It is 4.")  # type: ignore[arg-type]
-    assert same_tokens(expert.experiences[0], expert_experience(task, TOKENIZER, END))
+    assert same_tokens(expert.experiences[0], demonstration_experience(task, TOKENIZER, END))
     task = Task("sum", "What is 2 and 2?\n", response="4", rejected="5")
     for one, other in zip(pair.experiences, preference_pair(task, TOKENIZER, END, "x"), strict=True):
         assert same_tokens(one, other)
@@ -326,7 +326,7 @@ def test_names_that_look_like_arrays_are_left_alone(run_dir: Path, desk: Feedbac
 
 
 def test_demonstrations_are_not_shown(run_dir: Path, desk: FeedbackService) -> None:
-    expert = expert_experience(Task("sum", "2+2=", response="4"), TOKENIZER, END)
+    expert = demonstration_experience(Task("sum", "2+2=", response="4"), TOKENIZER, END)
     RolloutLog(run_dir / "rollouts").write(3, [*groups_of(3), expert])
     assert [group.name for group in desk.stored.groups(3)] == ["main-000006", "main-000007"]
 

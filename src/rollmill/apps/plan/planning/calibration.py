@@ -21,7 +21,7 @@ from rollmill.config.model import AuxiliaryModelConfig
 from rollmill.config.offload import OffloadConfig
 from rollmill.config.placement import PlacementConfig, RayPlacement
 from rollmill.config.run import StageConfig
-from rollmill.config.workflows import TrafficWorkflow
+from rollmill.config.workflows import LiveRequestsWorkflow
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel
 from rollmill.offload.plan import estimate_component_sizes
@@ -116,7 +116,7 @@ def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calib
 
 
 def _check_stage(stage: StageConfig) -> None:
-    if isinstance(stage.workflow, TrafficWorkflow):
+    if isinstance(stage.workflow, LiveRequestsWorkflow):
         raise ConfigError(
             f"stage {stage.name}: workflow `traffic` rolls out nothing by itself, so nothing can be measured; "
             "plan a run with another workflow"

@@ -58,7 +58,6 @@ class ClusterPlan:
     too_large: bool  #: more memory than the GPUs have
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain JSON."""
         return asdict(self)
 
 

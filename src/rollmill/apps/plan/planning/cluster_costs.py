@@ -66,7 +66,6 @@ class ClusterModel:
 
     @cached_property
     def parameters(self) -> int:
-        """Number of weights."""
         return count_weights(self.model)
 
     @property

@@ -26,7 +26,6 @@ class PhaseMemory:
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
         return sum(self.parts.values())
 
 

@@ -106,7 +106,6 @@ class _SimulatedExplorer:
     _number: int = 0
 
     def start(self, lengths: Sequence[int], version: int) -> _SimulatedGroup:
-        """Starts a group now."""
         group = _SimulatedGroup(self, version, len(lengths))
         self.busy_s += self.costs.group_s
         self.groups += 1
@@ -134,7 +133,6 @@ class _SimulatedExplorer:
         self.now = max(self.now, until)
 
     def take_weights(self) -> None:
-        """Receives new weights."""
         self.busy_s += self.costs.receive_s + self.costs.recompute_s * len(self._rows)
 
     def _pass_s(self) -> float:
@@ -176,7 +174,6 @@ class ProcessSplit:
 
     @property
     def processes(self) -> int:
-        """Number of processes."""
         return 1 + self.explorers
 
 

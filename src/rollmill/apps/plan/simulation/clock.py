@@ -62,7 +62,7 @@ class _NextTimer:
         self._loop = loop
 
     def select(self, timeout: float | None) -> list[Any]:
-        """See selectors.BaseSelector. Raises SimulationStuckError where a real loop would wait forever."""
+        """Raises SimulationStuckError where a real loop would wait forever."""
         if timeout is None:
             raise SimulationStuckError(f"nothing is left to happen after {self._loop.time():.3f} s")
         self._loop.advance(timeout)
@@ -95,7 +95,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
             watcher()
 
     def time(self) -> float:
-        """See asyncio.AbstractEventLoop."""
         return self._now
 
     def clock(self) -> float:
@@ -114,7 +113,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._now += seconds
 
     def create_future(self) -> asyncio.Future[Any]:
-        """See asyncio.AbstractEventLoop."""
         return _NumberedFuture(self.next_number(), loop=self)
 
     def next_number(self) -> int:
@@ -124,7 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Result], *args: Any
     ) -> asyncio.Future[Result]:
-        """See asyncio.AbstractEventLoop. The function runs now; its future ends when its virtual time is over."""
+        """Runs the function now; its future ends when its virtual time is over."""
         future = self.create_future()
         before, self._thread_s = self._thread_s, 0.0
         result, error = None, None

@@ -64,7 +64,7 @@ class SimulatedPolicy:
 
 
 class SimulatedJudges:
-    """Judges that all explorers ask. They can be away; then whoever asks says so and asks again.
+    """Judges that all explorers ask. They can be unavailable; then an explorer says so and asks again.
 
     Args:
         spread: standard deviation of the logarithm of their seconds.
@@ -99,18 +99,15 @@ class SimulatedRewards:
     async def score(
         self, task: Task, completion: Completion, *, group_follows: bool = False, role: str | None = None
     ) -> RewardResult:
-        """See RewardManager."""
         reward = await self._judges.judge(completion, self._outages)
         return RewardResult(reward, {"judge": reward}, {"judge": "ok"}, 0.0)
 
     async def add_group_rewards(
         self, task: Task, completions: Sequence[Completion], results: Sequence[RewardResult]
     ) -> list[RewardResult]:
-        """See RewardManager."""
         return list(results)
 
     async def score_group(self, task: Task, completions: Sequence[Completion]) -> list[RewardResult]:
-        """See RewardManager."""
         return list(await asyncio.gather(*(self.score(task, each) for each in completions)))
 
     def counters(self) -> dict[str, float]:
@@ -143,10 +140,12 @@ class SimulatedTrainer:
         """No passes before rewards."""
         return iter(())
 
-    def probes(self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int) -> None:
+    def to_compare(
+        self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
+    ) -> None:
         """No comparison of log-probs."""
 
-    def step(self, experiences: Sequence[Experience], version: int, probes: None) -> dict[str, float]:
+    def step(self, experiences: Sequence[Experience], version: int, compared: None) -> dict[str, float]:
         """Learn a batch. Raises TrainerRankLostError if a rank dies."""
         self._process.require_alive()
         seconds = max(self._random.choice(self._costs.train_s) for _ in range(self._ranks))
@@ -160,11 +159,9 @@ class SimulatedTrainer:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """See Trainer."""
         return {"digest": self._policy.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Trainer."""
         self._policy.digest = state["digest"]
 
     def export(self, folder: Path, policy: Any) -> None:
@@ -185,12 +182,11 @@ class SimulatedLearner(Learner):
     def step(
         self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
     ) -> dict[str, float]:
-        """See Learner."""
         self._history.record("train", version=version, experiences=experiences)
         return super().step(experiences, version, upcoming)
 
 
-class WeightShelf:
+class SimulatedWeights:
     """Published weights, where all processes of a run find them: digests by version of each use of the explorers."""
 
     def __init__(self) -> None:
@@ -201,15 +197,16 @@ class WeightShelf:
 class SimulatedSender:
     """The trainer's side; a WeightSender."""
 
-    def __init__(self, shelf: WeightShelf, place: str, policy: SimulatedPolicy, process: SimulatedProcess) -> None:
-        self._shelf, self._place, self._policy, self._process = shelf, place, policy, process
-        shelf.digests[place] = {}
+    def __init__(
+        self, weights: SimulatedWeights, place: str, policy: SimulatedPolicy, process: SimulatedProcess
+    ) -> None:
+        self._weights, self._place, self._policy, self._process = weights, place, policy, process
+        weights.digests[place] = {}
 
     def send(self, version: int, weights: Mapping[str, Any]) -> None:
-        """See WeightSender."""
         self._process.require_alive()
-        self._shelf.digests[self._place][version] = self._policy.digest
-        self._shelf.visible_at[self._place, version] = self._process.loop.time()
+        self._weights.digests[self._place][version] = self._policy.digest
+        self._weights.visible_at[self._place, version] = self._process.loop.time()
 
     def restore(self) -> None:
         """Nobody removes them."""
@@ -221,26 +218,24 @@ class SimulatedSender:
 class SimulatedReceiver(FolderReceiver):
     """An explorer's side, which sees new weights with a delay, as through a network file system."""
 
-    def __init__(self, shelf: WeightShelf, place: str, loop: VirtualLoop, delay_s: float) -> None:
-        self._shelf, self._place, self._loop, self._delay_s = shelf, place, loop, delay_s
+    def __init__(self, weights: SimulatedWeights, place: str, loop: VirtualLoop, delay_s: float) -> None:
+        self._weights, self._place, self._loop, self._delay_s = weights, place, loop, delay_s
         self.digests: dict[int, int] = {}  #: of the weights received, by version
 
     def newest(self) -> int | None:
-        """See WeightReceiver."""
-        known = self._shelf.digests.get(self._place, {})
+        known = self._weights.digests.get(self._place, {})
         seen = [
-            each for each in known if self._shelf.visible_at[self._place, each] + self._delay_s <= self._loop.time()
+            each for each in known if self._weights.visible_at[self._place, each] + self._delay_s <= self._loop.time()
         ]
         return max(seen, default=None)
 
     def fetch(self, version: int | None = None) -> None:
-        """See WeightReceiver. The engine counts the seconds."""
+        """No-op: the engine counts the seconds."""
 
     def receive(self, into: Mapping[str, Any], version: int | None = None) -> int:
-        """See WeightReceiver."""
         newest = self.newest()
         assert newest is not None
-        self.digests[newest] = self._shelf.digests[self._place][newest]
+        self.digests[newest] = self._weights.digests[self._place][newest]
         return newest
 
     def close(self) -> None:
@@ -248,13 +243,12 @@ class SimulatedReceiver(FolderReceiver):
 
 
 class SimulatedBuffers:
-    """The run's store; see Buffers."""
+    """Buffers of a run with one store, in memory."""
 
     def __init__(self, store: ExperienceStore, *, shared: bool) -> None:
         self._store, self.shared = store, shared
 
     def of_stage(self, config: StageConfig) -> ExperienceStore:
-        """See Buffers."""
         return self._store
 
     def of_run(self, store: ExperienceStore) -> list[Any]:

@@ -111,12 +111,10 @@ class SimulatedEngine:
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """See RolloutEngine."""
         found = [completion async for completion in self.stream(request)]
         return sorted(found, key=lambda each: each.index)
 
     async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
-        """See RolloutEngine."""
         self._advance()
         one = _SimulatedRequest(request, asyncio.Queue(), self._loop.time())
         lengths = self._costs.lengths(request.seed, request.n)
@@ -141,7 +139,6 @@ class SimulatedEngine:
         self._go_on()
 
     def interrupt(self) -> None:
-        """See RolloutEngine."""
         self._advance()
         rows = [*(row for _, _, row in sorted(self._rows, key=lambda each: each[1])), *self._waiting]
         self._rows, self._waiting = [], deque()
@@ -152,7 +149,6 @@ class SimulatedEngine:
     # -- weights -----------------------------------------------------------------------------------------------
 
     def weights_updated(self, version: int) -> None:
-        """See RolloutEngine."""
         self._advance()
         self.version = version
         self.versions.append(version)
@@ -168,13 +164,13 @@ class SimulatedEngine:
         """No-op: whoever trains beside an engine of its own process holds up its loop."""
 
     def resume(self) -> None:
-        """See pause."""
+        """No-op, since `pause` is one."""
 
     async def drain(self) -> None:
-        """See pause."""
+        """No-op, since `pause` is one."""
 
     async def wait_for_tokens(self) -> None:
-        """See RolloutEngine. Lets the driver make one pass."""
+        """Lets the driver make one pass."""
         await asyncio.sleep(0)
 
     async def sleep(self, *, destroy: bool = False) -> None:
@@ -185,7 +181,6 @@ class SimulatedEngine:
         return {}
 
     async def close(self) -> None:
-        """See RolloutEngine."""
         self._rows, self._waiting = [], deque()
         if self._timer is not None:
             self._timer.cancel()

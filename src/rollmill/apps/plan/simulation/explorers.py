@@ -16,7 +16,7 @@ from rollmill.apps.plan.simulation.components import (
     SimulatedPolicy,
     SimulatedReceiver,
     SimulatedRewards,
-    WeightShelf,
+    SimulatedWeights,
 )
 from rollmill.apps.plan.simulation.engine import SimulatedEngine, SimulationCosts
 from rollmill.apps.plan.simulation.history import EventHistory
@@ -46,7 +46,7 @@ class SimulatedSite:
     loop: VirtualLoop
     costs: SimulationCosts
     judges: SimulatedJudges
-    shelf: WeightShelf
+    weights: SimulatedWeights
     history: EventHistory
     max_sequences: int
     weights_delay_s: float = 0.0
@@ -56,10 +56,10 @@ class SilentHeartbeat:
     """A HeartbeatWriter that writes nothing."""
 
     def set_activity(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
-        """See HeartbeatWriter."""
+        """No-op: nobody reads it."""
 
     def close(self, ended: str) -> None:
-        """See HeartbeatWriter."""
+        """No-op: nothing was written."""
 
 
 class SimulatedStageWorker(StageWorker):
@@ -67,10 +67,10 @@ class SimulatedStageWorker(StageWorker):
 
     def __init__(self, setup: WorkerSetup, site: SimulatedSite, process: SimulatedProcess) -> None:
         self._site, self._process, self._setup = site, process, setup
-        self._life = len(site.history.events)  # identifies it among all
+        self._start_id = len(site.history.events)  # identifies it among all
         self._policy: Any = SimulatedPolicy()
         self._reads_itself = False
-        self._receiver: Any = SimulatedReceiver(site.shelf, setup.weights_address, site.loop, site.weights_delay_s)
+        self._receiver: Any = SimulatedReceiver(site.weights, setup.weights_address, site.loop, site.weights_delay_s)
         self._engine: Any = SimulatedEngine(
             process, site.costs, self._receiver.digests, max_sequences=site.max_sequences, shares_loop=False
         )
@@ -84,7 +84,6 @@ class SimulatedStageWorker(StageWorker):
         self._made = {"": Explorer(self._engine, rewards, self._policy.tokenizer, self._trace)}
 
     async def rollout(self, request: RolloutRequest) -> Any:
-        """See StageWorker."""
         reply = await super().rollout(request)
         versions = [each.versions[each.action_mask] for each in reply.experiences]
         oldest = min((int(each.min()) for each in versions if each.size), default=-1)
@@ -95,10 +94,10 @@ class SimulatedStageWorker(StageWorker):
 
     async def _update(self, version: int) -> None:
         await super()._update(version)
-        self._site.history.record("weights", by=self._process.name, version=self._version, life=self._life)
+        self._site.history.record("weights", by=self._process.name, version=self._version, start_id=self._start_id)
 
     def set_slowness(self, factor: float) -> None:
-        """See SimulatedEngine."""
+        """Change the factor of the seconds that its engine's passes take."""
         self._engine.set_slowness(factor)
 
 
@@ -120,7 +119,6 @@ class SimulatedNode:
     calls: dict[asyncio.Future[Any], SimulatedProcess] = field(default_factory=dict, init=False)
 
     def start(self) -> None:
-        """Start the process."""
         self.process = SimulatedProcess(self.site.loop, self.name, skew=self.skew)
         self.process.slowness = self.slowness
         beat: Any = SilentHeartbeat()
@@ -168,7 +166,6 @@ class SimulatedActorHandle:
         self._node, self._caller = node, caller
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """See WorkerHandle."""
         node, reply = self._node, self._node.site.loop.create_future()
         if node.worker is None:
             raise WorkerLostError("its process is being started again")
@@ -180,12 +177,10 @@ class SimulatedActorHandle:
             node.calls.pop(reply, None)
 
     def notify(self, method: str, *arguments: Any) -> None:
-        """See WorkerHandle."""
         if self._node.worker is not None:
             self._send(method, arguments, None)
 
     def kill(self) -> None:
-        """See WorkerHandle."""
         self._node.site.loop.create_task(self._node.crash())
 
     def _send(self, method: str, arguments: Any, reply: asyncio.Future[Any] | None) -> None:
@@ -245,15 +240,12 @@ class RayLikeFleet:
         self.pool = WorkerPool(EXPLORER, dict(handles), health_s=health_s, replacements=replacements)
 
     def share(self, setup: WorkerSetup) -> WorkerSetup:
-        """See ExplorerFleet."""
         return replace(setup, policy=None)
 
     def describe(self) -> str:
-        """See ExplorerFleet."""
         return ""
 
     def serving(self, message: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
-        """See ExplorerFleet."""
         return nullcontext()
 
     def drop_requests(self) -> None:
@@ -273,7 +265,6 @@ class JoiningFleet(JoinedExplorers):
             node.site.loop.create_task(self._keep_joined(number, node))
 
     def describe(self) -> str:
-        """See ExplorerFleet."""
         return ""
 
     def drop_requests(self) -> None:

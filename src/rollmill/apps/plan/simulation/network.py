@@ -83,7 +83,7 @@ class _PipeTransport(asyncio.Transport):
         self._open = True
 
     def write(self, data: Any) -> None:
-        """See asyncio.WriteTransport. A dead process writes nothing."""
+        """A dead process writes nothing."""
         if not (self._open and self._process.alive):
             return
         payload = bytes(data)
@@ -96,11 +96,10 @@ class _PipeTransport(asyncio.Transport):
             self.other.feed_data(payload)
 
     def is_closing(self) -> bool:
-        """See asyncio.BaseTransport."""
         return not self._open
 
     def close(self) -> None:
-        """See asyncio.BaseTransport: what was written arrives before the end."""
+        """Ends the connection once what was written has arrived."""
         if self._open:
             self._open = False
             if not self.mine.at_eof():
@@ -108,7 +107,6 @@ class _PipeTransport(asyncio.Transport):
             self._link.send(self.peer.lose, self._direction)
 
     def abort(self) -> None:
-        """See asyncio.WriteTransport."""
         self.close()
 
     def lose(self) -> None:

@@ -61,11 +61,9 @@ class SimulatedDisk:
     checkpoints: dict[int, str] = field(default_factory=dict)
 
     def write(self, step: int, state: StageState, trainer: dict[str, Any]) -> None:
-        """Write a checkpoint."""
         self.checkpoints[step] = json.dumps({"state": asdict(state), "trainer": trainer})
 
     def newest(self) -> tuple[StageState, dict[str, Any]] | None:
-        """Read the newest checkpoint."""
         if not self.checkpoints:
             return None
         found = json.loads(self.checkpoints[max(self.checkpoints)])
@@ -86,18 +84,15 @@ class _LocalBackend(LocalRollouts):
         self._rewards, self._explorers = stage.rewards, None
 
     def publish(self, version: int) -> None:
-        """See RolloutBackend."""
         self._digests[version] = self._policy.digest
         super().publish(version)
 
     def start(self, stage: Stage) -> Any:
-        """See RolloutBackend."""
         assert isinstance(stage, SimulatedStage)
         source: Any = self
         return build_rollouts(stage, source, self.engine)
 
     def explorer(self, trace: Any = None, drafts: Any = None) -> Explorer:
-        """See ExplorerSource."""
         assert self._rewards is not None
         return Explorer(self.engine, self._rewards, self._policy.tokenizer, trace)
 
@@ -107,9 +102,9 @@ class _RemoteBackend(RemoteRollouts):
 
     def _open(self, stage: Stage) -> Any:
         assert isinstance(stage, SimulatedStage)
-        self._name = f"use {derive_seed(stage.seed, len(stage.site.shelf.digests)):x}"
+        self._name = f"use {derive_seed(stage.seed, len(stage.site.weights.digests)):x}"
         engine = SimulatedEngine(stage.process, stage.site.costs, {}, max_sequences=1, shares_loop=True)
-        sender = SimulatedSender(stage.site.shelf, self._name, stage.simulated_policy, stage.process)
+        sender = SimulatedSender(stage.site.weights, self._name, stage.simulated_policy, stage.process)
         return engine, self._name, sender
 
 
@@ -142,13 +137,12 @@ class SimulatedStage(Stage):
         self.learner = SimulatedLearner(policy, self.trainer, site.history)
         self.backend = _LocalBackend(self) if fleet is None else _RemoteBackend(self, fleet)
         self.backend.publish(self.first_version)
-        self.offloader = self.experts = self.drafts = None
+        self.offloader = self.offline_data = self.drafts = None
         self.store = store
         self.pipeline = build_stage_pipeline(spec.config, policy, self.seed)
         self.batches, self.evaluator = self.backend.start(self)
 
     def finish_step(self) -> None:
-        """See Stage."""
         self.process.require_alive()
         super().finish_step()
         self.site.history.record("publish", version=self.version, digest=self.simulated_policy.digest)

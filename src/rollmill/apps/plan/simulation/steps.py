@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from rollmill.apps.plan.simulation.clock import virtual_time
-from rollmill.apps.plan.simulation.components import SimulatedJudges, WeightShelf
+from rollmill.apps.plan.simulation.components import SimulatedJudges, SimulatedWeights
 from rollmill.apps.plan.simulation.engine import SimulationCosts
 from rollmill.apps.plan.simulation.explorers import SimulatedNode, SimulatedSite
 from rollmill.apps.plan.simulation.history import EventHistory
@@ -61,7 +61,7 @@ def simulate_steps(
             EventHistory(loop),
             SimulatedJudges(loop, costs.judge_s, spread=0.0, places=_JUDGES, seed=seed),
         )
-        site = SimulatedSite(loop, costs, judges, WeightShelf(), history, max_sequences)
+        site = SimulatedSite(loop, costs, judges, SimulatedWeights(), history, max_sequences)
         nodes = [
             SimulatedNode(f"explorer {number}", site, SimulatedLink(loop, DELAY_S, seed + number))
             for number in range(explorers)

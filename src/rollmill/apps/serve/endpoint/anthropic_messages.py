@@ -40,7 +40,6 @@ class MessagesHandler(ChatCompletionHandler):
         super().__init__(service, body.chat_request(), caller, size)
 
     def response(self) -> MessageResponse:  # type: ignore[override]  # another protocol
-        """See CompletionHandler."""
         [choice] = self.choices
         assert choice.completion is not None
         blocks = [_thinking(choice.reasoning)] if choice.reasoning else []
@@ -50,11 +49,9 @@ class MessagesHandler(ChatCompletionHandler):
         return self._message(choice, [ContentBlock.model_validate(block) for block in blocks])
 
     def last_event(self) -> dict[str, Any]:
-        """See CompletionHandler."""
         return {"type": "message_stop"}
 
     def error_event(self, error: ApiError) -> dict[str, Any]:
-        """See CompletionHandler."""
         return error.body(MESSAGES_PATH)
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:

@@ -58,7 +58,6 @@ class ChatChoiceState(ChoiceState):
         return "tool_calls" if self.calls and not (self.errors and reason == "length") else reason
 
     def push(self, token: int) -> TextDelta:
-        """See ChoiceState."""
         return self.stream.push(token)
 
 
@@ -74,7 +73,6 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
         super().__init__(service, body, caller, size)
 
     async def begin(self) -> None:
-        """See CompletionHandler."""
         body, session, service = self.body, self.session, self.service
         self._number = session.begin()
         with service.gate.preparing():
@@ -98,7 +96,6 @@ class ChatCompletionHandler(CompletionHandler[ChatCompletionRequest, ChatChoiceS
             self.choices.append(ChatChoiceState(i, text, ids, turns=self.prompt.turns, stream=stream))
 
     def response(self) -> ChatCompletionResponse:
-        """See CompletionHandler."""
         return ChatCompletionResponse(
             id=self.id,
             created=self.created,
@@ -192,7 +189,6 @@ class TextChoiceState(ChoiceState):
     at: int = 0  #: offset of the unsent tokens' text in the choice's text
 
     def push(self, token: int) -> TextDelta:
-        """See ChoiceState."""
         return self.stream.push(token)
 
 
@@ -213,7 +209,6 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
         super().__init__(service, body, caller, size)
 
     async def begin(self) -> None:
-        """See CompletionHandler."""
         body, session, service = self.body, self.session, self.service
         prompts = _prompts(body)
         self.sampling, self.penalties = session.settings(body, body.max_tokens), session.penalties(body)
@@ -240,7 +235,6 @@ class TextCompletionHandler(CompletionHandler[CompletionRequest, TextChoiceState
         return ids, text
 
     def response(self) -> CompletionResponse:
-        """See CompletionHandler."""
         return CompletionResponse(
             id=self.id,
             created=self.created,

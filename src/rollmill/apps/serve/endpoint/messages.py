@@ -1,6 +1,6 @@
 """Normalizes the messages that clients send, so that the policy's own turns are recognized when they come back.
 
-Contents become texts; in those for a model that sees, pictures are references.
+Contents become texts; in those for a vision-language model, pictures are references.
 
 Clients give content as text or parts, write arguments as JSON in various ways and may renumber calls. Normalized,
 arguments are objects, calls are numbered through the conversation, and fields unknown to templates are left out.

@@ -108,17 +108,14 @@ class EndpointMiddleware(GuardMiddleware):
         self._rules, self._gauges = rules, gauges
 
     def admit(self, scope: Scope, headers: dict[str, str]) -> str:
-        """See GuardMiddleware."""
         self._check_origin(headers)
         scope[_CALLER] = self._caller(scope, headers)
         return caller_of(scope).client
 
     def refusal(self, scope: Scope, error: RequestRefusedError) -> tuple[str, bytes]:
-        """See GuardMiddleware."""
         return "application/json", json.dumps(ApiError.of(error).body(scope["path"])).encode()
 
     def answered(self, scope: Scope, start: ASGIMessage) -> None:
-        """See GuardMiddleware."""
         path = scope["path"]
         of_response = path.startswith("/v1/responses/") and path.count("/") == 3
         route = path if path in _ROUTES else "/v1/responses/ID" if of_response else "other"

@@ -38,18 +38,15 @@ class ResponseHandler(ChatCompletionHandler):
         super().__init__(service, chat, caller, size)
 
     def response(self) -> ResponseObject:  # type: ignore[override]  # another protocol
-        """See CompletionHandler."""
         [choice] = self.choices
         return self._object(choice)
 
     def last_event(self) -> dict[str, Any]:
-        """See CompletionHandler."""
         [choice] = self.choices
         made = self._object(choice)
         return self._event(f"response.{made.status}", response=made.model_dump())
 
     def error_event(self, error: ApiError) -> dict[str, Any]:
-        """See CompletionHandler."""
         return self._event("error", code=error.code, message=str(error), param=error.param)
 
     async def _pieces(self) -> AsyncGenerator[dict[str, Any], None]:

@@ -77,7 +77,6 @@ class AdmissionLimiter:
             raise ApiError(text, 429, code="too_many_requests", retry_s=1)
 
     async def abort(self) -> None:
-        """Cancel all requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -156,7 +155,7 @@ class EndpointService:
         takes_feedback: whether rewards are used.
         anonymous: creates the session of a call that names none.
         rates: rate limits of clients.
-        most_bytes: longest body; by default it follows from the context, and is 16 MiB for a model that sees.
+        most_bytes: longest body; by default it follows from the context, and is 16 MiB for a vision-language model.
         switches: variables of the chat template, unless a request sets them.
     """
 

@@ -112,7 +112,6 @@ class EndpointSession:
         return self.tokens > self._most_tokens
 
     async def abort(self) -> None:
-        """Cancel all running calls."""
         for task in self.running:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)

@@ -32,7 +32,6 @@ class SessionJournal:
         self._file = self._rewritten()
 
     def opened(self, key: _Key) -> None:
-        """Note a new session."""
         self._open.add(key)
         self._write("opened", key)
 
@@ -51,7 +50,6 @@ class SessionJournal:
         return True
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, what: str, key: _Key) -> None:

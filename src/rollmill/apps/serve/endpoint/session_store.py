@@ -69,7 +69,6 @@ class SessionStore:
         return self._used(self._held[key])
 
     def add(self, session: EndpointSession) -> None:
-        """Add a session."""
         self._held[_key(session)] = session
         self._gauges.sessions.set(len(self._held))
 
@@ -188,7 +187,7 @@ class SessionStore:
     def _require_kept(self, key: tuple[str, str]) -> None:
         """Raise ApiError if a session was open when the server was started again."""
         if self._journal is not None and self._journal.was_lost(key):
-            text = f"the server was started again, and has lost the calls of session {key[1]!r}; begin it anew"
+            text = f"the server was started again, and has lost the calls of session {key[1]!r}; begin it again"
             raise ApiError(text, 410, code="session_lost")
 
     def _drop_old(self) -> None:

@@ -75,7 +75,6 @@ class _RequestParser(h11.Connection):
         self._chunks = self._bytes = 0
 
     def next_event(self) -> Any:
-        """See h11.Connection."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
@@ -161,7 +160,6 @@ class BoundedConnection(H11Protocol):
     # -- asyncio.Protocol --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
         super().connection_made(transport)
         self._expect(self._limits.header_s)
         self._table.place(self)
@@ -169,7 +167,6 @@ class BoundedConnection(H11Protocol):
             self._close_with(_BUSY)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._discarding or self.transport.is_closing():
             return
         super().data_received(data)
@@ -182,19 +179,16 @@ class BoundedConnection(H11Protocol):
         self._table.place(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._expect(None)
         self._table.remove(self)
         self.resume_writing()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         super().pause_writing()
         self._writing = self.loop.call_later(self._limits.write_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         super().resume_writing()
         if self._writing is not None:
             self._writing.cancel()
@@ -203,7 +197,7 @@ class BoundedConnection(H11Protocol):
     # -- uvicorn -----------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """See H11Protocol. What is left of a body is thrown away, for as long as the client needs to see the answer."""
+        """Throw away what is left of a body, for as long as the client needs to see the answer."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._expect(self._limits.linger_s, self.transport.abort)
@@ -219,12 +213,11 @@ class BoundedConnection(H11Protocol):
             self._table.place(self)
 
     def timeout_keep_alive_handler(self) -> None:
-        """See H11Protocol."""
         super().timeout_keep_alive_handler()
         self._expect(self._limits.linger_s, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
-        """See H11Protocol. Nothing can be added to an answer that has begun."""
+        """Nothing can be added to an answer that has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
             self._expect(self._limits.linger_s, self.transport.abort)
@@ -244,7 +237,7 @@ class BoundedConnection(H11Protocol):
         self._close_with(b"408 Request Timeout" if self.conn.trailing_data[0] else b"")
 
     def give_up(self) -> None:
-        """Make room for another connection; a client that has not been answered yet is told to come again."""
+        """Make room for another connection; a client that has not been answered yet is told to try again."""
         heard = self._discarding or self.cycle is not None
         if heard:
             self._table.remove(self)

@@ -64,7 +64,6 @@ class GuardMiddleware(ABC):
         """Handle the start of a response: add headers, for example."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
@@ -151,7 +150,6 @@ class GuardMiddleware(ABC):
 
 
 async def send_response(send: Send, status: int, headers: dict[str, str], body: bytes) -> None:
-    """Send a whole response."""
     given = headers | {"content-length": str(len(body))}
     pairs: Iterable[tuple[bytes, bytes]] = [
         (key.encode("latin-1"), text.encode("latin-1")) for key, text in given.items()

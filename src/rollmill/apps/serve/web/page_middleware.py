@@ -19,7 +19,7 @@ class PageMiddleware(GuardMiddleware):
 
     Args:
         is_program: whether a request is to be refused as JSON rather than as text.
-        policy: see `security_headers`.
+        policy: further directives of the Content-Security-Policy, or others in place of the usual ones.
     """
 
     holds = True
@@ -38,7 +38,7 @@ class PageMiddleware(GuardMiddleware):
         self._guard, self._is_program, self._headers = guard, is_program, security_headers(policy)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI. The printed address sets a cookie, so that the key does not stay in the browser's address bar."""
+        """The printed address sets a cookie, so that the key does not stay in the browser's address bar."""
         if scope["type"] == "http":
             request = Request(scope)
             shown = request.query_params.get("token")
@@ -50,16 +50,14 @@ class PageMiddleware(GuardMiddleware):
         await super().__call__(scope, receive, send)
 
     def admit(self, scope: Scope, headers: dict[str, str]) -> str:
-        """See GuardMiddleware."""
         scope[CLIENT] = client = self._guard.check(Request(scope))
         return client
 
     def refusal(self, scope: Scope, error: RequestRefusedError) -> tuple[str, bytes]:
-        """See GuardMiddleware. Not a page: it would contain the form secret."""
+        """Not a page: it would contain the form secret."""
         if self._is_program(Request(scope)):
             return "application/json", json.dumps({"error": str(error)}).encode()
         return "text/plain; charset=utf-8", str(error).encode()
 
     def answered(self, scope: Scope, start: ASGIMessage) -> None:
-        """See GuardMiddleware."""
         start["headers"] = [*start.get("headers", []), *self._headers]

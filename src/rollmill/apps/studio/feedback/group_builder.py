@@ -25,7 +25,7 @@ def build_rated_group(original: Experience, rating: float, id: str) -> Group:
 
 
 def build_edited_group(original: Experience, text: str, encoded: list[int], id: str) -> Group:
-    """Builds an expert answer in place of a completion: the same prompt tokens, then `encoded` (text and end token).
+    """Builds a demonstration in place of a completion: the same prompt tokens, then `encoded` (text and end token).
 
     Raises FeedbackError if the completion has several turns.
     """
@@ -149,8 +149,8 @@ def _copy(original: Experience, id: str, group: str, reward: float) -> Experienc
     )
 
 
-def _group(id: str, shelf: ExperienceKind, experiences: list[Experience]) -> Group:
-    return Group(id, experiences, shelf, writer=FEEDBACK)
+def _group(id: str, kind: ExperienceKind, experiences: list[Experience]) -> Group:
+    return Group(id, experiences, kind, writer=FEEDBACK)
 
 
 def _check_known(text: str, ids: Sequence[int], tokenizer: Any) -> None:

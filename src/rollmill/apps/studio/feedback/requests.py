@@ -26,9 +26,9 @@ class FeedbackKind(StrEnum):
     """Kind of feedback."""
 
     RATE = "rate"  #: a number for a stored completion
-    EDIT = "edit"  #: an expert answer to a stored completion's prompt
+    EDIT = "edit"  #: a demonstration to a stored completion's prompt
     COMPARE = "compare"  #: one of two stored completions is better
-    DEMONSTRATE = "demonstrate"  #: an expert answer to any prompt
+    DEMONSTRATE = "demonstrate"  #: a demonstration to any prompt
     PREFER = "prefer"  #: one of two texts is better
     GRADE = "grade"  #: a number for a text
 

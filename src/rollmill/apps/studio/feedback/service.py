@@ -39,7 +39,7 @@ from rollmill.types import Message, Task
 
 # Feedback records: a view of the run's store, undone ones included
 
-FEEDBACK_SHELVES = (ExperienceKind.RATED, ExperienceKind.EXPERT, ExperienceKind.PREFERENCE)
+FEEDBACK_KINDS = (ExperienceKind.RATED, ExperienceKind.EXPERT, ExperienceKind.PREFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,10 @@ class FeedbackLog:
             self._store.remove(ids, by=by)
 
     def redo(self, ids: Sequence[str]) -> None:
-        """Restores undone records."""
         if ids:
             self._store.restore(ids)
 
     def close(self) -> None:
-        """Closes the store."""
         self._store.close()
 
     def _read(self) -> dict[str, FeedbackRecord]:
@@ -125,7 +123,7 @@ class FeedbackLog:
         return state, {act.id: act for act in acts if act is not None}
 
     def _mine(self) -> ColumnElement[bool]:
-        here = (table.c.run == self._store.run) & table.c.shelf.in_([str(shelf) for shelf in FEEDBACK_SHELVES])
+        here = (table.c.run == self._store.run) & table.c.shelf.in_([str(kind) for kind in FEEDBACK_KINDS])
         return here & (table.c.writer == FEEDBACK)
 
 
@@ -234,7 +232,6 @@ class FeedbackService:
             return True
 
     def close(self) -> None:
-        """Closes the run's store."""
         self.acts.close()
 
     def _act(self, id: str) -> FeedbackRecord:

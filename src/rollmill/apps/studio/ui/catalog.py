@@ -34,7 +34,7 @@ class RunCard:
 
     id: str  #: its path below the folder; "." is the folder itself
     name: str
-    state: str  #: see `RunStatus`
+    state: str  #: such as running, done or failed, as `RunStatus` has it
     algorithms: list[str]  #: of the stages, in order
     model: str
     stage: str

@@ -58,7 +58,6 @@ class FeedbackDesks:
         return {"id": id}
 
     def close(self) -> None:
-        """Close all databases."""
         with self._lock:
             for service in self._services.values():
                 service.close()

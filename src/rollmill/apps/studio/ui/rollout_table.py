@@ -117,7 +117,6 @@ class RolloutTable:
         self._pending = 0
 
     def close(self) -> None:
-        """Close the database."""
         with self._lock:
             self._connection.close()
 

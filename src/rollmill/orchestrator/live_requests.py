@@ -16,7 +16,7 @@ from rollmill.types import Experience, Task
 _LOOK_S = 1.0
 
 
-class TrafficBatches(RolloutBatches):
+class LiveRequestBatches(RolloutBatches):
     """Batches of groups that applications send at any time; a BatchSource.
 
     Groups pass the pipeline and are stored at once, as they cannot be sent again. Those that become staler than
@@ -97,30 +97,25 @@ class NoTasksSampler(Sampler):
 
     @property
     def epoch(self) -> int:
-        """See Sampler."""
         return 0
 
     def next(self, step: int = 0) -> Task:
-        """See Sampler."""
         raise AssertionError("an application asks, not the sampler")
 
     def observe(self, task_id: str, successes: Sequence[float]) -> None:
-        """See Sampler."""
+        """No-op: results choose no task."""
 
     def metrics(self) -> dict[str, float]:
-        """See Sampler."""
         return {}
 
     def progress(self) -> dict[str, Any]:
-        """See Sampler."""
         return {}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """See Sampler."""
+        """No-op: there is no progress."""
 
     def state_dict(self) -> dict[str, Any]:
-        """See Sampler."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Sampler."""
+        """No-op: there is no state."""

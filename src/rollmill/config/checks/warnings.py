@@ -23,7 +23,7 @@ _CHARACTERS_PER_TOKEN = 4
 """Of English text under a BPE tokenizer, about."""
 
 
-def find_doubts(run: LoadedRun, longest_prompts: Mapping[tuple[str, str], int]) -> list[str]:
+def find_warnings(run: LoadedRun, longest_prompts: Mapping[tuple[str, str], int]) -> list[str]:
     """Returns a warning for each doubtful setting: its key, the reason and a remedy. Loads nothing but the
     `config.json` of a checkpoint folder.
 
@@ -34,12 +34,12 @@ def find_doubts(run: LoadedRun, longest_prompts: Mapping[tuple[str, str], int]) 
     found = []
     for index, stage in enumerate(run.stages):
         prefix: KeyPath = ("stages", index) if run.config.stages else ()
-        doubts = [
+        warnings = [
             *_context(run.config.model, facts, stage, longest_prompts),
             *_learning_rates(run, facts, stage),
             *_uncorrected(stage),
         ]
-        found += [f"{format_key_path((*prefix, *path))}: {text}" for path, text in doubts]
+        found += [f"{format_key_path((*prefix, *path))}: {text}" for path, text in warnings]
     return list(dict.fromkeys(found))
 
 

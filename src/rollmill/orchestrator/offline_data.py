@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from rollmill.buffer import DemonstrationPool, ExperienceStore
 from rollmill.buffer.base import split_by_kind
-from rollmill.buffer.experts import DrawnGroup, TasksetDemonstrations
+from rollmill.buffer.offline_data import DrawnGroup, TasksetDemonstrations
 from rollmill.config.run import StageConfig
-from rollmill.data import Taskset, build_sampler, expert_experience, labelled_experience, preference_pair
+from rollmill.data import Taskset, build_sampler, demonstration_experience, labelled_experience, preference_pair
 from rollmill.models.load import PolicyModel
 from rollmill.models.run_tokenizer import compute_fingerprint
 from rollmill.orchestrator.buffers import Buffers
@@ -20,7 +20,7 @@ from rollmill.types import Experience, Task, task_domain
 EXPERT_STREAM = 0xE4
 
 
-def build_expert_pool(
+def build_demonstration_pool(
     config: StageConfig,
     worked: Taskset | None,
     policy: PolicyModel,
@@ -37,7 +37,7 @@ def build_expert_pool(
             return [labelled_experience(task, policy.tokenizer, policy.end_id, f"{task.id}/{place}")]
         if algorithm.uses_pairs:
             return preference_pair(task, policy.tokenizer, policy.end_id, f"{task.id}/{place}")
-        return [expert_experience(task, policy.tokenizer, policy.end_id, config.experts.learn)]
+        return [demonstration_experience(task, policy.tokenizer, policy.end_id, config.experts.learn)]
 
     tasks = None
     if worked is not None and worked.tasks:
@@ -61,7 +61,7 @@ def build_expert_pool(
     )
 
 
-class ProcessedExperts:
+class OfflineData:
     """Demonstrations, labelled completions or pairs of a stage, as its pipeline leaves them.
 
     They pass the pipeline whenever they are drawn, from the taskset as well as from stores; only what the run's own

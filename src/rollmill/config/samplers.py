@@ -9,7 +9,7 @@ from pydantic import Field
 from rollmill.config.section import NamedSection, module_sections, section_union
 
 
-class OrderSection(NamedSection):
+class SamplerSection(NamedSection):
     """Base of task orders."""
 
     skip_uniform: int = Field(0, ge=0)
@@ -22,7 +22,7 @@ class OrderSection(NamedSection):
         return self.skip_uniform > 0
 
 
-class SuccessRateOrder(OrderSection):
+class SuccessRateSamplerSection(SamplerSection):
     """Base of orders that track each task's success rate: a prior, updated by its completions, the newest weighing
     most."""
 
@@ -37,11 +37,10 @@ class SuccessRateOrder(OrderSection):
 
     @property
     def uses_success(self) -> bool:
-        """See OrderSection.uses_success."""
         return True
 
 
-class DifficultyOrder(SuccessRateOrder):
+class DifficultySamplerSection(SuccessRateSamplerSection):
     """Base of orders by the difficulty of a column, or by tracked success rates."""
 
     if TYPE_CHECKING:
@@ -49,36 +48,34 @@ class DifficultyOrder(SuccessRateOrder):
 
     @property
     def uses_success(self) -> bool:
-        """See OrderSection.uses_success."""
         return self.by == "success" or self.skip_uniform > 0
 
     def unused_keys(self) -> dict[str, str]:
-        """See Section.unused_keys."""
         if self.by == "success":
             return {"column": "not honoured with by `success`; it is with `difficulty`"}
-        tracking = SuccessRateOrder.model_fields.keys() - {"name", "skip_uniform"}
+        tracking = SuccessRateSamplerSection.model_fields.keys() - {"name", "skip_uniform"}
         return dict.fromkeys(tracking, "not honoured with by `difficulty`; it is with `success`")
 
 
-class CustomOrder(SuccessRateOrder):
+class CustomSamplerSection(SuccessRateSamplerSection):
     """An order registered by `@rollmill.order`; its other keys are the function's options."""
 
 
-class ShuffledOrder(OrderSection):
+class ShuffledSamplerSection(SamplerSection):
     """Every task once per epoch, reshuffled in each epoch with the run's seed."""
 
     implementation = "rollmill.data.samplers.epochs:EpochSampler"
     name: Literal["shuffled"] = "shuffled"
 
 
-class SequentialOrder(OrderSection):
+class SequentialSamplerSection(SamplerSection):
     """Every task once per epoch, in the order of the taskset."""
 
     implementation = "rollmill.data.samplers.epochs:EpochSampler"
     name: Literal["sequential"] = "sequential"
 
 
-class EasyToHardOrder(DifficultyOrder):
+class EasyToHardSamplerSection(DifficultySamplerSection):
     """Every task once per epoch, easy ones first; equally difficult ones are shuffled."""
 
     implementation = "rollmill.data.samplers.epochs:EasyToHardSampler"
@@ -89,7 +86,7 @@ class EasyToHardOrder(DifficultyOrder):
     """Column with the difficulty; greater is harder. Only with by `difficulty`."""
 
 
-class CurriculumOrder(DifficultyOrder):
+class CurriculumSamplerSection(DifficultySamplerSection):
     """All tasks for some steps, then only hard ones (Kimi k1.5, arXiv:2501.12599, 2.3.4 and 3.5). If no task is hard,
     all are drawn."""
 
@@ -106,7 +103,7 @@ class CurriculumOrder(DifficultyOrder):
     """Column with the difficulty. Only with by `difficulty`."""
 
 
-class PrioritisedOrder(SuccessRateOrder):
+class PrioritisedSamplerSection(SuccessRateSamplerSection):
     """Sampling with probability proportional to 1 - success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
 
     implementation = "rollmill.data.samplers.batch_sampler:PrioritisedSampler"
@@ -115,7 +112,7 @@ class PrioritisedOrder(SuccessRateOrder):
     """Minimum weight of a task, so that solved tasks are still visited now and then."""
 
 
-class PosteriorOrder(SuccessRateOrder):
+class PosteriorSamplerSection(SuccessRateSamplerSection):
     """Thompson sampling: draws a success rate from each task's Beta posterior and picks the tasks nearest to the
     target."""
 
@@ -126,6 +123,6 @@ class PosteriorOrder(SuccessRateOrder):
 
 
 if TYPE_CHECKING:
-    OrderConfig = OrderSection
+    SamplerConfig = SamplerSection
 else:
-    OrderConfig = section_union(module_sections(__name__, OrderSection), kind="order")
+    SamplerConfig = section_union(module_sections(__name__, SamplerSection), kind="order")

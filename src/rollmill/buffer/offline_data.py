@@ -29,12 +29,12 @@ class StoreReader:
     own: bool = False  #: of the run that reads
     _after: dict[ExperienceKind, int] = field(default_factory=dict)
 
-    def new(self, shelf: ExperienceKind) -> Iterator[Group]:
+    def new(self, kind: ExperienceKind) -> Iterator[Group]:
         """Groups that were added or restored since the last call."""
         self.store = self.store or self.open()
         if self.store is not None:
-            for number, group in self.store.read(shelf, after=self._after.get(shelf, 0)):
-                self._after[shelf] = number
+            for number, group in self.store.read(kind, after=self._after.get(kind, 0)):
+                self._after[kind] = number
                 yield group
 
     def get(self, ids: list[str]) -> list[Group]:
@@ -131,14 +131,12 @@ class DemonstrationPool:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """State as plain JSON."""
         tasks = None if self._tasks is None else self._tasks.sampler.state_dict()
         postponed = {"postponed": [task.id for task in self._postponed]} if self._postponed else {}
         served = sorted(self._served)
         return {"epoch": self._epoch, "drawn": self._drawn, "served": served, "tasks": tasks, **postponed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
         self._epoch, self._drawn, self._served = state["epoch"], state["drawn"], set(state["served"])
         if self._tasks is not None and state["tasks"] is not None:
             self._tasks.sampler.load_state_dict(state["tasks"])

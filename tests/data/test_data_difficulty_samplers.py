@@ -276,7 +276,7 @@ def test_a_users_order_weighs_tasks(middling: None) -> None:
         ([1.0], r"taskset.order `broken`: expected 3 weights .* found an array of shape \[1\] from 1 to 1"),
         ([1, 2, -1], r"shape \[3\] from -1 to 2"),
         ([0, 0, 0], "not all 0"),
-        (None, "broken` raised TypeError: .*test_data_orders.py:[0-9]+; correct it"),
+        (None, "broken` raised TypeError: .*test_data_difficulty_samplers.py:[0-9]+; correct it"),
     ],
 )
 def test_a_users_order_has_to_give_weights(result: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
