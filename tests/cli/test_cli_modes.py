@@ -18,8 +18,9 @@ from tiny import tiny_run
 from toys import toy_checkpoint
 
 import rollmill
+from rollmill.apps.serve import command as serve
 from rollmill.apps.serve import web as hosts
-from rollmill.cli import main, serve
+from rollmill.cli import main
 from rollmill.errors import ConfigError
 
 RL = {"stages": None, "steps": 1, "algorithm": {"name": "grpo"}}
